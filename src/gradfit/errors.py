@@ -1,0 +1,42 @@
+"""Every error and warning gradfit raises: a fact, its numbers, and the call that would be right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+class GradfitError(Exception):
+    """The base of everything gradfit raises on purpose."""
+
+
+class MisuseError(GradfitError, ValueError):
+    """An argument that cannot mean anything; raised before anything is changed."""
+
+
+class StateError(MisuseError):
+    """A saved state that does not belong to what it is loaded into, or is damaged."""
+
+
+class NonFiniteGradient(GradfitError, ArithmeticError):
+    """A NaN or an infinity where a gradient was expected."""
+
+
+class UnsupportedOp(GradfitError, RuntimeError):
+    """An operation that can neither be replayed nor kept, so its gradient would be a guess."""
+
+
+class ActivationOverwritten(GradfitError, RuntimeError):
+    """A tensor that the backward pass needs was changed in place after the forward pass."""
+
+
+class BudgetInfeasible(GradfitError, RuntimeError):
+    """No plan stays within the budget. `min_bytes` is the smallest one that does, `breakdown` what takes it."""
+
+    def __init__(self, message: str, *, min_bytes: int, breakdown: Mapping[str, int] | None = None) -> None:
+        super().__init__(message)
+        self.min_bytes = min_bytes
+        self.breakdown = dict(breakdown or {})
+
+
+class ExactnessWarning(UserWarning):
+    """Something in this model cannot be the same in micro-batches as in the full batch; the text names it."""
