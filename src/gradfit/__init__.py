@@ -1,13 +1,17 @@
 """gradfit trains any PyTorch model, at any batch size, in the memory you have, with the same gradients."""
 
+from gradfit.autograd.gradients import GradientMap, backward
+from gradfit.autograd.loss_scale import LossScaler
 from gradfit.errors import (
     ActivationOverwritten,
     BudgetInfeasible,
     ExactnessWarning,
     GradfitError,
+    GraphError,
     MisuseError,
     NonFiniteGradient,
     StateError,
+    UnknownName,
     UnsupportedOp,
 )
 
@@ -16,9 +20,14 @@ __all__ = [
     "BudgetInfeasible",
     "ExactnessWarning",
     "GradfitError",
+    "GradientMap",
+    "GraphError",
+    "LossScaler",
     "MisuseError",
     "NonFiniteGradient",
     "StateError",
+    "UnknownName",
     "UnsupportedOp",
+    "backward",
 ]
 __version__ = "0.1.0"

@@ -13,6 +13,17 @@ class MisuseError(GradfitError, ValueError):
     """An argument that cannot mean anything; raised before anything is changed."""
 
 
+class UnknownName(MisuseError, KeyError):
+    """A name, or a tensor, that is not among those there are; a `KeyError` too, as a mapping owes its callers."""
+
+    def __str__(self) -> str:  # KeyError's own prints the repr of the message
+        return str(self.args[0]) if self.args else ""
+
+
+class GraphError(MisuseError, RuntimeError):
+    """A backward pass that has no graph to run through; a `RuntimeError` too, as torch's own is."""
+
+
 class StateError(MisuseError):
     """A saved state that does not belong to what it is loaded into, or is damaged."""
 

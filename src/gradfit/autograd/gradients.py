@@ -1,0 +1,337 @@
+"""Gradients as a value: computed without touching anybody's `.grad`, then added, scaled, clipped or assigned."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+
+import torch
+from torch import Tensor, nn
+
+from gradfit import _torch
+from gradfit.autograd.inputs import Inputs, label, named_tensors
+from gradfit.autograd.nodes import backward_order, leaf_of, operation_name
+from gradfit.autograd.stats import GradientStats, total_norm, values_of
+from gradfit.errors import GraphError, MisuseError, NonFiniteGradient, StateError, UnknownName
+
+Key = str | Tensor
+
+
+class GradientMap(MutableMapping[Key, Tensor]):
+    """Gradients by tensor or by name.
+
+    A gradient that is a value can be kept, compared, averaged over micro-batches, sent and saved, which a gradient
+    inside `.grad` cannot. An entry is found by its tensor and, if it has one, by its name; iterating gives the names
+    where there are names, the tensors otherwise. All operations ending in `_` work in place.
+
+    >>> w = torch.tensor([3.0, 4.0], requires_grad=True)
+    >>> grads = backward((w * w).sum() / 2, {"w": w})
+    >>> grads["w"] is grads[w], grads.norm().item(), w.grad
+    (True, 5.0, None)
+    >>> grads.scale_(2.0).add_(grads.clone())["w"]
+    tensor([12., 16.])
+    """
+
+    def __init__(self, gradients: Mapping[Key, Tensor] | Iterable[tuple[Key, Tensor]] = ()) -> None:
+        self._gradients: dict[Key, Tensor] = {}  # by name where there is one, else by tensor (hashed by identity)
+        self._tensors: dict[str, Tensor] = {}
+        self._names: dict[Tensor, str] = {}
+        for key, gradient in gradients.items() if isinstance(gradients, Mapping) else gradients:
+            self[key] = gradient
+
+    @classmethod
+    def from_grads(cls, source: Inputs) -> GradientMap:
+        """The gradients now in `.grad`, not copied: what is done in place to the map is done to `.grad`.
+
+        >>> layer = nn.Linear(2, 1); layer(torch.ones(1, 2)).sum().backward()
+        >>> list(GradientMap.from_grads(layer))
+        ['weight', 'bias']
+        """
+        grads = cls()
+        for name, tensor in named_tensors(source, argument="source"):
+            if tensor.grad is not None:
+                grads._insert(name or tensor, tensor, tensor.grad)
+        return grads
+
+    # -- a mapping ------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: Key) -> Tensor:
+        try:
+            return self._gradients[self._key(key)]
+        except KeyError:
+            raise self._unknown(key) from None
+
+    def __setitem__(self, key: Key, gradient: Tensor) -> None:
+        key = self._key(key)
+        tensor = key if isinstance(key, Tensor) else self._tensors.get(key)
+        if not isinstance(gradient, Tensor):
+            raise MisuseError(f"The gradient of {label(key)} is a {type(gradient).__name__}. Pass a tensor.")
+        if tensor is not None and gradient.shape != tensor.shape:
+            raise MisuseError(
+                f"The gradient of {label(key)} has shape {tuple(gradient.shape)}, expected {tuple(tensor.shape)}."
+            )
+        self._gradients[key] = gradient
+
+    def __delitem__(self, key: Key) -> None:
+        key = self._key(key)
+        if key not in self._gradients:
+            raise self._unknown(key)
+        del self._gradients[key]
+        if isinstance(key, str) and key in self._tensors:
+            del self._names[self._tensors.pop(key)]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._gradients)
+
+    def __len__(self) -> int:
+        return len(self._gradients)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str | Tensor) and self._key(key) in self._gradients
+
+    # Two maps are equal only if they are one: comparing tensors elementwise has no single answer.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def insert(self, key: Key, gradient: Tensor) -> None:
+        """Put a gradient in, or replace it: `grads[key] = gradient`."""
+        self[key] = gradient
+
+    def tensor(self, key: Key) -> Tensor | None:
+        """The tensor this is the gradient of; None for an entry that was put in by name alone."""
+        if key not in self:
+            raise self._unknown(key)
+        key = self._key(key)
+        return key if isinstance(key, Tensor) else self._tensors.get(key)
+
+    # -- arithmetic -----------------------------------------------------------------------------------------------
+
+    def add_(self, other: Mapping[Key, Tensor], *, alpha: float = 1.0) -> GradientMap:
+        """Add `alpha * other`; entries that are not here yet are copied in.
+
+        >>> total = GradientMap()
+        >>> for x in (1.0, 2.0):
+        ...     total.add_({"w": torch.tensor([x])}, alpha=0.5)["w"]
+        tensor([0.5000])
+        tensor([1.5000])
+        """
+        found = [(self._match(key, other), key, gradient) for key, gradient in other.items()]
+        for mine, key, gradient in found:  # every problem before any change
+            if mine is not None and self[mine].shape != gradient.shape:
+                raise MisuseError(
+                    f"add_: {label(key)} has shape {tuple(gradient.shape)}, expected {tuple(self[mine].shape)}."
+                )
+        for mine, key, gradient in found:
+            if mine is not None:
+                self[mine].add_(gradient, alpha=alpha)
+            else:
+                tensor = other.tensor(key) if isinstance(other, GradientMap) else None
+                self._insert(key, tensor, gradient.clone() if alpha == 1.0 else gradient * alpha)
+        return self
+
+    def scale_(self, factor: float | Tensor) -> GradientMap:
+        """Multiply every gradient by a number."""
+        for gradient in self._gradients.values():
+            gradient.mul_(factor)
+        return self
+
+    def clone(self) -> GradientMap:
+        """A copy that shares no gradient with this one."""
+        copy = GradientMap()
+        for key, gradient in self._gradients.items():
+            copy._insert(key, self.tensor(key), gradient.clone())
+        return copy
+
+    def norm(self, p: float = 2.0) -> Tensor:
+        """The norm of all gradients taken as one vector; differentiable if they are (`create_graph=True`)."""
+        return total_norm(self._gradients.values(), p)
+
+    def clip_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; gives the norm before.
+
+        A NaN or an infinity would spread to every gradient, so it raises `NonFiniteGradient` with the names, and
+        nothing is changed.
+        """
+        if not max_norm > 0:
+            raise MisuseError(f"max_norm={max_norm!r} must be more than 0. Pass for example max_norm=1.0.")
+        norm = self.norm()
+        self.require_finite(norm)
+        self.scale_(clip_factor(norm, max_norm))
+        return norm
+
+    # -- looking --------------------------------------------------------------------------------------------------
+
+    def nonfinite(self) -> list[Key]:
+        """The names (or tensors) whose gradient holds a NaN or an infinity."""
+        return [key for key, gradient in self._gradients.items() if not bool(values_of(gradient).isfinite().all())]
+
+    def require_finite(self, norm: Tensor | None = None) -> None:
+        """Raise `NonFiniteGradient` with the names if anything is not finite; a finite `norm` saves the search."""
+        if norm is not None and bool(norm.isfinite()):
+            return
+        bad = self.nonfinite()
+        if bad:
+            stats = {key: GradientStats.of(self[key]) for key in bad[:5]}
+            found = ", ".join(f"{label(k)} ({s.nan_count} NaN, {s.inf_count} Inf)" for k, s in stats.items())
+            more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+            raise NonFiniteGradient(
+                f"{len(bad)} of {len(self)} gradients are not finite: {found}{more}. Skip this step, or find the "
+                "operation with torch.autograd.set_detect_anomaly(True)."
+            )
+
+    def stats(self) -> dict[Key, GradientStats]:
+        """Norm, mean, spread, extremes, zeros, NaN and Inf of each gradient."""
+        return {key: GradientStats.of(gradient) for key, gradient in self._gradients.items()}
+
+    # -- out, and in again ----------------------------------------------------------------------------------------
+
+    def assign(self) -> None:
+        """Hand the gradients to their tensors' `.grad`, replacing what is there, without a copy.
+
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> backward(w.sum()).assign(); w.grad
+        tensor([1., 1.])
+        """
+        pairs = [(key, self.tensor(key), gradient) for key, gradient in self._gradients.items()]
+        for key, tensor, _ in pairs:
+            if tensor is None:
+                raise MisuseError(f"assign: {label(key)} was put in by name, without its tensor. Use grads[tensor].")
+        for _, tensor, gradient in pairs:
+            if tensor is not None:
+                tensor.grad = gradient.detach().to(dtype=tensor.dtype, device=tensor.device)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The gradients by name, or by position where there are no names; ready for `safetensors`."""
+        return {
+            key if isinstance(key, str) else str(position): gradient.detach()
+            for position, (key, gradient) in enumerate(self._gradients.items())
+        }
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the values of a saved map with the same entries; an empty map takes any."""
+        mine = {key if isinstance(key, str) else str(at): key for at, key in enumerate(self._gradients)}
+        if mine and set(mine) != set(state):
+            raise StateError(
+                f"The state does not belong to this map: missing {sorted(set(mine) - set(state))}, "
+                f"unexpected {sorted(set(state) - set(mine))}. Load into a map of the same model, or an empty one."
+            )
+        for name, key in mine.items():
+            if self[key].shape != state[name].shape:
+                raise StateError(
+                    f"The state's {name!r} has shape {tuple(state[name].shape)}, expected {tuple(self[key].shape)}."
+                )
+        for name, gradient in state.items():
+            key = mine.get(name, name)
+            like = self._gradients.get(key)
+            self._gradients[key] = gradient.clone() if like is None else gradient.to(like, copy=True)
+
+    def __repr__(self) -> str:
+        elements = sum(gradient.numel() for gradient in self._gradients.values())
+        shown = ", ".join(label(key) for key in list(self)[:4]) + (", …" if len(self) > 4 else "")
+        return f"GradientMap({len(self)} gradients, {elements} elements: {shown})"
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _key(self, key: Key) -> Key:
+        return self._names.get(key, key) if isinstance(key, Tensor) else key
+
+    def _insert(self, key: Key, tensor: Tensor | None, gradient: Tensor) -> None:
+        if isinstance(key, str) and tensor is not None:
+            self._tensors[key] = tensor
+            self._names[tensor] = key
+        self._gradients[key] = gradient
+
+    def _match(self, key: Key, other: Mapping[Key, Tensor]) -> Key | None:
+        """Which entry here `other[key]` belongs to: the two may know the same tensor by name and without."""
+        if key in self:
+            return key
+        tensor = other.tensor(key) if isinstance(other, GradientMap) else None
+        return tensor if tensor is not None and tensor in self else None
+
+    def _unknown(self, key: object) -> UnknownName:
+        if isinstance(key, Tensor):
+            return UnknownName(
+                f"There is no gradient for this tensor of shape {tuple(key.shape)}: the loss does not depend on it, "
+                f"or it was not among the inputs. The map holds {len(self)} gradients."
+            )
+        names = [name for name in self._gradients if isinstance(name, str)]
+        if not names:
+            return UnknownName(
+                f"{key!r}: these gradients have no names. Pass inputs=model to backward, or look up by tensor."
+            )
+        close = difflib.get_close_matches(str(key), names, n=3) or names[:3]
+        return UnknownName(
+            f"There is no gradient named {key!r}. The nearest of {len(names)} names: {', '.join(close)}."
+        )
+
+
+def backward(loss: Tensor, inputs: Inputs | None = None, create_graph: bool = False) -> GradientMap:
+    """The gradients of `loss` as a value; nobody's `.grad` is touched.
+
+    `inputs` is a model or names with tensors (then the map has names), or tensors, leaves or not; by default every
+    leaf that the loss depends on. `create_graph=True` makes the gradients differentiable themselves. The graph is
+    freed otherwise, as by `loss.backward()`. Parameters of a model that the loss does not reach are left out.
+
+    >>> layer = nn.Linear(3, 1)
+    >>> grads = backward(layer(torch.ones(2, 3)).sum(), layer)
+    >>> grads["weight"], layer.weight.grad
+    (tensor([[2., 2., 2.]]), None)
+    """
+    if not isinstance(loss, Tensor):
+        raise MisuseError(f"loss is a {type(loss).__name__}. Pass the tensor that the model's loss returned.")
+    if loss.numel() != 1:
+        raise MisuseError(f"loss has shape {tuple(loss.shape)}, expected one number. Pass loss.mean() or loss.sum().")
+    if not loss.requires_grad:
+        raise GraphError(
+            "loss has no graph: it does not require a gradient. Compute it outside torch.no_grad() and without "
+            ".detach(), from tensors with requires_grad=True."
+        )
+    if inputs is None:
+        pairs: list[tuple[str | None, Tensor]] = [(None, leaf) for leaf in _leaves(loss)]
+    else:
+        pairs = named_tensors(inputs, argument="inputs")
+        if isinstance(inputs, nn.Module):
+            pairs = [(name, tensor) for name, tensor in pairs if tensor.requires_grad]
+        for position, (name, tensor) in enumerate(pairs):
+            if not tensor.requires_grad:
+                raise GraphError(
+                    f"inputs[{position}], {label(name, tensor)}, does not require a gradient. "
+                    "Call .requires_grad_() on it before the forward pass."
+                )
+    if not pairs:
+        raise MisuseError("inputs holds no tensor that requires a gradient. Pass the model or its parameters.")
+    try:
+        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
+            loss, [tensor for _, tensor in pairs], create_graph=create_graph, allow_unused=True
+        )
+    except RuntimeError as error:
+        freed = next((node for node in backward_order(loss) if _torch.has_freed_tensors(node)), None)
+        if freed is None:
+            raise
+        raise GraphError(
+            f"The graph is already freed: {operation_name(freed)} has given back what it saved for its backward. "
+            "Compute the loss again, or keep the graph the first time with create_graph=True or retain_graph=True."
+        ) from error
+    result = GradientMap()
+    for position, ((name, tensor), gradient) in enumerate(zip(pairs, gradients, strict=True)):
+        if gradient is not None:
+            result._insert(name or tensor, tensor, gradient)
+        elif not isinstance(inputs, nn.Module):
+            raise GraphError(
+                f"inputs[{position}], {label(name, tensor)}, has no gradient: the loss does not depend on it. "
+                "Leave it out, or pass the model, whose unused parameters are left out."
+            )
+    return result
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """What brings `norm` down to `max_norm`, and leaves a smaller one as it is, bit for bit."""
+    return torch.where(norm > max_norm, max_norm / norm, torch.ones_like(norm))
+
+
+def _leaves(loss: Tensor) -> list[Tensor]:
+    """Every leaf the loss depends on, those of the first operations first."""
+    if loss.grad_fn is None:
+        return [loss]
+    found = [leaf_of(node) for node in reversed(backward_order(loss))]
+    return [leaf for leaf in found if leaf is not None]
