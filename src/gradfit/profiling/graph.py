@@ -1,0 +1,64 @@
+"""A profile at one micro-batch size: plain lists of ints and floats, which is what solvers run on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """What one micro-batch does, with every number resolved; ids are positions in the lists.
+
+    Values made by no operation are *external* (parameters, buffers, the batch): always there, and counted in
+    `static_bytes`. `held_bytes` is what keeping a value costs: 0 where its storage exists anyway.
+    """
+
+    nbytes: list[int]
+    held_bytes: list[int]
+    producer: list[int]  # the operation that makes the value, -1 for external ones
+    dies: list[int]
+    overwritten: list[bool]
+
+    op_inputs: list[tuple[int, ...]]
+    op_outputs: list[tuple[int, ...]]
+    op_overwrites: list[tuple[int, ...]]
+    op_seconds: list[float]
+    op_workspace: list[int]
+    op_replayable: list[bool]
+
+    node_needs: list[tuple[int, ...]]
+    node_before: list[int]
+    node_peak: list[int]
+    node_after: list[int]
+
+    static_bytes: int  # parameters, gradients that exist from the start, buffers, optimizer state, the batch
+    optimizer_burst_bytes: int
+    plain_seconds: float  # one micro-batch with everything kept, Python's overhead included
+    transfer_seconds_per_byte: float = 0.0  # to the host or the disk, one way; 0 means no offloading
+    static_breakdown: dict[str, int] = field(default_factory=dict)
+
+    consumers: list[list[int]] = field(init=False)
+    last_need: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        consumers: list[list[int]] = [[] for _ in self.nbytes]
+        for op, inputs in enumerate(self.op_inputs):
+            for value in dict.fromkeys(inputs):
+                consumers[value].append(op)
+        last_need = [-1] * len(self.nbytes)
+        for node, needs in enumerate(self.node_needs):
+            for value in needs:
+                last_need[value] = node
+        object.__setattr__(self, "consumers", consumers)
+        object.__setattr__(self, "last_need", last_need)
+
+    @property
+    def survives(self) -> list[bool]:
+        """Values that the caller still holds after the forward pass, such as the loss."""
+        last = len(self.op_inputs)
+        return [p >= 0 and d >= last for p, d in zip(self.producer, self.dies, strict=True)]
+
+    @property
+    def keepable(self) -> list[bool]:
+        """Values that may be kept: made by an operation and never overwritten in place."""
+        return [p >= 0 and not o for p, o in zip(self.producer, self.overwritten, strict=True)]

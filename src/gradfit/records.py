@@ -1,0 +1,93 @@
+"""Frozen dataclasses as JSON text and back: the one format every stage's record is written in."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from gradfit.errors import StateError
+
+R = TypeVar("R")
+_VERSION = 1
+
+
+def to_json(record: Any, *, indent: int | None = None) -> str:
+    """Write a record as JSON text; `from_json` gives back an equal one."""
+    return json.dumps(
+        {"gradfit": type(record).__name__, "version": _VERSION, **_encode(record)}, indent=indent, allow_nan=False
+    )
+
+
+def from_json(cls: type[R], text: str) -> R:
+    """Read what `to_json` wrote; anything else is a `StateError`, and no code is ever run."""
+    try:
+        data = json.loads(text)
+    except (TypeError, ValueError) as error:
+        raise StateError(f"This is not a {cls.__name__}: not JSON ({error}). Pass the text of to_json().") from None
+    found = data.get("gradfit") if isinstance(data, dict) else type(data).__name__
+    if found != cls.__name__:
+        raise StateError(f"This JSON holds a {found}, not a {cls.__name__}. Call {found}.from_json() or pass another.")
+    if data.get("version") != _VERSION:
+        raise StateError(f"This {cls.__name__} has format {data.get('version')}, not {_VERSION}. Make it again.")
+    data = {key: value for key, value in data.items() if key not in ("gradfit", "version")}
+    try:
+        return typing.cast(R, _read_as(typing.cast(Any, cls))(data))
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise StateError(f"This {cls.__name__} is damaged: {error}. Make it again.") from None
+
+
+def _encode(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: _encode(getattr(value, name)) for name in _names(type(value))}
+    if isinstance(value, tuple | list):
+        return [_encode(item) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): _encode(item) for key, item in value.items()}
+    return value
+
+
+@functools.cache
+def _names(cls: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(cls))
+
+
+@functools.cache
+def _read_as(hint: Any) -> Callable[[Any], Any]:
+    """How JSON becomes a value of this type: built once per type, since a profile holds thousands of each."""
+    if hasattr(hint, "__dataclass_fields__"):
+        hints = typing.get_type_hints(hint)
+        readers = {name: _read_as(hints[name]) for name in _names(hint)}
+
+        def read_record(data: Any) -> Any:
+            return hint(**{name: readers[name](item) for name, item in data.items()})
+
+        return read_record
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        item_reader = _read_as(arguments[0])
+        return lambda data: tuple([item_reader(item) for item in data])
+    if origin is tuple:
+        item_readers = [_read_as(argument) for argument in arguments]
+        return lambda data: tuple([reader(item) for reader, item in zip(item_readers, data, strict=True)])
+    if origin in (dict, Mapping):
+        value_reader = _read_as(arguments[1])
+        return lambda data: {key: value_reader(item) for key, item in data.items()}
+    if origin in (typing.Union, types.UnionType):
+        inner = [_read_as(argument) for argument in arguments if argument is not type(None)]
+        return lambda data: None if data is None else inner[0](data)
+    if hint is float:
+        return float
+    if hint in (int, str, bool):
+
+        def read_plain(data: Any) -> Any:
+            if type(data) is not hint:
+                raise TypeError(f"{data!r} is not {hint.__name__}")
+            return data
+
+        return read_plain
+    return lambda data: data
