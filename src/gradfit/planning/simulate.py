@@ -1,0 +1,344 @@
+"""What the engine will do with a keep-set, without doing it: peak bytes, extra seconds, and where the peak is.
+
+Every solver here trusts this function and nothing else, so it follows the engine step by step, by these rules:
+
+1. Forward: a kept value that something needs is held from its creation; any other leaves when Python drops it.
+2. A value is *alive* while a backward node that has not run needs it, or a live rebuilt value's operation reads it.
+3. Backward: a node unpacks what it needs, in order. A value that is not there is rebuilt by a *sweep*: the operations
+   between what is there and it, in forward order. A transient is freed after its last use in the sweep.
+4. A value is *wanted* if a node has still to unpack it, or an operation reads it to make a rebuilt value that is
+   wanted and not there. A value rebuilt on the way to v is cached iff it is wanted and its segment is v's or above it.
+5. A cached value that a sweep reads, or a node unpacks, is dropped at the sweep's or node's end if no longer wanted.
+   Any cached value is dropped once it is not alive.
+6. In place: replay writes over the old version's bytes if they are a transient's last use, else over a copy.
+7. An offloaded value is copied out when made and copied back like a rebuilt one, by an operation without inputs.
+
+A plan that would replay what cannot be replayed takes infinite seconds. Cost: one pass over the forward and one over what is replayed; some 1.5 µs per operation and replayed operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+
+from gradfit.profiling.graph import Graph
+
+KEEP, REBUILD, OFFLOAD = 0, 1, 2
+ACTION_NAMES = ("keep", "rebuild", "offload")
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A tree of segments: the segment of each value, and each segment's parent (-1 for the root, 0).
+
+    A parent's number is smaller than its children's.
+    """
+
+    of: Sequence[int]
+    parent: Sequence[int] = (-1,)
+
+    def intervals(self) -> tuple[list[int], list[int]]:
+        """For each segment the half-open range of its descendants in depth-first order."""
+        children: list[list[int]] = [[] for _ in self.parent]
+        for segment in range(len(self.parent) - 1, 0, -1):
+            children[self.parent[segment]].append(segment)
+        size = [1] * len(self.parent)
+        for segment in range(len(self.parent) - 1, 0, -1):
+            size[self.parent[segment]] += size[segment]
+        start = [0] * len(self.parent)
+        for segment, below in enumerate(children):
+            position = start[segment] + 1
+            for child in below:
+                start[child] = position
+                position += size[child]
+        return start, [first + count for first, count in zip(start, size, strict=True)]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The outcome: the peak, what it is made of, and the seconds that recomputation and transfers add."""
+
+    peak_bytes: int
+    extra_seconds: float
+    phase: str  # "forward", "sweep", "backward" or "optimizer"
+    index: int  # of the operation (forward) or the backward node (otherwise)
+    kept_bytes: int  # of the peak: values kept
+    rebuilt_bytes: int  # of the peak: values cached, or in use, after having been rebuilt
+    other_bytes: int  # of the peak: gradients in flight, workspaces, values that only Python holds
+    replays: list[int] = field(repr=False)  # how often each operation runs again
+    saved_bytes: int = 0  # kept between the passes
+
+
+def alive_until(graph: Graph, actions: Sequence[int]) -> list[int]:
+    """The last node up to whose end each value is alive; -1 if nothing needs it (rule 2)."""
+    until = list(graph.last_need)
+    outputs, inputs = graph.op_outputs, graph.op_inputs
+    for op in range(len(outputs) - 1, -1, -1):
+        last = -1
+        for value in outputs[op]:
+            if actions[value] == REBUILD and until[value] > last:
+                last = until[value]
+        if last >= 0:
+            for value in inputs[op]:
+                if until[value] < last:
+                    until[value] = last
+    return until
+
+
+def simulate(
+    graph: Graph,
+    actions: Sequence[int],
+    segments: Segments | None = None,
+    *,
+    timeline: list[tuple[str, int, int]] | None = None,
+) -> Simulation:
+    """Run one micro-batch and the optimizer on paper; a `timeline` list gets (phase, index, bytes) of each moment."""
+    run = _Run(graph, actions, segments, timeline)
+    run.forward()
+    saved = run.kept
+    for node in range(len(graph.node_needs)):
+        run.backward(node)
+    run.see("optimizer", 0, graph.static_bytes + run.surviving + graph.optimizer_burst_bytes, 0, 0)
+    phase, index, kept, rebuilt = run.where
+    return Simulation(
+        peak_bytes=run.peak,
+        extra_seconds=run.extra_seconds,
+        phase=phase,
+        index=index,
+        kept_bytes=kept,
+        rebuilt_bytes=rebuilt,
+        other_bytes=run.peak - graph.static_bytes - kept - rebuilt,
+        replays=run.replays,
+        saved_bytes=saved,
+    )
+
+
+class _Run:
+    """The state of one simulation. All byte counts but `peak` leave out the static bytes."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        actions: Sequence[int],
+        segments: Segments | None,
+        timeline: list[tuple[str, int, int]] | None,
+    ) -> None:
+        count = len(graph.nbytes)
+        self.graph, self.actions, self.timeline = graph, actions, timeline
+        self.until = alive_until(graph, actions)
+        self.peak, self.where = -1, ("forward", 0, 0, 0)
+        self.extra_seconds = 0.0
+        self.replays = [0] * len(graph.op_inputs)
+        self.kept = 0  # bytes of kept values that something still needs
+        self.surviving = 0  # bytes of other values that the caller holds through the backward
+        self.cached = 0  # bytes of values rebuilt and still there
+        # What a sweep can start from: external, kept or cached values.
+        self.present = bytearray(p < 0 or a == KEEP for p, a in zip(graph.producer, actions, strict=True))
+        self.pending = [0] * count  # handles not yet unpacked
+        for needs in graph.node_needs:
+            for value in needs:
+                self.pending[value] += 1
+        self.drops: list[list[int]] = [[] for _ in graph.node_needs]  # values not alive after this node
+        for value, last in enumerate(self.until):
+            if last >= 0 and graph.producer[value] >= 0:
+                self.drops[last].append(value)
+        self.first: list[int] | None = None
+        self.end: list[int] = []
+        if segments is not None and len(segments.parent) > 1:
+            starts, ends = segments.intervals()
+            self.first = [starts[segment] for segment in segments.of]
+            self.end = [ends[segment] for segment in segments.of]
+        # Stamps, so that nothing is cleared between sweeps.
+        self.sweep = 0
+        self.op_mark = [0] * len(graph.op_inputs)
+        self.made = [0] * count  # the sweep that makes this value
+        self.last_use = [-1] * count  # the last operation of that sweep that reads it
+        self.known = [0] * count  # sweep: known to be wanted; -sweep: known not to be
+
+    def see(self, phase: str, index: int, now: int, kept: int, rebuilt: int) -> None:
+        if self.timeline is not None:
+            self.timeline.append((phase, index, now))
+        if now > self.peak:
+            self.peak, self.where = now, (phase, index, kept, rebuilt)
+
+    def forward(self) -> None:
+        """Rule 1."""
+        graph, actions, until, held = self.graph, self.actions, self.until, self.graph.held_bytes
+        operations = len(graph.op_inputs)
+        dying: list[list[int]] = [[] for _ in range(operations + 1)]
+        stays = bytearray(len(held))
+        for value, op in enumerate(graph.producer):
+            if op < 0 or graph.overwritten[value]:
+                continue  # an overwritten value's bytes pass to its next version
+            if actions[value] == KEEP and until[value] >= 0:
+                stays[value] = 1
+                continue
+            if actions[value] == OFFLOAD and until[value] >= 0:
+                self.extra_seconds += graph.nbytes[value] * graph.transfer_seconds_per_byte
+            dies = graph.dies[value]
+            dying[dies if dies > op else op].append(value)
+        static, live, kept = graph.static_bytes, 0, 0
+        peak, timeline = self.peak, self.timeline
+        for op in range(operations):
+            for value in graph.op_outputs[op]:
+                live += held[value]
+                if stays[value]:
+                    kept += held[value]
+            for value in graph.op_overwrites[op]:
+                live -= held[value]
+            now = static + live + graph.op_workspace[op]
+            if now > peak or timeline is not None:
+                self.see("forward", op, now, kept, 0)
+                peak = self.peak
+            for value in dying[op]:
+                live -= held[value]
+        self.kept, self.surviving = kept, live - kept
+
+    def backward(self, node: int) -> None:
+        """Rules 3 to 5 for one node."""
+        graph, present, actions, nbytes = self.graph, self.present, self.actions, self.graph.nbytes
+        producer, survivor = graph.producer, len(graph.op_inputs)
+        unpacked: dict[int, None] = {}  # these live while the node runs, cached or not
+        for value in graph.node_needs[node]:
+            self.pending[value] -= 1
+            if producer[value] < 0 or actions[value] == KEEP:
+                continue
+            self.sweep += 1
+            if present[value]:
+                present[value] = self.wanted(value, node)
+            elif value not in unpacked:
+                present[value] = self.rebuild(value, node, unpacked)
+            unpacked[value] = None
+        now = graph.static_bytes + self.surviving + self.kept + self.cached + graph.node_peak[node]
+        if now > self.peak or self.timeline is not None:
+            self.see("backward", node, now, self.kept, self.cached)
+        for value in unpacked:
+            if not present[value]:
+                self.cached -= nbytes[value]
+        for value in self.drops[node]:
+            if actions[value] == KEEP:
+                if graph.dies[value] < survivor:
+                    self.kept -= graph.held_bytes[value]
+            elif present[value]:
+                present[value] = 0
+                self.cached -= nbytes[value]
+
+    def wanted(self, value: int, node: int) -> bool:
+        """Rule 4: can a handle that is not yet unpacked be reached through rebuilt values that are not there?"""
+        pending, known, sweep = self.pending, self.known, self.sweep
+        if pending[value] > 0:
+            return True
+        graph, present, actions, until = self.graph, self.present, self.actions, self.until
+        stack: list[int] = [value]
+        seen: list[int] = []
+        while stack:
+            for op in graph.consumers[stack.pop()]:
+                for output in graph.op_outputs[op]:
+                    if present[output] or actions[output] != REBUILD or until[output] < node:
+                        continue
+                    if pending[output] > 0 or known[output] == sweep:
+                        for other in seen:
+                            known[other] = 0  # not decided after all
+                        known[value] = sweep
+                        return True
+                    if known[output] != -sweep:
+                        known[output] = -sweep
+                        seen.append(output)
+                        stack.append(output)
+        known[value] = -sweep
+        return False
+
+    def rebuild(self, value: int, node: int, unpacked: Container[int]) -> bool:
+        """One sweep; True if the value is to stay cached after this node."""
+        graph, present, actions, nbytes = self.graph, self.present, self.actions, self.graph.nbytes
+        op_inputs, op_outputs, producer = graph.op_inputs, graph.op_outputs, graph.producer
+        made, last_use, op_mark, sweep = self.made, self.last_use, self.op_mark, self.sweep
+        # Which operations: walk back from the value to what is there.
+        ops: list[int] = []
+        touched: list[int] = []
+        loads: dict[int, list[int]] = {}
+        stack = [value]
+        while stack:
+            target = stack.pop()
+            op = producer[target]
+            if actions[target] == OFFLOAD:
+                if made[target] != sweep:
+                    made[target], last_use[target] = sweep, -1
+                    loads.setdefault(op, []).append(target)
+                continue
+            if op_mark[op] == sweep:
+                continue
+            op_mark[op] = sweep
+            ops.append(op)
+            for output in op_outputs[op]:
+                if not present[output] and actions[output] == REBUILD:
+                    made[output], last_use[output] = sweep, -1
+            for source in op_inputs[op]:
+                if not present[source]:
+                    stack.append(source)
+                elif actions[source] != KEEP and producer[source] >= 0:
+                    touched.append(source)
+        ops.sort()
+        for op in ops:
+            for source in op_inputs[op]:
+                last_use[source] = op
+        steps = sorted({*ops, *loads}) if loads else ops
+
+        # What stays: asked from the last to the first, so that whatever a value could be wanted for is decided.
+        stays = self.wanted(value, node)
+        present[value] = 1
+        first, end = self.first, self.end
+        inside = first[value] if first is not None else 0
+        for op in reversed(steps):
+            for output in (*op_outputs[op], *loads[op]) if op in loads else op_outputs[op]:
+                if made[output] == sweep and not present[output] and self.until[output] >= node:
+                    want = self.wanted(output, node)
+                    if want and (first is None or first[output] <= inside < end[output]):
+                        present[output] = 1
+        dropped = [source for source in dict.fromkeys(touched) if not self.wanted(source, node)]
+
+        # Run them. `present` now says what stays, `made` what is new.
+        now = self.cached
+        around = graph.static_bytes + self.surviving + self.kept + graph.node_before[node]
+        highest, peak = 0, self.peak
+        for op in steps:
+            if op in loads:
+                for target in loads[op]:
+                    now += nbytes[target]
+                    self.extra_seconds += nbytes[target] * graph.transfer_seconds_per_byte
+                highest = max(highest, now)
+                if op_mark[op] != sweep:
+                    continue
+            self.extra_seconds += graph.op_seconds[op] if graph.op_replayable[op] else math.inf
+            self.replays[op] += 1
+            for output in op_outputs[op]:
+                now += nbytes[output]
+            for old in graph.op_overwrites[op]:
+                if made[old] == sweep and last_use[old] == op and not present[old]:
+                    now -= nbytes[old]  # rule 6: written over
+                    made[old] = 0
+            if now + graph.op_workspace[op] > highest:
+                highest = now + graph.op_workspace[op]
+            for source in op_inputs[op]:
+                if made[source] == sweep and last_use[source] == op and not present[source]:
+                    now -= nbytes[source]
+                    made[source] = 0
+            for output in op_outputs[op]:
+                # A second copy of what is there already, or what this sweep has no use for.
+                if (
+                    made[output] != sweep
+                    or actions[output] == OFFLOAD
+                    or (last_use[output] < 0 and not present[output])
+                ):
+                    now -= nbytes[output]
+                    if actions[output] == REBUILD:
+                        made[output] = 0
+        if around + highest > peak or self.timeline is not None:
+            self.see("sweep", node, around + highest, self.kept, highest)
+        for source in dropped:
+            present[source] = 0
+            if source not in unpacked:
+                now -= nbytes[source]
+        self.cached = now
+        return stays
