@@ -14,20 +14,31 @@ from gradfit.errors import (
     UnknownName,
     UnsupportedOp,
 )
+from gradfit.profiling.meter import Meter, meter
+from gradfit.recompute.function import checkpoint, checkpoint_sequential, chunked, is_checkpoint, mark_checkpoint
+from gradfit.recompute.scope import CheckpointScope
 
 __all__ = [
     "ActivationOverwritten",
     "BudgetInfeasible",
+    "CheckpointScope",
     "ExactnessWarning",
     "GradfitError",
     "GradientMap",
     "GraphError",
     "LossScaler",
+    "Meter",
     "MisuseError",
     "NonFiniteGradient",
     "StateError",
     "UnknownName",
     "UnsupportedOp",
     "backward",
+    "checkpoint",
+    "checkpoint_sequential",
+    "chunked",
+    "is_checkpoint",
+    "mark_checkpoint",
+    "meter",
 ]
 __version__ = "0.1.0"

@@ -1,0 +1,164 @@
+"""`meter`: bytes of live tensors, now and at the peak, on any device, each storage counted once.
+
+It counts what operations return, from the moment they return it until the storage dies. Memory that a kernel takes and
+gives back inside one operation is not a tensor and is not seen; an accelerator's own counters can be put beside it.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from gradfit._torch import TorchDispatchMode, storage_key
+from gradfit.errors import MisuseError
+from gradfit.units import format_bytes
+
+
+class _Storage(weakref.ref):  # type: ignore[type-arg]
+    __slots__ = ("key", "nbytes")
+
+
+class Meter(TorchDispatchMode):
+    """Counts live tensor bytes while it is entered. See `meter`."""
+
+    def __init__(self, *, timeline: bool = False, device: str | torch.device | None = None) -> None:
+        super().__init__()
+        self.current_bytes = 0
+        self.peak_bytes = 0
+        self.timeline: list[tuple[float, int]] | None = [] if timeline else None
+        self.device = torch.device(device) if device is not None else None
+        self._live: dict[int, _Storage] = {}
+        self._started = time.perf_counter()
+        live = self._live
+        this = weakref.ref(self)
+
+        def dead(storage: Any) -> None:  # must not hold the meter: every live storage would
+            if live.get(storage.key) is storage:
+                del live[storage.key]
+                meter = this()
+                if meter is not None:
+                    meter._change(-storage.nbytes)
+
+        self._dead = dead
+
+    def __repr__(self) -> str:
+        return f"<meter: {format_bytes(self.current_bytes)} live, peak {format_bytes(self.peak_bytes)}>"
+
+    def watch(self, *tensors: Any) -> None:
+        """Count tensors that were there before: a tensor, a module, an optimizer, or any nest of them."""
+        for tensor in tensors_in(tensors):
+            self._see(tensor)
+
+    def reset_peak(self) -> None:
+        """Start a new peak from what is live now."""
+        self.peak_bytes = self.current_bytes
+
+    def accelerator_peak_bytes(self) -> int | None:
+        """What the accelerator's own allocator reports as its peak; None on a machine without one."""
+        if not torch.accelerator.is_available():
+            return None
+        return int(torch.accelerator.max_memory_allocated())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self._see(out)
+        elif isinstance(out, list | tuple):
+            for item in out:
+                if isinstance(item, torch.Tensor):
+                    self._see(item)
+                elif isinstance(item, list | tuple):
+                    for inner in item:
+                        if isinstance(inner, torch.Tensor):
+                            self._see(inner)
+        return out
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        try:
+            key = storage_key(tensor)
+        except (RuntimeError, NotImplementedError):
+            for part in _parts(tensor):
+                self._see(part)
+            return
+        known = self._live.get(key)
+        if known is not None:
+            if known.nbytes != (now := tensor.untyped_storage().nbytes()):  # resized in place
+                self._change(now - known.nbytes)
+                known.nbytes = now
+            return
+        if self.device is not None and tensor.device.type != self.device.type:
+            return
+        storage = tensor.untyped_storage()
+        entry = _Storage(storage, self._dead)
+        entry.key = key
+        entry.nbytes = storage.nbytes()
+        self._live[key] = entry
+        self._change(entry.nbytes)
+
+    def _change(self, nbytes: int) -> None:
+        self.current_bytes += nbytes
+        if self.current_bytes > self.peak_bytes:
+            self.peak_bytes = self.current_bytes
+        if self.timeline is not None:
+            self.timeline.append((time.perf_counter() - self._started, self.current_bytes))
+
+
+def meter(*watch: Any, timeline: bool = False, device: str | torch.device | None = None) -> Meter:
+    """Measure the peak and current bytes of live tensors, in forward and backward, on any device.
+
+    Pass what exists already (a model, an optimizer, a batch) to have it counted too.
+
+    >>> import torch
+    >>> with meter() as m:
+    ...     x = torch.zeros(1024)
+    ...     y = x.view(2, 512) + 1
+    ...     del x
+    >>> m.current_bytes, m.peak_bytes
+    (4096, 8192)
+    """
+    made = Meter(timeline=timeline, device=device)
+    made.watch(*watch)
+    return made
+
+
+def tensors_in(nest: Any) -> Iterable[torch.Tensor]:
+    """Every tensor of a nest of modules, optimizers, mappings, sequences and tensors, gradients included."""
+    if isinstance(nest, torch.Tensor):
+        yield nest
+        if nest.is_leaf and nest.grad is not None:
+            yield nest.grad
+    elif isinstance(nest, torch.nn.Module):
+        for parameter in nest.parameters():
+            yield from tensors_in(parameter)
+        yield from nest.buffers()
+    elif isinstance(nest, torch.optim.Optimizer):
+        for group in nest.param_groups:
+            for parameter in group["params"]:
+                yield from tensors_in(parameter)
+        yield from tensors_in(list(nest.state.values()))
+    elif isinstance(nest, dict) or (hasattr(nest, "values") and hasattr(nest, "keys")):
+        for item in nest.values():
+            yield from tensors_in(item)
+    elif isinstance(nest, list | tuple | set | frozenset):
+        for item in nest:
+            yield from tensors_in(item)
+    elif nest is not None and not isinstance(nest, str | bytes | int | float | complex | bool):
+        fields = getattr(nest, "__dict__", None)
+        if fields is None:
+            raise MisuseError(f"meter() cannot look for tensors in {type(nest).__name__}. Pass its tensors.")
+        yield from tensors_in([v for v in fields.values() if isinstance(v, torch.Tensor | list | tuple | dict)])
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The dense tensors that a sparse one is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return (tensor._indices(), tensor._values())
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    return ()

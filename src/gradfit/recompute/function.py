@@ -1,0 +1,149 @@
+"""Functions on scopes: `checkpoint` and `checkpoint_sequential` as torch has them, `chunked`, and marks on tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from gradfit._torch import selective_policy, storage_key
+from gradfit.errors import MisuseError
+from gradfit.recompute.scope import CheckpointScope, KeepPolicy, current_recorder
+from gradfit.tree import join_chunks, size_of_batch, split_batch
+
+T = TypeVar("T")
+
+
+def checkpoint(
+    function: Callable[..., T],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: Callable[[], tuple[Any, Any]] | None = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> T:
+    """Call `function` and rebuild its activations in the backward pass: `torch.utils.checkpoint.checkpoint`, exact.
+
+    Takes torch's arguments, so that replacing the import is enough. Replaying operations makes four of them moot:
+    `use_reentrant` (there is one way), `preserve_rng_state` (it always is), `early_stop` (only what is needed is
+    replayed), and `determinism_check` with `debug` (the same operations are replayed; `gf.audit` compares values).
+    Of `context_fn`, a selective policy becomes the scope's `keep`; other contexts are entered around the forward and
+    around each replay.
+
+    >>> import torch
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> checkpoint(lambda t: (t * 2).exp(), x).sum().backward()
+    """
+    if determinism_check not in ("default", "none"):
+        raise MisuseError(f"determinism_check={determinism_check!r} is not known. Pass 'default' or 'none'.")
+    scope = CheckpointScope(getattr(function, "__name__", type(function).__name__))
+    around: Any = contextlib.nullcontext()
+    if context_fn is not None:
+        around, replaying = context_fn()
+        policy = selective_policy(around)
+        if policy is not None:
+            scope.keep = _as_keep(policy)
+            around = contextlib.nullcontext()
+        elif not isinstance(replaying, contextlib.nullcontext):
+            scope.replay_context = lambda: replaying
+    with scope, around:
+        return function(*args, **kwargs)
+
+
+def checkpoint_sequential(
+    functions: Sequence[Callable[..., Any]] | torch.nn.Sequential,
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+) -> Any:
+    """Run a chain of modules in `segments` scopes; the last one is kept, as in torch.
+
+    >>> import torch
+    >>> chain = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(6)])
+    >>> checkpoint_sequential(chain, 3, torch.ones(2, 4)).shape
+    torch.Size([2, 4])
+    """
+    chain = list(functions.children()) if isinstance(functions, torch.nn.Sequential) else list(functions)
+    if not 1 <= segments <= max(1, len(chain)):
+        raise MisuseError(f"segments={segments} must lie between 1 and the number of functions, {len(chain)}.")
+    length = len(chain) // segments
+    result = input
+    for number in range(segments):
+        last = number == segments - 1
+        part = chain[number * length :] if last else chain[number * length : (number + 1) * length]
+        with CheckpointScope(f"segment {number}", enabled=not last):
+            for function in part:
+                result = function(result)
+    return result
+
+
+def chunked(fn: Callable[[Any], T], batch: Any, size: int) -> T:
+    """Run `fn` over chunks of the batch, each in a scope of its own, and join the outputs along dim 0.
+
+    The loss may couple the whole batch (contrastive losses do): its gradients are exact, and only one chunk's
+    activations are there at a time. `fn` must treat the rows independently, or the full batch means something else.
+
+    >>> import torch
+    >>> encode = torch.nn.Linear(4, 8)
+    >>> chunked(encode, torch.ones(10, 4), size=3).shape
+    torch.Size([10, 8])
+    """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise MisuseError(f"size={size!r} must be an int of at least 1: the rows of one chunk. Pass size=32.")
+    total = size_of_batch(batch)
+    outputs = []
+    for number, chunk in enumerate(split_batch(batch, size)):
+        with CheckpointScope(f"chunk {number}"):
+            outputs.append(fn(chunk))
+    return join_chunks(outputs, total)
+
+
+def mark_checkpoint(tensor: torch.Tensor) -> torch.Tensor:
+    """Keep this activation: recomputation starts from it. Call it inside a scope; returns the tensor.
+
+    >>> import torch
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> with CheckpointScope("both"):
+    ...     h = mark_checkpoint(x.exp())
+    ...     y = h.sin().sum()
+    >>> is_checkpoint(h), is_checkpoint(y)
+    (True, False)
+    """
+    recorder = current_recorder()
+    if recorder is None:
+        raise MisuseError(
+            "mark_checkpoint() was called outside of an enabled CheckpointScope, where every activation is kept anyway. "
+            "Call it inside `with CheckpointScope(...):`."
+        )
+    recorder.keep(tensor)
+    storage = tensor.untyped_storage()
+    _marked[storage_key(tensor)] = weakref.ref(storage, lambda _, key=storage_key(tensor): _marked.pop(key, None))
+    return tensor
+
+
+def is_checkpoint(tensor: torch.Tensor) -> bool:
+    """Whether `mark_checkpoint` was called on this tensor, or on a view of it."""
+    return storage_key(tensor) in _marked
+
+
+_marked: dict[int, Any] = {}
+
+
+def _as_keep(policy: Callable[..., Any]) -> KeepPolicy:
+    """A torch selective-checkpointing policy as a keep policy."""
+    from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+
+    def keep(op: Any, output: torch.Tensor) -> bool:
+        choice = policy(SelectiveCheckpointContext(is_recompute=False), op)
+        if isinstance(choice, bool):
+            return choice
+        return choice in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+    return keep

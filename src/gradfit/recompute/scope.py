@@ -1,0 +1,200 @@
+"""`CheckpointScope`: activations made inside are rebuilt in the backward pass instead of being kept.
+
+Scopes are policies on one tape. The outermost scope of a thread owns the recorder; an inner one only opens a segment,
+so that rebuilding one inner scope does not hold what its neighbours made.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from gradfit._torch import inside_functorch
+from gradfit.errors import MisuseError, UnsupportedOp
+from gradfit.tape.graph import Segment
+from gradfit.tape.record import DROP, KEEP, Recorder
+from gradfit.units import format_bytes, format_seconds
+
+KeepPolicy = Callable[[Any, torch.Tensor], bool]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass
+class ScopeStats:
+    """What a scope has saved and spent since it was made."""
+
+    kept_bytes: int = 0
+    freed_bytes: int = 0
+    recomputed_seconds: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"kept {format_bytes(self.kept_bytes)}, freed {format_bytes(self.freed_bytes)}, "
+            f"recomputed for {format_seconds(self.recomputed_seconds)}"
+        )
+
+
+class _Frames(threading.local):
+    """The scopes that are open in this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[CheckpointScope, Segment | None, Recorder | None]] = []
+
+
+_frames = _Frames()
+
+
+class CheckpointScope:
+    """Rebuild, in the backward pass, what is computed inside; gradients stay bit-identical.
+
+    Python code inside runs once, and so do its side effects: what is run again are the recorded tensor operations.
+
+    >>> import torch
+    >>> layer = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+    >>> x = torch.ones(8, 4)
+    >>> with CheckpointScope("layer") as scope:
+    ...     loss = layer(x).sum()
+    >>> loss.backward()
+    >>> scope.stats.freed_bytes
+    4096
+
+    `keep(op, output)` decides per operation what is kept after all (selective checkpointing); `op` is the
+    `torch.ops.aten` overload. The scope can be re-used, nested, and put on a function as a decorator.
+    """
+
+    def __init__(
+        self, name: str, enabled: bool = True, *, use_recomputation: bool = True, keep: KeepPolicy | None = None
+    ) -> None:
+        if keep is not None and not callable(keep):
+            raise MisuseError(f"keep={keep!r} is not callable. Pass a function (op, output) -> bool.")
+        self.name = name
+        self.is_enabled = enabled
+        self.use_recomputation = use_recomputation
+        self.keep = keep
+        self.stats = ScopeStats()
+        self.replay_context: Callable[[], Any] | None = None  # entered around each replay
+
+    def __repr__(self) -> str:
+        return f"CheckpointScope({self.name!r}, enabled={self.is_enabled}, {self.stats})"
+
+    def __enter__(self) -> CheckpointScope:
+        frames = _frames.open
+        if not self.is_enabled or not torch.is_grad_enabled():
+            frames.append((self, None, None))
+            return self
+        if inside_functorch():
+            raise UnsupportedOp(
+                f"CheckpointScope({self.name!r}) was entered inside a torch.func transform, which does not allow saved "
+                "tensors to be replaced. Put the scope around the transform's result, or use torch.autograd.grad."
+            )
+        outer = _innermost()
+        if outer is None:
+            if not self.use_recomputation:
+                frames.append((self, None, None))
+                return self
+            segment = Segment(Segment(None), self)
+            recorder = Recorder(segment, _Keep() if self.keep is not None else None)
+            recorder.tape.contexts = self.replay_context
+            recorder.__enter__()
+            frames.append((self, segment, recorder))
+        else:
+            recorder = outer
+            segment = Segment(recorder.segment, self)
+            recorder.segment = segment
+            if recorder.policy is None and (self.keep is not None or not self.use_recomputation):
+                recorder.policy = _Keep()
+            frames.append((self, segment, None))
+        if isinstance(recorder.policy, _Keep):
+            recorder.policy.scopes.append(self)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        frames = _frames.open
+        if not frames or frames[-1][0] is not self:
+            inner = frames[-1][0].name if frames else None
+            raise MisuseError(
+                f"CheckpointScope({self.name!r}) is left while {inner!r}, entered after it, is still open. "
+                "Leave scopes in the reverse order of entering them: use nested `with` blocks."
+                if inner is not None
+                else f"CheckpointScope({self.name!r}) is left but was not entered. Use it in a `with` block."
+            )
+        _, segment, recorder = frames.pop()
+        if segment is None:
+            return
+        active = recorder or _innermost()
+        if active is not None and isinstance(active.policy, _Keep) and active.policy.scopes:
+            active.policy.scopes.pop()
+        if recorder is not None:
+            recorder.__exit__(kind, error, trace)
+        elif active is not None and segment.parent is not None:
+            active.segment = segment.parent
+        if kind is not None and issubclass(kind, RuntimeError) and _raised_by_functorch(trace):
+            raise UnsupportedOp(
+                f"torch.func was used inside CheckpointScope({self.name!r}), where saved tensors are replaced: {error} "
+                "Move the transform out of the scope, or use torch.autograd.grad."
+            ) from error
+
+    def __call__(self, function: F) -> F:
+        """Use the scope as a decorator: every call runs inside it."""
+
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return wrapped  # type: ignore[return-value]
+
+    def note_freed(self, nbytes: int) -> None:
+        self.stats.freed_bytes += nbytes
+
+    def note_kept(self, nbytes: int) -> None:
+        self.stats.kept_bytes += nbytes
+
+    def note_recomputed(self, seconds: float) -> None:
+        self.stats.recomputed_seconds += seconds
+
+
+class _Keep:
+    """The keep policies of the open scopes: the innermost that has an opinion decides."""
+
+    def __init__(self) -> None:
+        self.scopes: list[CheckpointScope] = []
+
+    def choose(self, func: Any, results: list[torch.Tensor]) -> list[int] | None:
+        for scope in reversed(self.scopes):
+            if not scope.use_recomputation:
+                return [KEEP] * len(results)
+            if scope.keep is not None:
+                return [KEEP if scope.keep(func, result) else DROP for result in results]
+        return None
+
+
+def current_recorder() -> Recorder | None:
+    """The recorder at work in this thread."""
+    return _innermost()
+
+
+def _innermost() -> Recorder | None:
+    for _, _, recorder in reversed(_frames.open):
+        if recorder is not None:
+            return recorder
+    return None
+
+
+def _raised_by_functorch(trace: Any) -> bool:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    frame = trace.tb_frame if trace is not None else None
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("torch._functorch"):
+            return True
+        if not module.startswith(("torch", "contextlib")):
+            return False
+        frame = frame.f_back
+    return False

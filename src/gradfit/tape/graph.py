@@ -1,0 +1,151 @@
+"""What a forward did: values (versions of storages), the operations that made them, and autograd's handles on them.
+
+Ownership runs one way, from the newest to the oldest:
+
+    autograd node ─► Handle ─► Value ─► Operation ─► Value (its inputs) ─► …
+
+so that the graph's handles own the tape and nothing else does: when a backward pass, or the death of the loss, frees a
+handle, whatever only that handle needed dies with it. Links the other way (`users`, `outputs`) are weak.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """Where in its storage a tensor lies."""
+    return (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+
+def shaped(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """Another tensor on the same storage."""
+    size, stride, offset, dtype = geometry
+    if dtype is tensor.dtype:
+        return tensor.as_strided(size, stride, offset)
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, size, stride)
+
+
+class Segment:
+    """A scope as the tape sees it: values of one segment are rebuilt together. Segments form a tree."""
+
+    __slots__ = ("depth", "parent", "scope")
+
+    def __init__(self, parent: Segment | None, scope: Any = None) -> None:
+        self.parent = parent
+        self.depth = 0 if parent is None else parent.depth + 1
+        self.scope = scope
+
+    def encloses(self, other: Segment) -> bool:
+        """Whether `other` is this segment or lies inside it."""
+        node: Segment | None = other
+        while node is not None and node.depth > self.depth:
+            node = node.parent
+        return node is self
+
+    def common(self, other: Segment) -> Segment:
+        """The innermost segment around both."""
+        a: Segment = self
+        b: Segment = other
+        while a is not b:
+            if a.depth >= b.depth and a.parent is not None:
+                a = a.parent
+            elif b.parent is not None:
+                b = b.parent
+            else:
+                break
+        return a
+
+
+class Value:
+    """One version of one storage. `tensor` is there when it is kept or has been rebuilt, `op` when it can be rebuilt."""
+
+    __slots__ = (
+        "__weakref__", "evictable", "geometry", "gone", "handles", "key", "natural", "op", "position", "segment", "taken",
+        "taken_pass", "tensor", "uninitialised", "users", "version",
+    )  # fmt: skip
+
+    def __init__(self, key: int, geometry: Geometry, segment: Segment) -> None:
+        self.key = key
+        self.geometry = geometry  # the tensor that `tensor`, when there, is
+        self.segment = segment
+        self.op: Operation | None = None
+        self.position = 0  # which of its operation's results
+        self.tensor: torch.Tensor | None = None
+        self.version = -1  # the version counter of `tensor` when it was kept; -1: it is private to the tape
+        self.natural: weakref.ref[torch.Tensor] | None = None  # the tensor object the forward saw, while it lives
+        self.gone: Any = None  # watches the storage, so that its address can be used again
+        self.uninitialised = False
+        self.evictable = False  # kept when autograd saves it, until somebody needs the memory
+        self.users: list[weakref.ref[Operation]] = []
+        self.handles = 0
+        self.taken = 0  # handles unpacked in pass number `taken_pass`
+        self.taken_pass = 0
+
+    @property
+    def root(self) -> bool:
+        """Nothing on the tape makes it: a parameter, an input, or something kept."""
+        return self.op is None
+
+    def pending(self, pass_number: int) -> bool:
+        """Whether backward will still ask for it in this pass."""
+        return self.handles > (self.taken if self.taken_pass == pass_number else 0)
+
+
+class Operation:
+    """One recorded call: enough to make its results again."""
+
+    __slots__ = ("__weakref__", "args", "func", "index", "info", "inputs", "kwargs", "outputs", "rng", "written")
+
+    def __init__(self, index: int, func: Any, info: Any, args: Any, kwargs: Any, inputs: list[Value]) -> None:
+        self.index = index
+        self.func = func
+        self.info = info
+        self.args = args  # as called, with a Value or a Slice in the place of every tensor
+        self.kwargs = kwargs
+        self.inputs = inputs
+        self.outputs: list[weakref.ref[Value] | None] = []
+        self.written: tuple[Value, ...] = ()  # the versions that it overwrites
+        self.rng: Any = None
+
+    @property
+    def name(self) -> str:
+        return str(self.func)
+
+
+class Slice:
+    """A tensor argument that is not the whole of what its value's operation returned."""
+
+    __slots__ = ("geometry", "value")
+
+    def __init__(self, value: Value, geometry: Geometry) -> None:
+        self.value = value
+        self.geometry = geometry
+
+
+class Tape:
+    """What the handles of one recording share."""
+
+    __slots__ = ("__weakref__", "contexts", "lock", "pass_number")
+
+    def __init__(self, lock: Any) -> None:
+        self.lock = lock  # accelerators' backward passes unpack in threads of their own
+        self.pass_number = 1
+        self.contexts: Any = None  # entered around every replay (`checkpoint(context_fn=…)`)
+
+
+class Handle:
+    """What autograd keeps in the place of a tensor."""
+
+    __slots__ = ("geometry", "pass_number", "tape", "value")
+
+    def __init__(self, tape: Tape, value: Value, geometry: Geometry | None) -> None:
+        self.tape = tape
+        self.value = value
+        self.geometry = geometry
+        self.pass_number = 0

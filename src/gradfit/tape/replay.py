@@ -1,0 +1,215 @@
+"""Makes a value again: runs the operations between the nearest values that are there and the one that is wanted.
+
+A *sweep* runs each operation once, in the order of the forward. What it makes is dropped after its last use in the
+sweep, unless it is *retained*: in the same segment as the wanted value or one around it, and either wanted by backward
+itself later, or read by an operation whose results will have to be made later. So within a segment no operation is
+replayed twice in a pass, and no more is held than the rest of the pass asks for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gradfit._torch import below_autograd, storage_key
+from gradfit.errors import ActivationOverwritten, UnsupportedOp
+from gradfit.tape.graph import Geometry, Handle, Operation, Slice, Tape, Value, shaped
+from gradfit.tape.rng import Rewound
+
+
+class Scratch:
+    """An argument whose content is not read but written to: replay gives it a throw-away tensor."""
+
+    __slots__ = ("geometry",)
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+
+
+def flatten(nest: Any) -> Iterator[Any]:
+    """The leaves of nested lists and tuples, in order."""
+    for item in nest:
+        if isinstance(item, list | tuple):
+            yield from flatten(item)
+        else:
+            yield item
+
+
+def take(handle: Handle) -> torch.Tensor:
+    """The tensor behind a handle, for one backward node."""
+    tape, value = handle.tape, handle.value
+    with tape.lock:
+        if handle.pass_number == tape.pass_number:
+            tape.pass_number += 1  # asked for a second time: another backward over a retained graph
+        number = handle.pass_number = tape.pass_number
+        if value.taken_pass != number:
+            value.taken_pass, value.taken = number, 0
+        value.taken += 1
+        tensor = content(value) if value.tensor is not None else rebuild(value, tape)
+        release_if_done(value, number)
+    return tensor if handle.geometry is None else shaped(tensor, handle.geometry)
+
+
+def rebuild(target: Value, tape: Tape) -> torch.Tensor:
+    """Run the sweep for `target`, caching what the rest of this pass needs."""
+    started = time.perf_counter()
+    operations = _needed(target)
+    retained = _retained(operations, target, tape.pass_number)
+    uses: dict[Value, int] = {}
+    for op in operations:
+        for value in set(op.inputs):
+            uses[value] = uses.get(value, 0) + 1
+    made: dict[Value, torch.Tensor] = {}
+    context = tape.contexts() if tape.contexts is not None else contextlib.nullcontext()
+    with context, below_autograd(), Rewound() as rewound:
+        for op in operations:
+            if op.rng is not None:
+                rewound.start(op.rng)
+            _run(op, made, uses, retained, target)
+            for value in set(op.inputs):
+                uses[value] -= 1
+                if not uses[value] and value in made and value not in retained and value is not target:
+                    del made[value]
+    for value in retained:
+        value.tensor, value.version = made[value], -1
+    for op in operations:
+        for value in op.inputs:
+            release_if_done(value, tape.pass_number)
+    scope = target.segment.scope
+    if scope is not None:
+        scope.note_recomputed(time.perf_counter() - started)
+    return made[target]
+
+
+def release_if_done(value: Value, pass_number: int) -> None:
+    """Drop a rebuilt value once nothing in this pass will ask for it."""
+    if value.tensor is not None and value.op is not None and not value.pending(pass_number):
+        for user in value.users:
+            op = user()
+            if op is not None and any(_missing(reference) for reference in op.outputs):
+                return
+        value.tensor = None
+
+
+def content(value: Value) -> torch.Tensor:
+    """A value that is there, checked not to have changed since the forward."""
+    tensor = value.tensor
+    if tensor is None:
+        raise RuntimeError("gradfit: a value was used before it was rebuilt")
+    if value.version >= 0:
+        if tensor._version != value.version:
+            raise ActivationOverwritten(
+                f"A tensor of shape {tuple(tensor.shape)} from which activations are recomputed was modified in place "
+                f"after the forward pass (it is at version {tensor._version}, version {value.version} was expected). "
+                "Call backward() before changing it, or write `x = x + y` instead of `x += y`."
+            )
+        if storage_key(tensor) != value.key or (tensor.numel() and not tensor.untyped_storage().nbytes()):
+            raise UnsupportedOp(
+                f"A tensor of shape {tuple(tensor.shape)} from which activations are recomputed has been freed or replaced "
+                "since the forward pass (a resharded parameter). End the scope where the sharded unit ends."
+            )
+    return tensor
+
+
+def copy_storage(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """The same tensor on a private copy of its whole storage."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return shaped(tensor.as_strided((count,), (1,), 0).clone(), geometry)
+
+
+def _needed(target: Value) -> list[Operation]:
+    """The operations to run, in the order of the forward."""
+    found: set[Operation] = set()
+    stack = [target]
+    while stack:
+        op = stack.pop().op
+        if op is None or op in found:
+            continue
+        found.add(op)
+        stack.extend(value for value in op.inputs if value.tensor is None)
+    return sorted(found, key=lambda op: op.index)
+
+
+def _missing(reference: Any) -> bool:
+    value = reference() if reference is not None else None
+    return value is not None and value.tensor is None
+
+
+def _retained(operations: list[Operation], target: Value, pass_number: int) -> set[Value]:
+    """Which results of the sweep stay after it. Readers come after what they read, so one pass backwards decides."""
+    retained: set[Value] = set()
+    segment = target.segment
+    for op in reversed(operations):
+        for reference in op.outputs:
+            value = reference() if reference is not None else None
+            if value is None or value is target or value.tensor is not None or not value.segment.encloses(segment):
+                continue
+            if value.pending(pass_number) or any(
+                _missing(output) and output() not in retained
+                for user in value.users
+                if (reader := user()) is not None
+                for output in reader.outputs
+            ):
+                retained.add(value)
+    if target.pending(pass_number) or any(
+        _missing(output) and output() not in retained
+        for user in target.users
+        if (reader := user()) is not None
+        for output in reader.outputs
+    ):
+        retained.add(target)
+    return retained
+
+
+def _run(
+    op: Operation, made: dict[Value, torch.Tensor], uses: dict[Value, int], retained: set[Value], target: Value
+) -> None:
+    """Run one operation again and put its results into `made`."""
+    private: dict[Value, torch.Tensor] = {}
+    for old in op.written:
+        tensor = made.get(old)
+        if tensor is not None and uses[old] == 1 and old not in retained and old is not target:
+            private[old] = tensor  # nobody else wants the old version: write over it
+        else:
+            private[old] = copy_storage(content(old) if tensor is None else tensor, old.geometry)
+
+    def tensor_of(reference: Any) -> Any:
+        kind = type(reference)
+        if kind is Value:
+            tensor = private.get(reference)
+            if tensor is None:
+                tensor = made.get(reference)
+            return content(reference) if tensor is None else tensor
+        if kind is Slice:
+            return shaped(tensor_of(reference.value), reference.geometry)
+        if kind is list:
+            return [tensor_of(item) for item in reference]
+        if kind is Scratch:
+            size, _, _, dtype = reference.geometry
+            return torch.zeros(size, dtype=dtype, device=device)
+        return reference
+
+    device = None
+    if op.info.scratch:
+        device = tensor_of(op.args[0]).device
+    args = [tensor_of(argument) for argument in op.args]
+    kwargs = {name: tensor_of(argument) for name, argument in op.kwargs.items()}
+    out = op.func(*args, **kwargs)
+    results: list[Any] | None = None
+    for reference in op.outputs:
+        value = reference() if reference is not None else None
+        if value is None or value.tensor is not None:
+            continue
+        if value is not target and value not in retained and value not in uses:
+            continue
+        if value.position < 0:
+            old = op.written[-1 - value.position]
+            made[value] = shaped(private[old], value.geometry)
+        else:
+            if results is None:
+                results = [out] if isinstance(out, torch.Tensor) else list(flatten(out))
+            made[value] = results[value.position]
