@@ -114,9 +114,9 @@ class Recorder(TorchDispatchMode):
             return self._write(func, info, args, kwargs, state)
         out = func(*args, **kwargs)
         fresh = _fresh(out, args)
-        if fresh and info.recordable:
+        if fresh:
             choices = self.policy.choose(func, [t for _, t, _ in fresh]) if self.policy is not None else None
-            if choices is None or KEEP not in choices or choices.count(KEEP) != len(choices):
+            if info.recordable and (choices is None or choices.count(KEEP) != len(choices)):
                 self._record(func, info, args, kwargs, state, fresh, choices)
         return out
 

@@ -9,6 +9,7 @@ replayed twice in a pass, and no more is held than the rest of the pass asks for
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,26 @@ class Scratch:
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
+
+
+class _Depth(threading.local):
+    sweeps = 0
+
+
+_depth = _Depth()
+
+
+def replaying() -> bool:
+    """Whether this thread is inside a sweep: what runs now belongs to the tape, not to the backward pass."""
+    return _depth.sweeps > 0
+
+
+class _Sweep:
+    def __enter__(self) -> None:
+        _depth.sweeps += 1
+
+    def __exit__(self, *_: object) -> None:
+        _depth.sweeps -= 1
 
 
 def flatten(nest: Any) -> Iterator[Any]:
@@ -65,7 +86,7 @@ def rebuild(target: Value, tape: Tape) -> torch.Tensor:
             uses[value] = uses.get(value, 0) + 1
     made: dict[Value, torch.Tensor] = {}
     context = tape.contexts() if tape.contexts is not None else contextlib.nullcontext()
-    with context, below_autograd(), Rewound() as rewound:
+    with context, below_autograd(), Rewound() as rewound, _Sweep():
         for op in operations:
             if op.rng is not None:
                 rewound.start(op.rng)
