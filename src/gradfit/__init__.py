@@ -1,12 +1,18 @@
 """gradfit trains any PyTorch model, at any batch size, in the memory you have, with the same gradients."""
 
+from gradfit.autograd.check import GradientCheck, check_gradients
+from gradfit.autograd.clip import GradientClipper
+from gradfit.autograd.custom import custom_op
 from gradfit.autograd.gradients import GradientMap, backward
+from gradfit.autograd.inspect import GradientReport, inspect_gradients
 from gradfit.autograd.loss_scale import LossScaler
+from gradfit.autograd.second_order import hessian_vector_product
 from gradfit.errors import (
     ActivationOverwritten,
     BudgetInfeasible,
     ExactnessWarning,
     GradfitError,
+    GradientMismatch,
     GraphError,
     MisuseError,
     NonFiniteGradient,
@@ -24,7 +30,11 @@ __all__ = [
     "CheckpointScope",
     "ExactnessWarning",
     "GradfitError",
+    "GradientCheck",
+    "GradientClipper",
     "GradientMap",
+    "GradientMismatch",
+    "GradientReport",
     "GraphError",
     "LossScaler",
     "Meter",
@@ -34,9 +44,13 @@ __all__ = [
     "UnknownName",
     "UnsupportedOp",
     "backward",
+    "check_gradients",
     "checkpoint",
     "checkpoint_sequential",
     "chunked",
+    "custom_op",
+    "hessian_vector_product",
+    "inspect_gradients",
     "is_checkpoint",
     "mark_checkpoint",
     "meter",

@@ -32,6 +32,14 @@ class NonFiniteGradient(GradfitError, ArithmeticError):
     """A NaN or an infinity where a gradient was expected."""
 
 
+class GradientMismatch(GradfitError, AssertionError):
+    """A backward that is not the derivative of its forward; `report` holds every element that was compared."""
+
+    def __init__(self, message: str, *, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+
 class UnsupportedOp(GradfitError, RuntimeError):
     """An operation that can neither be replayed nor kept, so its gradient would be a guess."""
 

@@ -50,7 +50,7 @@ class GradientMap(MutableMapping[Key, Tensor]):
         grads = cls()
         for name, tensor in named_tensors(source, argument="source"):
             if tensor.grad is not None:
-                grads._insert(name or tensor, tensor, tensor.grad)
+                grads.bind(name or tensor, tensor, tensor.grad)
         return grads
 
     # -- a mapping ------------------------------------------------------------------------------------------------
@@ -97,6 +97,13 @@ class GradientMap(MutableMapping[Key, Tensor]):
         """Put a gradient in, or replace it: `grads[key] = gradient`."""
         self[key] = gradient
 
+    def bind(self, key: Key, tensor: Tensor | None, gradient: Tensor) -> None:
+        """Put a gradient in under a name, together with the tensor it belongs to."""
+        if isinstance(key, str) and tensor is not None:
+            self._tensors[key] = tensor
+            self._names[tensor] = key
+        self[key] = gradient
+
     def tensor(self, key: Key) -> Tensor | None:
         """The tensor this is the gradient of; None for an entry that was put in by name alone."""
         if key not in self:
@@ -126,7 +133,7 @@ class GradientMap(MutableMapping[Key, Tensor]):
                 self[mine].add_(gradient, alpha=alpha)
             else:
                 tensor = other.tensor(key) if isinstance(other, GradientMap) else None
-                self._insert(key, tensor, gradient.clone() if alpha == 1.0 else gradient * alpha)
+                self.bind(key, tensor, gradient.clone() if alpha == 1.0 else gradient * alpha)
         return self
 
     def scale_(self, factor: float | Tensor) -> GradientMap:
@@ -139,7 +146,7 @@ class GradientMap(MutableMapping[Key, Tensor]):
         """A copy that shares no gradient with this one."""
         copy = GradientMap()
         for key, gradient in self._gradients.items():
-            copy._insert(key, self.tensor(key), gradient.clone())
+            copy.bind(key, self.tensor(key), gradient.clone())
         return copy
 
     def norm(self, p: float = 2.0) -> Tensor:
@@ -235,12 +242,6 @@ class GradientMap(MutableMapping[Key, Tensor]):
     def _key(self, key: Key) -> Key:
         return self._names.get(key, key) if isinstance(key, Tensor) else key
 
-    def _insert(self, key: Key, tensor: Tensor | None, gradient: Tensor) -> None:
-        if isinstance(key, str) and tensor is not None:
-            self._tensors[key] = tensor
-            self._names[tensor] = key
-        self._gradients[key] = gradient
-
     def _match(self, key: Key, other: Mapping[Key, Tensor]) -> Key | None:
         """Which entry here `other[key]` belongs to: the two may know the same tensor by name and without."""
         if key in self:
@@ -315,7 +316,7 @@ def backward(loss: Tensor, inputs: Inputs | None = None, create_graph: bool = Fa
     result = GradientMap()
     for position, ((name, tensor), gradient) in enumerate(zip(pairs, gradients, strict=True)):
         if gradient is not None:
-            result._insert(name or tensor, tensor, gradient)
+            result.bind(name or tensor, tensor, gradient)
         elif not isinstance(inputs, nn.Module):
             raise GraphError(
                 f"inputs[{position}], {label(name, tensor)}, has no gradient: the loss does not depend on it. "
