@@ -20,7 +20,9 @@ from gradfit.errors import (
     UnknownName,
     UnsupportedOp,
 )
+from gradfit.profiling.measure import profile
 from gradfit.profiling.meter import Meter, meter
+from gradfit.profiling.record import Hardware, Profile
 from gradfit.recompute.function import checkpoint, checkpoint_sequential, chunked, is_checkpoint, mark_checkpoint
 from gradfit.recompute.scope import CheckpointScope
 
@@ -36,10 +38,12 @@ __all__ = [
     "GradientMismatch",
     "GradientReport",
     "GraphError",
+    "Hardware",
     "LossScaler",
     "Meter",
     "MisuseError",
     "NonFiniteGradient",
+    "Profile",
     "StateError",
     "UnknownName",
     "UnsupportedOp",
@@ -54,5 +58,6 @@ __all__ = [
     "is_checkpoint",
     "mark_checkpoint",
     "meter",
+    "profile",
 ]
 __version__ = "0.1.0"

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 __all__ = ["TorchDispatchMode"]
 
@@ -28,6 +30,12 @@ def detached_in_dispatch(tensor: torch.Tensor) -> torch.Tensor:
     """The same inside a `__torch_dispatch__`, where autograd, which shares version counters, is switched off."""
     with torch._C._RestorePythonTLSSnapshot():
         return _make_subclass(_plain_tensor, tensor)
+
+
+def current_node() -> Node | None:
+    """The autograd node that is executing in this thread."""
+    node: Node | None = torch._C._current_autograd_node()
+    return node
 
 
 def inside_functorch() -> bool:
@@ -69,3 +77,106 @@ def has_freed_tensors(node: Node) -> bool:
             if "freed" in str(error):
                 return True
     return False
+
+
+class RunningBackward:
+    """The backward pass this thread is in, as `torch.autograd.backward` was called; see `running_backward`."""
+
+    def __init__(self, root: object, retains_graph: bool, nested: bool) -> None:
+        self.root, self.retains_graph, self.nested = root, retains_graph, nested
+
+
+def running_backward() -> RunningBackward | None:
+    """The outermost call of the autograd engine on this thread's stack; None in a thread that the engine owns.
+
+    The engine says nothing about its caller, so the stack is asked: which tensor was differentiated, was its graph
+    kept, and does this pass run inside another one (reentrant checkpointing)?
+    """
+    calls = []
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _ENGINE_CALL:
+            calls.append(frame)
+        frame = frame.f_back
+    if not calls:
+        return None
+    variables = calls[-1].f_locals
+    roots, args = variables["t_outputs"], variables["args"]
+    return RunningBackward(roots[0] if roots else None, bool(args[1]) if len(args) > 1 else False, len(calls) > 1)
+
+
+def after_backward(callback: Callable[[], object]) -> None:
+    """Call `callback` when the backward pass that is running now has ended without an error."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def after_accumulation(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Call `hook(tensor)` whenever autograd has added to `tensor.grad`."""
+    handle: RemovableHandle = tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
+    """Multiply dense tensors by a number, in place, in one call."""
+    torch._foreach_mul_(tensors, factor)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return tensor._version
+
+
+_ENGINE_CALL = torch.autograd.graph._engine_run_backward.__code__
+
+
+def sequence_number(node: Node) -> int:
+    """When, in its thread, a node of the graph was made; leaves have the largest number of all."""
+    return int(node._sequence_nr())
+
+
+def last_sequence_number() -> int:
+    """The number of the newest node of this thread; inside an operation, of the node that autograd made for it."""
+    return int(torch._C._autograd._get_sequence_nr()) - 1
+
+
+class SavedSlot:
+    """One tensor that a node saved. `content` is the tensor, or what a hook packed it into; None once it is freed."""
+
+    __slots__ = ("_raw", "name")
+
+    def __init__(self, name: str, raw: Any) -> None:
+        self.name, self._raw = name, raw
+
+    @property
+    def content(self) -> Any:
+        return self._raw.data
+
+    def release(self, unpack: Callable[[Any], torch.Tensor]) -> None:
+        """Give the tensor's memory back; `unpack` is what a later backward pass will call in its place."""
+        if isinstance(self._raw.data, torch.Tensor) and self._raw.unpack_hook is None:
+            self._raw.register_hooks(lambda tensor: None, unpack)
+
+
+_raw_names: dict[type, tuple[str, ...]] = {}
+
+
+def saved_slots(node: Node) -> list[SavedSlot]:
+    """What a node saved, without unpacking (and so without rebuilding) any of it."""
+    kind = type(node)
+    if kind not in _raw_names:
+        _raw_names[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    slots = []
+    for name in _raw_names[kind]:
+        try:
+            raw = getattr(node, name)
+        except RuntimeError:  # a Python function's tensors, freed
+            continue
+        many = raw if isinstance(raw, tuple | list) else (raw,)
+        plain = name.removeprefix("_raw_saved_")
+        slots += [SavedSlot(plain if len(many) == 1 else f"{plain}[{at}]", one) for at, one in enumerate(many)]
+    return slots
+
+
+def result_shapes(node: Node) -> list[tuple[int, ...]]:
+    """The shapes of an operation's results: what its backward takes in."""
+    return [tuple(int(size) for size in one.shape) for one in node._input_metadata]

@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
         if info.writes:
             return self._write(func, info, args, kwargs, state)
         out = func(*args, **kwargs)
-        fresh = _fresh(out, args)
+        fresh = fresh_results(out, args)
         if fresh:
             choices = self.policy.choose(func, [t for _, t, _ in fresh]) if self.policy is not None else None
             if info.recordable and (choices is None or choices.count(KEEP) != len(choices)):
@@ -240,7 +240,7 @@ class Recorder(TorchDispatchMode):
 
     def _write(self, func: Any, info: OpInfo, args: Any, kwargs: Any, state: Any) -> Any:
         """Rule 4."""
-        targets = _written(info, args, kwargs)
+        targets = written_tensors(info, args, kwargs)
         try:
             keys = [key_of(target) for target in targets]
         except Untrackable:
@@ -254,9 +254,9 @@ class Recorder(TorchDispatchMode):
             if old is not None:
                 _save_before_write(old)
         out = func(*args, **kwargs)
-        fresh = [entry for entry in _fresh(out, args) if entry[2] not in keys]
+        fresh = [entry for entry in fresh_results(out, args) if entry[2] not in keys]
         choices = None
-        if self.policy is not None:
+        if self.policy is not None and (targets or fresh):
             choices = self.policy.choose(func, [*targets, *(t for _, t, _ in fresh)])
         if op is None or (choices is not None and KEEP in choices):
             for key in keys:  # rule 5: from here on it is a root
@@ -375,7 +375,7 @@ def unpack(packed: Any) -> torch.Tensor:
     return tensor
 
 
-def _fresh(out: Any, args: Any) -> list[tuple[int, torch.Tensor, int]]:
+def fresh_results(out: Any, args: Any) -> list[tuple[int, torch.Tensor, int]]:
     """(position, tensor, storage) of results that do not lie in an argument's storage."""
     if isinstance(out, torch.Tensor):
         flat: Iterator[Any] | tuple[Any, ...] = (out,)
@@ -395,7 +395,7 @@ def _fresh(out: Any, args: Any) -> list[tuple[int, torch.Tensor, int]]:
     return fresh
 
 
-def _written(info: OpInfo, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def written_tensors(info: OpInfo, args: Any, kwargs: Any) -> list[torch.Tensor]:
     targets: list[torch.Tensor] = []
     for where in info.writes:
         if isinstance(where, str):

@@ -1,0 +1,331 @@
+"""`profile`: one real step, measured at two micro-batch sizes, as a `Profile`."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradfit.errors import MisuseError
+from gradfit.profiling.meter import tensors_in
+from gradfit.profiling.optimizer import OptimizerCost, optimizer_cost
+from gradfit.profiling.record import BackwardNode, Hardware, Linear, Operation, Profile, Value
+from gradfit.profiling.state import untouched
+from gradfit.profiling.trace import Trace, watching
+from gradfit.tree import leaves, size_of_batch, split_batch
+
+LossFunction = Callable[[torch.nn.Module, Any], Any]
+_ROUNDS = 2  # the least of so many measurements: a machine is never alone
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A micro-batch of `size` rows, watched, and timed without being watched."""
+
+    size: int
+    trace: Trace
+    plain_seconds: float | None
+
+
+def profile(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    sample_batch: Any,
+    optimizer: Any = None,
+    *,
+    memory_bytes: int | None = None,
+    split: Callable[[Any, int], Iterable[Any]] | None = None,
+    fake: bool = False,
+    hardware: Hardware | None = None,
+) -> Profile:
+    """Measure what one step does: each operation's seconds and bytes, what autograd saves, where it comes from.
+
+    The batch and half of it are run, so that what grows with the micro-batch is measured and not assumed. Nothing stays
+    changed: gradients, buffers and random generators are put back. With `memory_bytes` only as much of the batch is run
+    as fits, by estimate, into that many bytes. `fake=True` measures nothing: it predicts for `hardware`.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
+    >>> found = profile(model, lambda m, x: m(x).square().mean(), torch.ones(4, 8))
+    >>> [operation.name for operation in found.operations][:2]
+    ['aten.addmm.default', 'aten.gelu.default']
+    """
+    if fake or hardware is not None:
+        from gradfit.profiling.fake import predict
+
+        return predict(model, loss_fn, sample_batch, optimizer, hardware=hardware)
+    total = check_batch(sample_batch, split)
+    check_model(model)
+    cut = split or split_batch
+    cost = optimizer_cost(optimizer) if optimizer is not None else OptimizerCost(0, 0, 0.0)
+    with untouched(model):
+        samples = _samples(model, loss_fn, sample_batch, total, cut, memory_bytes, cost)
+    return assemble(model, sample_batch, samples, cost, splittable=total is not None)
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """Refuse a model that cannot be trained as it stands."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise MisuseError(
+            "No parameter of the model requires a gradient. Call model.requires_grad_() on what to train."
+        )
+    if not model.training:
+        raise MisuseError(
+            "The model is in evaluation mode, so dropout and BatchNorm would not train. Call model.train() first."
+        )
+
+
+def check_batch(batch: Any, split: Callable[[Any, int], Iterable[Any]] | None) -> int | None:
+    """The rows of the batch, or None when only `split` can know."""
+    if split is not None:
+        return None
+    if next(iter(leaves(batch)), None) is None:
+        raise MisuseError("The batch holds no tensor. Pass a tensor, or a list, tuple, dict or dataclass of tensors.")
+    return size_of_batch(batch)
+
+
+def run_loss(loss_fn: LossFunction, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
+    """Call `loss_fn` and check what it returns: `(loss, None)` for a mean, `(loss, count)` for a sum.
+
+    A `loss_fn` that changes the batch would see another one in the next micro-batch or after an out-of-memory.
+    """
+    before = [(tensor, tensor._version) for tensor in leaves(batch)]
+    result = loss_fn(model, batch)
+    after = list(leaves(batch))
+    if len(after) != len(before) or any(
+        new is not old or new._version != version for new, (old, version) in zip(after, before, strict=True)
+    ):
+        raise MisuseError("loss_fn changed the batch it was given. Work on a copy: batch = dict(batch), x = x.clone().")
+    loss, count = result if isinstance(result, tuple) else (result, None)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise MisuseError(
+            f"loss_fn must return a scalar loss or (loss_sum, count); it returned {shape}. Take .mean(), or .sum() and count."
+        )
+    if not loss.requires_grad:
+        raise MisuseError("The loss has no graph: nothing that requires a gradient went into it. Do not detach() it.")
+    return loss, count
+
+
+def _samples(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    total: int | None,
+    cut: Callable[[Any, int], Iterable[Any]],
+    memory_bytes: int | None,
+    cost: OptimizerCost,
+) -> list[Sample]:
+    if total is None or total == 1:
+        return [_sample(model, loss_fn, batch, total or 1, float("inf"))]
+    if memory_bytes is None:
+        sizes = [max(1, total // 2), total]
+        return [_sample(model, loss_fn, next(iter(cut(batch, size))), size, float("inf")) for size in sizes]
+    return _growing(model, loss_fn, batch, total, cut, memory_bytes, cost)
+
+
+def _growing(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    total: int,
+    cut: Callable[[Any, int], Iterable[Any]],
+    memory_bytes: int,
+    cost: OptimizerCost,
+) -> list[Sample]:
+    """Double the micro-batch while the next one surely fits, so that measuring stays below the budget too."""
+    parameters = [parameter for parameter in model.parameters()]
+    static = sum(p.nbytes for p in parameters) + sum(p.nbytes for p in parameters if p.requires_grad)
+    static += sum(t.untyped_storage().nbytes() for t in leaves(batch)) + cost.state_bytes
+    room = max(1.0, float(memory_bytes - static))
+    samples: list[Sample] = []
+    size = 1
+    while size <= total:
+        part = next(iter(cut(batch, size)))
+        samples.append(_sample(model, loss_fn, part, size, room / 6, timed=_plain_bytes(samples, size) < room / 2))
+        spent = sum(op.seconds for op in samples[-1].trace.operations)
+        if _working_bytes(samples[-1].trace) * 2 > room / 2 or spent > 1.0 or size == total:
+            break
+        size = min(total, size * 2)
+    return samples[-2:]
+
+
+def _plain_bytes(samples: list[Sample], size: int) -> float:
+    """About what a plain run of `size` rows takes, from the last run; everything, if there was none."""
+    if not samples:
+        return float("inf")
+    last = samples[-1]
+    saved = sum(value.nbytes for value in last.trace.values if value.operation is not None)
+    return (saved + max((node.peak_bytes for node in last.trace.nodes), default=0)) * size / last.size
+
+
+def _working_bytes(trace: Trace) -> int:
+    """The most that was live at once when everything was dropped: forward working set, or gradients in flight."""
+    change = [0] * (len(trace.operations) + 2)
+    for value in trace.values:
+        if value.operation is not None:
+            change[value.operation] += value.nbytes
+            change[value.dies + 1] -= value.nbytes
+    live = peak = 0
+    for step in change:
+        live += step
+        peak = max(peak, live)
+    return peak + max((node.peak_bytes for node in trace.nodes), default=0)
+
+
+def _sample(
+    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, size: int, quota_bytes: float, *, timed: bool = True
+) -> Sample:
+    trace: Trace | None = None
+    for _ in range(_ROUNDS):
+        again = _watch(model, loss_fn, batch, quota_bytes)
+        trace = again if trace is None else _least(trace, again)
+    assert trace is not None
+    plain = None
+    if timed:
+        plain = min(_time_plain(model, loss_fn, batch) for _ in range(_ROUNDS))
+    return Sample(size, trace, plain)
+
+
+def _watch(model: torch.nn.Module, loss_fn: LossFunction, batch: Any, quota_bytes: float) -> Trace:
+    with watching(model, quota_bytes) as trace:
+        loss, _ = run_loss(loss_fn, model, batch)
+        trace.finish_forward()
+        loss.backward()
+    trace.finish_backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    return trace
+
+
+def _time_plain(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) -> float:
+    started = time.perf_counter()
+    loss, _ = run_loss(loss_fn, model, batch)
+    loss.backward()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    seconds = time.perf_counter() - started
+    for parameter in model.parameters():
+        parameter.grad = None
+    return seconds
+
+
+def _least(first: Trace, second: Trace) -> Trace:
+    """The shorter of two measurements, operation by operation, where the two runs did the same."""
+    if [op.name for op in first.operations] == [op.name for op in second.operations]:
+        for a, b in zip(second.operations, first.operations, strict=True):
+            a.seconds = min(a.seconds, b.seconds)
+    if [node.name for node in first.nodes] == [node.name for node in second.nodes]:
+        for c, d in zip(second.nodes, first.nodes, strict=True):
+            c.seconds = min(c.seconds, d.seconds)
+    return second
+
+
+def assemble(
+    model: torch.nn.Module, batch: Any, samples: list[Sample], cost: OptimizerCost, *, splittable: bool
+) -> Profile:
+    """Put one or two measurements together into a profile."""
+    big = samples[-1]
+    small = samples[0] if len(samples) > 1 and _same_structure(samples[0].trace, big.trace) else None
+
+    def line(get: Callable[[Trace], float], scales: bool = True) -> Linear:
+        if small is not None:
+            return Linear.through((small.size, get(small.trace)), (big.size, get(big.trace)))
+        return Linear(0.0, get(big.trace) / big.size) if scales and splittable else Linear(get(big.trace))
+
+    trace = big.trace
+    values = tuple(
+        Value(
+            line(lambda t, i=i: t.values[i].nbytes),  # type: ignore[misc]
+            value.operation,
+            value.storage,
+            value.dies,
+            value.overwritten,
+        )
+        for i, value in enumerate(trace.values)
+    )
+    operations = tuple(
+        Operation(
+            op.name,
+            op.inputs,
+            op.outputs,
+            op.overwrites,
+            _slope(line(lambda t, i=i: t.operations[i].seconds), op.seconds, big.size),  # type: ignore[misc]
+            Linear(),
+            op.replayable,
+            op.random,
+            op.module,
+            op.source,
+        )
+        for i, op in enumerate(trace.operations)
+    )
+    nodes = tuple(
+        BackwardNode(
+            node.name,
+            tuple(node.needs),
+            _slope(line(lambda t, i=i: t.nodes[i].seconds), node.seconds, big.size),  # type: ignore[misc]
+            line(lambda t, i=i: t.nodes[i].before_bytes),  # type: ignore[misc]
+            line(lambda t, i=i: t.nodes[i].peak_bytes),  # type: ignore[misc]
+            line(lambda t, i=i: t.nodes[i].after_bytes),  # type: ignore[misc]
+            _module_of(trace, node.needs),
+            node.gradient_bytes,
+        )
+        for i, node in enumerate(trace.nodes)
+    )
+    busy = sum(op.seconds for op in trace.operations) + sum(node.seconds for node in trace.nodes)
+    plain = big.plain_seconds if big.plain_seconds is not None else busy + 6e-6 * (len(operations) + len(nodes))
+    rows = sum(tensor.nbytes for tensor in leaves(batch))
+    parameters = {id(p): p for p in model.parameters()}.values()
+    return Profile(
+        values=values,
+        operations=operations,
+        nodes=nodes,
+        parameter_bytes=_storage_bytes(parameters),
+        gradient_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
+        buffer_bytes=_storage_bytes(model.buffers()),
+        optimizer_bytes=cost.state_bytes,
+        optimizer_burst_bytes=cost.burst_bytes,
+        batch_bytes=Linear(0.0, rows / size_of_batch(batch)) if splittable else Linear(float(rows)),
+        optimizer_seconds=cost.seconds,
+        overhead_seconds=max(0.0, plain - busy),
+        replay_overhead_seconds=15e-6,
+        batch_size=big.size,
+        splittable=splittable,
+        device=str(next(iter(model.parameters())).device),
+        versions={"torch": torch.__version__, "python": platform.python_version()},
+    )
+
+
+def _slope(line: Linear, seconds: float, size: int) -> Linear:
+    """A time cannot shrink as the micro-batch grows: where noise says so, take it as constant."""
+    if line.per_item < 0:
+        return Linear(seconds, 0.0)
+    return line if line.fixed >= 0 else Linear(0.0, seconds / size)
+
+
+def _same_structure(a: Trace, b: Trace) -> bool:
+    return (
+        len(a.values) == len(b.values)
+        and len(a.nodes) == len(b.nodes)
+        and [(op.name, op.inputs, op.outputs) for op in a.operations]
+        == [(op.name, op.inputs, op.outputs) for op in b.operations]
+    )
+
+
+def _module_of(trace: Trace, needs: list[int]) -> str:
+    for value in needs:
+        operation = trace.values[value].operation
+        if operation is not None:
+            return trace.operations[operation].module
+    return ""
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    storages = {}
+    for tensor in tensors:
+        for part in tensors_in(tensor.detach()):
+            storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+    return sum(storages.values())

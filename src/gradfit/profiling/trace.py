@@ -1,0 +1,326 @@
+"""Watches one micro-batch run: every operation, what it makes, when that dies, and what each backward node asks for.
+
+The run is made with everything dropped and replayed (`_Quota`), for two reasons: values die when Python lets go of them,
+which is what a planner must know, and a model can be watched in far less memory than it needs plainly.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+import gradfit
+from gradfit._torch import TorchDispatchMode, current_node, graph_task_id
+from gradfit.tape import replay
+from gradfit.tape.graph import Segment
+from gradfit.tape.ops import info_of
+from gradfit.tape.record import Recorder, Untrackable, fresh_results, key_of, unpack, written_tensors
+
+_LIBRARY = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(gradfit.__file__) + os.sep, "<")
+
+
+@dataclass
+class TracedValue:
+    nbytes: int
+    operation: int | None
+    storage: int
+    dies: int = -1
+    overwritten: bool = False
+
+
+@dataclass
+class TracedOp:
+    name: str
+    inputs: tuple[int, ...]
+    replayable: bool
+    random: bool
+    module: str
+    source: str
+    outputs: tuple[int, ...] = ()
+    overwrites: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+
+@dataclass
+class TracedNode:
+    name: str
+    before_bytes: int
+    peak_bytes: int
+    needs: list[int] = field(default_factory=list)
+    after_bytes: int = 0
+    seconds: float = 0.0
+    gradient_bytes: int = 0
+
+
+class _Storage(weakref.ref):  # type: ignore[type-arg]
+    """Tells the trace when a storage dies."""
+
+    __slots__ = ("key", "nbytes", "storage")
+    key: int
+    nbytes: int
+    storage: int
+
+
+class Trace(TorchDispatchMode):
+    """What one forward and backward did. Enter `watching(...)`, run them, read the lists."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.values: list[TracedValue] = []
+        self.operations: list[TracedOp] = []
+        self.nodes: list[TracedNode] = []
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._modules: list[str] = []
+        self._newest: dict[int, int] = {}  # by storage address: the value that is its present version
+        self._versions: dict[int, list[int]] = {}  # by storage number: its values
+        self._watchers: dict[int, _Storage] = {}
+        self._storages = 0
+        self._node: Any = None
+        self._other: dict[int, _Storage] = {}  # gradients in flight
+        self._other_bytes = 0
+        self._devices = {parameter.device for parameter in model.parameters()}
+        self._wait = any(device.type != "cpu" for device in self._devices)
+
+    # ------------------------------------------------------------------------------------------ operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if graph_task_id() != -1:
+            return self._backward_op(func, args, kwargs)
+        info = info_of(func)
+        if info.view:
+            return func(*args, **kwargs)
+        targets = written_tensors(info, args, kwargs) if info.writes else []
+        try:
+            keys = [key_of(target) for target in targets]
+            before = [self._newest.get(key) for key in keys]
+            inputs, trackable = self._inputs([args, list(kwargs.values())]), True
+        except Untrackable:
+            inputs, trackable, keys, before = (), False, [], []
+        started = time.perf_counter()
+        out = func(*args, **kwargs)
+        if self._wait:
+            torch.accelerator.synchronize()
+        seconds = time.perf_counter() - started
+        made = [entry for entry in fresh_results(out, args) if entry[2] not in keys]
+        if not made and not keys:
+            return out
+        index = len(self.operations)
+        known = all(value is not None for value in before) and len(set(keys)) == len(keys)
+        op = TracedOp(
+            str(func), inputs, trackable and info.recordable and known, info.random, self._module(), _source()
+        )
+        op.seconds = seconds
+        outputs = []
+        for key, old, target in zip(keys, before, targets, strict=True):
+            storage = self.values[old].storage if old is not None else self._external(key, target)
+            if old is not None:
+                self.values[old].overwritten = True
+            value = len(self.values)
+            # A write to a storage that the tape has not made cannot be replayed: it stays external.
+            self.values.append(TracedValue(target.untyped_storage().nbytes(), index, storage))
+            self._versions[storage].append(value)
+            self._newest[key] = value
+            outputs.append(value)
+        op.overwrites = tuple(old for old in before if old is not None)
+        for _, tensor, key in made:
+            outputs.append(self._new(key, tensor, index))
+        op.outputs = tuple(outputs)
+        self.operations.append(op)
+        return out
+
+    def _inputs(self, nests: Any) -> tuple[int, ...]:
+        found: dict[int, None] = {}
+        for tensor in replay.flatten(nests):
+            if isinstance(tensor, torch.Tensor):
+                key = key_of(tensor)
+                value = self._newest.get(key)
+                if value is None:
+                    self._external(key, tensor)
+                    value = self._newest[key]
+                found[value] = None
+        return tuple(found)
+
+    def _external(self, key: int, tensor: torch.Tensor) -> int:
+        return self.values[self._new(key, tensor, None)].storage
+
+    def _new(self, key: int, tensor: torch.Tensor, operation: int | None) -> int:
+        number = len(self.values)
+        storage = self._storages
+        self._storages += 1
+        content = tensor.untyped_storage()
+        self.values.append(TracedValue(content.nbytes(), operation, storage))
+        self._versions[storage] = [number]
+        self._newest[key] = number
+        watcher = _Storage(content, self._died)
+        watcher.key, watcher.nbytes, watcher.storage = key, content.nbytes(), storage
+        self._watchers[key] = watcher
+        return number
+
+    def _died(self, watcher: _Storage) -> None:
+        if self._watchers.get(watcher.key) is watcher:
+            del self._watchers[watcher.key]
+            self._newest.pop(watcher.key, None)
+            if graph_task_id() == -1:
+                for value in self._versions[watcher.storage]:
+                    self.values[value].dies = len(self.operations) - 1
+
+    def finish_forward(self) -> None:
+        """Whatever is still there survives the forward pass."""
+        for value in self.values:
+            if value.dies < 0:
+                value.dies = len(self.operations)
+
+    def finish_backward(self) -> None:
+        """Close the last node, and let go of everything that watches."""
+        if self.nodes:
+            self.nodes[-1].after_bytes = self._other_bytes
+        self._node = None
+        self._watchers.clear()
+        self._other.clear()
+        self._newest.clear()
+
+    # ------------------------------------------------------------------------------------------ backward
+
+    def _backward_op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if replay.replaying():
+            return func(*args, **kwargs)
+        self._enter_node()
+        started = time.perf_counter()
+        out = func(*args, **kwargs)
+        if self._wait:
+            torch.accelerator.synchronize()
+        self.nodes[-1].seconds += time.perf_counter() - started
+        for _, tensor, key in fresh_results(out, args):
+            watcher = _Storage(tensor.untyped_storage(), self._other_died)
+            watcher.key, watcher.nbytes = key, tensor.untyped_storage().nbytes()
+            self._other[key] = watcher
+            self._other_bytes += watcher.nbytes
+        self.nodes[-1].peak_bytes = max(self.nodes[-1].peak_bytes, self._other_bytes)
+        return out
+
+    def _enter_node(self) -> None:
+        node = current_node()
+        if node is not self._node or not self.nodes:
+            self._node = node
+            if self.nodes:
+                self.nodes[-1].after_bytes = self._other_bytes
+            name = node.name() if node is not None else ""
+            self.nodes.append(TracedNode(name, self._other_bytes, self._other_bytes))
+
+    def _other_died(self, watcher: _Storage) -> None:
+        if self._other.get(watcher.key) is watcher:
+            del self._other[watcher.key]
+            self._other_bytes -= watcher.nbytes
+
+    def gradient_accumulated(self, parameter: torch.Tensor) -> None:
+        """A parameter has its gradient: from here on it is static, not in flight."""
+        if parameter.grad is None or parameter.grad.layout is not torch.strided:
+            return
+        watcher = self._other.pop(key_of(parameter.grad), None)
+        if watcher is not None:
+            self._other_bytes -= watcher.nbytes
+            if self.nodes:
+                self.nodes[-1].gradient_bytes += watcher.nbytes
+
+    # ------------------------------------------------------------------------------------------ saved tensors
+
+    def pack(self, tensor: torch.Tensor) -> int | None:
+        """The value that autograd saves, or None for one that is not the tape's."""
+        try:
+            value = self._newest.get(key_of(tensor))
+        except Untrackable:
+            return None
+        return value if value is not None and self.values[value].operation is not None else None
+
+    def unpack(self, value: int | None) -> None:
+        self._enter_node()
+        if value is not None:
+            self.nodes[-1].needs.append(value)
+
+    # ------------------------------------------------------------------------------------------ where
+
+    def _module(self) -> str:
+        return self._modules[-1] if self._modules else ""
+
+    def enter_module(self, module: torch.nn.Module, _: Any) -> None:
+        self._modules.append(self._names.get(id(module), type(module).__name__))
+
+    def leave_module(self, module: torch.nn.Module, *_: Any) -> None:
+        if self._modules:
+            self._modules.pop()
+
+
+class _Quota:
+    """Drops everything, in segments of at most `quota_bytes`, so that the burst of a replay stays below that."""
+
+    def __init__(self, quota_bytes: float) -> None:
+        self.recorder: Recorder | None = None
+        self._quota = quota_bytes
+        self._filled = 0.0
+
+    def choose(self, func: Any, results: list[torch.Tensor]) -> list[int] | None:
+        self._filled += sum(result.untyped_storage().nbytes() for result in results)
+        if self._filled > self._quota and self.recorder is not None:
+            self._filled = 0.0
+            self.recorder.segment = Segment(self.recorder.segment.parent)
+        return None
+
+
+@contextmanager
+def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
+    """Record what runs inside, forward and backward."""
+    trace = Trace(model)
+    policy = _Quota(quota_bytes)
+    recorder = policy.recorder = Recorder(Segment(Segment(None)), policy)
+
+    def pack(tensor: torch.Tensor) -> Any:
+        return trace.pack(tensor), recorder.pack(tensor)
+
+    def take(packed: Any) -> torch.Tensor:
+        trace.unpack(packed[0])
+        return unpack(packed[1])
+
+    hooks = [
+        torch.nn.modules.module.register_module_forward_pre_hook(trace.enter_module),
+        torch.nn.modules.module.register_module_forward_hook(trace.leave_module, always_call=True),
+        *(
+            parameter.register_post_accumulate_grad_hook(trace.gradient_accumulated)
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ),
+    ]
+    try:
+        with trace, recorder, saved_tensors_hooks(pack, take):
+            yield trace
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _source() -> str:
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not name.startswith(_LIBRARY):
+            return f"{_short(name)}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def _short(path: str) -> str:
+    """A library's file by its name in the library, the user's own from where they are."""
+    marker = f"site-packages{os.sep}"
+    if marker in path:
+        return path.split(marker, 1)[1]
+    here = os.getcwd() + os.sep
+    return path[len(here) :] if path.startswith(here) else path
