@@ -1,0 +1,187 @@
+"""`plan` and `frontier`: from a profile and a budget to a plan. Pure arithmetic; no model is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from gradfit.errors import BudgetInfeasible, MisuseError
+from gradfit.planning.microbatch import Choice, MicrobatchSearch
+from gradfit.planning.record import Alternative, Decision, Plan
+from gradfit.planning.simulate import ACTION_NAMES, KEEP, REBUILD, Simulation, alive_until
+from gradfit.profiling.graph import Graph
+from gradfit.profiling.record import Profile
+from gradfit.units import format_bytes, parse_bytes
+
+_DECISIONS = 10
+
+
+def plan(profile: Profile, *, memory: int | float | str, batch_size: int | None = None) -> Plan:
+    """The fastest step whose peak stays within `memory`: what to keep, rebuild and offload, at which micro-batch.
+
+    With `batch_size` the batch may be split, and micro-batch and recomputation are chosen together; without it the
+    plan is for the profiled batch in one piece. If nothing fits, `BudgetInfeasible` says what would.
+
+    >>> from gradfit.profiling.record import BackwardNode, Linear, Operation, Profile, Value
+    >>> def op(name, *inputs, out):
+    ...     return Operation(name, inputs, (out,), seconds=Linear(per_item=1.0), module="net")
+    >>> profile = Profile(
+    ...     values=tuple(Value(Linear(per_item=100), i if i >= 0 else None, i, i + 1) for i in (-1, 0, 1, 2)),
+    ...     operations=(op("mm", 0, out=1), op("relu", 1, out=2), op("sum", 2, out=3)),
+    ...     nodes=(BackwardNode("relu", (2, 1)), BackwardNode("mm", (0,))),
+    ... )
+    >>> print(str(plan(profile, memory=1000)).splitlines()[0])
+    micro-batch 1 × 1, 2 of 2 values kept, peak 300 B, +0 % time
+    """
+    budget = parse_bytes(memory)
+    size = _batch_size(profile, batch_size)
+    search = MicrobatchSearch(profile, size, split=batch_size is not None)
+    choice = search.best(budget)
+    if choice is None:
+        raise _infeasible(search, budget, split=batch_size is not None)
+    made = _plan(profile, search, choice, budget)
+    return _with_alternatives(made, choice)
+
+
+def frontier(profile: Profile, *, batch_size: int | None = None, points: int = 16) -> list[Plan]:
+    """The trade-off from the fastest plan to the smallest: each with strictly less memory and strictly more time."""
+    if points < 2:
+        raise MisuseError(f"points={points!r} must be at least 2: the fastest plan and the smallest. Pass points=16.")
+    size = _batch_size(profile, batch_size)
+    search = MicrobatchSearch(profile, size, split=batch_size is not None)
+    fastest = search.solver(1).plain.peak_bytes
+    smallest = search.smallest()
+    found = [smallest]
+    ratio = (fastest / smallest.solution.peak_bytes) if smallest.solution.peak_bytes else 1.0
+    for index in range(points):
+        # Even in memory at the top and in ratio at the bottom: the mean of both.
+        share = index / (points - 1)
+        even = smallest.solution.peak_bytes + share * (fastest - smallest.solution.peak_bytes)
+        budget = int((even + smallest.solution.peak_bytes * ratio**share) / 2)
+        choice = search.best(max(budget, smallest.solution.peak_bytes))
+        if choice is not None:
+            found.append(choice)
+    front: list[Choice] = []
+    for choice in sorted(found, key=lambda c: (c.solution.peak_bytes, c.step_seconds)):
+        if not front or choice.step_seconds < front[-1].step_seconds:  # faster than everything smaller
+            front.append(choice)
+    return [_plan(profile, search, choice, choice.solution.peak_bytes) for choice in reversed(front)]
+
+
+def _batch_size(profile: Profile, batch_size: int | None) -> int:
+    if not profile.operations:
+        raise MisuseError("This profile has no operations, so there is nothing to plan. Profile a step that computes.")
+    if batch_size is None:
+        return profile.batch_size
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise MisuseError(f"batch_size={batch_size!r} is not a number of items. Pass an int of at least 1.")
+    return batch_size
+
+
+def _infeasible(search: MicrobatchSearch, budget: int, *, split: bool) -> BudgetInfeasible:
+    choice = search.smallest()
+    parts = _breakdown(choice.solver.graph, choice.solution.simulation)
+    listed = ", ".join(
+        f"{name} {format_bytes(count)}" for name, count in sorted(parts.items(), key=lambda p: -p[1]) if count
+    )
+    smallest = choice.solution.peak_bytes
+    if not split and search.batch_size > search.profile.min_batch and search.profile.splittable:
+        hint = f"Pass batch_size={search.batch_size} so that the batch may be split, or raise `memory`."
+    elif search.batch_size > 1 and not search.profile.splittable:
+        hint = "Lower `batch_size` or raise `memory`; this batch cannot be split."
+    else:
+        hint = f"Raise `memory` to at least {smallest} bytes, or make the model or an item of the batch smaller."
+    return BudgetInfeasible(
+        f"Smallest feasible peak is {format_bytes(smallest)} ({listed}) at micro-batch {choice.micro_batch}, "
+        f"the budget is {format_bytes(budget)}. {hint}",
+        min_bytes=smallest,
+        breakdown=parts,
+    )
+
+
+def _breakdown(graph: Graph, result: Simulation) -> dict[str, int]:
+    parts = dict(graph.static_breakdown)
+    parts["kept activations"] = result.kept_bytes
+    parts["recomputation burst"] = result.rebuilt_bytes
+    name = {"forward": "widest operation", "optimizer": "optimizer step"}.get(result.phase, "gradients in flight")
+    parts[name] = result.other_bytes
+    return parts
+
+
+def _plan(profile: Profile, search: MicrobatchSearch, choice: Choice, budget: int) -> Plan:
+    graph, solution = choice.solver.graph, choice.solution
+    result, actions = solution.simulation, solution.actions
+    until = alive_until(graph, actions)
+    saved = {v for needs in graph.node_needs for v in needs if graph.producer[v] >= 0}
+    kept = [v for v, a in enumerate(actions) if graph.producer[v] >= 0 and a == KEEP and until[v] >= 0]
+    names = tuple("external" if p < 0 else ACTION_NAMES[a] for p, a in zip(graph.producer, actions, strict=True))
+    operation = profile.operations[result.index] if result.phase == "forward" else None
+    node = profile.nodes[result.index] if result.phase in ("sweep", "backward") else None
+    where = {
+        "forward": f"in the forward pass, at {operation.name} in {operation.module or 'the model'}"
+        if operation
+        else "",
+        "sweep": f"in the backward pass, rebuilding for {node.name}" if node else "",
+        "backward": f"in the backward pass, at {node.name}" if node else "",
+        "optimizer": "in the optimizer's step",
+    }[result.phase]
+    return Plan(
+        micro_batch=choice.micro_batch,
+        steps=choice.steps,
+        batch_size=search.batch_size,
+        actions=names,
+        segments=tuple(solution.segments.of),
+        segment_parents=tuple(solution.segments.parent),
+        operations=tuple(op.name for op in profile.operations),
+        budget_bytes=budget,
+        peak_bytes=result.peak_bytes,
+        breakdown=_breakdown(graph, result),
+        peak_at=where,
+        step_seconds=choice.step_seconds,
+        plain_seconds=choice.plain_seconds,
+        kept_values=len(kept),
+        saved_values=len(saved),
+        kept_bytes=result.saved_bytes,
+        saved_bytes=sum(graph.held_bytes[v] for v in saved),
+        decisions=_decisions(profile, graph, actions, result),
+        predicted=profile.predicted,
+        versions=dict(profile.versions),
+    )
+
+
+def _decisions(profile: Profile, graph: Graph, actions: tuple[int, ...], result: Simulation) -> tuple[Decision, ...]:
+    found = []
+    for value, op in enumerate(graph.producer):
+        if op < 0 or actions[value] == KEEP:
+            continue
+        if actions[value] == REBUILD:
+            seconds = graph.op_seconds[op] * result.replays[op]
+            if graph.op_outputs[op][0] != value:
+                continue  # one decision per operation
+        else:
+            seconds = 2 * graph.nbytes[value] * graph.transfer_seconds_per_byte
+        operation = profile.operations[op]
+        size = sum(graph.nbytes[v] for v in graph.op_outputs[op]) if actions[value] == REBUILD else graph.nbytes[value]
+        found.append(
+            Decision(
+                value, ACTION_NAMES[actions[value]], operation.name, operation.module, operation.source, size, seconds
+            )
+        )
+    found.sort(key=lambda d: (-d.seconds, d.value))
+    return tuple(d for d in found[:_DECISIONS] if d.seconds > 0)
+
+
+def _with_alternatives(made: Plan, choice: Choice) -> Plan:
+    """Look one step of a twentieth of the way down and up the trade-off, at the same micro-batch."""
+    solver = choice.solver
+    smallest, plain = solver.smallest().peak_bytes, solver.plain.peak_bytes
+    step = max(1, (plain - smallest) // 20)
+    found: list[Alternative | None] = []
+    for target in (choice.solution.peak_bytes - step, choice.solution.peak_bytes + step):
+        other = solver.solve(target, polish=False) if smallest <= target <= plain + step else None
+        different = other is not None and other.peak_bytes != choice.solution.peak_bytes
+        if other is None or not different:
+            found.append(None)
+            continue
+        extra = other.extra_seconds * made.batch_size / choice.micro_batch
+        found.append(Alternative(choice.micro_batch, choice.steps, other.peak_bytes, choice.plain_seconds + extra))
+    return dataclasses.replace(made, less_memory=found[0], more_memory=found[1])

@@ -1,0 +1,65 @@
+"""The best choice of pieces and of their options: dynamic programming over the cuts.
+
+State: bytes kept so far. A piece's own worst moment comes when everything before it is kept and everything after it is
+done, so `kept before + its peak ≤ limit` is the whole constraint, and the sum of seconds the objective: for given
+menus, the optimum (the persistent schedules of Beaumont et al.'s rotor, with a menu per piece instead of all or
+nothing). Bytes are rounded to 1/512 of the limit; the simulator has the last word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from gradfit.planning.menus import Option
+
+SLOTS = 512
+
+
+def best_chain(
+    cuts: int, spans: Callable[[int], Sequence[int]], menu: Callable[[int, int], Sequence[Option]], limit_bytes: float
+) -> list[tuple[int, int, Option]] | None:
+    """The pieces (first cut, last cut, option) of least seconds under the limit; None if there are none.
+
+    `spans(i)` are the cuts at which a piece that starts at cut i may end.
+    """
+    if limit_bytes <= 0:
+        return None
+    slot = limit_bytes / SLOTS
+    cost = np.full((cuts, SLOTS + 1), np.inf)
+    choice = np.full((cuts, SLOTS + 1, 3), -1, dtype=np.int64)  # from which cut, by which option, from which slot
+    cost[0, 0] = 0.0
+    slots = np.arange(SLOTS + 1)
+    for start in range(cuts - 1):
+        row = cost[start]
+        finite = np.flatnonzero(np.isfinite(row))
+        if not len(finite):
+            continue
+        lowest = int(finite[0])
+        for stop in spans(start):
+            for number, option in enumerate(menu(start, stop)):
+                highest = int((limit_bytes - option.peak_bytes) / slot)
+                shift = round(option.kept_bytes / slot)
+                highest = min(highest, SLOTS - shift)
+                if highest < lowest:
+                    continue
+                offered = row[lowest : highest + 1] + option.seconds
+                into = slice(lowest + shift, highest + shift + 1)
+                better = offered < cost[stop, into]
+                if better.any():
+                    cost[stop, into][better] = offered[better]
+                    picked = choice[stop, into]
+                    picked[better, 0] = start
+                    picked[better, 1] = number
+                    picked[better, 2] = slots[lowest : highest + 1][better]
+    slot_index = int(np.argmin(cost[cuts - 1]))
+    if not np.isfinite(cost[cuts - 1, slot_index]):
+        return None
+    chain: list[tuple[int, int, Option]] = []
+    stop = cuts - 1
+    while stop > 0:
+        start, number, previous = (int(x) for x in choice[stop, slot_index])
+        chain.append((start, stop, menu(start, stop)[number]))
+        stop, slot_index = start, previous
+    return chain[::-1]

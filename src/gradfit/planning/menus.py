@@ -1,0 +1,118 @@
+"""What can be done with a piece of the graph: a short menu of (bytes kept, seconds, bytes at its worst moment)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from gradfit.planning.mincut import hull
+from gradfit.planning.simulate import KEEP, REBUILD, Segments, simulate
+from gradfit.planning.stages import Piece, last_readers, nest
+
+_HULL_UNITS = 4
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run a piece, given that what it reads from before is there."""
+
+    kept_bytes: int  # held from its forward to its backward
+    seconds: float
+    peak_bytes: int  # its own worst moment, forward or backward, kept bytes included
+    actions: tuple[int, ...]
+    segments: Segments | None
+
+
+def menu(piece: Piece, units: Sequence[int]) -> list[Option]:
+    """The options worth having: keep-sets on the hull, and rebuilding everything in segments inside segments.
+
+    `units` are the piece's cuts, as positions in it. A long piece only serves to drop everything in it.
+    """
+    graph = piece.graph
+    forced = set(piece.forced)
+    nothing = [KEEP if p < 0 or v in forced else REBUILD for v, p in enumerate(graph.producer)]
+    flat = hull(graph, piece.forced) if len(units) <= _HULL_UNITS + 1 else [nothing]
+    options = [evaluate(piece, actions, None) for actions in flat]
+    last = last_readers(graph)
+    for levels in nestings(units, len(graph.op_inputs)):
+        option = evaluate(piece, nothing, nest(graph, last, levels))
+        options.append(option)
+    return prune(options)
+
+
+def evaluate(piece: Piece, actions: Sequence[int], segments: Segments | None) -> Option:
+    graph = piece.graph
+    result = simulate(graph, actions, segments)
+    leaving = set(piece.leaving)
+    kept = sum(
+        graph.held_bytes[value]
+        for value in range(len(piece.values))
+        if actions[value] == KEEP and (value in leaving or graph.last_need[value] >= 0 or _feeds(piece, value, actions))
+    )
+    return Option(kept, result.extra_seconds, result.peak_bytes, tuple(actions), segments)
+
+
+def _feeds(piece: Piece, value: int, actions: Sequence[int]) -> bool:
+    graph = piece.graph
+    return any(actions[output] == REBUILD for op in graph.consumers[value] for output in graph.op_outputs[op])
+
+
+def nestings(units: Sequence[int], operations: int) -> list[list[list[int]]]:
+    """Ways to split a piece again and again: at its cuts, then between its operations, by twos and by roots."""
+    inner = [position for position in units if 0 < position < operations]
+    found: list[list[list[int]]] = []
+    if inner:
+        found.append([inner])
+        found.append(halvings(inner))
+        if len(inner) >= 4:
+            step = round((len(inner) + 1) ** 0.5)
+            found.append([inner[step - 1 :: step], inner])
+    if operations > 2:
+        every = list(range(1, operations))
+        coarse = halvings(inner) if inner else []
+        finer = halvings_within(inner, operations)
+        found += [[*coarse, *finer[:depth]] for depth in range(1, len(finer) + 1)]
+        if not inner:
+            found.append([every])
+    return found
+
+
+def halvings(positions: Sequence[int]) -> list[list[int]]:
+    """The middle, then the quarters, and so on, until every position is in.
+
+    >>> halvings([1, 2, 3])
+    [[2], [1, 2, 3]]
+    """
+    levels: list[list[int]] = []
+    ranges = [(0, len(positions))]
+    chosen: set[int] = set()
+    while ranges:
+        following = []
+        for low, high in ranges:
+            middle = (low + high) // 2
+            chosen.add(positions[middle])
+            following += [(a, b) for a, b in ((low, middle), (middle + 1, high)) if a < b]
+        levels.append(sorted(chosen))
+        ranges = following
+    return levels
+
+
+def halvings_within(units: Sequence[int], operations: int) -> list[list[int]]:
+    """Halve every unit on its own, keeping the units' bounds at each level."""
+    bounds = [0, *units, operations]
+    parts = [halvings(range(low + 1, high)) if high - low > 1 else [] for low, high in pairwise(bounds)]
+    depth = max(len(part) for part in parts)
+    return [
+        sorted({*units, *(p for part in parts if part for p in part[min(level, len(part) - 1)])})
+        for level in range(depth)
+    ]
+
+
+def prune(options: Sequence[Option]) -> list[Option]:
+    """Without those that another one beats in all three numbers."""
+    chosen: list[Option] = []
+    for option in sorted(options, key=lambda o: (o.seconds, o.kept_bytes, o.peak_bytes)):
+        if not any(o.kept_bytes <= option.kept_bytes and o.peak_bytes <= option.peak_bytes for o in chosen):
+            chosen.append(option)
+    return chosen

@@ -1,0 +1,125 @@
+"""A plan: what to do with every value, at which micro-batch, and what that is predicted to cost."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gradfit import records
+from gradfit.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One value that is not simply kept, and what that costs in seconds per micro-batch."""
+
+    value: int
+    action: str
+    operation: str
+    module: str
+    source: str
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """The next plan on the trade-off: its budget and its time, for comparison."""
+
+    micro_batch: int
+    steps: int
+    peak_bytes: int
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which values to keep, to rebuild and to offload, the micro-batch, and the predicted peak and seconds.
+
+    `actions` has one entry per value of the profile: "keep", "rebuild", "offload", or "external" for what is always
+    there. `segments` gives each value's segment and `segment_parents` the tree of them (-1 for the root, 0): a value
+    rebuilt on the way to another is held only if its segment is the other's or encloses it. `operations` are the names
+    of the profile's operations, so that whoever follows the plan can see that it still fits.
+    """
+
+    micro_batch: int
+    steps: int
+    batch_size: int
+    actions: tuple[str, ...]
+    segments: tuple[int, ...]
+    segment_parents: tuple[int, ...]
+    operations: tuple[str, ...]
+    budget_bytes: int
+    peak_bytes: int
+    breakdown: dict[str, int]  # of the peak
+    peak_at: str  # when it comes
+    step_seconds: float
+    plain_seconds: float  # of the same micro-batches with everything kept
+    kept_values: int
+    saved_values: int  # what plain autograd would keep
+    kept_bytes: int  # between the passes
+    saved_bytes: int
+    decisions: tuple[Decision, ...] = ()
+    less_memory: Alternative | None = None
+    more_memory: Alternative | None = None
+    predicted: bool = False  # from a profile on fake tensors
+    versions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def extra_seconds(self) -> float:
+        """Seconds per step that recomputation and transfers add."""
+        return self.step_seconds - self.plain_seconds
+
+    @property
+    def extra_fraction(self) -> float:
+        """The same as a fraction of the step that keeps everything."""
+        return self.extra_seconds / self.plain_seconds if self.plain_seconds > 0 else 0.0
+
+    @property
+    def signature(self) -> str:
+        """A short name for the list of operations this plan is for."""
+        return hashlib.sha256("\n".join(self.operations).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        return records.to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        return records.from_json(Plan, text)
+
+    def __str__(self) -> str:
+        lines = [
+            f"micro-batch {self.micro_batch} × {self.steps}, {self.kept_values} of {self.saved_values} values kept, "
+            f"peak {format_bytes(self.peak_bytes)}, {_percent(self.extra_fraction)} time"
+            + (" (predicted for a machine that is not here)" if self.predicted else ""),
+            f"budget {format_bytes(self.budget_bytes)}, step {format_seconds(self.step_seconds)}; "
+            f"kept between the passes {format_bytes(self.kept_bytes)} of {format_bytes(self.saved_bytes)}",
+            f"the peak is {self.peak_at}: {_parts(self.breakdown)}",
+        ]
+        if self.decisions:
+            lines.append("most expensive decisions:")
+            lines += [
+                f"  {d.action} {format_bytes(d.nbytes)} of {d.operation} in {d.module or '(no module)'} "
+                f"({d.source or 'no source line'}): +{format_seconds(d.seconds)}"
+                for d in self.decisions
+            ]
+        for title, other in (("less memory", self.less_memory), ("more memory", self.more_memory)):
+            if other is not None:
+                change = other.step_seconds / self.step_seconds - 1 if self.step_seconds > 0 else 0.0
+                lines.append(
+                    f"next with {title}: micro-batch {other.micro_batch} × {other.steps}, "
+                    f"peak {format_bytes(other.peak_bytes)}, {_percent(change)} time against this plan"
+                )
+        return "\n".join(lines)
+
+
+def _parts(breakdown: Mapping[str, int]) -> str:
+    parts = sorted(breakdown.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {format_bytes(count)}" for name, count in parts if count > 0) or "nothing"
+
+
+def _percent(fraction: float) -> str:
+    """A change in per cent, as it is said: "+6 %", "−0.4 %"."""
+    percent = 100 * fraction
+    return f"{'−' if percent < 0 else '+'}{abs(percent):.{0 if abs(percent) >= 1 or percent == 0 else 1}f} %"
