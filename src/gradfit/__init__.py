@@ -2,10 +2,13 @@
 
 from gradfit.autograd.check import GradientCheck, check_gradients
 from gradfit.autograd.clip import GradientClipper
+from gradfit.autograd.context import AutogradContext
 from gradfit.autograd.custom import custom_op
 from gradfit.autograd.gradients import GradientMap, backward
+from gradfit.autograd.graph import AutogradGraph, GradientEntry
 from gradfit.autograd.inspect import GradientReport, inspect_gradients
 from gradfit.autograd.loss_scale import LossScaler
+from gradfit.autograd.memory import MemoryStats
 from gradfit.autograd.second_order import hessian_vector_product
 from gradfit.errors import (
     ActivationOverwritten,
@@ -20,6 +23,8 @@ from gradfit.errors import (
     UnknownName,
     UnsupportedOp,
 )
+from gradfit.planning.api import frontier, plan
+from gradfit.planning.record import Plan
 from gradfit.profiling.measure import profile
 from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.record import Hardware, Profile
@@ -28,21 +33,26 @@ from gradfit.recompute.scope import CheckpointScope
 
 __all__ = [
     "ActivationOverwritten",
+    "AutogradContext",
+    "AutogradGraph",
     "BudgetInfeasible",
     "CheckpointScope",
     "ExactnessWarning",
     "GradfitError",
     "GradientCheck",
     "GradientClipper",
+    "GradientEntry",
     "GradientMap",
     "GradientMismatch",
     "GradientReport",
     "GraphError",
     "Hardware",
     "LossScaler",
+    "MemoryStats",
     "Meter",
     "MisuseError",
     "NonFiniteGradient",
+    "Plan",
     "Profile",
     "StateError",
     "UnknownName",
@@ -53,11 +63,13 @@ __all__ = [
     "checkpoint_sequential",
     "chunked",
     "custom_op",
+    "frontier",
     "hessian_vector_product",
     "inspect_gradients",
     "is_checkpoint",
     "mark_checkpoint",
     "meter",
+    "plan",
     "profile",
 ]
 __version__ = "0.1.0"

@@ -6,31 +6,32 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 
-def backward_order(result: Tensor) -> list[Node]:
-    """Every operation behind `result`, each before those it took its inputs from: the order of the backward pass.
+def backward_order(*results: Tensor) -> list[Node]:
+    """Every operation behind `results`, each before those it took its inputs from: the order of the backward pass.
 
     A reversed depth-first postorder, with a stack of its own: a graph may be deeper than Python's.
 
     >>> import torch
     >>> x = torch.ones(2, requires_grad=True)
-    >>> [node.name().rpartition("::")[2] for node in backward_order((x * 2).sum())]
-    ['SumBackward0', 'MulBackward0', 'AccumulateGrad']
+    >>> [operation_name(node) for node in backward_order((x * 2).sum())]
+    ['Sum', 'Mul', 'AccumulateGrad']
     """
-    if result.grad_fn is None:
-        return []
     done: list[Node] = []
-    seen: set[Node] = {result.grad_fn}
-    stack = [(result.grad_fn, iter(result.grad_fn.next_functions))]
-    while stack:
-        node, rest = stack[-1]
-        for child, _ in rest:
-            if child is not None and child not in seen:
-                seen.add(child)
-                stack.append((child, iter(child.next_functions)))
-                break
-        else:
-            done.append(node)
-            stack.pop()
+    seen: set[Node] = set()
+    for result in results:
+        root = result.grad_fn
+        stack = [] if root is None or root in seen else [(root, iter(root.next_functions))]
+        seen.update(node for node, _ in stack)
+        while stack:
+            node, rest = stack[-1]
+            for child, _ in rest:
+                if child is not None and child not in seen:
+                    seen.add(child)
+                    stack.append((child, iter(child.next_functions)))
+                    break
+            else:
+                done.append(node)
+                stack.pop()
     return done[::-1]
 
 
