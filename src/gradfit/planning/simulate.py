@@ -69,6 +69,8 @@ class Simulation:
     other_bytes: int  # of the peak: gradients in flight, workspaces, values that only Python holds
     replays: list[int] = field(repr=False)  # how often each operation runs again
     saved_bytes: int = 0  # kept between the passes
+    target: int = -1  # in a sweep: the value being rebuilt, and the operation running
+    operation: int = -1
 
 
 def alive_until(graph: Graph, actions: Sequence[int]) -> list[int]:
@@ -101,7 +103,7 @@ def simulate(
     for node in range(len(graph.node_needs)):
         run.backward(node)
     run.see("optimizer", 0, graph.static_bytes + run.surviving + graph.optimizer_burst_bytes, 0, 0)
-    phase, index, kept, rebuilt = run.where
+    phase, index, kept, rebuilt, target, operation = run.where
     return Simulation(
         peak_bytes=run.peak,
         extra_seconds=run.extra_seconds,
@@ -112,6 +114,8 @@ def simulate(
         other_bytes=run.peak - graph.static_bytes - kept - rebuilt,
         replays=run.replays,
         saved_bytes=saved,
+        target=target,
+        operation=operation,
     )
 
 
@@ -128,7 +132,7 @@ class _Run:
         count = len(graph.nbytes)
         self.graph, self.actions, self.timeline = graph, actions, timeline
         self.until = alive_until(graph, actions)
-        self.peak, self.where = -1, ("forward", 0, 0, 0)
+        self.peak, self.where = -1, ("forward", 0, 0, 0, -1, -1)
         self.extra_seconds = 0.0
         self.replays = [0] * len(graph.op_inputs)
         self.kept = 0  # bytes of kept values that something still needs
@@ -157,11 +161,13 @@ class _Run:
         self.last_use = [-1] * count  # the last operation of that sweep that reads it
         self.known = [0] * count  # sweep: known to be wanted; -sweep: known not to be
 
-    def see(self, phase: str, index: int, now: int, kept: int, rebuilt: int) -> None:
+    def see(
+        self, phase: str, index: int, now: int, kept: int, rebuilt: int, target: int = -1, operation: int = -1
+    ) -> None:
         if self.timeline is not None:
             self.timeline.append((phase, index, now))
         if now > self.peak:
-            self.peak, self.where = now, (phase, index, kept, rebuilt)
+            self.peak, self.where = now, (phase, index, kept, rebuilt, target, operation)
 
     def forward(self) -> None:
         """Rule 1."""
@@ -302,13 +308,14 @@ class _Run:
         # Run them. `present` now says what stays, `made` what is new.
         now = self.cached
         around = graph.static_bytes + self.surviving + self.kept + graph.node_before[node]
-        highest, peak = 0, self.peak
+        highest, widest, peak = 0, -1, self.peak
         for op in steps:
             if op in loads:
                 for target in loads[op]:
                     now += nbytes[target]
                     self.extra_seconds += nbytes[target] * graph.transfer_seconds_per_byte
-                highest = max(highest, now)
+                if now > highest:
+                    highest, widest = now, op
                 if op_mark[op] != sweep:
                     continue
             self.extra_seconds += graph.op_seconds[op] if graph.op_replayable[op] else math.inf
@@ -320,7 +327,7 @@ class _Run:
                     now -= nbytes[old]  # rule 6: written over
                     made[old] = 0
             if now + graph.op_workspace[op] > highest:
-                highest = now + graph.op_workspace[op]
+                highest, widest = now + graph.op_workspace[op], op
             for source in op_inputs[op]:
                 if made[source] == sweep and last_use[source] == op and not present[source]:
                     now -= nbytes[source]
@@ -336,7 +343,7 @@ class _Run:
                     if actions[output] == REBUILD:
                         made[output] = 0
         if around + highest > peak or self.timeline is not None:
-            self.see("sweep", node, around + highest, self.kept, highest)
+            self.see("sweep", node, around + highest, self.kept, highest, value, widest)
         for source in dropped:
             present[source] = 0
             if source not in unpacked:
