@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,7 +47,8 @@ def split_batch(batch: Any, size: int) -> Iterator[Any]:
     """
     total = size_of_batch(batch)
     for start in range(0, total, size):
-        yield _map(batch, lambda tensor, start=start: tensor[start : start + size] if tensor.dim() else tensor)
+        rows = slice(start, start + size)
+        yield map_tensors(batch, lambda tensor, rows=rows: tensor[rows] if tensor.dim() else tensor)  # type: ignore[misc]
 
 
 def join_chunks(outputs: Sequence[Any], total: int) -> Any:
@@ -68,10 +69,15 @@ def join_chunks(outputs: Sequence[Any], total: int) -> Any:
     return _map_many(first, outputs, lambda parts: join_chunks(parts, total))
 
 
-def _map(nest: Any, function: Any) -> Any:
+def map_tensors(nest: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """The same nest with each tensor replaced by `function(tensor)`.
+
+    >>> map_tensors({"x": torch.ones(2), "name": "a"}, lambda tensor: tensor.sum().item())
+    {'x': 2.0, 'name': 'a'}
+    """
     if isinstance(nest, torch.Tensor):
         return function(nest)
-    return _map_many(nest, [nest], lambda parts: _map(parts[0], function))
+    return _map_many(nest, [nest], lambda parts: map_tensors(parts[0], function))
 
 
 def _map_many(like: Any, nests: Sequence[Any], function: Any) -> Any:
