@@ -1,5 +1,15 @@
 """gradfit trains any PyTorch model, at any batch size, in the memory you have, with the same gradients."""
 
+from gradfit.accumulate.accumulator import GradientAccumulator
+from gradfit.accumulate.buffer import AccumulationBufferDynamic, SymbolicShape
+from gradfit.accumulate.dynamic import DynamicBatchAccumulator
+from gradfit.accumulate.marks import disable_grad_accumulation, enable_grad_accumulation, has_grad_accumulation
+from gradfit.accumulate.result import StepResult
+from gradfit.accumulate.scaling import GradientScaling
+from gradfit.accumulate.schedule import VariableBatchScheduler
+from gradfit.accumulate.strategy import AdaptiveAccumulation, FixedStepCount, FixedTargetBatch, Strategy
+from gradfit.accumulate.validate import GradientAccumulationValidator
+from gradfit.accumulate.window import AccumulationContext
 from gradfit.autograd.check import GradientCheck, check_gradients
 from gradfit.autograd.clip import GradientClipper
 from gradfit.autograd.context import AutogradContext
@@ -32,19 +42,28 @@ from gradfit.recompute.function import checkpoint, checkpoint_sequential, chunke
 from gradfit.recompute.scope import CheckpointScope
 
 __all__ = [
+    "AccumulationBufferDynamic",
+    "AccumulationContext",
     "ActivationOverwritten",
+    "AdaptiveAccumulation",
     "AutogradContext",
     "AutogradGraph",
     "BudgetInfeasible",
     "CheckpointScope",
+    "DynamicBatchAccumulator",
     "ExactnessWarning",
+    "FixedStepCount",
+    "FixedTargetBatch",
     "GradfitError",
+    "GradientAccumulationValidator",
+    "GradientAccumulator",
     "GradientCheck",
     "GradientClipper",
     "GradientEntry",
     "GradientMap",
     "GradientMismatch",
     "GradientReport",
+    "GradientScaling",
     "GraphError",
     "Hardware",
     "LossScaler",
@@ -55,15 +74,22 @@ __all__ = [
     "Plan",
     "Profile",
     "StateError",
+    "StepResult",
+    "Strategy",
+    "SymbolicShape",
     "UnknownName",
     "UnsupportedOp",
+    "VariableBatchScheduler",
     "backward",
     "check_gradients",
     "checkpoint",
     "checkpoint_sequential",
     "chunked",
     "custom_op",
+    "disable_grad_accumulation",
+    "enable_grad_accumulation",
     "frontier",
+    "has_grad_accumulation",
     "hessian_vector_product",
     "inspect_gradients",
     "is_checkpoint",

@@ -12,13 +12,50 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["TorchDispatchMode"]
+__all__ = ["DispatchMode", "TorchDispatchMode"]
 
 _make_subclass = torch.Tensor._make_subclass
 _plain_tensor = torch.Tensor
 
 storage_key = torch._C._storage_address  # the address of a tensor's StorageImpl: views share it
 graph_task_id = torch._C._current_graph_task_id  # -1 outside of a backward pass
+
+
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode with types, entered without the wrapper that torch puts around `__torch_dispatch__` for dynamo.
+
+    That wrapper costs as much as a small operation, and protects compiled frames, which do not run under such a mode.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __enter__(self) -> Any:
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+def direct(op: Any) -> Any:
+    """What an operator's Python object calls: the same, one Python frame less."""
+    return op._op if type(op) is torch._ops.OpOverload else op
+
+
+def is_operator(op: Any) -> bool:
+    """Whether it has a schema: higher-order operators (`cond`, `flex_attention`) have none."""
+    return isinstance(op, torch._ops.OpOverload)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that this one is a view of, as autograd sees it."""
+    return tensor._base
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:

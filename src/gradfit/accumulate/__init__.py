@@ -1,0 +1,1 @@
+"""Exact gradient accumulation: SPEC section 2."""

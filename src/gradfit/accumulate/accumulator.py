@@ -1,0 +1,320 @@
+"""The accumulator: any optimizer, any micro-batches, one exact update per window."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfit.accumulate import options, state
+from gradfit.accumulate.backprop import Backpropagator
+from gradfit.accumulate.numbers import Number, check_loss, read_weight
+from gradfit.accumulate.optimizers import AnyOptimizer, parameters_of, watch_steps
+from gradfit.accumulate.ranks import Alone
+from gradfit.accumulate.result import StepResult
+from gradfit.accumulate.strategy import FixedStepCount, Strategy
+from gradfit.accumulate.update import Update
+from gradfit.accumulate.window import AccumulationContext
+from gradfit.errors import MisuseError
+
+
+class GradientAccumulator:
+    """Makes many micro-batches one update, equal to that of the full batch, whatever their sizes.
+
+    A mean of means is not the mean: `weight` says how many items each loss is about, and the window's gradient is the
+    sum of all items' gradients over the number of all items. Nothing is looked at ahead of time, the last window may be
+    partial (`flush`), and clipping, loss scaling and the non-finite check happen once per window in their right order.
+
+    >>> model = torch.nn.Linear(3, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> acc = GradientAccumulator(optimizer, steps=2)
+    >>> for micro in (torch.randn(5, 3), torch.randn(2, 3), torch.randn(4, 3)):
+    ...     acc.backward(model(micro).mean(), weight=len(micro))
+    ...     print(acc.step().reason)
+    accumulating
+    stepped
+    accumulating
+    >>> acc.flush().weight
+    4
+    """
+
+    def __init__(
+        self,
+        optimizer: AnyOptimizer | None = None,
+        steps: int = 1,
+        *,
+        parameters: Iterable[Tensor] | None = None,
+        strategy: Strategy | None = None,
+        dtype: torch.dtype | None = None,
+        scaler: Any = None,
+        clip: Any = None,
+        on_nonfinite: str = "raise",
+        isolate: bool = False,
+    ) -> None:
+        options.check(optimizer, steps, strategy, dtype, scaler, clip, on_nonfinite, isolate)
+        self.optimizer, self.scaler, self.dtype = optimizer, scaler, dtype
+        self.window = AccumulationContext(steps, strategy=strategy)
+        self.ranks = Alone()
+        skip = on_nonfinite == "skip"
+        self._passes = Backpropagator(
+            self.window, scaler=scaler, dtype=dtype, isolate=isolate, skip_nonfinite=skip, ranks=self.ranks
+        )
+        self._update = Update(self.window, optimizer, scaler=scaler, clip=clip, skip_nonfinite=skip, ranks=self.ranks)
+        self._given = parameters is not None  # else the optimizer's groups say, window by window
+        self._stop_watching: Callable[[], None] | None = None
+        tensors = options.choose_parameters(optimizer, parameters)
+        if tensors is not None:
+            self._register(tensors, "optimizer" if parameters is None else "parameters")
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def accumulation_count(self) -> int:
+        """How many micro-batches make one update; settable between two windows."""
+        return self.window.target_steps
+
+    @accumulation_count.setter
+    def accumulation_count(self, steps: int) -> None:
+        new = FixedStepCount(steps)
+        if self.window.accumulation_steps:
+            raise MisuseError(
+                f"accumulation_count={steps} in the middle of a window ({self.current_step} of "
+                f"{self.accumulation_count}). Call flush() or reset() first."
+            )
+        self.window.strategy = new
+
+    @property
+    def current_step(self) -> int:
+        """How many micro-batches the open window holds, skipped ones included."""
+        return self.window.accumulation_steps
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the window is full; reading it then makes the gradients final, for an optimizer stepped by hand."""
+        if not self.enabled:
+            return True
+        self._follow_optimizer()
+        return self.window.is_ready
+
+    @property
+    def windows(self) -> int:
+        """How many windows are over, stepped or dropped."""
+        return self._update.windows
+
+    @property
+    def progress(self) -> float:
+        """How full the window is, from 0 to 1."""
+        return self.window.strategy.progress(self.current_step, self.window.weight) if self.current_step else 0.0
+
+    @property
+    def enabled(self) -> bool:
+        """False: as if there were no accumulator. Nothing is counted or scaled, and every `step()` steps."""
+        return self.window.enabled
+
+    @enabled.setter
+    def enabled(self, value: bool) -> None:
+        if bool(value) != self.enabled and self.window.accumulation_steps:
+            raise MisuseError(f"enabled={value!r} in the middle of a window. Call flush() or reset() first.")
+        self.window.enabled = bool(value)
+
+    def __repr__(self) -> str:
+        return (
+            f"GradientAccumulator(steps={self.accumulation_count}, current_step={self.current_step}, "
+            f"parameters={len(self.window.tensors)})"
+        )
+
+    # -- membership -----------------------------------------------------------------------------------------------
+
+    def enable_accumulation(self, parameters: Iterable[Tensor]) -> None:
+        """Accumulate into these parameters, beside those there are."""
+        tensors = options.read_parameters(parameters)
+        if self.optimizer is not None:
+            options.require_members(self.optimizer, tensors)
+        self._register(tensors, "parameters")
+        self._given = True
+        self.window.enabled = True
+
+    def disable_accumulation(self) -> None:
+        """Let all parameters go; an open window is dropped, its gradients with it."""
+        tensors = list(self.window.tensors)
+        self.window.reset()
+        self.window.close()
+        for tensor in tensors:
+            if self.dtype is not None and tensor.grad_dtype is not None:
+                tensor.grad_dtype = tensor.dtype
+        if self._stop_watching is not None:
+            self._stop_watching()
+            self._stop_watching = None
+
+    def _register(self, tensors: list[Tensor], name: str) -> None:
+        self.window.register_all(tensors, name)
+        for tensor in tensors:
+            wide = tensor.dtype if self.dtype is None else torch.promote_types(tensor.dtype, self.dtype)
+            if wide != tensor.dtype:
+                gradient, tensor.grad = tensor.grad, None
+                tensor.grad_dtype = wide  # autograd itself adds up in this precision from now on
+                tensor.grad = None if gradient is None else gradient.to(wide)
+        if self._stop_watching is None:
+            self._stop_watching = watch_steps(self._update)
+
+    def _follow_optimizer(self) -> None:
+        """Take up parameters that were added to the optimizer, and let go those that were removed."""
+        if self._given or (now := parameters_of(self.optimizer)) is None:
+            return
+        known = self.window.tensors
+        if len(now) == len(known) and all(a is b for a, b in zip(now, known, strict=True)):
+            return
+        ids, old = {id(tensor) for tensor in now}, {id(tensor) for tensor in known}
+        self.window.forget_all([tensor for tensor in known if id(tensor) not in ids])
+        self._register([tensor for tensor in now if id(tensor) not in old], "optimizer")
+
+    # -- backward -------------------------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        loss: Tensor | None = None,
+        weight: Number | Tensor = 1,
+        reduction: str = "mean",
+        *,
+        terms: Mapping[str, tuple[Tensor, Number | Tensor]] | None = None,
+    ) -> None:
+        """Backpropagate one micro-batch's loss: the mean over `weight` items, or their sum (`reduction="sum"`).
+
+        `terms` are several losses of one forward pass, each a sum with its own number of items, each normalised by its
+        own total over the window. A weight of 0 contributes nothing, even if the loss is NaN.
+        """
+        if terms is not None:
+            read = options.read_terms(terms, loss, weight, reduction)
+            if not self.enabled:
+                _plain_backward(
+                    self.scaler, torch.stack([loss / number for loss, number in read.values() if number]).sum()
+                )
+                return
+            self._begin()
+            self._passes.backward_terms(read)
+            return
+        if reduction not in ("mean", "sum"):
+            raise MisuseError(f"reduction={reduction!r} is not known. Pass reduction='mean' or 'sum'.")
+        number = weight if type(weight) is int and weight > 0 else read_weight(weight)
+        loss = check_loss(loss) if number else loss
+        if not self.enabled:
+            _plain_backward(self.scaler, loss)
+            return
+        self._begin()
+        self._passes.backward(loss, number, reduction)
+
+    def _begin(self) -> None:
+        window = self.window
+        if window.transaction is not None:
+            return
+        with window.lock:
+            if not window.accumulation_steps or window.final:
+                self._update.narrow_again()
+                self._follow_optimizer()
+                window.begin()
+                if not window.accumulation_steps and self.scaler is not None:
+                    window.scale = self.scaler.get_scale()
+            else:
+                window.require_intact()
+        self._require_parameters()
+
+    def _require_parameters(self) -> None:
+        if not self.window.tensors:
+            raise MisuseError("There are no parameters. Call enable_accumulation(model.parameters()) first.")
+
+    # -- transactions ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def micro_batch(self, weight: Number | Tensor | None = None) -> Iterator[None]:
+        """Everything inside is one micro-batch, and comes in whole or not at all.
+
+        An exception (out of memory, too) leaves the window as it was, bit for bit, and goes on to the caller; a NaN or
+        an infinity does the same quietly under `on_nonfinite="skip"` or a loss scaler. Needs `isolate=True` or a
+        `dtype`, since the micro-batch's gradients are held apart from the sums. Without `weight`, the backwards inside
+        say it.
+        """
+        if not self._passes.can_take_back:
+            raise MisuseError(
+                "micro_batch needs gradients of its own to be able to take them back. Pass isolate=True or dtype=…."
+            )
+        if self.window.transaction is not None:
+            raise MisuseError("micro_batch inside micro_batch: a micro-batch is one thing. Leave the inner one out.")
+        number = None if weight is None else read_weight(weight)
+        if not self.enabled:
+            yield
+            return
+        self._begin()
+        with self._passes.transact(number):
+            yield
+
+    # -- ending a window ------------------------------------------------------------------------------------------
+
+    def step(self) -> StepResult:
+        """End a micro-batch; when the window is full, normalise, clip, step and clear. True if it really stepped."""
+        window = self.window
+        if not self.enabled:
+            return self._update.finish()
+        self._follow_optimizer()
+        self._require_parameters()
+        with window.lock:
+            window.end_micro_batch()
+            if not self.ranks.agree(window.is_full):
+                steps, skipped = window.accumulation_steps, window.skipped
+                return StepResult(False, "accumulating", None, window.weight, steps - skipped, skipped)
+            return self._update.finish()
+
+    def flush(self) -> StepResult:
+        """Update with what there is: the partial last window, divided by what it really holds."""
+        window = self.window
+        if not window.accumulation_steps:
+            return StepResult(False, "empty window", None, 0, 0, 0)
+        with window.lock:
+            if window.open and window.delimited:
+                window.end_micro_batch()
+            self._follow_optimizer()
+            return self._update.finish()
+
+    def reset(self) -> None:
+        """Drop the open window, its gradients included, without an update."""
+        self._update.narrow_again()
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        self.window.reset()
+
+    def reset_gradients(self) -> None:
+        """Drop the open window and its gradients: `reset`, under the name it has beside `apply_gradients`."""
+        self.reset()
+
+    def apply_gradients(self, fn: Callable[[Tensor], Any]) -> None:
+        """Call `fn(parameter)` for each parameter with a gradient, once it is the mean over the window.
+
+        For updates written by hand. The gradients stay until `reset_gradients()` or the next window begins.
+        """
+        self._follow_optimizer()
+        if not self.window.is_full and not self.window.final:
+            raise MisuseError(
+                f"The window holds {self.current_step} of {self.accumulation_count} micro-batches. "
+                "Call apply_gradients when is_ready, or flush() before it if this is the last one."
+            )
+        self.window.finalise()
+        for tensor in self.window.tensors:
+            if tensor.grad is not None:
+                fn(tensor)
+        self.window.applied = True
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole window: {"tensors": gradients by name, "window": plain numbers}, for safetensors and JSON."""
+        return state.save(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on in the middle of the window that `state_dict` was taken in, bit for bit."""
+        state.load(self, state_dict)
+
+
+def _plain_backward(scaler: Any, loss: Any) -> None:
+    (loss if scaler is None else scaler.scale(loss)).backward()

@@ -1,0 +1,205 @@
+"""Backward passes into a window: with a weight, by terms, or as a micro-batch that can be taken back."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfit.accumulate.numbers import Number
+from gradfit.accumulate.ranks import Alone
+from gradfit.accumulate.scaling import back_off, gradient_norm, nonfinite_gradient
+from gradfit.accumulate.transaction import Total, Transaction, add_scaled
+from gradfit.accumulate.window import AccumulationContext
+
+_NARROW = (torch.float16, torch.bfloat16)
+_SEEDS_KEPT = 256
+
+
+class Backpropagator:
+    """Runs the passes that the accumulator weighs itself, and books them in the window."""
+
+    def __init__(
+        self,
+        window: AccumulationContext,
+        *,
+        scaler: Any,
+        dtype: torch.dtype | None,
+        isolate: bool,
+        skip_nonfinite: bool,
+        ranks: Alone,
+    ) -> None:
+        self.window, self.scaler, self.dtype, self.isolate = window, scaler, dtype, isolate
+        self.skip_nonfinite, self.ranks = skip_nonfinite or scaler is not None, ranks
+        self.exclusive = threading.RLock()  # held while `.grad` is not the window's sums
+        self._seeds: dict[tuple[float, torch.dtype, torch.device, torch.Size], tuple[Tensor, bool]] = {}
+
+    @property
+    def can_take_back(self) -> bool:
+        """Whether micro-batches may be held apart from the sums."""
+        return self.isolate or self.dtype is not None
+
+    def backward(self, loss: Tensor | None, weight: Number, reduction: str) -> None:
+        """One loss, the mean over `weight` items or their sum; a weight of 0 is booked, and nothing is run."""
+        if not self.can_take_back:
+            self._backward(loss, weight, reduction)
+            return
+        with self.exclusive:
+            self._backward(loss, weight, reduction)
+
+    def _backward(self, loss: Tensor | None, weight: Number, reduction: str) -> None:
+        window, transaction = self.window, self.window.transaction
+        if not weight or loss is None:
+            with window.lock:
+                window.add(0) if transaction is None else transaction.add(0)
+        elif transaction is not None:
+            self._run(loss, transaction.factor_for(weight, reduction))
+            transaction.add(weight)
+        elif self.isolate:
+            self._backward_apart(loss, weight, reduction)
+        else:
+            with window.lock:
+                divisor = window.divisor_for(weight, narrow=loss.dtype in _NARROW or self._has_half())
+            factor = (weight if reduction == "mean" else 1) / divisor * self._rescale()
+            if self.dtype is not None and not self._seed(loss, factor)[1]:
+                self._backward_apart(loss, weight, reduction)  # the loss's type cannot hold this factor, the sums' can
+                return
+            self._run(loss, factor)
+            with window.lock:
+                window.add(weight)
+
+    def _backward_apart(self, loss: Tensor, weight: Number, reduction: str) -> None:
+        with self.transact(weight) as transaction:
+            self._run(loss, transaction.factor_for(weight, reduction))
+            transaction.had_pass = True
+
+    def backward_terms(self, terms: dict[str, tuple[Tensor, Number]]) -> None:
+        """One pass per term, into sums of its own: what divides them is known only at the end."""
+        window = self.window
+        with self.exclusive, contextlib.ExitStack() as stack:
+            if self.isolate and window.transaction is None:
+                stack.enter_context(self.transact(None))
+            transaction = window.transaction
+            rescale = 1.0 if transaction is not None else self._rescale()
+            for name, (_, weight) in terms.items():
+                window.term_for(name, weight)
+            live = [name for name, (_, weight) in terms.items() if weight]
+            for name in live:
+                loss, weight = terms[name]
+                term = window.terms[name]
+                sums = term if transaction is None else transaction.terms.setdefault(name, Total(0, term.divisor))
+                with _separate_gradients(window.tensors, sums.gradients):
+                    self._run(loss, rescale / (term.divisor or 1.0), retain_graph=name != live[-1])
+                sums.weight += weight
+            if transaction is None:
+                window.add_terms(next(iter(terms.values()))[1])
+            else:
+                transaction.had_pass = True
+
+    def _run(self, loss: Tensor, factor: float, retain_graph: bool = False) -> None:
+        """One pass with a factor; if it fails the window holds half of it, and says so from then on."""
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        own, thread = self.window.counter.own, threading.get_ident()
+        own.add(thread)
+        try:
+            torch.autograd.backward(loss, self._seed(loss, factor)[0], retain_graph=retain_graph)
+        except BaseException:
+            self.window.broken = True
+            raise
+        finally:
+            own.discard(thread)
+
+    def _seed(self, loss: Tensor, factor: float) -> tuple[Tensor, bool]:
+        """The factor as a gradient for the loss, made once per value, and whether the loss's type holds it exactly."""
+        key = (factor, loss.dtype, loss.device, loss.shape)
+        seed = self._seeds.get(key)
+        if seed is None:
+            if len(self._seeds) >= _SEEDS_KEPT:
+                self._seeds.clear()
+            tensor = torch.full(loss.shape, factor, dtype=loss.dtype, device=loss.device)
+            seed = self._seeds[key] = (tensor, tensor.dtype not in _NARROW or tensor.item() == factor)
+        return seed
+
+    def _rescale(self) -> float:
+        """What brings gradients at the present loss scale to the scale the window began with; 1 but after a skip."""
+        if self.scaler is None or not self.can_take_back:
+            return 1.0
+        ratio: float = self.window.scale / self.scaler.get_scale()
+        return ratio
+
+    def _has_half(self) -> bool:
+        return self.dtype is None and any(tensor.dtype == torch.float16 for tensor in self.window.tensors)
+
+    # -- transactions ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def transact(self, weight: Number | None) -> Iterator[Transaction]:
+        """A micro-batch that comes in whole or not at all."""
+        window = self.window
+        with self.exclusive:
+            transaction = window.transaction = Transaction(window.tensors, weight)
+            known = set(window.terms)
+            try:
+                yield transaction
+                self._commit(transaction)
+            except BaseException:
+                transaction.roll_back()
+                for name in set(window.terms) - known:
+                    del window.terms[name]
+                window.broken = False
+                window.counter.abandon()
+                raise
+            finally:
+                window.transaction = None
+                window.counter.end_micro_batch()
+
+    def _commit(self, transaction: Transaction) -> None:
+        window = self.window
+        window.require_intact()
+        if transaction.is_empty and transaction.declared != 0:
+            transaction.roll_back()
+            return
+        weighs = bool(transaction.weight or transaction.terms)
+        norm = gradient_norm(transaction.gradients()) if weighs else 0.0
+        if weighs and not self.ranks.agree(math.isfinite(norm)):
+            if not self.skip_nonfinite:
+                raise nonfinite_gradient(transaction.tensors, "this micro-batch", "on_nonfinite='skip' leaves it out.")
+            back_off(self.scaler)
+            transaction.roll_back()
+            window.skip()
+            return
+        rescale = self._rescale()
+        if transaction.weight:
+            divisor, reference = window.divisor_for(transaction.weight, narrow=True), transaction.reference or 1
+            transaction.commit(reference / divisor * rescale)
+            scale = self.scaler.get_scale() if self.scaler is not None else 1.0
+            window.add(transaction.weight, squared_norm=(norm / scale * reference / transaction.weight) ** 2)
+        else:
+            transaction.roll_back()
+            window.add_terms(next((term.weight for term in transaction.terms.values()), 0))
+        for name, term in transaction.terms.items():
+            known = window.terms[name]
+            known.weight += term.weight
+            for position, gradient in term.gradients.items():
+                known.gradients[position] = add_scaled(known.gradients.get(position), gradient, rescale)
+
+
+@contextlib.contextmanager
+def _separate_gradients(tensors: list[Tensor], sums: dict[int, Tensor]) -> Iterator[None]:
+    """Let autograd add to `sums` instead of `.grad`, without a copy."""
+    kept = [tensor.grad for tensor in tensors]
+    for position, tensor in enumerate(tensors):
+        tensor.grad = sums.get(position)
+    try:
+        yield
+    finally:
+        for position, (tensor, gradient) in enumerate(zip(tensors, kept, strict=True)):
+            if tensor.grad is not None:
+                sums[position] = tensor.grad
+            tensor.grad = gradient

@@ -1,0 +1,64 @@
+"""Reading what users pass as weights, sizes and losses; every mistake is named before anything is changed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from gradfit.errors import MisuseError
+
+Number = int | float
+
+
+def read_weight(value: Any, name: str = "weight") -> Number:
+    """A weight as a Python number: an int, a float, or a tensor or array scalar of one element.
+
+    >>> import torch
+    >>> read_weight(torch.tensor([3])), read_weight(0.5)
+    (3, 0.5)
+    """
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise MisuseError(f"{name} has shape {tuple(value.shape)}, expected one number. Pass {name}=mask.sum().")
+    number = value if type(value) in (int, float) else value.item() if hasattr(value, "item") else value
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise MisuseError(
+            f"{name}={value!r} is not a number. Pass how many items the loss is about: {name}=len(batch)."
+        )
+    if not 0 <= number < math.inf:
+        raise MisuseError(f"{name}={number!r} must be 0 or more, and finite. Pass how many items the loss is about.")
+    return number
+
+
+def read_count(value: Any, name: str, *, minimum: int = 1) -> int:
+    """A whole number of at least `minimum`.
+
+    >>> read_count(4, "steps")
+    4
+    """
+    if hasattr(value, "item") and not isinstance(value, Tensor):
+        value = value.item()  # numpy's integers
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise MisuseError(f"{name}={value!r} is not a whole number. Pass {name}={max(minimum, 4)}.")
+    if value < minimum:
+        raise MisuseError(f"{name}={value} must be at least {minimum}. Pass {name}={max(minimum, 4)}.")
+    return value
+
+
+def check_loss(loss: Any, name: str = "loss") -> Tensor:
+    """A loss that can be differentiated: one real number with a graph behind it."""
+    if not isinstance(loss, Tensor):
+        raise MisuseError(
+            f"{name} is a {type(loss).__name__}, not a tensor. Pass the tensor the loss function returned."
+        )
+    if loss.numel() != 1:
+        raise MisuseError(f"{name} has shape {tuple(loss.shape)}, expected one number. Pass {name}.mean() or .sum().")
+    if not loss.requires_grad:
+        raise MisuseError(
+            f"{name} has no graph: it does not require a gradient. Compute it outside torch.no_grad() and without "
+            ".detach()."
+        )
+    if not loss.is_floating_point():
+        raise MisuseError(f"{name} is {loss.dtype}, expected a real number. Pass {name}.abs() or .real.")
+    return loss

@@ -1,0 +1,115 @@
+"""What the accumulator needs to know about optimizers, torch's own and any other with `step` and `zero_grad`."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from gradfit.errors import MisuseError
+
+
+class AnyOptimizer(Protocol):
+    """All that is asked of an optimizer."""
+
+    def step(self) -> Any:
+        """Update the parameters."""
+
+    def zero_grad(self) -> Any:
+        """Clear the gradients."""
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse what is no optimizer, and what cannot step without being given the loss again."""
+    if isinstance(optimizer, int):
+        raise MisuseError(f"optimizer={optimizer!r} is a number. Pass steps={optimizer}.")
+    for method in ("step", "zero_grad"):
+        if not callable(getattr(optimizer, method, None)):
+            raise MisuseError(f"optimizer is a {type(optimizer).__name__} without {method}(). Pass a torch optimizer.")
+    for parameter in inspect.signature(optimizer.step).parameters.values():
+        positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        if positional and parameter.default is parameter.empty:
+            raise MisuseError(
+                f"optimizer: {type(optimizer).__name__}.step needs {parameter.name!r}, to compute the loss again and "
+                "again in one step, so no window can be accumulated for it. Pass an optimizer whose step() needs "
+                "nothing, or accumulate inside the closure with AccumulationContext."
+            )
+
+
+def parameters_of(optimizer: Any) -> list[Tensor] | None:
+    """An optimizer's parameters in its own order; None for one that does not say."""
+    groups = getattr(optimizer, "param_groups", None)
+    return None if groups is None else [parameter for group in groups for parameter in group["params"]]
+
+
+@contextlib.contextmanager
+def full_precision(optimizer: Any, tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Let the optimizer work in the gradients' precision where it is wider than the parameters'.
+
+    For the time of the step, parameters and their optimizer state are widened; afterwards each is rounded once. The
+    state goes back to the parameters' precision because that is where `Optimizer.load_state_dict` would put it: a
+    resumed run is then the same as one never stopped. It costs wide copies of both during the step.
+    """
+    narrow: list[tuple[Tensor, Tensor]] = []
+    state = getattr(optimizer, "state", None)
+    try:
+        for tensor in tensors:
+            if tensor.grad is not None and tensor.grad.dtype != tensor.dtype:
+                narrow.append((tensor, tensor.data))
+                _convert_state(state, tensor, tensor.grad.dtype)
+                tensor.data = tensor.data.to(tensor.grad.dtype)
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, data in narrow:
+                data.copy_(tensor.data)
+                tensor.data = data
+                _convert_state(state, tensor, data.dtype)
+
+
+def _convert_state(state: Any, tensor: Tensor, dtype: torch.dtype) -> None:
+    mine = state.get(tensor, {}) if isinstance(state, dict) else {}
+    for name, value in mine.items():
+        # Numbers that count (step, mu_product) stay as they are: they are not about the parameter's elements.
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
+            mine[name] = value.to(dtype)
+
+
+class StepWatcher(Protocol):
+    """Whoever wants to know that an optimizer steps."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A torch optimizer is about to step."""
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has stepped."""
+
+
+def watch_steps(watcher: StepWatcher) -> Callable[[], None]:
+    """Tell a watcher about every torch optimizer's step, as long as it lives; gives the call that ends it."""
+    reference = weakref.ref(watcher)
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.before_step(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.after_step(optimizer)
+
+    handles = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
+
+    def stop() -> None:
+        for handle in handles:
+            handle.remove()
+
+    weakref.finalize(watcher, stop)
+    return stop

@@ -1,0 +1,81 @@
+"""Norms, non-finite gradients and scales: the arithmetic around a window."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfit.accumulate.numbers import Number, read_weight
+from gradfit.autograd.stats import total_norm, values_of
+from gradfit.errors import MisuseError, NonFiniteGradient
+
+
+class GradientScaling:
+    """Between gradients of sums, of means, and of means over another number of items.
+
+    >>> mean_of_4, mean_of_2 = torch.tensor([1.0]), torch.tensor([4.0])
+    >>> scaled = [
+    ...     GradientScaling.scale_by_batch_size(mean_of_4, 4, 8),
+    ...     GradientScaling.scale_by_batch_size(mean_of_2, 2, 8),
+    ... ]
+    >>> GradientScaling.average_accumulated(sum(scaled), 6, 8)
+    tensor([2.])
+    """
+
+    @staticmethod
+    def scale_by_batch_size(gradient: Tensor, batch_size: Number, reference_size: Number) -> Tensor:
+        """A mean over `batch_size` items, as it counts in a mean over `reference_size` items: times their ratio."""
+        return gradient * (read_weight(batch_size, "batch_size") / _positive(reference_size, "reference_size"))
+
+    @staticmethod
+    def average_accumulated(accumulated: Tensor, total_batch_size: Number, reference_size: Number) -> Tensor:
+        """The mean over all items, from a sum of gradients made with `scale_by_batch_size`."""
+        reference, total = _positive(reference_size, "reference_size"), _positive(total_batch_size, "total_batch_size")
+        return accumulated * (reference / total)
+
+    @staticmethod
+    def normalize_batch_gradient(gradient: Tensor, batch_size: Number) -> Tensor:
+        """The mean over `batch_size` items, from the gradient of their sum."""
+        return gradient / _positive(batch_size, "batch_size")
+
+
+def _positive(value: Number, name: str) -> Number:
+    number = read_weight(value, name)
+    if not number:
+        raise MisuseError(f"{name}=0 must be more than 0: a mean over no items is not defined. Pass {name}=1 or more.")
+    return number
+
+
+def gradient_norm(gradients: list[Tensor]) -> float:
+    """The norm of all gradients together; NaN or infinite only if one of them is."""
+    plain = all(one.layout == torch.strided and one.dtype in (torch.float32, torch.float64) for one in gradients)
+    norm = torch.nn.utils.get_total_norm(gradients) if plain else total_norm(gradients)
+    value: float = norm.item()
+    if not math.isfinite(value) and all(bool(values_of(one).isfinite().all()) for one in gradients):
+        return total_norm([values_of(one).to(torch.float64) for one in gradients]).item()  # only the squares overflowed
+    return value
+
+
+def nonfinite_gradient(tensors: list[Tensor], what: str, remedy: str) -> NonFiniteGradient:
+    """An error that says which gradients hold a NaN or an infinity."""
+    bad = [
+        f"{position} (shape {tuple(tensor.shape)})"
+        for position, tensor in enumerate(tensors)
+        if tensor.grad is not None and not bool(values_of(tensor.grad).isfinite().all())
+    ]
+    where = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+    return NonFiniteGradient(
+        f"The gradient of {what} is not finite in {len(bad)} of {len(tensors)} parameters: {where}. Nothing was "
+        f"updated; {remedy}"
+    )
+
+
+def back_off(scaler: Any) -> None:
+    """Lower a dynamic loss scale after an overflow in the middle of a window."""
+    if scaler is None or not scaler.is_enabled() or not getattr(scaler, "dynamic", True):
+        return
+    factor = scaler.get_backoff_factor() if hasattr(scaler, "get_backoff_factor") else scaler.backoff_factor
+    scaler.update(scaler.get_scale() * factor)

@@ -1,0 +1,125 @@
+"""An accumulator's state as tensors and plain numbers: a file needs no pickle to hold it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gradfit.accumulate.transaction import Total
+from gradfit.errors import MisuseError, StateError
+
+if TYPE_CHECKING:
+    from gradfit.accumulate.accumulator import GradientAccumulator
+
+VERSION = 1
+_FIELDS = ("closed", "open", "open_plain", "skipped", "had_plain", "plain_expected", "delimited", "scale", "final")
+
+
+def save(accumulator: GradientAccumulator) -> dict[str, Any]:
+    """Copy the window out: `tensors` has the gradients, `window` everything else."""
+    window = accumulator.window
+    if window.transaction is not None:
+        raise MisuseError("state_dict() inside micro_batch: the window is between two states. Call it after the block.")
+    window.require_intact()
+    tensors: dict[str, Tensor] = {}
+    sparse: dict[str, list[int]] = {}
+    for position, tensor in enumerate(window.tensors):
+        if tensor.grad is not None and window.accumulation_steps:
+            _put(tensors, sparse, f"grad.{position}", tensor.grad)
+    for name, term in window.terms.items():
+        for position, gradient in term.gradients.items():
+            _put(tensors, sparse, f"term.{name}.{position}", gradient)
+    return {
+        "tensors": tensors,
+        "window": {
+            "version": VERSION,
+            "shapes": [list(tensor.shape) for tensor in window.tensors],
+            "windows": accumulator.windows,
+            **{name: getattr(window, name) for name in _FIELDS},
+            "weight": window.main.weight,
+            "divisor": window.main.divisor,
+            "terms": {name: [term.weight, term.divisor] for name, term in window.terms.items()},
+            "strategy": window.strategy.state_dict(),
+            "sparse": sparse,
+        },
+    }
+
+
+def load(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
+    """Put a saved window in place of the one there is, after everything about it was found right."""
+    window = accumulator.window
+    try:
+        numbers, tensors = state["window"], dict(state["tensors"])
+        if numbers["version"] != VERSION:
+            raise StateError(f"The state has version {numbers['version']!r}, this gradfit reads {VERSION}.")
+        shapes = [list(tensor.shape) for tensor in window.tensors]
+        if numbers["shapes"] != shapes:
+            raise StateError(
+                f"The state is that of another model: {_difference(numbers['shapes'], shapes)}. Load it into an "
+                "accumulator of the same parameters in the same order."
+            )
+        gradients = {name: _take(tensors, numbers["sparse"], name) for name in _names(tensors)}
+        fields = {name: numbers[name] for name in _FIELDS}
+        terms = {name: Total(*pair) for name, pair in numbers["terms"].items()}
+        main, windows, strategy = Total(numbers["weight"], numbers["divisor"]), numbers["windows"], numbers["strategy"]
+        placed: dict[int, Tensor] = {}
+        for name, gradient in gradients.items():
+            kind, _, rest = name.partition(".")
+            term, _, number = rest.rpartition(".")
+            position = int(number)
+            tensor = window.tensors[position]
+            if gradient.shape != tensor.shape:
+                raise StateError(f"The state's {name!r} has shape {tuple(gradient.shape)}, not {tuple(tensor.shape)}.")
+            gradient = gradient.to(device=tensor.device, dtype=tensor.grad_dtype or gradient.dtype, copy=True)
+            (terms[term].gradients if kind == "term" else placed)[position] = gradient
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, StateError):
+            raise
+        raise StateError(
+            f"The state is damaged or not an accumulator's: {error!r}. Pass what state_dict() gave."
+        ) from error
+    window.strategy.load_state_dict(strategy)  # raises before it changes anything
+    window.reset()
+    for position, gradient in placed.items():
+        window.tensors[position].grad = gradient
+    for name, value in fields.items():
+        setattr(window, name, value)
+    window.main, window.terms, accumulator._update.windows = main, terms, windows
+    if window.final:
+        window.finalise(normalised=True)
+
+
+def _put(tensors: dict[str, Tensor], sparse: dict[str, list[int]], name: str, gradient: Tensor) -> None:
+    gradient = gradient.detach()
+    if gradient.is_sparse:  # safetensors has no sparse layout
+        sparse[name] = [*gradient.shape, int(gradient.is_coalesced())]
+        tensors[f"{name}/indices"], tensors[f"{name}/values"] = gradient._indices().clone(), gradient._values().clone()
+    else:
+        tensors[name] = gradient.clone(memory_format=torch.contiguous_format)
+
+
+def _take(tensors: dict[str, Tensor], sparse: Mapping[str, list[int]], name: str) -> Tensor:
+    if name not in sparse:
+        return tensors[name]
+    *shape, coalesced = sparse[name]
+    return torch.sparse_coo_tensor(
+        tensors[f"{name}/indices"],
+        tensors[f"{name}/values"],
+        shape,
+        is_coalesced=bool(coalesced),
+        check_invariants=True,
+    )
+
+
+def _names(tensors: dict[str, Tensor]) -> list[str]:
+    return list(dict.fromkeys(name.removesuffix("/indices").removesuffix("/values") for name in tensors))
+
+
+def _difference(saved: list[list[int]], here: list[list[int]]) -> str:
+    if len(saved) != len(here):
+        return f"it has {len(saved)} parameters, this one {len(here)}"
+    at = next(position for position, (a, b) in enumerate(zip(saved, here, strict=True)) if a != b)
+    return f"parameter {at} has shape {tuple(saved[at])} there and {tuple(here[at])} here"

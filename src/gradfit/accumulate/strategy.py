@@ -1,0 +1,203 @@
+"""When is a window full? By steps, by items, or by what the gradients themselves say."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+from gradfit.accumulate.numbers import Number, read_count, read_weight
+from gradfit.errors import MisuseError, StateError
+
+
+class Strategy(ABC):
+    """Decides when a window is full; subclass it for a rule of your own."""
+
+    needs_norms = False
+    """Whether `observe` needs each micro-batch's own gradient norm."""
+
+    @abstractmethod
+    def is_complete(self, micro_batches: int, weight: Number) -> bool:
+        """Whether a window of that many micro-batches, weighing so much together, is full."""
+
+    @abstractmethod
+    def progress(self, micro_batches: int, weight: Number) -> float:
+        """How full it is, from 0 to 1."""
+
+    @abstractmethod
+    def expected_weight(self, first: Number) -> Number:
+        """What the window will weigh if the first micro-batch is typical; a right guess saves a pass over them all."""
+
+    def observe(self, weight: Number, squared_norm: float | None = None) -> None:  # noqa: B027
+        """One micro-batch has come in; most strategies need not know."""
+
+    def end_window(self, weight: Number, squared_norm: float | None = None) -> None:  # noqa: B027
+        """The window is over; `squared_norm` is that of its mean gradient, None if it was dropped."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `load_state_dict` needs, as plain numbers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        if state:
+            raise StateError(f"The state is that of another strategy than {self!r}: it holds {sorted(state)}.")
+
+
+class FixedStepCount(Strategy):
+    """A window is `steps` micro-batches, whatever their sizes.
+
+    >>> FixedStepCount(4).is_complete(3, 100), FixedStepCount(4).progress(1, 7)
+    (False, 0.25)
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = read_count(steps, "steps")
+
+    def is_complete(self, micro_batches: int, weight: Number) -> bool:
+        return micro_batches >= self.steps
+
+    def progress(self, micro_batches: int, weight: Number) -> float:
+        return min(1.0, micro_batches / self.steps)
+
+    def expected_weight(self, first: Number) -> Number:
+        return self.steps * first
+
+    def __repr__(self) -> str:
+        return f"FixedStepCount({self.steps})"
+
+
+class FixedTargetBatch(Strategy):
+    """A window is at least `batch_size` items, however many micro-batches that takes.
+
+    >>> FixedTargetBatch(32).is_complete(3, 31), FixedTargetBatch(32).is_complete(2, 40)
+    (False, True)
+    """
+
+    def __init__(self, batch_size: Number) -> None:
+        self.batch_size = read_weight(batch_size, "batch_size")
+        if self.batch_size == 0:
+            raise MisuseError("batch_size=0 must be more than 0. Pass how many items one update is about.")
+
+    def is_complete(self, micro_batches: int, weight: Number) -> bool:
+        return weight >= self.batch_size
+
+    def progress(self, micro_batches: int, weight: Number) -> float:
+        return min(1.0, weight / self.batch_size)
+
+    def expected_weight(self, first: Number) -> Number:
+        return max(self.batch_size, first)
+
+    def __repr__(self) -> str:
+        return f"FixedTargetBatch({self.batch_size})"
+
+
+_EMPTY_WINDOW = {"count": 0, "sum": 0, "squares": 0, "inverse": 0.0, "norms": 0.0}
+
+
+class AdaptiveAccumulation(Strategy):
+    """A window that grows where its gradient would be noisy.
+
+    `by="variance"`: n micro-batches of b₁…bₙ items, whose sizes vary by the coefficient c = deviation / mean, are
+    worth Σb / (1 + c²) items (Kish's effective sample size); the window is full when that reaches
+    `target_batch_size`. Small micro-batches therefore accumulate longer, large ones less, uneven ones longer.
+
+    `by="noise_scale"`: the target follows the measured gradient noise scale, trace of the covariance over the
+    squared gradient, from the norms of the micro-batches' gradients and of their mean (McCandlish et al. 2018, an
+    estimate from two batch sizes). Below that batch size a larger window pays for itself, above it hardly.
+    `target_batch_size` is where it starts. It needs two micro-batches in a window to measure anything, and moves
+    slowly (`smoothing`).
+
+    >>> even, uneven = AdaptiveAccumulation(16), AdaptiveAccumulation(16)
+    >>> for size in (8, 8): even.observe(size)
+    >>> for size in (2, 14): uneven.observe(size)
+    >>> even.is_complete(2, 16), uneven.is_complete(2, 16)
+    (True, False)
+    """
+
+    def __init__(
+        self,
+        target_batch_size: Number,
+        *,
+        by: str = "variance",
+        min_steps: int = 1,
+        max_steps: int = 1024,
+        smoothing: float = 0.9,
+    ) -> None:
+        self.target_batch_size = FixedTargetBatch(target_batch_size).batch_size
+        if by not in ("variance", "noise_scale"):
+            raise MisuseError(f"by={by!r} is not known. Pass by='variance' or by='noise_scale'.")
+        if not 0 <= smoothing < 1:
+            raise MisuseError(f"smoothing={smoothing!r} must lie between 0 and 1. Pass 0.9.")
+        self.by = by
+        self.min_steps = read_count(min_steps, "min_steps")
+        self.max_steps = read_count(max_steps, "max_steps", minimum=self.min_steps)
+        self.smoothing = smoothing
+        self.needs_norms = by == "noise_scale"
+        self._state: dict[str, float] = {"noise": 0.0, "signal": 0.0, "measured": 0, **_EMPTY_WINDOW}
+
+    @property
+    def noise_scale(self) -> float | None:
+        """The measured gradient noise scale in items; None before two micro-batches of one window were measured."""
+        if not self._state["measured"]:
+            return None
+        if self._state["signal"] <= 0:  # the gradient drowns in noise: any batch is too small
+            return math.inf
+        return max(0.0, self._state["noise"] / self._state["signal"])
+
+    @property
+    def required_batch_size(self) -> float:
+        """How many items the window must hold to be full, as far as it is known now."""
+        if self.by == "noise_scale":
+            return float(self.target_batch_size if self.noise_scale is None else self.noise_scale)
+        count, total, squares = (self._state[name] for name in ("count", "sum", "squares"))
+        return self.target_batch_size * (count * squares / total**2 if total else 1.0)  # 1 + c²
+
+    def is_complete(self, micro_batches: int, weight: Number) -> bool:
+        if micro_batches < self.min_steps:
+            return False
+        return micro_batches >= self.max_steps or weight >= self.required_batch_size
+
+    def progress(self, micro_batches: int, weight: Number) -> float:
+        if self.is_complete(micro_batches, weight):
+            return 1.0
+        by_weight = min(1.0, weight / self.required_batch_size) if self.required_batch_size else 1.0
+        return max(min(by_weight, micro_batches / self.min_steps), micro_batches / self.max_steps)
+
+    def expected_weight(self, first: Number) -> Number:
+        required = min(self.required_batch_size, self.max_steps * first)
+        return max(required, self.min_steps * first)
+
+    def observe(self, weight: Number, squared_norm: float | None = None) -> None:
+        if not weight:
+            return
+        state = self._state
+        state["count"] += 1
+        state["sum"] += weight
+        state["squares"] += weight**2
+        if squared_norm is not None:
+            state["inverse"] += 1 / weight
+            state["norms"] += squared_norm
+
+    def end_window(self, weight: Number, squared_norm: float | None = None) -> None:
+        state, count = self._state, self._state["count"]
+        if self.by == "noise_scale" and squared_norm is not None and count > 1:
+            # E|g_b|² = |G|² + S/b for a batch of b items: two equations, one for the micro-batches, one for the window.
+            noise = (state["norms"] / count - squared_norm) / (state["inverse"] / count - 1 / weight)
+            signal = squared_norm - noise / weight
+            new = 1 - self.smoothing if state["measured"] else 1.0
+            state["noise"] += new * (noise - state["noise"])
+            state["signal"] += new * (signal - state["signal"])
+            state["measured"] += 1
+        state.update(_EMPTY_WINDOW)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if set(state) != set(self._state):
+            raise StateError(f"The state is not one of {self!r}: it holds {sorted(state)}.")
+        self._state = dict(state)
+
+    def __repr__(self) -> str:
+        return f"AdaptiveAccumulation({self.target_batch_size}, by={self.by!r})"

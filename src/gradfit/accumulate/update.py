@@ -1,0 +1,131 @@
+"""The end of a window: unscale, check, normalise, clip, step, clear, each once and in this order."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+
+from gradfit.accumulate.optimizers import AnyOptimizer, full_precision, parameters_of
+from gradfit.accumulate.ranks import Alone
+from gradfit.accumulate.result import StepResult
+from gradfit.accumulate.scaling import gradient_norm, nonfinite_gradient
+from gradfit.accumulate.window import AccumulationContext
+
+
+class Update:
+    """Turns a window into one step of the optimizer, or says why not."""
+
+    def __init__(
+        self,
+        window: AccumulationContext,
+        optimizer: AnyOptimizer | None,
+        *,
+        scaler: Any,
+        clip: Any,
+        skip_nonfinite: bool,
+        ranks: Alone,
+    ) -> None:
+        self.window, self.optimizer, self.scaler, self.clip = window, optimizer, scaler, clip
+        self.skip_nonfinite, self.ranks = skip_nonfinite, ranks
+        self.windows = 0
+        self._stepping = self._stepped = False
+        self._widened: contextlib.ExitStack | None = None
+
+    def finish(self) -> StepResult:
+        """End the window."""
+        window, optimizer = self.window, self.optimizer
+        self.narrow_again()
+        totals = self.ranks.totals(window.totals())
+        for name, total in totals.items():
+            (window.terms[name] if name else window.main).weight = total
+        weight, skipped = window.weight, window.skipped
+        taken = window.accumulation_steps - skipped
+        if window.enabled and not any(totals.values()):
+            self._end(None)
+            return StepResult(False, "no weight", None, 0, taken, skipped)
+        factor = window.combine() if window.enabled else 1.0
+        scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
+        if scaler is not None:
+            factor *= scaler.get_scale() / window.scale if window.enabled else 1.0
+            scaler.unscale_(optimizer)
+        norm = gradient_norm([tensor.grad for tensor in window.tensors if tensor.grad is not None]) * factor
+        if window.enabled and not self.ranks.agree(math.isfinite(norm)):
+            if scaler is not None:
+                scaler.step(optimizer)  # which leaves it out, and remembers why
+                scaler.update()
+            elif not self.skip_nonfinite:
+                raise nonfinite_gradient(window.tensors, "the window", "reset() drops it, on_nonfinite='skip' always.")
+            self._end(None)
+            return StepResult(False, "non-finite gradient", norm, weight, taken, taken + skipped)
+        by_norm = isinstance(self.clip, int | float)
+        if by_norm and norm > self.clip:
+            factor *= self.clip / norm
+        window.scale_gradients(factor)
+        if self.clip is not None and not by_norm:
+            self.clip.clip_grads(window.tensors)
+        if optimizer is None:
+            window.finalise(normalised=True)
+            return StepResult(False, "no optimizer", norm, weight, taken, skipped)
+        stepped = self._step(optimizer, scaler)
+        self._end(norm**2)
+        return StepResult(stepped, "stepped" if stepped else "non-finite gradient", norm, weight, taken, skipped)
+
+    def _step(self, optimizer: AnyOptimizer, scaler: Any) -> bool:
+        """Step, and say whether that really happened: a scaler looks at parameters that are not ours, too."""
+        self._stepping, self._stepped = True, not isinstance(optimizer, torch.optim.Optimizer)
+        try:
+            with full_precision(optimizer, self.window.tensors):
+                if scaler is None:
+                    optimizer.step()
+                else:
+                    scaler.step(optimizer)
+                    scaler.update()
+        finally:
+            self._stepping = False
+        return self._stepped
+
+    def _end(self, squared_norm: float | None) -> None:
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+        self._count(squared_norm)
+
+    def _count(self, squared_norm: float | None) -> None:
+        if self.window.accumulation_steps:
+            self.window.strategy.end_window(self.window.weight, squared_norm)
+            self.windows += 1
+        self.window.end()
+
+    # -- an optimizer stepped by hand -----------------------------------------------------------------------------
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """A torch optimizer is about to step: if it was not us, the window's gradients become final now."""
+        if self._stepping or not self.window.enabled or not self._holds(optimizer):
+            return
+        self.narrow_again()
+        if self.window.accumulation_steps:
+            self.window.finalise()
+        self._widened = contextlib.ExitStack()
+        self._widened.enter_context(full_precision(optimizer, self.window.tensors))
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """It has stepped: the window is over. Clearing the gradients is up to whoever stepped."""
+        if self._stepping:
+            self._stepped = self._stepped or optimizer is self.optimizer
+        elif self.window.enabled and self._holds(optimizer):
+            self.narrow_again()
+            self._count(None)
+
+    def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
+        if optimizer is self.optimizer:
+            return True
+        mine = {id(tensor) for tensor in self.window.tensors}
+        return any(id(tensor) in mine for tensor in parameters_of(optimizer) or ())
+
+    def narrow_again(self) -> None:
+        """Take back the widening of a step by hand, also one that failed."""
+        if self._widened is not None:
+            self._widened.close()
+            self._widened = None

@@ -1,0 +1,368 @@
+"""One accumulation window: what it holds, what that weighs, and when it is full.
+
+The gradients of a window live in the tensors' own `.grad`. Micro-batch i is backpropagated with the factor wᵢ/D, where
+D is a provisional divisor, chosen from the first weight; when the window is full the gradients are multiplied by D/Σw.
+So the total need not be known beforehand, partial sums stay in the range of a mean, and if D was guessed right (equal
+micro-batches) there is nothing left to multiply.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from gradfit import _torch
+from gradfit.accumulate.counting import BackwardCounter
+from gradfit.accumulate.marks import mark, unmark
+from gradfit.accumulate.numbers import Number, read_count
+from gradfit.accumulate.strategy import FixedStepCount, Strategy
+from gradfit.accumulate.transaction import Total, Transaction, add_scaled
+from gradfit.errors import MisuseError
+
+
+class AccumulationContext:
+    """An explicit window over some tensors: `target_steps` micro-batches become one gradient, their mean.
+
+    `GradientAccumulator` does everything with one of these; alone it serves a hand-written update. Backward passes
+    count by themselves. `step()` ends a micro-batch: passes since the last `step()` are then one, and without any pass
+    it counts what was put into `.grad` by hand. Reading `is_ready` when the window is full makes its gradients final.
+
+    >>> w = torch.zeros(2, requires_grad=True)
+    >>> with AccumulationContext(2) as window:
+    ...     window.register_tensor(w)
+    ...     for x in (1.0, 3.0):
+    ...         (w * x).sum().backward()
+    ...     print(window.is_ready, w.grad)
+    True tensor([2., 2.])
+    """
+
+    def __init__(self, target_steps: int, *, strategy: Strategy | None = None) -> None:
+        self.strategy = FixedStepCount(read_count(target_steps, "target_steps")) if strategy is None else strategy
+        self.tensors: list[Tensor] = []
+        self.lock = threading.RLock()
+        self.counter = BackwardCounter(_bound(self, "_count_plain"), _bound(self, "break_off"))
+        self.delimited = False  # step() was seen to end micro-batches, so passes between two calls are one
+        self.enabled = True
+        self.transaction: Transaction | None = None
+        self.plain_expected = True  # until a whole window had none: then D need not be 1
+        self._clear()
+
+    def _clear(self) -> None:
+        self.closed = 0  # micro-batches ended by step()
+        self.open = 0  # backward passes since
+        self.open_plain = 0
+        self.skipped = 0
+        self.main = Total()
+        self.terms: dict[str, Total] = {}
+        self.final = False
+        self.applied = False
+        self.broken = False
+        self.had_plain = False
+        self.scale = 1.0  # the loss scale that the sums carry
+        self._marks: list[tuple[Tensor, weakref.ref[Tensor], int, int]] = []
+        self.counter.end_micro_batch()
+
+    # -- what the seed calls it -----------------------------------------------------------------------------------
+
+    @property
+    def target_steps(self) -> int:
+        """How many micro-batches fill the window; an estimate if the strategy goes by their sizes."""
+        if isinstance(self.strategy, FixedStepCount):
+            return self.strategy.steps
+        steps, progress = self.accumulation_steps, self.strategy.progress(self.accumulation_steps, self.weight)
+        return max(1, steps if progress >= 1 else math.ceil(steps / progress) if progress else steps + 1)
+
+    @property
+    def accumulation_steps(self) -> int:
+        """How many micro-batches the window holds, skipped ones included."""
+        return self.closed + (min(1, self.open) if self.delimited else self.open)
+
+    @property
+    def weight(self) -> Number:
+        """What the window weighs: by the first term if there are only terms."""
+        if self.main.weight or not self.terms:
+            return self.main.weight
+        return next(iter(self.terms.values())).weight
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the window holds enough, without doing anything about it."""
+        return self.accumulation_steps > 0 and self.strategy.is_complete(self.accumulation_steps, self.weight)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the window is full; if it is, its gradients are normalised from here on."""
+        self.counter.end_micro_batch()
+        if self.is_full and not self.broken:
+            self.finalise()
+        return self.is_full
+
+    def register_tensor(self, tensor: Tensor) -> None:
+        """Accumulate into this tensor; it must be a leaf of floating point type, and may be frozen for now."""
+        self.register_all([tensor], "tensor")
+
+    def step(self) -> None:
+        """End a micro-batch."""
+        with self.lock:
+            self.end_micro_batch()
+            if self.is_full:
+                self.finalise()
+
+    def reset(self) -> None:
+        """Forget the window and its gradients, and start the next."""
+        for tensor in self.tensors:
+            tensor.grad = None
+        self.counter.abandon()
+        self._clear()
+
+    def close(self) -> None:
+        """Stop counting; the tensors and their `.grad` are left as they are."""
+        self.counter.close()
+        unmark(self, self.tensors)
+        self.tensors = []
+        self._clear()
+
+    def __enter__(self) -> AccumulationContext:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"AccumulationContext(target_steps={self.target_steps}, accumulation_steps={self.accumulation_steps}, "
+            f"tensors={len(self.tensors)})"
+        )
+
+    # -- membership -----------------------------------------------------------------------------------------------
+
+    def register_all(self, tensors: Iterable[Tensor], name: str) -> None:
+        """Register tensors, all or none."""
+        known = {id(tensor) for tensor in self.tensors}
+        new = []
+        for position, tensor in enumerate(tensors):
+            if not isinstance(tensor, Tensor):
+                raise MisuseError(f"{name} holds a {type(tensor).__name__}, not a tensor. Pass model.parameters().")
+            if id(tensor) in known:
+                raise MisuseError(
+                    f"{name}: the tensor at {position}, of shape {tuple(tensor.shape)}, is there twice. Pass it once."
+                )
+            if not tensor.is_leaf or not (tensor.is_floating_point() or tensor.is_complex()):
+                kind = "not a leaf" if not tensor.is_leaf else f"of type {tensor.dtype}"
+                raise MisuseError(f"{name}: the tensor at {position} is {kind}. Pass model.parameters().")
+            known.add(id(tensor))
+            new.append(tensor)
+        self.tensors += new
+        mark(self, new)
+        for tensor in new:
+            self.counter.watch(tensor)
+
+    def forget_all(self, tensors: Iterable[Tensor]) -> None:
+        """Take tensors out again."""
+        gone = {id(tensor): tensor for tensor in tensors}
+        for tensor in gone.values():
+            self.counter.forget(tensor)
+        unmark(self, gone.values())
+        self.tensors = [tensor for tensor in self.tensors if id(tensor) not in gone]
+
+    # -- weighing -------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Before a contribution: what a user has consumed is over, what is final and unused is taken up again."""
+        self.require_intact()
+        if not self.final:
+            return
+        if self._is_consumed(passes=0) or self.applied:
+            if self.applied:
+                for tensor, gradient, *_ in self._marks:
+                    if tensor.grad is gradient():
+                        tensor.grad = None
+            self._clear()
+        elif self.terms:
+            raise MisuseError(_UNUSED)
+        else:  # the gradients are now Σ/total: as if the total had been the divisor from the start
+            self.main.divisor, self.final, self._marks = float(self.main.weight), False, []
+
+    def divisor_for(self, weight: Number, *, narrow: bool) -> float:
+        """The provisional divisor, chosen now if this is the window's first weight.
+
+        `narrow`: float16 or bfloat16 is involved, so the factors should be powers of two where they can be.
+        """
+        main = self.main
+        if main.divisor is None:
+            if not weight:
+                return 1.0
+            if narrow:
+                main.divisor = float(weight) * 2.0 ** math.ceil(
+                    math.log2(self.strategy.expected_weight(weight) / weight)
+                )
+            elif weight == 1 and self.plain_expected:
+                main.divisor = 1.0  # a plain backward may follow, and its factor is 1
+            else:
+                main.divisor = float(self.strategy.expected_weight(weight))
+        return main.divisor
+
+    def term_for(self, name: str, weight: Number) -> Total:
+        """A loss term's denominator; its divisor is a power of two, which costs no rounding anywhere."""
+        term = self.terms.setdefault(name, Total())
+        if term.divisor is None:
+            term.divisor = 2.0 ** round(math.log2(self.strategy.expected_weight(weight))) if weight else None
+        return term
+
+    def add(self, weight: Number, *, squared_norm: float | None = None) -> None:
+        """A micro-batch of that weight is in the gradients now."""
+        self.open += 1
+        self.main.weight += weight
+        self.strategy.observe(weight, squared_norm)
+
+    def add_terms(self, weight: Number) -> None:
+        """A micro-batch of terms is in; their totals are kept apart, `weight` is what the first one adds."""
+        self.open += 1
+        self.strategy.observe(weight)
+
+    def totals(self) -> dict[str, Number]:
+        """Every denominator by its term's name; that of the main loss is ""."""
+        return {"": self.main.weight, **{name: term.weight for name, term in self.terms.items()}}
+
+    def skip(self) -> None:
+        """A micro-batch took its turn and left nothing."""
+        self.open += 1
+        self.skipped += 1
+
+    def _count_plain(self, joins: bool) -> None:
+        if not self.enabled:
+            return
+        with self.lock:
+            if self.transaction is not None:
+                self.transaction.add_plain()
+                return
+            if self.final:
+                if not self._is_consumed(passes=1):
+                    self.broken = True
+                    raise MisuseError(_UNUSED)
+                self._clear()
+            if self.main.divisor is None:
+                self.main.divisor = 1.0
+            if self.main.divisor != 1.0:
+                self.broken = True
+                raise MisuseError(
+                    f"A plain backward() came into a window whose gradients are divided by {self.main.divisor:g}: its "
+                    "weight of 1 is lost. Use accumulator.backward(loss) for every loss, then call reset() and repeat."
+                )
+            self.plain_expected = self.had_plain = True
+            if joins and self.open_plain:
+                return
+            self.open_plain += 1
+            self.add(1)
+
+    def end_micro_batch(self) -> None:
+        """What has come since the last call is one micro-batch, unless the window is full of such passes already."""
+        self.counter.end_micro_batch()
+        if not self.open:
+            if self.final and self.is_full:
+                return
+            self.begin()
+            if self.main.divisor is None:
+                self.main.divisor = 1.0
+            self.add(1)  # gradients put there by hand
+        if self.delimited or not self.is_full:
+            self.delimited = True
+            if self.open_plain > 1:
+                self.main.weight -= self.open_plain - 1
+            self.open = 1
+        self.closed += self.open
+        self.open = self.open_plain = 0
+
+    # -- ending ---------------------------------------------------------------------------------------------------
+
+    def combine(self) -> float:
+        """Bring every sum into `.grad`; gives the factor that is still to be multiplied by."""
+        self.require_intact()
+        if self.final:
+            return 1.0
+        if not self.terms:
+            return self.main.factor
+        with torch.no_grad():
+            self.scale_gradients(self.main.factor)
+            for term in self.terms.values():
+                for position, gradient in term.gradients.items():
+                    tensor = self.tensors[position]
+                    tensor.grad = add_scaled(tensor.grad, gradient, term.factor)
+                term.gradients = {}
+        self.final = True
+        return 1.0
+
+    def finalise(self, *, normalised: bool = False) -> None:
+        """Make `.grad` the mean over the window, once; `normalised` if it is already."""
+        if self.final and self._marks:
+            return
+        if not normalised:
+            self.scale_gradients(self.combine())
+        self.final = True
+        version = _torch.version_of
+        self._marks = [
+            (tensor, weakref.ref(tensor.grad), version(tensor.grad), version(tensor))
+            for tensor in self.tensors
+            if tensor.grad is not None
+        ]
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients in place; nothing is read or written for a factor of 1."""
+        if factor == 1.0:
+            return
+        gradients = [tensor.grad for tensor in self.tensors if tensor.grad is not None]
+        with torch.no_grad():
+            _torch.multiply_all([one for one in gradients if not one.is_sparse], factor)
+            for one in gradients:
+                if one.is_sparse:
+                    one.mul_(factor)
+
+    def end(self) -> None:
+        """The window was used: count from zero. The gradients are the caller's."""
+        self.plain_expected = self.had_plain
+        self._clear()
+
+    def break_off(self) -> None:
+        """A backward pass died half-way: part of its gradients are in, and cannot be told from the rest."""
+        self.broken = True
+
+    def require_intact(self) -> None:
+        """Refuse to go on with gradients that hold half a micro-batch."""
+        if self.broken:
+            raise MisuseError(
+                "A backward pass failed half-way, so the window holds part of a micro-batch. Call reset() and repeat "
+                "it; with isolate=True, `with accumulator.micro_batch():` leaves the window as it was before."
+            )
+
+    def _is_consumed(self, *, passes: int) -> bool:
+        """Whether anybody has used the final gradients: replaced or changed them, or changed the tensors."""
+        version = _torch.version_of
+        for tensor, gradient, gradient_version, tensor_version in self._marks:
+            if tensor.grad is None or tensor.grad is not gradient() or version(tensor) != tensor_version:
+                return True
+            if version(tensor.grad) - gradient_version > passes:
+                return True
+        return not self._marks
+
+
+_UNUSED = (
+    "The window is full and its gradients are final, but neither a step nor zero_grad came before the next backward. "
+    "Step the optimizer and zero the gradients once is_ready is true, or call reset()."
+)
+
+
+def _bound(window: AccumulationContext, method: str) -> Callable[..., None]:
+    """A method that does not keep its window alive."""
+    reference = weakref.ref(window)
+
+    def call(*args: object) -> None:
+        alive = reference()
+        if alive is not None:
+            getattr(alive, method)(*args)
+
+    return call
