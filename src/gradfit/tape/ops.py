@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gradfit._torch import schema_of
+from gradfit._torch import direct, is_operator, schema_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,19 @@ class OpInfo:
     uninitialised: bool  # the results hold no data yet
     scratch: tuple[int, ...]  # positions of hidden state it updates: replayed on copies
     recordable: bool
+    simple: bool = False  # none of the above but recordable: the fast path
+    call: Any = None
+    constant: bool = False  # the results hold one number everywhere
+    generator: bool = False  # takes a generator
+    dropout: int | None = None  # the position of a probability that, when zero, means that nothing is drawn
+    dtype: bool = False  # makes tensors from nothing, of the default dtype unless told
+    collective: bool = False  # talks to other processes, and writes to what it is given
 
+
+# Bringing back a value that was moved out.
+LOAD = OpInfo(
+    view=False, writes=(), reads_written=False, random=False, uninitialised=False, scratch=(), recordable=True
+)
 
 # These overwrite all of `self` without reading it.
 _FILLS = {
@@ -32,6 +44,7 @@ _FILLS = {
     "geometric_", "log_normal_",
 }  # fmt: skip
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "empty_quantized"}
+_CONSTANT = {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full"}
 # Running statistics are updated in training though the schema says that nothing is mutated.
 _RUNNING_STATISTICS = {
     "native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4),
@@ -43,23 +56,36 @@ _METADATA = {"set_", "resize_", "resize_as_", "as_strided_", "squeeze_", "unsque
              "swapaxes_", "_resize_output_", "detach_", "requires_grad_", "rename_", "set_data", "record_stream",
              "_reshape_copy_", "resize", "set", "squeeze_.dims"}  # fmt: skip
 _RNN_WITH_HIDDEN_STATE = {"_cudnn_rnn", "miopen_rnn", "_cudnn_init_dropout_state"}
+# Gives back its argument's storage though the schema says that it is new.
+_UNDECLARED_VIEWS = {"_unsafe_view"}
+# torch's own operators. Others may be written in Python, which runs once: their results are kept.
+_REPLAYABLE = {"aten", "prims", "quantized", "mkldnn", "mkldnn_prepacked", "mkl", "inductor", "torchvision", "torchaudio"}
+_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 
-_known: dict[Any, OpInfo] = {}
+_known: dict[int, OpInfo] = {}
+_alive: list[Any] = []  # the operators in `_known`: their addresses must not be used again
 
 
 def info_of(op: Any) -> OpInfo:
     """The (cached) description of an operator."""
-    info = _known.get(op)
+    info = _known.get(id(op))  # by address: hashing an operator runs Python code
     if info is None:
-        info = _known[op] = _describe(op)
+        info = _known[id(op)] = _describe(op)
+        _alive.append(op)
     return info
 
 
 def _describe(op: Any) -> OpInfo:
+    if not is_operator(op):
+        return OpInfo(
+            view=False, writes=(), reads_written=False, random=False, uninitialised=False, scratch=(), recordable=False,
+            call=op,
+        )  # fmt: skip
     schema = schema_of(op)
-    name = schema.name.split("::")[-1]
-    aten = schema.name.startswith("aten::")
+    namespace, name = schema.name.split("::")
+    aten = namespace == "aten"
     scratch = _RUNNING_STATISTICS.get(name, ()) if aten else ()
+    metadata = aten and name in _METADATA
     writes: list[int | str] = []
     aliased = False
     for position, argument in enumerate(schema.arguments):
@@ -71,12 +97,26 @@ def _describe(op: Any) -> OpInfo:
                 writes.append(argument.name if argument.kwarg_only else position)
         else:
             aliased = True
+    names = [argument.name for argument in schema.arguments]
+    view = (aliased and not writes and not metadata) or (aten and name in _UNDECLARED_VIEWS)
+    random = torch.Tag.nondeterministic_seeded in op.tags
+    recordable = namespace in _REPLAYABLE and not metadata and name not in _RNN_WITH_HIDDEN_STATE
+    takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    makes_from_nothing = aten and not takes_tensors and "dtype" in names
+    collective = namespace in _COLLECTIVES
     return OpInfo(
-        view=aliased and not writes and not (aten and name in _METADATA),
+        view=view,
         writes=tuple(writes),
         reads_written=not (aten and name in _FILLS) and not any(isinstance(w, str) for w in writes),
-        random=torch.Tag.nondeterministic_seeded in op.tags,
+        random=random,
         uninitialised=aten and name in _EMPTY,
         scratch=scratch,
-        recordable=not (aten and name in _METADATA) and name not in _RNN_WITH_HIDDEN_STATE,
+        recordable=recordable,
+        simple=recordable and not (view or writes or random or scratch or makes_from_nothing or collective),
+        call=direct(op),
+        constant=aten and name in _CONSTANT,
+        generator="generator" in names,
+        dropout=names.index("dropout_p") if "dropout_p" in names else None,
+        dtype=makes_from_nothing,
+        collective=collective,
     )

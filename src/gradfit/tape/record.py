@@ -26,9 +26,10 @@ from gradfit._torch import TorchDispatchMode, detached, detached_in_dispatch, gr
 from gradfit.errors import ActivationOverwritten
 from gradfit.tape import replay, rng
 from gradfit.tape.graph import Handle, Operation, Segment, Slice, Tape, Value, geometry_of, shaped
-from gradfit.tape.ops import OpInfo, info_of
+from gradfit.tape.ops import LOAD, OpInfo, info_of
 
-DROP, KEEP, HOLD = 0, 1, 2  # rebuild it; let autograd have it; let autograd have it until it is evicted
+# Rebuild it; let autograd have it; let autograd have it until it is evicted; move it out and back.
+DROP, KEEP, HOLD, OFFLOAD = 0, 1, 2, 3
 
 _counter = itertools.count()
 _NO_KWARGS: dict[str, Any] = {}
@@ -38,7 +39,10 @@ class Policy(Protocol):
     """Decides, for every result of every recorded operation, whether it is kept."""
 
     def choose(self, func: Any, results: list[torch.Tensor]) -> list[int] | None:
-        """One of DROP, KEEP and HOLD for each result; None drops all."""
+        """One of DROP, KEEP, HOLD and OFFLOAD for each result; None drops all."""
+
+    def offload(self, tensor: torch.Tensor) -> Any:
+        """Move a result out; returns the function that brings it back. Called where `choose` said OFFLOAD."""
 
 
 class _Watcher(weakref.ref):  # type: ignore[type-arg]
@@ -75,6 +79,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.segment = segment
         self.policy = policy
+        self.planned = False  # segments come from a plan and are not to be widened
         self.tape = Tape(threading.RLock())
         self._made: dict[int, Value] = {}  # by storage: the newest version, made by a recorded operation
         self._kept: set[int] = set()  # storages that autograd has, for the statistics
@@ -164,6 +169,13 @@ class Recorder(TorchDispatchMode):
             value.natural = weakref.ref(tensor)
             if choice == HOLD:
                 value.evictable = True
+            elif choice == OFFLOAD and self.policy is not None and _fills_storage(tensor):
+                value.op = Operation(op.index, self.policy.offload(tensor), LOAD, [], _NO_KWARGS, [])
+                value.op.outputs.append(weakref.ref(value))
+                value.position = 0
+                op.outputs.append(None)
+                self._watch(value, tensor)
+                continue
             self._watch(value, tensor)
             op.outputs.append(weakref.ref(value))
 
@@ -172,7 +184,8 @@ class Recorder(TorchDispatchMode):
         segment = self.segment
         for value in op.inputs:
             value.users.append(reference)
-            if value.segment is not segment:  # it escapes from where it was made: whoever encloses both rebuilds it
+            # It escapes from where it was made: whoever encloses both rebuilds it.
+            if value.segment is not segment and not self.planned:
                 value.segment = value.segment.common(segment)
 
     def _watch(self, value: Value, tensor: torch.Tensor) -> None:
@@ -373,6 +386,10 @@ def unpack(packed: Any) -> torch.Tensor:
             "Write `x = x + y` instead of `x += y` there."
         )
     return tensor
+
+
+def _fills_storage(tensor: torch.Tensor) -> bool:
+    return tensor.is_non_overlapping_and_dense() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def fresh_results(out: Any, args: Any) -> list[tuple[int, torch.Tensor, int]]:

@@ -106,13 +106,9 @@ def rebuild(target: Value, tape: Tape) -> torch.Tensor:
     return made[target]
 
 
-def release_if_done(value: Value, pass_number: int) -> None:
-    """Drop a rebuilt value once nothing in this pass will ask for it."""
-    if value.tensor is not None and value.op is not None and not value.pending(pass_number):
-        for user in value.users:
-            op = user()
-            if op is not None and any(_missing(reference) for reference in op.outputs):
-                return
+def release_if_done(value: Value, number: int) -> None:
+    """Drop a rebuilt value once nothing in pass `number` will ask for it."""
+    if value.tensor is not None and value.op is not None and not _wanted(value, number, set(), {}):
         value.tensor = None
 
 
@@ -155,35 +151,72 @@ def _needed(target: Value) -> list[Operation]:
     return sorted(found, key=lambda op: op.index)
 
 
-def _missing(reference: Any) -> bool:
-    value = reference() if reference is not None else None
-    return value is not None and value.tensor is None
+def _wanted(value: Value, number: int, there: set[Value], known: dict[Value, bool]) -> bool:
+    """Will pass `number` still ask for this value, itself or to make others from that are not `there`?"""
+    decided = known.get(value)
+    if decided is not None:
+        return decided
+    stack, seen = [value], [value]
+    wanted = value.pending(number)
+    while stack and not wanted:
+        for user in stack.pop().users:
+            reader = user()
+            if reader is None:
+                continue
+            for reference in reader.outputs:
+                output = reference() if reference is not None else None
+                if output is None or output.tensor is not None or output in there:
+                    continue
+                decided = known.get(output)
+                if decided or output.pending(number):
+                    wanted = True
+                elif decided is None:
+                    known[output] = False
+                    seen.append(output)
+                    stack.append(output)
+    if wanted:
+        for other in seen:
+            known.pop(other, None)  # not decided after all
+    known[value] = wanted
+    return wanted
 
 
-def _retained(operations: list[Operation], target: Value, pass_number: int) -> set[Value]:
+def _retained(operations: list[Operation], target: Value, number: int) -> set[Value]:
     """Which results of the sweep stay after it. Readers come after what they read, so one pass backwards decides."""
     retained: set[Value] = set()
-    segment = target.segment
+    known: dict[Value, bool] = {}
+    there = {target}
+    if _wanted(target, number, retained, known):
+        retained.add(target)
     for op in reversed(operations):
         for reference in op.outputs:
             value = reference() if reference is not None else None
-            if value is None or value is target or value.tensor is not None or not value.segment.encloses(segment):
+            if value is None or value in there or value.tensor is not None:
                 continue
-            if value.pending(pass_number) or any(
-                _missing(output) and output() not in retained
-                for user in value.users
-                if (reader := user()) is not None
-                for output in reader.outputs
-            ):
+            if _wanted(value, number, there, known) and value.segment.encloses(target.segment):
                 retained.add(value)
-    if target.pending(pass_number) or any(
-        _missing(output) and output() not in retained
-        for user in target.users
-        if (reader := user()) is not None
-        for output in reader.outputs
-    ):
-        retained.add(target)
+                there.add(value)
     return retained
+
+
+def _argument(
+    reference: Any, op: Operation, private: dict[Value, torch.Tensor], made: dict[Value, torch.Tensor]
+) -> Any:
+    """An argument as it was: what stands for a tensor becomes one."""
+    kind = type(reference)
+    if kind is Value:
+        tensor = private.get(reference)
+        if tensor is None:
+            tensor = made.get(reference)
+        return content(reference) if tensor is None else tensor
+    if kind is Slice:
+        return shaped(_argument(reference.value, op, private, made), reference.geometry)
+    if kind is list:
+        return [_argument(item, op, private, made) for item in reference]
+    if kind is Scratch:
+        size, _, _, dtype = reference.geometry
+        return torch.zeros(size, dtype=dtype, device=_argument(op.args[0], op, private, made).device)
+    return reference
 
 
 def _run(
@@ -198,27 +231,8 @@ def _run(
         else:
             private[old] = copy_storage(content(old) if tensor is None else tensor, old.geometry)
 
-    def tensor_of(reference: Any) -> Any:
-        kind = type(reference)
-        if kind is Value:
-            tensor = private.get(reference)
-            if tensor is None:
-                tensor = made.get(reference)
-            return content(reference) if tensor is None else tensor
-        if kind is Slice:
-            return shaped(tensor_of(reference.value), reference.geometry)
-        if kind is list:
-            return [tensor_of(item) for item in reference]
-        if kind is Scratch:
-            size, _, _, dtype = reference.geometry
-            return torch.zeros(size, dtype=dtype, device=device)
-        return reference
-
-    device = None
-    if op.info.scratch:
-        device = tensor_of(op.args[0]).device
-    args = [tensor_of(argument) for argument in op.args]
-    kwargs = {name: tensor_of(argument) for name, argument in op.kwargs.items()}
+    args = [_argument(reference, op, private, made) for reference in op.args]
+    kwargs = {name: _argument(reference, op, private, made) for name, reference in op.kwargs.items()}
     out = op.func(*args, **kwargs)
     results: list[Any] | None = None
     for reference in op.outputs:

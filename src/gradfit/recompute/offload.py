@@ -1,0 +1,78 @@
+"""Values that are moved out of the device's memory and back: to the host for an accelerator, to a file on the CPU."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+
+import torch
+
+
+class Store:
+    """Takes tensors out and gives back functions that bring them in again.
+
+    On the CPU they go to an unnamed temporary file, which the system removes with the last thing that reads from it.
+    """
+
+    def __init__(self) -> None:
+        self._file: tempfile._TemporaryFileWrapper[bytes] | None = None
+        self._end = 0
+
+    def put(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Copy out; the returned function makes the same tensor, layout included."""
+        if tensor.device.type != "cpu":
+            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            host.copy_(tensor, non_blocking=False)
+            device = tensor.device
+            return lambda: host.to(device, non_blocking=False)
+        return self._to_file(tensor)
+
+    def _to_file(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+        if self._file is None:
+            self._file = tempfile.TemporaryFile(prefix="gradfit-")  # noqa: SIM115 - lives as long as its readers
+        file, position = self._file, self._end
+        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+        dense = tensor if tensor.is_non_overlapping_and_dense() else tensor.contiguous()
+        if dense is not tensor:
+            stride = dense.stride()
+        flat = dense.detach().as_strided((dense.numel(),), (1,), dense.storage_offset())
+        written = flat.view(torch.uint8).numpy()
+        _write_all(file.fileno(), memoryview(written), position)
+        self._end += written.nbytes
+
+        def load() -> torch.Tensor:
+            result = torch.empty_strided(size, stride, dtype=dtype)
+            target = result.as_strided((result.numel(),), (1,), 0).view(torch.uint8).numpy()
+            _read_all(file.fileno(), memoryview(target), position)
+            return result
+
+        return load
+
+
+def measure_bandwidth(device: torch.device, nbytes: int = 16 << 20) -> float:
+    """Bytes per second out and back, the slower of the two."""
+    content = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    slowest = float("inf")
+    for _ in range(2):
+        started = time.perf_counter()
+        load = Store().put(content)
+        middle = time.perf_counter()
+        load()
+        slowest = min(slowest, max(middle - started, time.perf_counter() - middle))
+    return nbytes / slowest
+
+
+def _write_all(descriptor: int, content: memoryview, position: int) -> None:
+    while content:
+        count = os.pwrite(descriptor, content, position)
+        content, position = content[count:], position + count
+
+
+def _read_all(descriptor: int, target: memoryview, position: int) -> None:
+    while target:
+        count = os.preadv(descriptor, [target], position)
+        if not count:
+            raise OSError("gradfit: an offloaded activation's file ended early")
+        target, position = target[count:], position + count

@@ -1,0 +1,174 @@
+"""A plan at work: the policy that follows it operation by operation, and `apply`, which puts it around a model."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+from typing import Any
+
+import torch
+
+from gradfit.errors import MisuseError
+from gradfit.planning.record import Plan
+from gradfit.recompute.offload import Store
+from gradfit.tape.graph import Segment
+from gradfit.tape.record import DROP, KEEP, OFFLOAD, Recorder
+
+_CHOICES = {"keep": KEEP, "rebuild": DROP, "offload": OFFLOAD}
+
+
+class PlanPolicy:
+    """Gives each result of each operation what the plan says, as long as the operations are the plan's.
+
+    Where they are not (other shapes took another branch), `diverged` says where, and `afterwards` decides from there.
+    """
+
+    def __init__(self, plan: Plan, afterwards: Any = None) -> None:
+        self.afterwards = afterwards
+        self.diverged: str | None = None
+        self.store: Store | None = Store() if "offload" in plan.actions else None
+        self._names = plan.operations
+        self._steps = [
+            (_CHOICES[action], segment)
+            for action, segment in zip(plan.actions, plan.segments, strict=True)
+            if action != "external"
+        ]
+        self._parents = plan.segment_parents
+        self._operation = 0
+        self._value = 0
+        self._segments: list[Segment] = []
+        self._recorder: Recorder | None = None
+
+    def attach(self, recorder: Recorder) -> None:
+        """Follow the plan from its first operation, in this recording."""
+        self._operation = self._value = 0
+        self.diverged = None
+        root = recorder.segment
+        self._segments = [root]
+        for parent in self._parents[1:]:
+            self._segments.append(Segment(self._segments[parent], root.scope))
+        self._recorder = recorder
+
+    def choose(self, func: Any, results: list[torch.Tensor]) -> list[int] | None:
+        position = self._operation
+        self._operation += 1
+        if self.diverged is None:
+            if position >= len(self._names) or self._names[position] != name_of(func):
+                expected = self._names[position] if position < len(self._names) else "the end"
+                self.diverged = f"operation {position} is {name_of(func)}, the plan has {expected}"
+            else:
+                steps = self._steps[self._value : self._value + len(results)]
+                self._value += len(results)
+                if self._recorder is not None:
+                    self._recorder.segment = self._segments[steps[0][1]]
+                return [choice for choice, _ in steps]
+        if self.afterwards is not None:
+            chosen: list[int] | None = self.afterwards.choose(func, results)
+            return chosen
+        return [KEEP] * len(results)
+
+    def offload(self, tensor: torch.Tensor) -> Any:
+        """Copy a value out; returns the function that brings it back."""
+        if self.store is None:
+            raise RuntimeError("gradfit: the plan offloads nothing")
+        return self.store.put(tensor)
+
+
+_names: dict[Any, str] = {}
+
+
+def name_of(func: Any) -> str:
+    """An operator's name, made once."""
+    name = _names.get(func)
+    if name is None:
+        name = _names[func] = str(func)
+    return name
+
+
+def recording(plan: Plan, afterwards: Any = None) -> tuple[Recorder, PlanPolicy]:
+    """A recorder that follows the plan: enter it around the forward pass."""
+    policy = PlanPolicy(plan, afterwards)
+    recorder = Recorder(Segment(None), policy)
+    recorder.planned = True
+    policy.attach(recorder)
+    return recorder, policy
+
+
+class AppliedPlan:
+    """The handle that `apply` returns."""
+
+    def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
+        self.plan = plan
+        self._local = threading.local()
+        self._hooks = [
+            model.register_forward_pre_hook(self._before),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
+        self._block: contextlib.ExitStack | None = None
+
+    def __repr__(self) -> str:
+        return f"<plan {self.plan.signature} {'applied' if self._hooks else 'removed'}>"
+
+    def remove(self) -> None:
+        """Undo it: the model is as before `apply`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __enter__(self) -> AppliedPlan:
+        if self._block is not None:
+            raise MisuseError("This plan is entered already. Call gf.apply() again for a second block.")
+        self._block = contextlib.ExitStack()
+        self._block.enter_context(_follow(self.plan))
+        self._local.depth = getattr(self._local, "depth", 0) + 1
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._block is not None:
+            block, self._block = self._block, None
+            self._local.depth -= 1
+            block.__exit__(*error)
+        self.remove()
+
+    def _before(self, *_: Any) -> None:
+        depth = self._local.depth = getattr(self._local, "depth", 0) + 1
+        if depth == 1 and torch.is_grad_enabled():
+            self._local.follow = _follow(self.plan)
+            self._local.follow.__enter__()
+
+    def _after(self, *_: Any) -> None:
+        self._local.depth -= 1
+        follow = getattr(self._local, "follow", None)
+        if self._local.depth == 0 and follow is not None:
+            self._local.follow = None
+            follow.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def _follow(plan: Plan) -> Any:
+    recorder, policy = recording(plan)
+    with recorder:
+        yield
+    if policy.diverged is not None:
+        warnings.warn(
+            f"The forward pass no longer follows its plan: {policy.diverged}; from there on everything is kept. "
+            "Gradients are the same, memory is not. Make a plan for this input with gf.profile and gf.plan.",
+            stacklevel=3,
+        )
+
+
+def apply(model: torch.nn.Module, plan: Plan) -> AppliedPlan:
+    """Put a plan to work on a model; gradients stay bit-identical.
+
+    As a context manager it covers everything inside the block, the loss included, which is what `plan` was made for:
+
+        with gf.apply(model, plan):
+            loss = loss_fn(model, batch)
+        loss.backward()
+
+    Without `with` it covers the model's own forward until `.remove()` is called.
+    """
+    if not isinstance(plan, Plan):
+        raise MisuseError(f"plan is a {type(plan).__name__}. Pass what gf.plan(...) returned.")
+    return AppliedPlan(model, plan)
