@@ -8,11 +8,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["DispatchMode", "TorchDispatchMode"]
+__all__ = ["DispatchMode", "FakeTensor", "TorchDispatchMode"]
 
 _make_subclass = torch.Tensor._make_subclass
 _plain_tensor = torch.Tensor
@@ -217,3 +224,19 @@ def saved_slots(node: Node) -> list[SavedSlot]:
 def result_shapes(node: Node) -> list[tuple[int, ...]]:
     """The shapes of an operation's results: what its backward takes in."""
     return [tuple(int(size) for size in one.shape) for one in node._input_metadata]
+
+
+# What a fake tensor cannot do: say what is in it (also where a result's size depends on that), or run an operator that
+# nobody has written a fake kernel for. Each error has the operator in `func`.
+NEEDS_CONTENT = (DataDependentOutputException, DynamicOutputShapeException)
+NO_FAKE_KERNEL = UnsupportedOperatorException
+
+
+def fake_mode() -> FakeTensorMode:
+    """Tensors made inside have a shape, a type and a device, but no memory. Nothing is ever run for real."""
+    return FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+
+
+def overloads_of(op: Any) -> Any:
+    """The operator of which `op` is one overload."""
+    return op.overloadpacket
