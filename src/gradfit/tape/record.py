@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradfit._torch import TorchDispatchMode, detached, detached_in_dispatch, graph_task_id, storage_key
+from gradfit._torch import FakeTensor, TorchDispatchMode, detached, detached_in_dispatch, graph_task_id, storage_key
 from gradfit.errors import ActivationOverwritten
 from gradfit.tape import replay, rng
 from gradfit.tape.graph import Handle, Operation, Segment, Slice, Tape, Value, geometry_of, shaped
@@ -55,7 +55,7 @@ class Untrackable(Exception):
     """A tensor without a storage of its own: sparse, a wrapper subclass, a functorch level."""
 
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor}  # a fake one has a storage of its own too
 _default_dispatch = torch.Tensor.__torch_dispatch__
 
 
