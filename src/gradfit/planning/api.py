@@ -15,11 +15,13 @@ from gradfit.units import format_bytes, parse_bytes
 _DECISIONS = 10
 
 
-def plan(profile: Profile, *, memory: int | float | str, batch_size: int | None = None) -> Plan:
+def plan(
+    profile: Profile, *, memory: int | float | str, batch_size: int | None = None, micro_batch: int | None = None
+) -> Plan:
     """The fastest step whose peak stays within `memory`: what to keep, rebuild and offload, at which micro-batch.
 
     With `batch_size` the batch may be split, and micro-batch and recomputation are chosen together; without it the
-    plan is for the profiled batch in one piece. If nothing fits, `BudgetInfeasible` says what would.
+    plan is for the profiled batch in one piece. `micro_batch` fixes the micro-batch. If nothing fits, `BudgetInfeasible` says what would.
 
     >>> from gradfit.profiling.record import BackwardNode, Linear, Operation, Profile, Value
     >>> def op(name, *inputs, out):
@@ -35,7 +37,7 @@ def plan(profile: Profile, *, memory: int | float | str, batch_size: int | None 
     budget = parse_bytes(memory)
     size = _batch_size(profile, batch_size)
     search = MicrobatchSearch(profile, size, split=batch_size is not None)
-    choice = search.best(budget)
+    choice = search.best(budget) if micro_batch is None else search.at_size(micro_batch, budget)
     if choice is None:
         raise _infeasible(search, budget, split=batch_size is not None)
     made = _plan(profile, search, choice, budget)

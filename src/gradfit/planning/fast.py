@@ -21,10 +21,12 @@ from dataclasses import dataclass
 
 from gradfit.planning.chain import best_chain
 from gradfit.planning.menus import Option, menu
-from gradfit.planning.polish import polish
+from gradfit.planning.polish import anneal, fill
 from gradfit.planning.simulate import KEEP, Segments, Simulation, simulate
 from gradfit.planning.stages import Piece, cut_out, find_cuts, keep_needed, last_readers, node_owners, signature
 from gradfit.profiling.graph import Graph
+
+_ANNEALED = 100  # operations up to which local search is worth its time
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,23 @@ class FastSolver:
         return Solution(tuple(actions), segments, simulate(self.graph, actions, segments))
 
     def _polished(self, solution: Solution, budget_bytes: int) -> Solution:
-        evaluations = max(20, min(600, 400_000 // max(1, len(self.graph.op_inputs))))
-        actions = polish(self.graph, solution.actions, solution.segments, budget_bytes, evaluations=evaluations)
-        return self._simulated(actions, solution.segments)
+        operations = max(1, len(self.graph.op_inputs))
+        segments = solution.segments
+        actions = fill(
+            self.graph, solution.actions, segments, budget_bytes, evaluations=max(20, min(400, 200_000 // operations))
+        )
+        best = self._simulated(actions, segments)
+        if operations > _ANNEALED:
+            return best
+        # Nested segments were the chain's choice; a keep-set without them may be as good where it fits at all.
+        tries, root = min(2500, 100_000 // operations), Segments([0] * len(actions))
+        for seed in range(3):
+            tree = root if seed == 1 else best.segments
+            found = anneal(self.graph, best.actions, tree, budget_bytes, evaluations=tries, seed=seed)
+            if found is not None:
+                found = fill(self.graph, found, tree, budget_bytes, evaluations=100)
+                best = min(best, self._simulated(found, tree), key=lambda s: (s.extra_seconds, s.peak_bytes))
+        return best
 
 
 def solve_fast(graph: Graph, budget_bytes: int) -> Solution | None:

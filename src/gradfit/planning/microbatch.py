@@ -57,6 +57,10 @@ class MicrobatchSearch:
                 best = _faster(best, self._at(steps, budget_bytes, polish=False))
         return _faster(best, self._at(best.steps, budget_bytes, polish=True)) if polish else best
 
+    def at_size(self, micro_batch: int, budget_bytes: int) -> Choice | None:
+        """The best plan for this very micro-batch."""
+        return self._at(-(-self.batch_size // micro_batch), budget_bytes, polish=True)
+
     def smallest(self) -> Choice:
         """The plan of the smallest peak, at the smallest micro-batch."""
         steps = self.most_steps
@@ -71,7 +75,7 @@ class MicrobatchSearch:
         return -(-self.batch_size // steps)
 
     def _graph(self, steps: int) -> Graph:
-        return self.profile.at(self.micro_batch(steps), accumulates=steps > 1)
+        return self.profile.at(self.micro_batch(steps), accumulates=steps > 1, rows=self.batch_size)
 
     def _plain_step_seconds(self, steps: int) -> float:
         profile, micro = self.profile, self.micro_batch(steps)
