@@ -16,10 +16,10 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["DispatchMode", "FakeTensor", "TorchDispatchMode"]
+__all__ = ["DispatchMode", "FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
 
 _make_subclass = torch.Tensor._make_subclass
 _plain_tensor = torch.Tensor
@@ -100,6 +100,16 @@ def below_autograd() -> Iterator[None]:
         yield
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; the CPU's allocator has no exception type of its own, only a text."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+unseen_by_modes = torch._C._DisableTorchDispatch  # a guard: no dispatch mode sees what runs inside
+
+
 def schema_of(op: Any) -> Any:
     """An operator's schema: its arguments, which of them it writes to, and what its results alias."""
     return op._schema
@@ -162,7 +172,8 @@ def after_accumulation(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None
 
 def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiply dense tensors by a number, in place, in one call."""
-    torch._foreach_mul_(tensors, factor)
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -198,7 +209,8 @@ class SavedSlot:
     def release(self, unpack: Callable[[Any], torch.Tensor]) -> None:
         """Give the tensor's memory back; `unpack` is what a later backward pass will call in its place."""
         if isinstance(self._raw.data, torch.Tensor) and self._raw.unpack_hook is None:
-            self._raw.register_hooks(lambda tensor: None, unpack)
+            with _disable_current_modes():  # under one, a saved Python number is not a tensor and torch loses its way
+                self._raw.register_hooks(lambda tensor: None, unpack)
 
 
 _raw_names: dict[type, tuple[str, ...]] = {}

@@ -109,12 +109,9 @@ class Probe:
         """The weighted outputs' gradient in each checked input, by the backward under test."""
         leaves = {at: self.inputs[at].clone().requires_grad_() for at in self.checked}
         with torch.enable_grad():
-            # A view of each leaf, so that a function which works in place on its argument can be checked too.
-            views = [
-                leaves[at].view_as(leaves[at]) if at in leaves else v.clone() if isinstance(v, Tensor) else v
-                for at, v in enumerate(self.inputs)
-            ]
-            outputs = self.call(views)
+            # Copies of the leaves, so that a function which works in place on its argument can be checked too.
+            copies = [leaves.get(at, v).clone() if isinstance(v, Tensor) else v for at, v in enumerate(self.inputs)]
+            outputs = self.call(copies)
         if not any(output.requires_grad for output in outputs):
             raise GraphError("check_gradients: the output of fn has no graph. Remove .detach() and torch.no_grad().")
         cotangents = [

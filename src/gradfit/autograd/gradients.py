@@ -185,6 +185,11 @@ class GradientMap(MutableMapping[Key, Tensor]):
                 f"{len(bad)} of {len(self)} gradients are not finite: {found}{more}. Skip this step, or find the "
                 "operation with torch.autograd.set_detect_anomaly(True)."
             )
+        if norm is not None:
+            raise NonFiniteGradient(
+                f"The norm of {len(self)} finite gradients overflows {str(norm.dtype).removeprefix('torch.')}. "
+                "Scale them down first: grads.scale_(1e-6)."
+            )
 
     def stats(self) -> dict[Key, GradientStats]:
         """Norm, mean, spread, extremes, zeros, NaN and Inf of each gradient."""

@@ -80,11 +80,11 @@ class LossScaler:
         """
         if not self._enabled:
             return True
+        gradients = list(_gradients(target))
         if target in self._stepped:
             raise MisuseError("unscale_ comes before step: this optimizer has stepped. Call update() first.")
         if target in self._finite:
             raise MisuseError("unscale_ was called on these gradients already. Call it once between two update().")
-        gradients = list(_gradients(target))
         for gradient in gradients:
             if gradient.dtype == torch.float16 and not isinstance(target, GradientMap):
                 raise MisuseError(

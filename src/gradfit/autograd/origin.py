@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from types import CodeType, FrameType
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from gradfit import _torch
+from gradfit.autograd.nodes import operation_name
+from gradfit.errors import MisuseError
 from gradfit.tape.ops import info_of
 
 _SKIPPED = tuple(
@@ -39,26 +43,34 @@ class Made:
         self.inputs = inputs
 
 
-class OriginRecorder(_torch.TorchDispatchMode):
+class OriginRecorder(_torch.DispatchMode):  # type: ignore[no-untyped-call]
     """Notes, below autograd, for every node that autograd makes, where it came from. Holds no tensor and no graph.
 
     A node is known by its number: autograd makes the node before it runs the operation, so inside the operation the
-    newest number is its own. (A custom Function's node is the newest while its forward runs, for the same reason.)
+    newest number is its own. (A custom Function's node is the newest while its forward runs, for the same reason.) An
+    operation in place makes more than one: those before its own are its own too, and `CopySlices` comes after it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.origins: dict[int, Origin] = {}
+        self._numbers: list[int] = []  # of the nodes seen, rising
+        self._origins: list[Origin] = []
+        self._blocks: list[range] = []  # the numbers given out inside each `with`
         self.made: dict[int, Made] = {}
         self.names: dict[int, str] = {}  # of parameters, by id; the modules seen are alive while this is asked
         self._modules: dict[nn.Module, str] = {}
         self._stack: list[str] = []
-        self._first = 0
+        self._first = self._newest = 0
         self._hooks: list[Any] = []
+        self._thread: int | None = None
         self._asynchronous = torch.accelerator.is_available()
 
     def __enter__(self) -> OriginRecorder:
+        if self._thread not in (None, threading.get_ident()):
+            raise MisuseError("Autograd numbers its operations in each thread anew. Make an AutogradContext for each.")
+        self._thread = threading.get_ident()
         self._first = _torch.last_sequence_number() + 1
+        self._newest = self._first - 1
         self._hooks = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
@@ -68,6 +80,7 @@ class OriginRecorder(_torch.TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
+        self._blocks.append(range(self._first, _torch.last_sequence_number() + 1))
         for hook in self._hooks:
             hook.remove()
         self._stack.clear()
@@ -75,12 +88,20 @@ class OriginRecorder(_torch.TorchDispatchMode):
 
     def origin_of(self, node: torch.autograd.graph.Node) -> Origin | None:
         """Where a node came from; None if it was not made under this recorder."""
-        return self.origins.get(_torch.sequence_number(node))
+        number = _torch.sequence_number(node)
+        inside = (*self._blocks, range(self._first, self._newest + 1))
+        if not any(number in block for block in inside) or not self._numbers:
+            return None
+        if operation_name(node) == "CopySlices":
+            return self._origins[max(0, bisect.bisect_left(self._numbers, number) - 1)]
+        return self._origins[min(bisect.bisect_left(self._numbers, number), len(self._origins) - 1)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number = _torch.last_sequence_number()
-        if number >= self._first and number not in self.origins:
-            self.origins[number] = Origin(self._stack[-1] if self._stack else "", _source_line(sys._getframe(1)))
+        if number > self._newest:
+            self._newest = number
+            self._numbers.append(number)
+            self._origins.append(Origin(self._stack[-1] if self._stack else "", _source_line(sys._getframe(1))))
         started = time.perf_counter()
         result = func(*args, **(kwargs or {}))
         if self._asynchronous:

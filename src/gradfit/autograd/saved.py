@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradfit import _torch
 from gradfit.autograd.nodes import leaf_of
+from gradfit.tape.graph import Handle, Value
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,20 @@ def live_results() -> list[Tensor]:
 
 def _tensors_in(content: Any) -> Iterator[Tensor]:
     """Follow containers, and the handles of a recomputed scope, to the tensors that they keep alive."""
-    stack, seen = [content], set()
+    stack: list[Any] = [content]
+    seen: set[int] = set()
     while stack:
         value = stack.pop()
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             yield value
         elif id(value) not in seen:
             seen.add(id(value))
-            if isinstance(value, tuple | list | dict) or type(value).__module__.startswith("gradfit.tape"):
-                stack += gc.get_referents(value)
+            if isinstance(value, Handle):
+                stack.append(value.value)
+            elif isinstance(value, Value):  # what is kept of it, or else what it will be made from
+                stack.append(value.tensor)
+                stack += [] if value.op is None else [*value.op.inputs, *value.op.written]
+            elif isinstance(value, tuple | list):
+                stack += value
+            elif isinstance(value, dict):
+                stack += value.values()
