@@ -193,8 +193,9 @@ class GradientAccumulator:
                     self.scaler, torch.stack([loss / number for loss, number in read.values() if number]).sum()
                 )
                 return
-            self._begin()
-            self._passes.backward_terms(read)
+            with self._passes.exclusive:
+                self._begin()
+                self._passes.backward_terms(read)
             return
         if reduction not in ("mean", "sum"):
             raise MisuseError(f"reduction={reduction!r} is not known. Pass reduction='mean' or 'sum'.")
@@ -203,8 +204,9 @@ class GradientAccumulator:
         if not self.enabled:
             _plain_backward(self.scaler, loss)
             return
-        self._begin()
-        self._passes.backward(loss, number, reduction)
+        with self._passes.guard():
+            self._begin()
+            self._passes.backward(loss, number, reduction)
 
     def _begin(self) -> None:
         window = self.window
@@ -215,8 +217,8 @@ class GradientAccumulator:
                 self._update.narrow_again()
                 self._follow_optimizer()
                 window.begin()
-                if not window.accumulation_steps and self.scaler is not None:
-                    window.scale = self.scaler.get_scale()
+                if not window.accumulation_steps:
+                    self._passes.begin_window()
             else:
                 window.require_intact()
         self._require_parameters()
@@ -240,15 +242,18 @@ class GradientAccumulator:
             raise MisuseError(
                 "micro_batch needs gradients of its own to be able to take them back. Pass isolate=True or dtype=…."
             )
-        if self.window.transaction is not None:
-            raise MisuseError("micro_batch inside micro_batch: a micro-batch is one thing. Leave the inner one out.")
         number = None if weight is None else read_weight(weight)
         if not self.enabled:
             yield
             return
-        self._begin()
-        with self._passes.transact(number):
-            yield
+        with self._passes.exclusive:
+            if self.window.transaction is not None:
+                raise MisuseError(
+                    "micro_batch inside micro_batch: a micro-batch is one thing. Leave the inner one out."
+                )
+            self._begin()
+            with self._passes.transact(number):
+                yield
 
     # -- ending a window ------------------------------------------------------------------------------------------
 

@@ -37,22 +37,31 @@ class Backpropagator:
         self.window, self.scaler, self.dtype, self.isolate = window, scaler, dtype, isolate
         self.skip_nonfinite, self.ranks = skip_nonfinite or scaler is not None, ranks
         self.exclusive = threading.RLock()  # held while `.grad` is not the window's sums
-        self._seeds: dict[tuple[float, torch.dtype, torch.device, torch.Size], tuple[Tensor, bool]] = {}
+        self.narrow = False
+        self._seeds: dict[tuple[float, torch.dtype, torch.device, torch.Size], Tensor] = {}
 
     @property
     def can_take_back(self) -> bool:
         """Whether micro-batches may be held apart from the sums."""
         return self.isolate or self.dtype is not None
 
+    def begin_window(self) -> None:
+        """See whether a parameter's type is too narrow for the factors: narrower than the sums, or float16."""
+        types = {tensor.dtype for tensor in self.window.tensors}
+        wide = self.dtype
+        if wide is None:
+            self.narrow = torch.float16 in types
+        else:
+            self.narrow = any(one != torch.promote_types(one, wide) for one in types)
+        if self.scaler is not None:
+            self.window.scale = self.scaler.get_scale()
+
+    def guard(self) -> contextlib.AbstractContextManager[Any]:
+        """Held while a loss is taken in: passes run side by side, but not beside one whose gradients are apart."""
+        return self.exclusive if self.can_take_back else contextlib.nullcontext()
+
     def backward(self, loss: Tensor | None, weight: Number, reduction: str) -> None:
         """One loss, the mean over `weight` items or their sum; a weight of 0 is booked, and nothing is run."""
-        if not self.can_take_back:
-            self._backward(loss, weight, reduction)
-            return
-        with self.exclusive:
-            self._backward(loss, weight, reduction)
-
-    def _backward(self, loss: Tensor | None, weight: Number, reduction: str) -> None:
         window, transaction = self.window, self.window.transaction
         if not weight or loss is None:
             with window.lock:
@@ -64,10 +73,11 @@ class Backpropagator:
             self._backward_apart(loss, weight, reduction)
         else:
             with window.lock:
-                divisor = window.divisor_for(weight, narrow=loss.dtype in _NARROW or self._has_half())
+                divisor = window.divisor_for(weight, narrow=loss.dtype in _NARROW or self.narrow)
             factor = (weight if reduction == "mean" else 1) / divisor * self._rescale()
-            if self.dtype is not None and not self._seed(loss, factor)[1]:
-                self._backward_apart(loss, weight, reduction)  # the loss's type cannot hold this factor, the sums' can
+            if self.dtype is not None and math.frexp(factor)[0] != 0.5 and self.narrow:
+                # Only a power of two passes through a narrow type unrounded: multiply the others in at the sums.
+                self._backward_apart(loss, weight, reduction)
                 return
             self._run(loss, factor)
             with window.lock:
@@ -79,9 +89,9 @@ class Backpropagator:
             transaction.had_pass = True
 
     def backward_terms(self, terms: dict[str, tuple[Tensor, Number]]) -> None:
-        """One pass per term, into sums of its own: what divides them is known only at the end."""
+        """One pass per term, into sums of its own: what divides them is known only at the end. Needs `exclusive`."""
         window = self.window
-        with self.exclusive, contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack:
             if self.isolate and window.transaction is None:
                 stack.enter_context(self.transact(None))
             transaction = window.transaction
@@ -108,22 +118,21 @@ class Backpropagator:
         own, thread = self.window.counter.own, threading.get_ident()
         own.add(thread)
         try:
-            torch.autograd.backward(loss, self._seed(loss, factor)[0], retain_graph=retain_graph)
+            torch.autograd.backward(loss, self._seed(loss, factor), retain_graph=retain_graph)
         except BaseException:
             self.window.broken = True
             raise
         finally:
             own.discard(thread)
 
-    def _seed(self, loss: Tensor, factor: float) -> tuple[Tensor, bool]:
-        """The factor as a gradient for the loss, made once per value, and whether the loss's type holds it exactly."""
+    def _seed(self, loss: Tensor, factor: float) -> Tensor:
+        """The factor as a gradient for the loss, made once per value."""
         key = (factor, loss.dtype, loss.device, loss.shape)
         seed = self._seeds.get(key)
         if seed is None:
             if len(self._seeds) >= _SEEDS_KEPT:
                 self._seeds.clear()
-            tensor = torch.full(loss.shape, factor, dtype=loss.dtype, device=loss.device)
-            seed = self._seeds[key] = (tensor, tensor.dtype not in _NARROW or tensor.item() == factor)
+            seed = self._seeds[key] = torch.full(loss.shape, factor, dtype=loss.dtype, device=loss.device)
         return seed
 
     def _rescale(self) -> float:
@@ -133,31 +142,27 @@ class Backpropagator:
         ratio: float = self.window.scale / self.scaler.get_scale()
         return ratio
 
-    def _has_half(self) -> bool:
-        return self.dtype is None and any(tensor.dtype == torch.float16 for tensor in self.window.tensors)
-
     # -- transactions ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def transact(self, weight: Number | None) -> Iterator[Transaction]:
-        """A micro-batch that comes in whole or not at all."""
+        """A micro-batch that comes in whole or not at all. Needs `exclusive`."""
         window = self.window
-        with self.exclusive:
-            transaction = window.transaction = Transaction(window.tensors, weight)
-            known = set(window.terms)
-            try:
-                yield transaction
-                self._commit(transaction)
-            except BaseException:
-                transaction.roll_back()
-                for name in set(window.terms) - known:
-                    del window.terms[name]
-                window.broken = False
-                window.counter.abandon()
-                raise
-            finally:
-                window.transaction = None
-                window.counter.end_micro_batch()
+        transaction = window.transaction = Transaction(window.tensors, weight)
+        known = set(window.terms)
+        try:
+            yield transaction
+            self._commit(transaction)
+        except BaseException:
+            transaction.roll_back()
+            for name in set(window.terms) - known:
+                del window.terms[name]
+            window.broken = False
+            window.counter.abandon()
+            raise
+        finally:
+            window.transaction = None
+            window.counter.end_micro_batch()
 
     def _commit(self, transaction: Transaction) -> None:
         window = self.window

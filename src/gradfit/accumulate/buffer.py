@@ -151,8 +151,8 @@ class AccumulationBufferDynamic:
             raise MisuseError(f"gradient is a {type(gradient).__name__}. Pass a tensor.")
         if start + count > self._upper:
             raise MisuseError(
-                f"start_idx={start} and count={count} reach slot {start + count}, there is room for {self._upper}. Pass a "
-                "larger max_size."
+                f"start_idx={start} and count={count} reach slot {start + count}, there is room for {self._upper}. "
+                "Pass a larger max_size."
             )
         item = list(gradient.shape[1:]) if self._item is None else self._item
         shape = tuple(gradient.shape)

@@ -70,10 +70,15 @@ class BackwardCounter:
         """The next pass is a new micro-batch in any case."""
         self._retained = None
 
+    @property
+    def found_dead(self) -> bool:
+        """Whether a pass of this thread has begun and not ended, though none is running."""
+        return bool(self._open) and _torch.graph_task_id() == -1 and threading.get_ident() in self._open.values()
+
     def abandon(self) -> None:
         """Forget passes of this thread that have died half-way."""
         thread = threading.get_ident()
-        for task in [task for task, where in self._open.items() if where == thread]:
+        for task in [task for task, where in list(self._open.items()) if where == thread]:
             self._open.pop(task, None)
 
     def _begin(self, task: int) -> None:

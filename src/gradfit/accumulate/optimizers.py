@@ -32,7 +32,8 @@ def check_optimizer(optimizer: Any) -> None:
     for method in ("step", "zero_grad"):
         if not callable(getattr(optimizer, method, None)):
             raise MisuseError(f"optimizer is a {type(optimizer).__name__} without {method}(). Pass a torch optimizer.")
-    for parameter in inspect.signature(optimizer.step).parameters.values():
+    own = getattr(type(optimizer), "step", None)  # the class's: a scheduler wraps the instance's
+    for parameter in list(inspect.signature(own).parameters.values())[1:] if own is not None else ():
         positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         if positional and parameter.default is parameter.empty:
             raise MisuseError(

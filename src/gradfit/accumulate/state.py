@@ -83,6 +83,7 @@ def load(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
         ) from error
     window.strategy.load_state_dict(strategy)  # raises before it changes anything
     window.reset()
+    accumulator._passes.begin_window()
     for position, gradient in placed.items():
         window.tensors[position].grad = gradient
     for name, value in fields.items():

@@ -97,8 +97,9 @@ class AccumulationContext:
     @property
     def is_ready(self) -> bool:
         """Whether the window is full; if it is, its gradients are normalised from here on."""
+        self.require_intact()
         self.counter.end_micro_batch()
-        if self.is_full and not self.broken:
+        if self.is_full:
             self.finalise()
         return self.is_full
 
@@ -262,6 +263,7 @@ class AccumulationContext:
 
     def end_micro_batch(self) -> None:
         """What has come since the last call is one micro-batch, unless the window is full of such passes already."""
+        self.require_intact()
         self.counter.end_micro_batch()
         if not self.open:
             if self.final and self.is_full:
@@ -333,7 +335,7 @@ class AccumulationContext:
 
     def require_intact(self) -> None:
         """Refuse to go on with gradients that hold half a micro-batch."""
-        if self.broken:
+        if self.broken or self.counter.found_dead:
             raise MisuseError(
                 "A backward pass failed half-way, so the window holds part of a micro-batch. Call reset() and repeat "
                 "it; with isolate=True, `with accumulator.micro_batch():` leaves the window as it was before."
