@@ -11,6 +11,7 @@ handle, whatever only that handle needed dies with it. Links the other way (`use
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,30 +63,49 @@ class Segment:
         return a
 
 
+def nothing() -> torch.Tensor | None:
+    """What a dead weak reference would return."""
+    return None
+
+
 class Value:
-    """One version of one storage. `tensor` is there when it is kept or has been rebuilt, `op` when it can be rebuilt."""
+    """One version of one storage. `tensor` is there when it is kept or has been rebuilt, `op` when it can be rebuilt.
 
-    __slots__ = (
-        "__weakref__", "evictable", "geometry", "gone", "handles", "key", "natural", "op", "position", "segment", "taken",
-        "taken_pass", "tensor", "uninitialised", "users", "version",
-    )  # fmt: skip
+    Hundreds are made in every forward pass, so what most of them never set are defaults of the class.
+    """
 
-    def __init__(self, key: int, geometry: Geometry, segment: Segment) -> None:
+    op: Operation | None = None
+    position = 0  # which of its operation's results
+    tensor: torch.Tensor | None = None
+    version = -1  # the version counter of `tensor` when it was kept; -1: it is private to the tape
+    seen = -1  # the version counter when the storage last passed by; -1: not known
+    natural: Callable[[], torch.Tensor | None] = staticmethod(nothing)  # the tensor that the forward saw, while it lives
+    gone: Any = None  # watches the storage, so that its address can be used again
+    uninitialised = False
+    constant = False  # holds one number everywhere, as far as recorded operations go
+    evictable = False  # kept when autograd saves it, until somebody needs the memory
+    handles = 0
+    taken = 0  # handles unpacked in pass number `taken_pass`
+    taken_pass = 0
+
+    def __init__(self, key: int, geometry: Geometry | None, segment: Segment) -> None:
         self.key = key
-        self.geometry = geometry  # the tensor that `tensor`, when there, is
+        self._geometry = geometry
         self.segment = segment
-        self.op: Operation | None = None
-        self.position = 0  # which of its operation's results
-        self.tensor: torch.Tensor | None = None
-        self.version = -1  # the version counter of `tensor` when it was kept; -1: it is private to the tape
-        self.natural: weakref.ref[torch.Tensor] | None = None  # the tensor object the forward saw, while it lives
-        self.gone: Any = None  # watches the storage, so that its address can be used again
-        self.uninitialised = False
-        self.evictable = False  # kept when autograd saves it, until somebody needs the memory
-        self.users: list[weakref.ref[Operation]] = []
-        self.handles = 0
-        self.taken = 0  # handles unpacked in pass number `taken_pass`
-        self.taken_pass = 0
+        self.users: list[weakref.ref[Operation]] = []  # not kept for roots, which nobody has to make again
+
+    @property
+    def geometry(self) -> Geometry:
+        """The tensor that `tensor`, when there, is."""
+        if self._geometry is None:
+            if self.tensor is None:
+                raise RuntimeError("gradfit: a value without a tensor and without a geometry")
+            self._geometry = geometry_of(self.tensor)
+        return self._geometry
+
+    @geometry.setter
+    def geometry(self, geometry: Geometry | None) -> None:
+        self._geometry = geometry
 
     @property
     def root(self) -> bool:
@@ -108,7 +128,7 @@ class Operation:
         self.info = info
         self.args = args  # as called, with a Value or a Slice in the place of every tensor
         self.kwargs = kwargs
-        self.inputs = inputs
+        self.inputs = inputs  # each once
         self.outputs: list[weakref.ref[Value] | None] = []
         self.written: tuple[Value, ...] = ()  # the versions that it overwrites
         self.rng: Any = None

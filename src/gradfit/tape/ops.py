@@ -30,6 +30,7 @@ class OpInfo:
     generator: bool = False  # takes a generator
     dropout: int | None = None  # the position of a probability that, when zero, means that nothing is drawn
     dtype: bool = False  # makes tensors from nothing, of the default dtype unless told
+    grad_mode: bool = False  # its results depend on whether gradients are enabled
     collective: bool = False  # talks to other processes, and writes to what it is given
 
 
@@ -56,6 +57,8 @@ _METADATA = {"set_", "resize_", "resize_as_", "as_strided_", "squeeze_", "unsque
              "swapaxes_", "_resize_output_", "detach_", "requires_grad_", "rename_", "set_data", "record_stream",
              "_reshape_copy_", "resize", "set", "squeeze_.dims"}  # fmt: skip
 _RNN_WITH_HIDDEN_STATE = {"_cudnn_rnn", "miopen_rnn", "_cudnn_init_dropout_state"}
+# Makes the workspace that its backward needs only where gradients are enabled.
+_GRAD_MODE = {"mkldnn_rnn_layer"}
 # Gives back its argument's storage though the schema says that it is new.
 _UNDECLARED_VIEWS = {"_unsafe_view"}
 # torch's own operators. Others may be written in Python, which runs once: their results are kept.
@@ -118,5 +121,6 @@ def _describe(op: Any) -> OpInfo:
         generator="generator" in names,
         dropout=names.index("dropout_p") if "dropout_p" in names else None,
         dtype=makes_from_nothing,
+        grad_mode=name in _GRAD_MODE,
         collective=collective,
     )

@@ -4,10 +4,12 @@ Rules, cited below where they are obeyed:
 
 1. A storage is known by its address, and only while it lives: a watcher takes the address out when it dies.
 2. Views are not recorded. Arguments are remembered as (value, geometry), whatever chain of views led to them.
-3. A storage that the tape has not seen being made is a *root*: held as it is, never rebuilt.
+3. A storage that the tape has not seen being made is a *root*: held as it is, never rebuilt. Roots are owned by the
+   operations that read them: one that is alive is needed.
 4. A write makes a new value. Whoever still needs the old one gets it rebuilt, or a copy made just before the write.
 5. What cannot be replayed is not recorded, so that its results become roots: kept, never guessed. That goes for
-   memory handed out uninitialised too, if somebody reads it before a recorded operation has written to it.
+   memory handed out uninitialised too, if somebody reads it before a recorded operation has written to it, and for
+   storages that somebody the recorder does not see wrote to (their version counter, or their content, tells).
 6. Backward passes are not recorded, even inside a scope.
 """
 
@@ -16,23 +18,44 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradfit._torch import FakeTensor, TorchDispatchMode, detached, detached_in_dispatch, graph_task_id, storage_key
+from gradfit._torch import DispatchMode, base_of, detached, detached_in_dispatch, graph_task_id, storage_key
 from gradfit.errors import ActivationOverwritten
 from gradfit.tape import replay, rng
-from gradfit.tape.graph import Handle, Operation, Segment, Slice, Tape, Value, geometry_of, shaped
+from gradfit.tape.graph import Handle, Operation, Segment, Slice, Tape, Value, geometry_of, nothing, shaped
 from gradfit.tape.ops import LOAD, OpInfo, info_of
+from gradfit.tape.storage import (
+    PLAIN,
+    Untrackable,
+    Watcher,
+    copy_storage,
+    fills_storage,
+    flatten,
+    fresh_results,
+    holds_only,
+    key_of,
+    place_of,
+    written_tensors,
+)
+
+__all__ = [
+    "DROP", "HOLD", "KEEP", "OFFLOAD", "Policy", "Recorder", "Untrackable", "fresh_results", "key_of", "unpack",
+    "written_tensors",
+]  # fmt: skip
 
 # Rebuild it; let autograd have it; let autograd have it until it is evicted; move it out and back.
 DROP, KEEP, HOLD, OFFLOAD = 0, 1, 2, 3
 
 _counter = itertools.count()
 _NO_KWARGS: dict[str, Any] = {}
+_Fresh = list[tuple[int, torch.Tensor, int]]
+_Tensor = torch.Tensor
+_reference_to = weakref.ref
+_UNCOUNTED = -2  # the version of a tensor made under inference mode
 
 
 class Policy(Protocol):
@@ -45,34 +68,7 @@ class Policy(Protocol):
         """Move a result out; returns the function that brings it back. Called where `choose` said OFFLOAD."""
 
 
-class _Watcher(weakref.ref):  # type: ignore[type-arg]
-    """Rule 1: takes a dead storage's address out of the table."""
-
-    __slots__ = ("key",)
-
-
-class Untrackable(Exception):
-    """A tensor without a storage of its own: sparse, a wrapper subclass, a functorch level."""
-
-
-_PLAIN = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor}  # a fake one has a storage of its own too
-_default_dispatch = torch.Tensor.__torch_dispatch__
-
-
-def key_of(tensor: torch.Tensor) -> int:
-    """A tensor's storage address, or `Untrackable`."""
-    kind = type(tensor)
-    if kind not in _PLAIN and kind.__torch_dispatch__ is not _default_dispatch:
-        raise Untrackable
-    if tensor.layout is not torch.strided:
-        raise Untrackable
-    try:
-        return storage_key(tensor)
-    except (RuntimeError, NotImplementedError):
-        raise Untrackable from None
-
-
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """A dispatch mode plus saved-tensor hooks. Enter it around the code to record; `segment` is where it is."""
 
     def __init__(self, segment: Segment, policy: Policy | None = None) -> None:
@@ -80,10 +76,11 @@ class Recorder(TorchDispatchMode):
         self.segment = segment
         self.policy = policy
         self.planned = False  # segments come from a plan and are not to be widened
+        self.watching: Any = None  # called with every operation that is recorded
         self.tape = Tape(threading.RLock())
         self._made: dict[int, Value] = {}  # by storage: the newest version, made by a recorded operation
         self._kept: set[int] = set()  # storages that autograd has, for the statistics
-        self._roots: dict[int, weakref.ref[Value]] = {}  # by storage; the operations that read them own them
+        self._roots: dict[int, weakref.ref[Value]] = {}  # by storage
         made = self._made
 
         def forget(watcher: Any) -> None:  # must not hold the recorder: the storages would
@@ -106,100 +103,181 @@ class Recorder(TorchDispatchMode):
             self._hooks = None
             self._made.clear()  # the graph's saved tensors hold `pack`, and so this object
             self._roots.clear()
+            self.policy = self.watching = None
 
     # ------------------------------------------------------------------------------------------ operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or _NO_KWARGS
         info = info_of(func)
-        if info.view or graph_task_id() != -1:  # rules 2 and 6
-            return func(*args, **kwargs)
-        state = rng.capture(args, kwargs) if info.random else None
-        if info.writes:
-            return self._write(func, info, args, kwargs, state)
-        out = func(*args, **kwargs)
-        fresh = fresh_results(out, args)
-        if fresh:
-            choices = self.policy.choose(func, [t for _, t, _ in fresh]) if self.policy is not None else None
-            if info.recordable and (choices is None or choices.count(KEEP) != len(choices)):
-                self._record(func, info, args, kwargs, state, fresh, choices)
+        if info.view:  # rule 2
+            return info.call(*args, **kwargs) if kwargs else info.call(*args)
+        if kwargs is None:
+            kwargs = _NO_KWARGS
+        if graph_task_id() != -1:  # rule 6
+            if info.writes:
+                self._lose(written_tensors(info, args, kwargs))
+            return info.call(*args, **kwargs)
+        if not info.simple:
+            return self._special(func, info, args, kwargs)
+        out = info.call(*args, **kwargs)
+        if type(out) is _Tensor and not out.is_inference():
+            self._record_one(func, info, args, kwargs, out)
+        else:
+            fresh = fresh_results(out, args)
+            if fresh:
+                self._record(func, info, args, kwargs, None, fresh)
         return out
 
-    def _record(
-        self,
-        func: Any,
-        info: OpInfo,
-        args: Any,
-        kwargs: Any,
-        state: Any,
-        fresh: list[tuple[int, torch.Tensor, int]],
-        choices: list[int] | None,
-    ) -> None:
+    def _special(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
+        if info.collective:
+            self._lose(_all_tensors(args, kwargs))
+        state = rng.capture(args, kwargs) if info.random and rng.draws(info, args, kwargs) else None
+        if info.writes:
+            return self._write(func, info, args, kwargs, state)
+        if info.scratch and _in_training(args):
+            self._lose([args[position] for position in info.scratch if isinstance(args[position], _Tensor)])
+        out = info.call(*args, **kwargs)
+        fresh = fresh_results(out, args)
+        if fresh:
+            if info.dtype and "dtype" not in kwargs:
+                kwargs = {**kwargs, "dtype": fresh[0][1].dtype}  # the default dtype may be another one at replay
+            self._record(func, info, args, kwargs, state, fresh)
+        return out
+
+    def _record_one(self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: torch.Tensor) -> None:
+        """`_record` for what nearly all operations are: one new tensor, nothing special."""
+        made = self._made
         inputs: list[Value] = []
+        template: list[Any] = []
         try:
-            op = Operation(
-                next(_counter),
-                func,
-                info,
-                self._template(args, inputs),
-                self._template_kwargs(kwargs, inputs),
-                inputs,
-            )
-        except Untrackable:  # rule 5
+            for argument in args:
+                kind = type(argument)
+                if kind in PLAIN:
+                    value = made.get(storage_key(argument))
+                    if value is not None and value.natural() is argument and value.seen == argument._version:
+                        if value.uninitialised or value.constant:
+                            value = self._reference(argument, inputs)
+                        elif value not in inputs:
+                            inputs.append(value)
+                        template.append(value)
+                    else:
+                        template.append(self._reference(argument, inputs))
+                elif kind is list or kind is tuple or isinstance(argument, _Tensor):
+                    template.append(self._template((argument,), inputs)[0])
+                else:
+                    template.append(argument)
+            named = self._template_kwargs(kwargs, inputs) if kwargs else _NO_KWARGS
+            key = storage_key(out)
+        except (Untrackable, NotImplementedError):  # rule 5
+            fresh = fresh_results(out, args)
+            if fresh and self.policy is not None:
+                self.policy.choose(func, [tensor for _, tensor, _ in fresh])
             return
-        if info.scratch:
+        for value in inputs:
+            if value.key == key:
+                return  # it gave back an argument: nothing new was made
+        choice = DROP
+        if self.policy is not None:
+            choices = self.policy.choose(func, [out])
+            if choices is not None:
+                choice = choices[0]
+                if choice == KEEP:
+                    return
+        if key in made or self._root(key) is not None:
+            return
+        op = Operation(next(_counter), func, info, template, named, inputs)
+        if choice == OFFLOAD or info.constant:
+            self._adopt(op, [(0, out, key)], [choice])
+        else:
+            value = Value(key, (out.size(), out.stride(), out.storage_offset(), out.dtype), self.segment)
+            value.op = op
+            value.natural = _reference_to(out)
+            value.seen = out._version
+            if info.uninitialised:
+                value.uninitialised = True
+            if choice == HOLD:
+                value.evictable = True
+            watcher = Watcher(out.untyped_storage(), self._forget)
+            watcher.key = key
+            value.gone = watcher
+            made[key] = value
+            op.outputs.append(_reference_to(value))
+        self._register(op)
+
+    def _record(self, func: Any, info: OpInfo, args: Any, kwargs: Any, state: Any, fresh: _Fresh) -> None:
+        choices = None
+        if self.policy is not None:
+            choices = self.policy.choose(func, [tensor for _, tensor, _ in fresh])
+        if not info.recordable or (choices is not None and choices.count(KEEP) == len(choices)):
+            return
+        op = self._open(func, info, args, kwargs)
+        if op is None or any(key in self._made or self._root(key) is not None for _, _, key in fresh):
+            return  # not replayable, or it gave back a tensor that was there before: nothing new was made
+        if info.scratch and _in_training(args):
             _replace_running_statistics(op)
         op.rng = state
-        if any(key in self._made or self._root(key) is not None for _, _, key in fresh):
-            return  # it gave back a tensor that was there before: nothing new was made
         self._adopt(op, fresh, choices)
         self._register(op)
 
-    def _adopt(self, op: Operation, fresh: list[tuple[int, torch.Tensor, int]], choices: list[int] | None) -> None:
+    def _open(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Operation | None:
+        inputs: list[Value] = []
+        try:
+            template = self._template(args, inputs)
+            named = self._template_kwargs(kwargs, inputs)
+        except Untrackable:  # rule 5
+            return None
+        return Operation(next(_counter), func, info, template, named, inputs)
+
+    def _adopt(self, op: Operation, fresh: _Fresh, choices: list[int] | None) -> None:
         """Make a value of each new storage."""
         for number, (position, tensor, key) in enumerate(fresh):
             choice = DROP if choices is None else choices[number]
-            if choice == KEEP:
+            if choice == KEEP or key in self._made:  # two results may share a storage: then it is one value
                 op.outputs.append(None)
                 continue
-            value = Value(key, geometry_of(tensor), self.segment)
-            value.op = op
-            value.position = position
+            value = self._new(op, tensor, key, position, choice)
             value.uninitialised = op.info.uninitialised
-            value.natural = weakref.ref(tensor)
-            if choice == HOLD:
-                value.evictable = True
-            elif choice == OFFLOAD and self.policy is not None and _fills_storage(tensor):
+            value.constant = op.info.constant
+            if choice == OFFLOAD and self.policy is not None and fills_storage(tensor):
                 value.op = Operation(op.index, self.policy.offload(tensor), LOAD, [], _NO_KWARGS, [])
                 value.op.outputs.append(weakref.ref(value))
                 value.position = 0
                 op.outputs.append(None)
-                self._watch(value, tensor)
-                continue
-            self._watch(value, tensor)
-            op.outputs.append(weakref.ref(value))
+            else:
+                op.outputs.append(weakref.ref(value))
+
+    def _new(self, op: Operation, tensor: torch.Tensor, key: int, position: int, choice: int) -> Value:
+        value = Value(key, geometry_of(tensor), self.segment)
+        value.op = op
+        value.position = position
+        value.seen = _version(tensor)
+        if value.seen >= 0:
+            value.natural = weakref.ref(tensor)
+        value.evictable = choice == HOLD
+        watcher = Watcher(tensor.untyped_storage(), self._forget)
+        watcher.key = key
+        value.gone = watcher
+        self._made[key] = value
+        return value
 
     def _register(self, op: Operation) -> None:
-        reference = weakref.ref(op)
+        reference = _reference_to(op)
         segment = self.segment
         for value in op.inputs:
-            value.users.append(reference)
-            # It escapes from where it was made: whoever encloses both rebuilds it.
-            if value.segment is not segment and not self.planned:
-                value.segment = value.segment.common(segment)
-
-    def _watch(self, value: Value, tensor: torch.Tensor) -> None:
-        watcher = _Watcher(tensor.untyped_storage(), self._forget)
-        watcher.key = value.key
-        value.gone = watcher
-        self._made[value.key] = value
+            if value.op is not None:
+                value.users.append(reference)
+                # It escapes from where it was made: whoever encloses both rebuilds it.
+                if value.segment is not segment and not self.planned:
+                    value.segment = value.segment.common(segment)
+        if self.watching is not None:
+            self.watching(op)
 
     # ------------------------------------------------------------------------------------------ arguments
 
     def _template(self, args: Any, inputs: list[Value]) -> list[Any]:
-        template = []
+        template: list[Any] = []
         for argument in args:
-            if isinstance(argument, torch.Tensor):
+            if isinstance(argument, _Tensor):
                 template.append(self._reference(argument, inputs))
             elif isinstance(argument, list | tuple):
                 template.append(self._template(argument, inputs))
@@ -213,40 +291,66 @@ class Recorder(TorchDispatchMode):
         names = list(kwargs)
         return dict(zip(names, self._template(kwargs.values(), inputs), strict=True))
 
-    def _reference(self, tensor: torch.Tensor, inputs: list[Value]) -> Value | Slice:
+    def _reference(self, tensor: torch.Tensor, inputs: list[Value]) -> Any:
         key = key_of(tensor)
+        value = self._present(key, tensor)
+        if value is None:  # rule 3
+            value = Value(key, None, self.segment)
+            self._hold(value, tensor)
+        elif value.uninitialised or value.constant:
+            self._settle(value, tensor)
+        if value not in inputs:
+            inputs.append(value)
+        if value.natural() is tensor:
+            return value
+        geometry = place_of(tensor)
+        return value if geometry == value.geometry else Slice(value, geometry)
+
+    def _present(self, key: int, tensor: torch.Tensor) -> Value | None:
+        """What the tape knows to be in a tensor's storage now; None if it does not know."""
         value = self._made.get(key)
         if value is None:
             value = self._root(key)
-            if value is None:  # rule 3
-                value = Value(key, geometry_of(tensor), self.segment)
-                self._hold(value, tensor)
-        elif value.uninitialised:
-            self._hold_uninitialised(value, tensor)
-        inputs.append(value)
-        if value.natural is not None and value.natural() is tensor:
-            return value
-        geometry = geometry_of(tensor)
-        return value if geometry == value.geometry else Slice(value, geometry)
+            if value is None:
+                return None
+        version = _version(tensor)
+        if value.seen != version:
+            if value.seen != -1:  # rule 5: somebody wrote to it unseen
+                self._made.pop(key, None)
+                self._roots.pop(key, None)
+                value.gone = None
+                return None
+            value.seen = version
+        return value
 
     def _root(self, key: int) -> Value | None:
         reference = self._roots.get(key)
         return None if reference is None else reference()
 
-    def _hold_uninitialised(self, value: Value, tensor: torch.Tensor) -> None:
+    def _settle(self, value: Value, tensor: torch.Tensor) -> None:
         """Rule 5: somebody reads memory that no recorded operation wrote; what is in it now is all there is."""
+        constant, value.constant = value.constant, False
+        if constant and tensor.device.type == "cpu" and holds_only(tensor, _constant_of(value.op)):
+            return
         self._made.pop(value.key, None)
         value.gone = None
         value.uninitialised = False
         value.op = None
-        value.geometry = geometry_of(tensor)
+        value.geometry = None
         self._hold(value, tensor)
 
     def _hold(self, value: Value, tensor: torch.Tensor) -> None:
-        # A leaf can be held itself: it has no graph that could hold the tape in turn.
-        value.tensor = tensor if tensor.is_leaf else detached_in_dispatch(tensor)
-        value.version = tensor._version
-        value.natural = weakref.ref(tensor)
+        base = base_of(tensor)
+        owner = tensor if base is None else base
+        if not (owner.requires_grad and owner.is_leaf):
+            # Only a leaf that cannot be written to can be held itself: others may get a graph that holds the tape.
+            place_of(tensor)
+            owner = detached_in_dispatch(tensor)
+            value.natural = weakref.ref(tensor)
+        else:
+            value.natural = weakref.ref(owner)
+        value.tensor = owner
+        value.version = value.seen = _version(tensor)
         self._roots[value.key] = weakref.ref(value)
 
     # ------------------------------------------------------------------------------------------ writes
@@ -257,62 +361,54 @@ class Recorder(TorchDispatchMode):
         try:
             keys = [key_of(target) for target in targets]
         except Untrackable:
-            return func(*args, **kwargs)
-        inputs: list[Value] = []
-        olds = [self._made.get(key) or self._root(key) for key in keys]
+            self._lose(targets)
+            return info.call(*args, **kwargs)
+        olds = [self._present(key, target) for key, target in zip(keys, targets, strict=True)]
         op: Operation | None = None
-        if info.recordable and len(set(keys)) == len(keys) and all(old is not None for old in olds):
-            op = self._open_write(func, info, args, kwargs, inputs, olds)
+        if info.recordable and None not in olds and len(set(keys)) == len(keys):
+            if not info.reads_written:
+                for old in olds:
+                    old.uninitialised = old.constant = False  # type: ignore[union-attr]  # written to, not read
+            op = self._open(func, info, args, kwargs)
         for old in olds:
             if old is not None:
                 _save_before_write(old)
-        out = func(*args, **kwargs)
+        out = info.call(*args, **kwargs)
         fresh = [entry for entry in fresh_results(out, args) if entry[2] not in keys]
         choices = None
-        if self.policy is not None and (targets or fresh):
+        if self.policy is not None:
             choices = self.policy.choose(func, [*targets, *(t for _, t, _ in fresh)])
-        if op is None or (choices is not None and KEEP in choices):
-            for key in keys:  # rule 5: from here on it is a root
-                self._made.pop(key, None)
-                self._roots.pop(key, None)
-            return out
-        op.rng = state
-        for number, (target, key, old) in enumerate(zip(targets, keys, olds, strict=True)):
+        for key, old in zip(keys, olds, strict=True):
+            self._made.pop(key, None)
+            self._roots.pop(key, None)
             if old is not None:
                 old.gone = None
-                old.natural = None
-            self._roots.pop(key, None)
-            value = Value(key, geometry_of(target), self.segment)
-            value.op = op
-            value.position = -1 - number
-            value.natural = weakref.ref(target)
-            if choices is not None and choices[number] == HOLD:
-                value.evictable = True
-            self._watch(value, target)
+                old.natural = nothing
+        if op is None or (choices is not None and KEEP in choices):
+            return out  # rule 5: from here on it is a root
+        op.rng = state
+        op.written = tuple(olds)  # type: ignore[arg-type]
+        for number, (target, key) in enumerate(zip(targets, keys, strict=True)):
+            value = self._new(op, target, key, -1 - number, DROP if choices is None else choices[number])
+            value.seen = -1  # autograd counts the version up when this has returned, or not at all
             op.outputs.append(weakref.ref(value))
         self._adopt(op, fresh, None)
         self._register(op)
         return out
 
-    def _open_write(
-        self, func: Any, info: OpInfo, args: Any, kwargs: Any, inputs: list[Value], olds: list[Any]
-    ) -> Operation | None:
-        untouched = [old for old in olds if old.uninitialised] if not info.reads_written else []
-        for old in untouched:
-            old.uninitialised = False  # it is about to be written, not read
-        try:
-            op = Operation(
-                next(_counter),
-                func,
-                info,
-                self._template(args, inputs),
-                self._template_kwargs(kwargs, inputs),
-                inputs,
-            )
-        except Untrackable:
-            return None
-        op.written = tuple(olds)
-        return op
+    def _lose(self, tensors: Any) -> None:
+        """Somebody is about to write to these without being recorded: they will be roots."""
+        for tensor in tensors:
+            try:
+                key = key_of(tensor)
+            except Untrackable:  # its parts' version counters will tell
+                continue
+            value = self._made.pop(key, None) or self._root(key)
+            if value is not None:
+                _save_before_write(value)
+                value.gone = None
+                value.natural = nothing
+            self._roots.pop(key, None)
 
     # ------------------------------------------------------------------------------------------ saved tensors
 
@@ -322,38 +418,58 @@ class Recorder(TorchDispatchMode):
             value = self._made.get(key_of(tensor))
         except Untrackable:
             return (tensor.detach() if tensor.grad_fn is not None else tensor, None)
-        if value is not None and value.uninitialised:
-            self._made.pop(value.key)  # rule 5
-            value = None
-        if value is None or tensor.is_neg() or tensor.is_conj():
-            if tensor.is_leaf:
-                return (tensor, tensor._version)
-            self._note_kept(tensor)
-            return (detached(tensor), tensor._version)
-        natural = None if value.natural is None else value.natural()
+        if value is None:
+            return self._pack_root(tensor)
+        natural = value.natural()
         geometry = None
         if natural is not tensor:
-            geometry = geometry_of(tensor)
+            try:
+                geometry = place_of(tensor)
+            except Untrackable:
+                return self._pack_root(tensor)
             if geometry == value.geometry:
                 geometry = None
+        if value.seen != tensor._version or value.uninitialised or value.constant:
+            value = self._present(value.key, tensor)
+            if value is not None and (value.uninitialised or value.constant):
+                self._settle(value, tensor)
+            if value is None or value.op is None:
+                return self._pack_root(tensor)
         if value.handles == 0:
-            self._first_pack(value, tensor)
+            self._first_pack(value, tensor, natural)
         value.handles += 1
         return Handle(self.tape, value, geometry)
+
+    def _pack_root(self, tensor: torch.Tensor) -> Any:
+        base = base_of(tensor)
+        if base is None:
+            if tensor.is_leaf and tensor.requires_grad:
+                return (tensor, tensor._version)
+            self._note_kept(tensor)
+        elif not (base.is_leaf and base.requires_grad):  # a parameter's view is not an activation
+            self._note_kept(tensor)
+        return (detached(tensor), _version(tensor))
+
+    def _first_pack(self, value: Value, tensor: torch.Tensor, natural: torch.Tensor | None) -> None:
+        if value.evictable and (natural is not None or tensor.dtype is value.geometry[3]):
+            value.tensor = shaped(detached(tensor), value.geometry) if natural is None else detached(natural)
+            value.version = tensor._version
+        elif self.segment.scope is not None:
+            self.segment.scope.note_freed(tensor.untyped_storage().nbytes())
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Make a value of the tape a root: it is held from now on, and replays start from it."""
         try:
-            value = self._made.pop(key_of(tensor), None)
+            value = self._present(key_of(tensor), tensor)
         except Untrackable:
             return
-        if value is not None:
-            value.gone = None
-            value.op = None
-            value.uninitialised = False
-            natural = None if value.natural is None else value.natural()
+        if value is not None and value.op is not None:
+            self._made.pop(value.key, None)
+            natural = value.natural()
             value.tensor = detached(natural) if natural is not None else shaped(detached(tensor), value.geometry)
             value.version = tensor._version
+            value.gone = value.op = None
+            value.uninitialised = value.constant = False
             self._roots[value.key] = weakref.ref(value)
             self._note_kept(tensor)
 
@@ -364,22 +480,13 @@ class Recorder(TorchDispatchMode):
             if self.segment.scope is not None:
                 self.segment.scope.note_kept(tensor.untyped_storage().nbytes())
 
-    def _first_pack(self, value: Value, tensor: torch.Tensor) -> None:
-        scope = self.segment.scope
-        if value.evictable:
-            natural = None if value.natural is None else value.natural()
-            value.tensor = shaped(detached(tensor), value.geometry) if natural is None else detached(natural)
-            value.version = tensor._version
-        elif scope is not None:
-            scope.note_freed(tensor.untyped_storage().nbytes())
-
 
 def unpack(packed: Any) -> torch.Tensor:
     """Autograd wants it back: the kept tensor, if nobody wrote to it, or a replay."""
     if type(packed) is Handle:
         return replay.take(packed)
     tensor: torch.Tensor = packed[0]
-    if packed[1] is not None and tensor._version != packed[1]:
+    if packed[1] is not None and packed[1] >= 0 and tensor._version != packed[1]:
         raise ActivationOverwritten(
             f"A tensor of shape {tuple(tensor.shape)} that backward needs was modified in place after it was saved "
             f"(it is at version {tensor._version}, version {packed[1]} was expected). "
@@ -388,42 +495,22 @@ def unpack(packed: Any) -> torch.Tensor:
     return tensor
 
 
-def _fills_storage(tensor: torch.Tensor) -> bool:
-    return tensor.is_non_overlapping_and_dense() and tensor.nbytes == tensor.untyped_storage().nbytes()
+def _version(tensor: torch.Tensor) -> int:
+    return _UNCOUNTED if tensor.is_inference() else tensor._version
 
 
-def fresh_results(out: Any, args: Any) -> list[tuple[int, torch.Tensor, int]]:
-    """(position, tensor, storage) of results that do not lie in an argument's storage."""
-    if isinstance(out, torch.Tensor):
-        flat: Iterator[Any] | tuple[Any, ...] = (out,)
-    elif isinstance(out, list | tuple):
-        flat = replay.flatten(out)
-    else:
-        return []
-    fresh = []
-    try:
-        for position, tensor in enumerate(flat):
-            if isinstance(tensor, torch.Tensor):
-                key = key_of(tensor)
-                if not any(isinstance(a, torch.Tensor) and key_of(a) == key for a in args):
-                    fresh.append((position, tensor, key))
-    except Untrackable:  # rule 5
-        return []
-    return fresh
+def _all_tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in flatten((args, tuple(kwargs.values()))) if isinstance(leaf, _Tensor)]
 
 
-def written_tensors(info: OpInfo, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    targets: list[torch.Tensor] = []
-    for where in info.writes:
-        if isinstance(where, str):
-            argument = kwargs.get(where)
-        else:
-            argument = args[where] if where < len(args) else None
-        if isinstance(argument, torch.Tensor):
-            targets.append(argument)
-        elif isinstance(argument, list | tuple):
-            targets.extend(item for item in argument if isinstance(item, torch.Tensor))
-    return targets
+def _constant_of(op: Operation | None) -> Any:
+    """The number that a constant tensor was filled with."""
+    if op is None:
+        return None
+    name = op.func.__name__
+    if "full" not in name:
+        return 1 if "ones" in name else 0
+    return op.kwargs["fill_value"] if "fill_value" in op.kwargs else op.args[2 if name.startswith("new_full") else 1]
 
 
 def _save_before_write(old: Value) -> None:
@@ -432,17 +519,21 @@ def _save_before_write(old: Value) -> None:
         return
     if old.op is not None:
         old.tensor = None  # it can be rebuilt
-    elif old.handles or any(user() is not None for user in old.users):
-        old.tensor = replay.copy_storage(old.tensor, old.geometry)
+    elif old.version != -1:
+        old.tensor = copy_storage(old.tensor, old.geometry)
         old.version = -1
+
+
+def _in_training(args: Any) -> bool:
+    return not (len(args) > 5 and args[5] is False)  # in evaluation mode running statistics are ordinary inputs
 
 
 def _replace_running_statistics(op: Operation) -> None:
     """Replay must not update running statistics a second time: give it scratch tensors, whose content is not read."""
-    if len(op.args) > 5 and op.args[5] is False:  # evaluation mode: they are ordinary inputs
-        return
     for position in op.info.scratch:
         reference = op.args[position]
         if isinstance(reference, Value | Slice):
             op.args[position] = replay.Scratch(reference.geometry)
-            op.inputs.remove(reference if isinstance(reference, Value) else reference.value)
+            value = reference if isinstance(reference, Value) else reference.value
+            if value in op.inputs:
+                op.inputs.remove(value)

@@ -18,8 +18,9 @@ import torch
 
 from gradfit._torch import below_autograd, storage_key
 from gradfit.errors import ActivationOverwritten, UnsupportedOp
-from gradfit.tape.graph import Geometry, Handle, Operation, Slice, Tape, Value, shaped
+from gradfit.tape.graph import Geometry, Handle, Operation, Slice, Tape, Value, geometry_of, shaped
 from gradfit.tape.rng import Rewound
+from gradfit.tape.storage import copy_storage, flatten
 
 
 class Scratch:
@@ -51,15 +52,6 @@ class _Sweep:
         _depth.sweeps -= 1
 
 
-def flatten(nest: Any) -> Iterator[Any]:
-    """The leaves of nested lists and tuples, in order."""
-    for item in nest:
-        if isinstance(item, list | tuple):
-            yield from flatten(item)
-        else:
-            yield item
-
-
 def take(handle: Handle) -> torch.Tensor:
     """The tensor behind a handle, for one backward node."""
     tape, value = handle.tape, handle.value
@@ -82,21 +74,19 @@ def rebuild(target: Value, tape: Tape) -> torch.Tensor:
     retained = _retained(operations, target, tape.pass_number)
     uses: dict[Value, int] = {}
     for op in operations:
-        for value in set(op.inputs):
+        for value in op.inputs:
             uses[value] = uses.get(value, 0) + 1
     made: dict[Value, torch.Tensor] = {}
     context = tape.contexts() if tape.contexts is not None else contextlib.nullcontext()
     with context, below_autograd(), Rewound() as rewound, _Sweep():
         for op in operations:
-            if op.rng is not None:
-                rewound.start(op.rng)
-            _run(op, made, uses, retained, target)
-            for value in set(op.inputs):
+            _run(op, made, uses, retained, target, rewound)
+            for value in op.inputs:
                 uses[value] -= 1
                 if not uses[value] and value in made and value not in retained and value is not target:
                     del made[value]
     for value in retained:
-        value.tensor, value.version = made[value], -1
+        value.tensor, value.version = made[value], made[value]._version
     for op in operations:
         for value in op.inputs:
             release_if_done(value, tape.pass_number)
@@ -124,18 +114,12 @@ def content(value: Value) -> torch.Tensor:
                 f"after the forward pass (it is at version {tensor._version}, version {value.version} was expected). "
                 "Call backward() before changing it, or write `x = x + y` instead of `x += y`."
             )
-        if storage_key(tensor) != value.key or (tensor.numel() and not tensor.untyped_storage().nbytes()):
+        if value.op is None and (storage_key(tensor) != value.key or (tensor.numel() and not tensor.untyped_storage().nbytes())):
             raise UnsupportedOp(
                 f"A tensor of shape {tuple(tensor.shape)} from which activations are recomputed has been freed or replaced "
                 "since the forward pass (a resharded parameter). End the scope where the sharded unit ends."
             )
     return tensor
-
-
-def copy_storage(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """The same tensor on a private copy of its whole storage."""
-    count = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return shaped(tensor.as_strided((count,), (1,), 0).clone(), geometry)
 
 
 def _needed(target: Value) -> list[Operation]:
@@ -220,7 +204,12 @@ def _argument(
 
 
 def _run(
-    op: Operation, made: dict[Value, torch.Tensor], uses: dict[Value, int], retained: set[Value], target: Value
+    op: Operation,
+    made: dict[Value, torch.Tensor],
+    uses: dict[Value, int],
+    retained: set[Value],
+    target: Value,
+    rewound: Rewound,
 ) -> None:
     """Run one operation again and put its results into `made`."""
     private: dict[Value, torch.Tensor] = {}
@@ -233,7 +222,13 @@ def _run(
 
     args = [_argument(reference, op, private, made) for reference in op.args]
     kwargs = {name: _argument(reference, op, private, made) for name, reference in op.kwargs.items()}
-    out = op.func(*args, **kwargs)
+    if op.rng is not None:
+        kwargs.update(rewound.start(op.rng, op.info.generator))
+    if op.info.grad_mode:
+        with torch.enable_grad():
+            out = op.info.call(*args, **kwargs)
+    else:
+        out = (op.info.call or op.func)(*args, **kwargs)
     results: list[Any] | None = None
     for reference in op.outputs:
         value = reference() if reference is not None else None
@@ -247,4 +242,11 @@ def _run(
         else:
             if results is None:
                 results = [out] if isinstance(out, torch.Tensor) else list(flatten(out))
-            made[value] = results[value.position]
+            result = results[value.position]
+            if geometry_of(result) != value.geometry:
+                raise UnsupportedOp(
+                    f"{op.name} gave {tuple(result.shape)} {result.dtype} in the forward pass's place of "
+                    f"{tuple(value.geometry[0])} {value.geometry[3]}: a setting (the default dtype, a backend's flags) has "
+                    "changed since. Call backward() under the settings of the forward pass."
+                )
+            made[value] = result

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from gradfit.tape.ops import OpInfo
+
 State = tuple[Any, torch.Tensor]  # a generator (or a device, for its default one) and its state
+
+_global = threading.RLock()  # replays in several threads must not rewind the default generators at the same time
+
+
+def draws(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a random operation really draws: attention does not when its dropout probability is zero."""
+    if info.dropout is None:
+        return True
+    probability = args[info.dropout] if info.dropout < len(args) else kwargs.get("dropout_p", 0.0)
+    return probability != 0.0
 
 
 def capture(args: Sequence[Any], kwargs: Mapping[str, Any]) -> State:
@@ -47,20 +60,40 @@ def _source(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 
 class Rewound:
-    """Context manager for replays: `start(state)` before each random operation; the present states come back at exit."""
+    """Context manager for replays: `start(state)` before each random operation leaves no trace on any generator.
+
+    An operation that takes a generator gets a private one, so that threads that draw at the same time are not
+    disturbed. Others use the default generator, which is rewound, and put back at exit.
+    """
 
     def __init__(self) -> None:
         self._present: dict[int, State] = {}
+        self._private: dict[torch.device, torch.Generator] = {}
 
-    def start(self, state: State) -> None:
+    def start(self, state: State, takes_generator: bool) -> dict[str, Any]:
+        """Rewind; returns the keyword argument to pass."""
         source, start = state
+        if isinstance(source, torch.Generator) and takes_generator:
+            generator = self._private.get(source.device)
+            if generator is None:
+                generator = self._private[source.device] = torch.Generator(source.device)
+            generator.set_state(start)
+            return {"generator": generator}
+        if not self._present:
+            _global.acquire()
         if id(source) not in self._present:
             self._present[id(source)] = (source, get_state(source))
         set_state(source, start)
+        return {}
 
     def __enter__(self) -> Rewound:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for source, present in self._present.values():
-            set_state(source, present)
+        if self._present:
+            try:
+                for source, present in self._present.values():
+                    set_state(source, present)
+            finally:
+                self._present.clear()
+                _global.release()

@@ -1,0 +1,120 @@
+"""Tensors as the tape knows them: by the address of their storage, if they have one of their own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from gradfit._torch import FakeTensor, storage_key, unseen_by_modes
+from gradfit.tape.graph import Geometry, geometry_of, shaped
+from gradfit.tape.ops import OpInfo
+
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})  # a fake one has a storage too
+_default_dispatch = torch.Tensor.__torch_dispatch__
+
+
+class Untrackable(Exception):
+    """A tensor without a storage of its own: sparse, nested, a wrapper subclass, a functorch level."""
+
+
+class Watcher(weakref.ref):  # type: ignore[type-arg]
+    """Takes a dead storage's address out of the recorder's table."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+def key_of(tensor: torch.Tensor) -> int:
+    """A tensor's storage address, or `Untrackable`."""
+    kind = type(tensor)
+    if kind not in PLAIN and kind.__torch_dispatch__ is not _default_dispatch:
+        raise Untrackable
+    try:
+        return storage_key(tensor)
+    except (RuntimeError, NotImplementedError):
+        raise Untrackable from None
+
+
+def place_of(tensor: torch.Tensor) -> Geometry:
+    """Where in its storage a tensor lies; `Untrackable` if it is not what lies there (conjugated, negated, nested)."""
+    try:
+        if tensor.is_conj() or tensor.is_neg():
+            raise Untrackable
+        return geometry_of(tensor)
+    except (RuntimeError, NotImplementedError):
+        raise Untrackable from None
+
+
+def copy_storage(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """The same tensor on a private copy of its whole storage."""
+    return shaped(_bytes(tensor).clone(), geometry)
+
+
+def holds_only(tensor: torch.Tensor, number: Any) -> bool:
+    """Whether all of a tensor's storage is one number."""
+    if isinstance(tensor, FakeTensor):  # it holds nothing; nobody can have written to it
+        return True
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    with unseen_by_modes():  # looking is not an operation of the forward, and must not count as its memory
+        flat = tensor.detach().as_strided((count,), (1,), 0)
+        return all(bool((part == number).all()) for part in flat.split(1 << 20))
+
+
+def fills_storage(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all that its storage holds."""
+    return tensor.is_non_overlapping_and_dense() and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def flatten(nest: Any) -> Iterator[Any]:
+    """The leaves of nested lists and tuples, in order."""
+    for item in nest:
+        if isinstance(item, list | tuple):
+            yield from flatten(item)
+        else:
+            yield item
+
+
+def fresh_results(out: Any, args: Any) -> list[tuple[int, torch.Tensor, int]]:
+    """(position, tensor, storage) of results that do not lie in an argument's storage."""
+    if isinstance(out, torch.Tensor):
+        flat: Iterator[Any] | tuple[Any, ...] = (out,)
+    elif isinstance(out, list | tuple):
+        flat = flatten(out)
+    else:
+        return []
+    fresh = []
+    try:
+        for position, tensor in enumerate(flat):
+            if isinstance(tensor, torch.Tensor):
+                key = key_of(tensor)
+                for argument in args:
+                    if isinstance(argument, torch.Tensor) and key_of(argument) == key:
+                        break
+                else:
+                    fresh.append((position, tensor, key))
+    except Untrackable:
+        return []
+    return fresh
+
+
+def written_tensors(info: OpInfo, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The arguments that an operation is about to change."""
+    targets: list[torch.Tensor] = []
+    for where in info.writes:
+        if isinstance(where, str):
+            argument = kwargs.get(where)
+        else:
+            argument = args[where] if where < len(args) else None
+        if isinstance(argument, torch.Tensor):
+            targets.append(argument)
+        elif isinstance(argument, list | tuple):
+            targets.extend(item for item in argument if isinstance(item, torch.Tensor))
+    return targets
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))

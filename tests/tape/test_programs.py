@@ -1,0 +1,131 @@
+"""Random programs, random scopes, random keep-sets: bit by bit what plain PyTorch does, or refused."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tape_programs import CONTROL, NAMES, OPERATIONS, Instruction, Run, run
+from torch.autograd.graph import saved_tensors_hooks
+
+import gradfit as gf
+from gradfit.tape.graph import Segment
+from gradfit.tape.record import DROP, HOLD, KEEP, Recorder
+
+numbers = st.integers(0, 30)
+instructions = st.tuples(st.one_of(st.sampled_from(NAMES), st.sampled_from(NAMES + list(CONTROL))), numbers, numbers, numbers)
+programs = st.lists(instructions, min_size=2, max_size=24)
+Choice = tuple[str, int]
+choices = st.tuples(st.sampled_from(["scopes", "one scope", "keep", "policy", "hold"]), st.integers(0, 10_000))
+
+
+class RandomPolicy:
+    """Draws for every result whether it is dropped, kept or held."""
+
+    def __init__(self, seed: int, among: list[int]) -> None:
+        self.random = random.Random(seed)
+        self.among = among
+
+    def choose(self, func: Any, results: list[torch.Tensor]) -> list[int]:
+        return [self.random.choice(self.among) for _ in results]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def replay(program: list[Instruction], dtype: torch.dtype, choice: Choice, **options: Any) -> Run:
+    kind, seed = choice
+    draw = random.Random(seed)
+    keep = (lambda op, output: draw.random() < 0.4) if kind == "keep" else None
+
+    def scope() -> Any:
+        return gf.CheckpointScope("random", keep=keep, use_recomputation=draw.random() > 0.1)
+
+    whole: Any = None
+    if kind in ("one scope", "keep"):
+        whole = gf.CheckpointScope("whole", keep=keep)
+    elif kind == "policy":
+        whole = Recorder(Segment(None), RandomPolicy(seed, [DROP, KEEP, HOLD]))
+    elif kind == "hold":
+        whole = Recorder(Segment(None), RandomPolicy(seed, [HOLD]))
+    marker = gf.mark_checkpoint if kind in ("one scope", "keep") else lambda tensor: tensor
+    return run(program, dtype, scope, marker, whole=whole, **options)
+
+
+def check(program: list[Instruction], dtype: torch.dtype, choice: Choice, **options: Any) -> None:
+    plain = run(program, dtype, lambda: torch.enable_grad(), lambda t: t, **options)
+    ours = replay(program, dtype, choice, **options)
+    assert ours.skipped == plain.skipped
+    assert len(ours.outputs) == len(plain.outputs)
+    assert all(same_bits(a, b) for a, b in zip(ours.outputs, plain.outputs, strict=True)), "outputs"
+    assert torch.equal(ours.rng, plain.rng), "rng"
+    if ours.error is not None:
+        if plain.error is None:
+            # Outside of scopes nobody sees a write to something that a scope has read: it can only be refused.
+            assert isinstance(ours.error, gf.ActivationOverwritten), ours.error
+            assert choice[0] == "scopes", ours.error
+        return
+    if plain.error is not None:  # torch refuses, the tape has the old version: then it must be the right one
+        plain = run(
+            program, dtype, lambda: torch.enable_grad(), lambda t: t,
+            hooks=saved_tensors_hooks(lambda t: t.clone(), lambda t: t), **options,
+        )  # fmt: skip
+        assert plain.error is None
+    assert len(ours.gradients) == len(plain.gradients)
+    assert all(same_bits(a, b) for a, b in zip(ours.gradients, plain.gradients, strict=True)), "gradients"
+
+
+def _property(count: int) -> Any:
+    def decorate(function: Any) -> Any:
+        function = settings(
+            max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True, database=None
+        )(function)
+        return given(
+            program=programs, dtype=st.sampled_from([torch.float32, torch.float64]), choice=choices, twice=st.booleans()
+        )(function)
+
+    return decorate
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@_property(300)
+def test_random_programs(program: list[Instruction], dtype: torch.dtype, choice: Choice, twice: bool) -> None:
+    check(program, dtype, choice, twice=twice)
+
+
+@pytest.mark.slow
+@_property(3000)
+def test_many_random_programs(program: list[Instruction], dtype: torch.dtype, choice: Choice, twice: bool) -> None:
+    check(program, dtype, choice, twice=twice)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["one scope", "hold"])
+def test_every_operation_alone(name: str, kind: str) -> None:
+    """Each operation between others that save it, so that none is left to chance."""
+    program = [("sin", 3, 0, 1), (name, 4, 1, 1), ("sin", 5, 0, 1), ("mul", 6, 5, 1), (name, 7, 6, 2), ("tanh", 8, 0, 1)]
+    check(program, torch.float64, (kind, 0), forget=False)
+
+
+def test_most_programs_differentiate() -> None:
+    """The property would be empty if torch refused most programs."""
+    draw = random.Random(0)
+    good = 0
+    for _ in range(100):
+        program = [(draw.choice(NAMES), draw.randrange(30), draw.randrange(30), draw.randrange(30)) for _ in range(12)]
+        result = run(program, torch.float64, lambda: torch.enable_grad(), lambda t: t)
+        good += result.error is None and bool(result.gradients)
+    assert good > 50
+    assert len(OPERATIONS) > 100
