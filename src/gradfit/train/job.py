@@ -1,0 +1,60 @@
+"""A job: a model, its loss, its data and its optimizer, as the command line takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradfit.errors import MisuseError
+from gradfit.profiling.measure import check_model
+
+
+@dataclass
+class Job:
+    """Everything `gradfit train` needs: what to train, on what, how, and how many rows make one update.
+
+    `data` is a tensor or a tuple or dict of tensors (rows along dim 0), a map-style `torch.utils.data.Dataset` of
+    rows, or anything that can be iterated again and again and gives batches, such as a `DataLoader`. Rows are shuffled
+    anew each epoch; batches come in their own order and are regrouped into `batch_size` rows. `scheduler` steps after
+    each update.
+
+    >>> model = torch.nn.Linear(3, 1)
+    >>> job = Job(
+    ...     model,
+    ...     lambda model, batch: (model(batch["x"]) - batch["y"]).square().mean(),
+    ...     {"x": torch.ones(64, 3), "y": torch.zeros(64, 1)},
+    ...     torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     batch_size=16,
+    ... )
+    >>> job.batch_size
+    16
+    """
+
+    model: torch.nn.Module
+    loss_fn: Callable[[torch.nn.Module, Any], Any]
+    data: Any
+    optimizer: torch.optim.Optimizer
+    batch_size: int
+    scheduler: Any = None
+    split: Callable[[Any, int], Iterable[Any]] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, torch.nn.Module):
+            raise MisuseError(f"model is a {type(self.model).__name__}. Pass a torch.nn.Module.")
+        if not callable(self.loss_fn):
+            raise MisuseError(f"loss_fn is a {type(self.loss_fn).__name__}. Pass a function (model, batch) -> loss.")
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise MisuseError(f"optimizer is a {type(self.optimizer).__name__}. Pass a torch.optim.Optimizer.")
+        if type(self.batch_size) is not int or self.batch_size < 1:
+            raise MisuseError(f"batch_size={self.batch_size!r} must be an int of at least 1. Pass batch_size=32.")
+        check_model(self.model)
+        mine = {id(parameter) for parameter in self.model.parameters()}
+        strangers = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in mine]
+        if strangers:
+            raise MisuseError(
+                f"The optimizer holds {len(strangers)} parameters that are not the model's, the first of shape "
+                f"{tuple(strangers[0].shape)}. Make the optimizer from model.parameters()."
+            )

@@ -1,0 +1,127 @@
+"""Nests of tensors and plain values as JSON text beside named tensors, and back, with nothing that could run.
+
+JSON has no tuples, no integer keys, no NaN and no tensors: those are written as an object with one key that begins
+with "$". Everything else is refused when it is written, so that what is read can only be data.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradfit.errors import StateError
+
+_MAX_DEPTH = 64
+
+
+def flatten(nest: Any, *, name: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
+    """A nest as what JSON can hold, and its tensors by name.
+
+    >>> flatten({"lr": (0.1, float("inf")), "state": {0: torch.ones(2)}})[0]
+    {'lr': {'$tuple': [0.1, {'$float': 'inf'}]}, 'state': {'$items': [[0, {'$tensor': 'state.0'}]]}}
+    """
+    tensors = _Tensors()
+    return _encode(nest, name, tensors), tensors.by_name
+
+
+def unflatten(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What `flatten` was given; a `StateError` for anything it could not have written.
+
+    >>> unflatten({"$tuple": [1, {"$tensor": "a"}]}, {"a": torch.ones(1)})
+    (1, tensor([1.]))
+    """
+    used: set[str] = set()
+    nest = _decode(data, tensors, used, 0)
+    unused = sorted(set(tensors) - used)
+    if unused:
+        raise StateError(f"The state has {len(unused)} tensors that nothing refers to, the first is {unused[0]!r}.")
+    return nest
+
+
+def _encode(value: Any, name: str, tensors: _Tensors) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$float": str(float(value))}
+    if isinstance(value, torch.Tensor):
+        return {"$tensor": tensors.add(value, name)}
+    if isinstance(value, list | tuple):
+        items = [_encode(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, Mapping):
+        parts = [(key, _encode(item, f"{name}.{key}".lstrip("."), tensors)) for key, item in value.items()]
+        if isinstance(value, collections.Counter):
+            return {"$counter": [[_encode(key, name, tensors), count] for key, count in parts]}
+        if all(type(key) is str and not key.startswith("$") for key, _ in parts):
+            return dict(parts)
+        return {"$items": [[_encode(key, name, tensors), item] for key, item in parts]}
+    raise StateError(
+        f"{name or 'The state'} is a {type(value).__module__}.{type(value).__name__}, which a state file cannot hold: "
+        "only tensors, numbers, text, lists, tuples and dicts. Leave it out of state_dict()."
+    )
+
+
+class _Tensors:
+    """Tensors by name; one that is met again keeps its first name, so that it is one tensor again when it is read."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, torch.Tensor] = {}
+        self._by_storage: dict[int, list[str]] = {}
+
+    def add(self, tensor: torch.Tensor, name: str) -> str:
+        if tensor.layout is not torch.strided:
+            raise StateError(f"{name} is a {tensor.layout} tensor, which a state file cannot hold. Make it dense.")
+        address = tensor.untyped_storage().data_ptr()
+        known = self._by_storage.setdefault(address, []) if tensor.numel() else []
+        for other in known:
+            if _geometry(self.by_name[other]) == _geometry(tensor):
+                return other
+        unique, count = name, 1
+        while unique in self.by_name:
+            count += 1
+            unique = f"{name}~{count}"
+        self.by_name[unique] = tensor.detach().clone() if known else tensor.detach()  # the format has no views
+        known.append(unique)
+        return unique
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _decode(data: Any, tensors: Mapping[str, torch.Tensor], used: set[str], depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise StateError(f"The state is nested more than {_MAX_DEPTH} deep, so gradfit did not write it.")
+    if isinstance(data, list):
+        return [_decode(item, tensors, used, depth + 1) for item in data]
+    if not isinstance(data, dict):
+        return data
+    mark = next(iter(data), "")
+    if len(data) != 1 or not mark.startswith("$"):
+        return {key: _decode(item, tensors, used, depth + 1) for key, item in data.items()}
+    content = data[mark]
+    if mark == "$tensor" and isinstance(content, str):
+        if content not in tensors:
+            raise StateError(f"The state refers to a tensor {content!r} that is not in its file.")
+        used.add(content)
+        return tensors[content]
+    if mark == "$float" and content in ("nan", "inf", "-inf"):
+        return float(content)
+    if mark == "$tuple" and isinstance(content, list):
+        return tuple(_decode(item, tensors, used, depth + 1) for item in content)
+    if mark in ("$items", "$counter") and isinstance(content, list):
+        try:
+            pairs = [(_decode(k, tensors, used, depth + 1), _decode(v, tensors, used, depth + 1)) for k, v in content]
+            return dict(pairs) if mark == "$items" else collections.Counter(dict(pairs))
+        except (TypeError, ValueError):
+            raise StateError(f"The state has a {mark} that is not a list of pairs.") from None
+    raise StateError(f"The state has an unknown mark {mark!r}.")

@@ -1,0 +1,143 @@
+"""A job's whole state as one nest, and back into a job: checked to the last shape before anything is changed."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from typing import Any
+
+import torch
+
+from gradfit.errors import StateError
+from gradfit.train.job import Job
+
+_EXTRA = "_extra_state"
+
+
+def capture(job: Job) -> dict[str, Any]:
+    """Model (buffers that are not persistent included), optimizer and scheduler; the tensors are the job's own."""
+    extra = {key: value for key, value in job.model.state_dict().items() if key.endswith(_EXTRA)}
+    return {
+        "model": _tensors_of(job.model),
+        "extra": extra,
+        "optimizer": job.optimizer.state_dict(),
+        "scheduler": None if job.scheduler is None else job.scheduler.state_dict(),
+    }
+
+
+def check(job: Job, state: dict[str, Any]) -> None:
+    """Raise a `StateError` unless this state is one of this job."""
+    here = _tensors_of(job.model)
+    saved = _dict(state, "model")
+    if missing := sorted(here.keys() - saved.keys()):
+        raise StateError(f"The state has no {missing[0]!r} ({len(missing)} missing). Resume with the same model.")
+    if strange := sorted(saved.keys() - here.keys()):
+        raise StateError(f"The state has {strange[0]!r} ({len(strange)} too many). Resume with the same model.")
+    for name, tensor in here.items():
+        _same_kind(f"{name!r}", saved[name], tensor)
+    if (state.get("scheduler") is None) != (job.scheduler is None):
+        raise StateError("The state and the job must both have a scheduler or neither. Resume with the same job.")
+    if not isinstance(state.get("extra"), dict):
+        raise StateError("The state has no 'extra'. It was not written by gradfit train.")
+    _check_optimizer(job.optimizer, _dict(state, "optimizer"))
+
+
+def restore(job: Job, state: dict[str, Any]) -> None:
+    """Put a state that `check` has passed into the job."""
+    saved = state["model"]
+    with torch.no_grad():
+        for name, tensor in _tensors_of(job.model).items():
+            tensor.copy_(saved[name])
+    if state["extra"]:
+        job.model.load_state_dict({**job.model.state_dict(), **state["extra"]})
+    _restore_optimizer(job.optimizer, state["optimizer"])
+    if job.scheduler is not None:
+        job.scheduler.load_state_dict(state["scheduler"])
+
+
+def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _dict(state: dict[str, Any], name: str) -> dict[str, Any]:
+    found = state.get(name)
+    if not isinstance(found, dict):
+        raise StateError(f"The state has no {name!r}. It was not written by gradfit train.")
+    return found
+
+
+def _same_kind(name: str, saved: Any, here: torch.Tensor) -> None:
+    if not isinstance(saved, torch.Tensor):
+        raise StateError(f"The state's {name} is a {type(saved).__name__}, not a tensor.")
+    if saved.shape != here.shape or saved.dtype != here.dtype:
+        raise StateError(
+            f"The state's {name} is {tuple(saved.shape)} of {saved.dtype}, the job's {tuple(here.shape)} of "
+            f"{here.dtype}. Resume with the same model."
+        )
+
+
+# ------------------------------------------------------------------------------------------------ optimizer
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    here = optimizer.state_dict()
+    groups, states = saved.get("param_groups"), saved.get("state")
+    if not isinstance(groups, list) or not isinstance(states, dict) or not all(isinstance(g, dict) for g in groups):
+        raise StateError("The state's optimizer has no groups. It was not written by gradfit train.")
+    if [g.get("params") for g in groups] != [g["params"] for g in here["param_groups"]]:
+        raise StateError(
+            f"The state's optimizer has other groups of parameters than the job's {type(optimizer).__name__}. "
+            "Resume with the same optimizer."
+        )
+    if [set(g) for g in groups] != [set(g) for g in here["param_groups"]]:
+        raise StateError(
+            f"The state is that of another optimizer than {type(optimizer).__name__}. Resume with the same."
+        )
+    by_index = _parameters_by_index(optimizer)
+    expected: dict[Any, dict[str, Any]] = {}
+    for index, entries in states.items():
+        if index not in by_index or not isinstance(entries, dict):
+            raise StateError(
+                f"The state's optimizer has an entry for parameter {index!r}, which the job does not have."
+            )
+        group, parameter = by_index[index]
+        kind = (id(group), parameter.shape, parameter.dtype, parameter.device)
+        if kind not in expected:
+            expected[kind] = _state_after_one_step(optimizer, group, parameter)
+        for name, made in expected[kind].items():
+            if isinstance(made, torch.Tensor) and name in entries:
+                _same_kind(f"optimizer's {name!r} of parameter {index}", entries[name], made)
+
+
+def _state_after_one_step(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> dict[str, Any]:
+    """What this optimizer keeps for such a parameter, seen on a stand-in."""
+    stand_in = torch.nn.Parameter(torch.zeros_like(parameter))
+    stand_in.grad = torch.zeros_like(parameter)
+    probe = copy.copy(optimizer)
+    probe.param_groups = [{**group, "params": [stand_in]}]
+    probe.state = collections.defaultdict(dict)
+    with torch.no_grad():
+        probe.step()
+    return dict(probe.state.get(stand_in, {}))
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    optimizer.load_state_dict(saved)
+    # torch casts floating point state to the parameter's type; a state of its own type must come back as it was.
+    for index, (_, parameter) in _parameters_by_index(optimizer).items():
+        for name, value in saved["state"].get(index, {}).items():
+            now = optimizer.state[parameter].get(name)
+            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+                optimizer.state[parameter][name] = value.to(now.device)
+
+
+def _parameters_by_index(optimizer: torch.optim.Optimizer) -> dict[int, tuple[dict[str, Any], torch.Tensor]]:
+    """Parameters by the numbers that `state_dict` gives them."""
+    numbered = zip(optimizer.state_dict()["param_groups"], optimizer.param_groups, strict=True)
+    return {
+        index: (group, parameter)
+        for numbers, group in numbered
+        for index, parameter in zip(numbers["params"], group["params"], strict=True)
+    }
