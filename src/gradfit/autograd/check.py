@@ -18,7 +18,11 @@ _SAFETY = 10.0  # how many error bars apart is wrong
 
 @dataclass(frozen=True)
 class ElementCheck:
-    """One element of one input: what the backward says, what finite differences say, and how sure they are."""
+    """One element of one input: what the backward says, what finite differences say, and how sure they are.
+
+    Both are derivatives of the output if that is one number, else of a sum of the outputs with weights from 0.5 to 1.5
+    of either sign: a plain sum would be blind to functions like softmax, whose outputs always have the same sum.
+    """
 
     input: int
     index: tuple[int, ...]
@@ -41,9 +45,11 @@ class ElementCheck:
         return self.error / self.tolerance if self.tolerance > 0 else math.inf
 
     def __str__(self) -> str:
+        largest = max(abs(self.analytic), abs(self.numeric))
+        share = f", {self.error / largest:.2g} of it" if largest > 0 and math.isfinite(self.error / largest) else ""
         return (
             f"input {self.input}, element {self.index}: backward gives {self.analytic:.6g}, finite differences "
-            f"{self.numeric:.6g} (off by {self.error:.3g}, tolerated {self.tolerance:.2g})"
+            f"{self.numeric:.6g} (off by {self.error:.3g}{share}, tolerated {self.tolerance:.2g})"
         )
 
 

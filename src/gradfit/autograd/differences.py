@@ -88,6 +88,8 @@ class Probe:
         count = self.center.numel()
         signs = 1 - 2 * torch.randint(0, 2, (count,), generator=generator)
         self.weights = ((torch.rand(count, generator=generator) + 0.5) * signs).bfloat16().double()
+        if count == 1:
+            self.weights.fill_(1.0)  # then the numbers in the report are the derivative itself
         self.noise = self._noise()
 
     def call(self, arguments: list[Any]) -> list[Tensor]:
