@@ -1,5 +1,10 @@
-"""Before torch is used: a virtual machine may announce matrix tiles (AMX) that it cannot run, and bfloat16 would crash."""
+"""How the tests use the machine."""
 
 import os
 
+# A virtual machine may announce matrix tiles (AMX) that it cannot run, and bfloat16 would crash. Before torch is used.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+import torch
+
+torch.set_num_threads(1)  # tests run side by side; threads that wait for each other's cores take a hundred times longer

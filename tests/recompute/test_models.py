@@ -87,7 +87,7 @@ def test_models_have_something_to_rebuild() -> None:
         with gf.CheckpointScope("all") as scope:
             loss = loss_of(model)
         loss.backward()
-        assert scope.stats.freed_bytes > 10 * scope.stats.kept_bytes
+        assert scope.stats.freed_bytes > 2 * scope.stats.kept_bytes
         assert scope.stats.recomputed_seconds > 0
 
 

@@ -106,6 +106,7 @@ def test_random_programs(program: list[Instruction], dtype: torch.dtype, choice:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 @_property(3000)
 def test_many_random_programs(program: list[Instruction], dtype: torch.dtype, choice: Choice, twice: bool) -> None:
     check(program, dtype, choice, twice=twice)
