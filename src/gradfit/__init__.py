@@ -39,13 +39,17 @@ from gradfit.profiling.measure import profile
 from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.record import Hardware, Profile
 from gradfit.recompute.function import checkpoint, checkpoint_sequential, chunked, is_checkpoint, mark_checkpoint
+from gradfit.recompute.planned import AppliedPlan, apply
 from gradfit.recompute.scope import CheckpointScope
+from gradfit.train.fit import fit
+from gradfit.train.step import TrainResult, TrainStep
 
 __all__ = [
     "AccumulationBufferDynamic",
     "AccumulationContext",
     "ActivationOverwritten",
     "AdaptiveAccumulation",
+    "AppliedPlan",
     "AutogradContext",
     "AutogradGraph",
     "BudgetInfeasible",
@@ -77,9 +81,12 @@ __all__ = [
     "StepResult",
     "Strategy",
     "SymbolicShape",
+    "TrainResult",
+    "TrainStep",
     "UnknownName",
     "UnsupportedOp",
     "VariableBatchScheduler",
+    "apply",
     "backward",
     "check_gradients",
     "checkpoint",
@@ -88,6 +95,7 @@ __all__ = [
     "custom_op",
     "disable_grad_accumulation",
     "enable_grad_accumulation",
+    "fit",
     "frontier",
     "has_grad_accumulation",
     "hessian_vector_product",

@@ -51,6 +51,19 @@ def split_batch(batch: Any, size: int) -> Iterator[Any]:
         yield map_tensors(batch, lambda tensor, rows=rows: tensor[rows] if tensor.dim() else tensor)  # type: ignore[misc]
 
 
+def repeat_rows(batch: Any, rows: int) -> Any:
+    """A batch of `rows` rows, the given ones over and over; the batch itself if it has as many.
+
+    >>> repeat_rows(torch.arange(3), 7).tolist()
+    [0, 1, 2, 0, 1, 2, 0]
+    """
+    have = size_of_batch(batch)
+    if have == rows:
+        return batch
+    index = torch.arange(rows) % have
+    return map_tensors(batch, lambda tensor: tensor[index.to(tensor.device)] if tensor.dim() else tensor)
+
+
 def join_chunks(outputs: Sequence[Any], total: int) -> Any:
     """Outputs of the parts as the output of the whole: tensors joined along dim 0.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gradfit._torch import storage_key
 from gradfit.errors import MisuseError
 from gradfit.profiling.meter import tensors_in
 from gradfit.profiling.optimizer import OptimizerCost, optimizer_cost
@@ -41,12 +42,14 @@ def profile(
     split: Callable[[Any, int], Iterable[Any]] | None = None,
     fake: bool = False,
     hardware: Hardware | None = None,
+    host_bandwidth: float = 0.0,
 ) -> Profile:
     """Measure what one step does: each operation's seconds and bytes, what autograd saves, where it comes from.
 
     The batch and half of it are run, so that what grows with the micro-batch is measured and not assumed. Nothing stays
     changed: gradients, buffers and random generators are put back. With `memory_bytes` only as much of the batch is run
-    as fits, by estimate, into that many bytes. `fake=True` measures nothing: it predicts for `hardware`.
+    as fits, by estimate, into that many bytes. With a `host_bandwidth` (bytes per second out of the device's memory)
+    plans may offload. `fake=True` measures nothing: it predicts for `hardware`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
     >>> found = profile(model, lambda m, x: m(x).square().mean(), torch.ones(4, 8))
@@ -56,14 +59,14 @@ def profile(
     if fake or hardware is not None:
         from gradfit.profiling.fake import predict
 
-        return predict(model, loss_fn, sample_batch, optimizer, hardware=hardware)
+        return predict(model, loss_fn, sample_batch, optimizer, hardware=hardware, split=split)
     total = check_batch(sample_batch, split)
     check_model(model)
     cut = split or split_batch
     cost = optimizer_cost(optimizer) if optimizer is not None else OptimizerCost(0, 0, 0.0)
     with untouched(model):
         samples = _samples(model, loss_fn, sample_batch, total, cut, memory_bytes, cost)
-    return assemble(model, sample_batch, samples, cost, splittable=total is not None)
+    return assemble(model, sample_batch, total, samples, cost, host_bandwidth=host_bandwidth)
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -78,13 +81,19 @@ def check_model(model: torch.nn.Module) -> None:
         )
 
 
-def check_batch(batch: Any, split: Callable[[Any, int], Iterable[Any]] | None) -> int | None:
-    """The rows of the batch, or None when only `split` can know."""
+def check_batch(batch: Any, split: Callable[[Any, int], Iterable[Any]] | None) -> int:
+    """How many rows the batch has: the size of dim 0, or the number of parts of one row that `split` makes."""
     if split is not None:
-        return None
+        rows = sum(1 for _ in split(batch, 1))
+        if not rows:
+            raise MisuseError("split(batch, 1) gave no part, so there is nothing to train on. Pass a batch with rows.")
+        return rows
     if next(iter(leaves(batch)), None) is None:
         raise MisuseError("The batch holds no tensor. Pass a tensor, or a list, tuple, dict or dataclass of tensors.")
-    return size_of_batch(batch)
+    rows = size_of_batch(batch)
+    if not rows:
+        raise MisuseError("The batch has 0 rows. Pass at least one.")
+    return rows
 
 
 def run_loss(loss_fn: LossFunction, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
@@ -103,7 +112,8 @@ def run_loss(loss_fn: LossFunction, model: torch.nn.Module, batch: Any) -> tuple
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise MisuseError(
-            f"loss_fn must return a scalar loss or (loss_sum, count); it returned {shape}. Take .mean(), or .sum() and count."
+            f"loss_fn must return a scalar loss or (loss_sum, count); it returned {shape}. "
+            "Take .mean(), or .sum() and count."
         )
     if not loss.requires_grad:
         raise MisuseError("The loss has no graph: nothing that requires a gradient went into it. Do not detach() it.")
@@ -114,13 +124,13 @@ def _samples(
     model: torch.nn.Module,
     loss_fn: LossFunction,
     batch: Any,
-    total: int | None,
+    total: int,
     cut: Callable[[Any, int], Iterable[Any]],
     memory_bytes: int | None,
     cost: OptimizerCost,
 ) -> list[Sample]:
-    if total is None or total == 1:
-        return [_sample(model, loss_fn, batch, total or 1, float("inf"))]
+    if total == 1:
+        return [_sample(model, loss_fn, batch, 1, float("inf"))]
     if memory_bytes is None:
         sizes = [max(1, total // 2), total]
         return [_sample(model, loss_fn, next(iter(cut(batch, size))), size, float("inf")) for size in sizes]
@@ -137,7 +147,7 @@ def _growing(
     cost: OptimizerCost,
 ) -> list[Sample]:
     """Double the micro-batch while the next one surely fits, so that measuring stays below the budget too."""
-    parameters = [parameter for parameter in model.parameters()]
+    parameters = list(model.parameters())
     static = sum(p.nbytes for p in parameters) + sum(p.nbytes for p in parameters if p.requires_grad)
     static += sum(t.untyped_storage().nbytes() for t in leaves(batch)) + cost.state_bytes
     room = max(1.0, float(memory_bytes - static))
@@ -194,7 +204,7 @@ def _watch(model: torch.nn.Module, loss_fn: LossFunction, batch: Any, quota_byte
     with watching(model, quota_bytes) as trace:
         loss, _ = run_loss(loss_fn, model, batch)
         trace.finish_forward()
-        loss.backward()
+        torch.autograd.backward(loss)
     trace.finish_backward()
     for parameter in model.parameters():
         parameter.grad = None
@@ -204,7 +214,7 @@ def _watch(model: torch.nn.Module, loss_fn: LossFunction, batch: Any, quota_byte
 def _time_plain(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) -> float:
     started = time.perf_counter()
     loss, _ = run_loss(loss_fn, model, batch)
-    loss.backward()
+    torch.autograd.backward(loss)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     seconds = time.perf_counter() - started
@@ -225,16 +235,22 @@ def _least(first: Trace, second: Trace) -> Trace:
 
 
 def assemble(
-    model: torch.nn.Module, batch: Any, samples: list[Sample], cost: OptimizerCost, *, splittable: bool
+    model: torch.nn.Module,
+    batch: Any,
+    rows: int,
+    samples: list[Sample],
+    cost: OptimizerCost,
+    *,
+    host_bandwidth: float = 0.0,
 ) -> Profile:
     """Put one or two measurements together into a profile."""
     big = samples[-1]
     small = samples[0] if len(samples) > 1 and _same_structure(samples[0].trace, big.trace) else None
 
-    def line(get: Callable[[Trace], float], scales: bool = True) -> Linear:
+    def line(get: Callable[[Trace], float]) -> Linear:
         if small is not None:
             return Linear.through((small.size, get(small.trace)), (big.size, get(big.trace)))
-        return Linear(0.0, get(big.trace) / big.size) if scales and splittable else Linear(get(big.trace))
+        return Linear(0.0, get(big.trace) / big.size)
 
     trace = big.trace
     values = tuple(
@@ -277,7 +293,7 @@ def assemble(
     )
     busy = sum(op.seconds for op in trace.operations) + sum(node.seconds for node in trace.nodes)
     plain = big.plain_seconds if big.plain_seconds is not None else busy + 6e-6 * (len(operations) + len(nodes))
-    rows = sum(tensor.nbytes for tensor in leaves(batch))
+    batch_bytes = sum(tensor.nbytes for tensor in leaves(batch))
     parameters = {id(p): p for p in model.parameters()}.values()
     return Profile(
         values=values,
@@ -288,12 +304,12 @@ def assemble(
         buffer_bytes=_storage_bytes(model.buffers()),
         optimizer_bytes=cost.state_bytes,
         optimizer_burst_bytes=cost.burst_bytes,
-        batch_bytes=Linear(0.0, rows / size_of_batch(batch)) if splittable else Linear(float(rows)),
+        batch_bytes=Linear(0.0, batch_bytes / rows),
         optimizer_seconds=cost.seconds,
         overhead_seconds=max(0.0, plain - busy),
         replay_overhead_seconds=15e-6,
         batch_size=big.size,
-        splittable=splittable,
+        host_bandwidth=host_bandwidth,
         device=str(next(iter(model.parameters())).device),
         versions={"torch": torch.__version__, "python": platform.python_version()},
     )
@@ -327,5 +343,5 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     storages = {}
     for tensor in tensors:
         for part in tensors_in(tensor.detach()):
-            storages[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+            storages[storage_key(part)] = part.untyped_storage().nbytes()
     return sum(storages.values())

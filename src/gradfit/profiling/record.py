@@ -156,8 +156,8 @@ class Profile:
             if any(not 0 <= v < known for v in node.needs):
                 raise StateError(f"Node {index} ({node.name}) needs a value that is not in the profile's {known}.")
 
-    def at(self, batch_size: int, *, accumulates: bool = True) -> Graph:
-        """Every number at this micro-batch size, for the solvers.
+    def at(self, batch_size: int, *, accumulates: bool = True, rows: int | None = None) -> Graph:
+        """Every number at this micro-batch size, for the solvers; `rows` is the whole batch, all of which is there.
 
         `accumulates=False` is a step of a single micro-batch: its gradients do not exist until backward makes them.
         """
@@ -181,7 +181,7 @@ class Profile:
             "gradients": max(0, self.gradient_bytes - late),
             "buffers": self.buffer_bytes,
             "optimizer": self.optimizer_bytes,
-            "batch": round(self.batch_bytes.at(batch_size)),
+            "batch": round(self.batch_bytes.at(max(batch_size, rows or 0))),
         }
         return Graph(
             nbytes=nbytes,

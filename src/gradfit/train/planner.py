@@ -1,0 +1,171 @@
+"""Plans for the batches that come: one per input shape, each tried out and corrected until it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradfit.errors import BudgetInfeasible
+from gradfit.planning.api import plan as make_plan
+from gradfit.planning.record import Plan
+from gradfit.profiling.measure import LossFunction, check_batch, profile, run_loss
+from gradfit.profiling.meter import meter
+from gradfit.profiling.record import Profile
+from gradfit.profiling.state import untouched
+from gradfit.recompute.offload import measure_bandwidth
+from gradfit.recompute.planned import recording
+from gradfit.tree import leaves, repeat_rows, split_batch
+from gradfit.units import format_bytes
+
+Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of each tensor of a batch, without the rows
+_TRIES = 5
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A plan that was measured to hold, the profile it comes from, and the peak that was measured."""
+
+    plan: Plan
+    profile: Profile
+    shape: Shape
+    peak_bytes: int
+    steady: bool  # the same operations whatever the data: what was measured once holds again
+
+
+class Planner:
+    """Profiles, plans and tries out, per input shape; remembers what it found."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        loss_fn: LossFunction,
+        budget_bytes: int,
+        *,
+        split: Callable[[Any, int], Iterable[Any]] | None = None,
+        offload: bool = False,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
+        self._split = split
+        self._offload = offload
+        self._fitted: list[Fitted] = []
+
+    def parts(self, batch: Any, micro_batch: int) -> Iterable[Any]:
+        """The batch in micro-batches."""
+        return self._split(batch, micro_batch) if self._split is not None else split_batch(batch, micro_batch)
+
+    def rows(self, batch: Any) -> int:
+        """How many rows the batch has."""
+        return check_batch(batch, self._split)
+
+    def fitted(self, batch: Any, batch_size: int, *, limit_bytes: int | None = None) -> Fitted:
+        """A plan for batches of this shape: one made before for this shape or a larger one, or a new one."""
+        shape = shape_of(batch)
+        if limit_bytes is None:
+            for known in self._fitted:
+                if known.plan.batch_size >= batch_size and _covers(known.shape, shape):
+                    return known
+        found = self._fit(batch, batch_size, shape, limit_bytes or self.budget_bytes)
+        self._fitted = [known for known in self._fitted if known.shape != shape]
+        self._fitted.append(found)
+        self._fitted.sort(key=lambda known: known.plan.peak_bytes)
+        return found
+
+    def tighter(self, fitted: Fitted, batch: Any) -> Fitted:
+        """A plan that needs less than this one did, at the same micro-batch while there is one."""
+        limit = int(min(fitted.peak_bytes, self.budget_bytes) * 0.9)
+        plan = _plan_at(fitted.profile, limit, fitted.plan.batch_size, fitted.plan.micro_batch)
+        new = Fitted(plan, fitted.profile, fitted.shape, plan.peak_bytes, fitted.steady)
+        self._fitted = [new if known is fitted else known for known in self._fitted]
+        if new not in self._fitted:
+            self._fitted.append(new)
+        return new
+
+    def replace(self, old: Fitted, new: Fitted) -> None:
+        """Remember what a step has taught about a plan."""
+        self._fitted = [new if known is old else known for known in self._fitted]
+
+    def _fit(self, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
+        found = profile(
+            self._model,
+            self._loss_fn,
+            batch,
+            self._optimizer,
+            memory_bytes=self.budget_bytes,
+            split=self._split,
+            host_bandwidth=measure_bandwidth(next(self._model.parameters()).device) if self._offload else 0.0,
+        )
+        target = limit_bytes
+        for _ in range(_TRIES):
+            plan = make_plan(found, memory=target, batch_size=batch_size)
+            measured, diverged = self.try_out(plan, batch, found)
+            if measured <= limit_bytes:
+                return Fitted(plan, found, shape, measured, diverged is None)
+            target = min(target, plan.peak_bytes) - (measured - limit_bytes)
+            if target <= 0:
+                break
+        raise BudgetInfeasible(
+            f"A plan predicted at {format_bytes(plan.peak_bytes)} was measured at {format_bytes(measured)}, above the "
+            f"budget of {format_bytes(limit_bytes)}, and no smaller one was found in {_TRIES} tries. "
+            f"Raise `memory` to {format_bytes(measured)}.",
+            min_bytes=measured,
+            breakdown=plan.breakdown,
+        )
+
+    def try_out(self, plan: Plan, batch: Any, found: Profile) -> tuple[int, str | None]:
+        """Run one or two micro-batches as planned; the measured peak of the whole step, and where they left the plan."""
+        part = next(iter(self.parts(batch, plan.micro_batch)))
+        if self._split is None:
+            part = repeat_rows(part, plan.micro_batch)
+        waiting = found.optimizer_bytes - _state_bytes(self._optimizer)  # what its first step will allocate
+        rest = max(0, plan.batch_size - plan.micro_batch) * found.batch_bytes.per_item
+        diverged = None
+        with untouched(self._model), meter(self._model, self._optimizer, part) as live:
+            for _ in range(min(2, plan.steps)):
+                recorder, policy = recording(plan)
+                with recorder:
+                    loss, _ = run_loss(self._loss_fn, self._model, part)
+                loss.backward()
+                del loss
+                diverged = diverged or policy.diverged
+            passes = live.peak_bytes
+            update = live.current_bytes + found.optimizer_burst_bytes
+            for parameter in self._model.parameters():
+                parameter.grad = None
+        return int(max(passes, update) + max(0, waiting) + rest), diverged
+
+
+def shape_of(batch: Any) -> Shape:
+    """What a plan depends on beside the number of rows."""
+    return tuple((tuple(tensor.shape[1:]), tensor.dtype) for tensor in leaves(batch))
+
+
+def _covers(large: Shape, small: Shape) -> bool:
+    """Whether every tensor of the one shape is at least as large as the other's: then so are all activations."""
+    return len(large) == len(small) and all(
+        a_type == b_type and len(a) == len(b) and all(x >= y for x, y in zip(a, b, strict=True))
+        for (a, a_type), (b, b_type) in zip(large, small, strict=True)
+    )
+
+
+def _plan_at(found: Profile, limit_bytes: int, batch_size: int, micro_batch: int) -> Plan:
+    """The plan for this very micro-batch if it can be, else for any."""
+    try:
+        return make_plan(found, memory=limit_bytes, batch_size=batch_size, micro_batch=micro_batch)
+    except BudgetInfeasible:
+        return make_plan(found, memory=limit_bytes, batch_size=batch_size)
+
+
+def _state_bytes(optimizer: Any) -> int:
+    states = getattr(optimizer, "state", {})
+    return sum(
+        tensor.untyped_storage().nbytes()
+        for state in states.values()
+        if isinstance(state, dict)
+        for tensor in state.values()
+        if isinstance(tensor, torch.Tensor)
+    )

@@ -1,0 +1,69 @@
+"""What a failed attempt changed, put back: buffers and generators, and the parameters if the update itself failed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from gradfit.profiling.state import generator_states, restore_generators
+
+
+class Snapshot:
+    """Buffers and generators as they are now."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._generators = generator_states()
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for buffer, content in self._buffers:
+                buffer.copy_(content)
+        restore_generators(self._generators)
+
+
+class UpdateSnapshot:
+    """Around an optimizer's step: if it fails half-way, parameters and state are as before it.
+
+    Taken only if the copy fits into `room_bytes`; a budget is never broken for it.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any, room_bytes: int) -> None:
+        self._optimizer = optimizer
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._states = getattr(optimizer, "state", {})
+        needed = sum(p.nbytes for p in self._parameters) + sum(_bytes(state) for state in self._states.values())
+        self._taken = needed <= room_bytes
+        self._copies: list[torch.Tensor] = []
+        self._old_states: dict[Any, Any] = {}
+
+    def __enter__(self) -> None:
+        if self._taken:
+            self._copies = [parameter.detach().clone() for parameter in self._parameters]
+            self._old_states = {key: _clone(state) for key, state in self._states.items()}
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if self._taken and kind is not None:
+            with torch.no_grad():
+                for parameter, content in zip(self._parameters, self._copies, strict=True):
+                    parameter.copy_(content)
+            for key in list(self._states):
+                if key in self._old_states:
+                    self._states[key] = self._old_states[key]
+                else:
+                    del self._states[key]
+        self._copies, self._old_states = [], {}
+
+
+def _clone(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _clone(item) for name, item in state.items()}
+    return state.clone() if isinstance(state, torch.Tensor) else copy.copy(state)
+
+
+def _bytes(state: Any) -> int:
+    if isinstance(state, dict):
+        return sum(_bytes(item) for item in state.values())
+    return state.nbytes if isinstance(state, torch.Tensor) else 0

@@ -1,0 +1,161 @@
+"""One exact full-batch update under a budget: split, forward (tape), backward (replay), accumulate, update.
+
+A step either happens as a whole or not at all. What an attempt changes before the optimizer steps (gradients, buffers,
+random generators) is put back if it fails; the optimizer's own step is covered by a copy of the parameters and its
+state where the budget has room for one, which it usually has: all activations are gone by then.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from typing import Any, NamedTuple
+
+import torch
+
+from gradfit._torch import is_out_of_memory
+from gradfit.accumulate.accumulator import GradientAccumulator
+from gradfit.errors import BudgetInfeasible, MisuseError
+from gradfit.planning.record import Plan
+from gradfit.profiling.measure import LossFunction, run_loss
+from gradfit.profiling.meter import Meter, meter
+from gradfit.profiling.record import Profile
+from gradfit.recompute.planned import recording
+from gradfit.train.planner import Fitted, Planner
+from gradfit.train.rollback import Snapshot, UpdateSnapshot
+
+_MOST_ATTEMPTS = 8
+
+
+class TrainResult(NamedTuple):
+    """What one step did."""
+
+    loss: float
+    """The mean over all items of the batch."""
+    stepped: bool
+    grad_norm: float | None
+    peak_bytes: int
+    """Of all tensors, measured: in this step if it is the first with its plan, else in that one."""
+    micro_batches: int
+    weight: int | float
+    reason: str
+    attempts: int
+    """More than 1 if memory ran out and the step was repeated with a tighter plan."""
+
+    def __bool__(self) -> bool:
+        return self.stepped
+
+
+class TrainStep:
+    """The step that `fit` returns: call it with a batch. `plan`, `profile` and `budget_bytes` say what it follows."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        loss_fn: LossFunction,
+        accumulator: GradientAccumulator,
+        planner: Planner,
+        fitted: Fitted,
+    ) -> None:
+        self.model, self.optimizer, self.accumulator = model, optimizer, accumulator
+        self._loss_fn, self._planner, self._fitted = loss_fn, planner, fitted
+        self._measured: set[int] = set()  # plans whose peak has been seen in a real step
+
+    @property
+    def plan(self) -> Plan:
+        return self._fitted.plan
+
+    @property
+    def profile(self) -> Profile:
+        return self._fitted.profile
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._planner.budget_bytes
+
+    def __repr__(self) -> str:
+        return f"<step: {str(self.plan).splitlines()[0]}>"
+
+    def __call__(self, batch: Any) -> TrainResult:
+        """One exact update with this batch, whatever its size and shape."""
+        if self.accumulator.current_step:
+            raise MisuseError("The accumulator is in the middle of a window. Call step.accumulator.flush() or reset().")
+        if not self.model.training:
+            raise MisuseError("The model is in evaluation mode. Call model.train() before step(batch).")
+        self.accumulator.enabled = False  # a new shape is profiled and tried out with backwards that do not count
+        try:
+            fitted = self._fitted = self._planner.fitted(batch, self._planner.rows(batch))
+        finally:
+            self.accumulator.enabled = True
+        before = Snapshot(self.model)
+        for attempt in range(1, _MOST_ATTEMPTS + 1):
+            failure: BaseException | None = None
+            try:
+                return self._attempt(batch, fitted, attempt)
+            except Exception as error:
+                self.accumulator.reset()
+                before.restore()
+                if not is_out_of_memory(error) or attempt == _MOST_ATTEMPTS:
+                    raise
+                failure = error
+            # Outside of the handler: the traceback holds every tensor of the failed attempt.
+            failure = self._forget(failure)
+            try:
+                fitted = self._fitted = self._planner.tighter(fitted, batch)
+            except BudgetInfeasible as smallest:
+                raise smallest from None
+        raise AssertionError("unreachable")
+
+    def _attempt(self, batch: Any, fitted: Fitted, attempt: int) -> TrainResult:
+        if id(fitted.plan) in self._measured and fitted.steady:
+            return self._update(batch, fitted, attempt, None)
+        with meter(self.model, self.optimizer, batch) as live:
+            result = self._update(batch, fitted, attempt, live)
+        self._measured.add(id(fitted.plan))
+        seen = dataclasses.replace(fitted, peak_bytes=result.peak_bytes)
+        self._planner.replace(fitted, seen)
+        self._fitted = seen
+        return result
+
+    def _update(self, batch: Any, fitted: Fitted, attempt: int, live: Meter | None) -> TrainResult:
+        accumulator, plan = self.accumulator, fitted.plan
+        rows = self._planner.rows(batch)
+        accumulator.accumulation_count = max(1, -(-rows // plan.micro_batch))
+        total, items = 0.0, 0.0
+        for part in self._planner.parts(batch, plan.micro_batch):
+            recorder, _ = recording(plan)
+            with recorder:
+                loss, count = run_loss(self._loss_fn, self.model, part)
+            weight = count if count is not None else self._planner.rows(part)
+            number = float(weight)
+            total += float(loss.detach()) * (1.0 if count is not None else number)
+            items += number
+            accumulator.backward(loss, weight=weight, reduction="mean" if count is None else "sum")
+            del loss
+        with UpdateSnapshot(self.model, self.optimizer, self._room(fitted)):
+            result = accumulator.flush()
+        return TrainResult(
+            loss=total / items if items else 0.0,
+            stepped=result.stepped,
+            grad_norm=result.grad_norm,
+            peak_bytes=live.peak_bytes if live is not None else fitted.peak_bytes,
+            micro_batches=result.micro_batches,
+            weight=result.weight,
+            reason=result.reason,
+            attempts=attempt,
+        )
+
+    def _room(self, fitted: Fitted) -> int:
+        """Bytes of the budget that are free while the optimizer steps."""
+        static = fitted.profile.at(1)
+        batch = int(fitted.profile.batch_bytes.at(fitted.plan.batch_size))
+        return self.budget_bytes - static.static_bytes - static.optimizer_burst_bytes - batch
+
+    def _forget(self, failure: BaseException | None) -> None:
+        if failure is not None:
+            failure.__traceback__ = None
+            failure.__context__ = failure.__cause__ = None
+        gc.collect()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
