@@ -130,7 +130,10 @@ def mark_checkpoint(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_checkpoint(tensor: torch.Tensor) -> bool:
     """Whether `mark_checkpoint` was called on this tensor, or on a view of it."""
-    return storage_key(tensor) in _marked
+    try:
+        return storage_key(tensor) in _marked
+    except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers have no storage
+        return False
 
 
 _marked: dict[int, Any] = {}

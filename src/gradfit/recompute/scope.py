@@ -44,6 +44,7 @@ class _Frames(threading.local):
 
     def __init__(self) -> None:
         self.open: list[tuple[CheckpointScope, Segment | None, Recorder | None]] = []
+        self.torn: list[CheckpointScope] = []  # closed because one around them was left first
 
 
 _frames = _Frames()
@@ -115,24 +116,22 @@ class CheckpointScope:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         frames = _frames.open
-        if not frames or frames[-1][0] is not self:
-            inner = frames[-1][0].name if frames else None
+        if frames and frames[-1][0] is self:
+            _leave(kind, error, trace)
+        elif any(frame[0] is self for frame in frames):
+            inner = frames[-1][0].name
+            while frames[-1][0] is not self:
+                _frames.torn.append(frames[-1][0])
+                _leave(None, None, None)
+            _leave(None, None, None)
             raise MisuseError(
-                f"CheckpointScope({self.name!r}) is left while {inner!r}, entered after it, is still open. "
-                "Leave scopes in the reverse order of entering them: use nested `with` blocks."
-                if inner is not None
-                else f"CheckpointScope({self.name!r}) is left but was not entered. Use it in a `with` block."
+                f"CheckpointScope({self.name!r}) is left while {inner!r}, entered after it, is still open; both are closed "
+                "now. Leave scopes in the reverse order of entering them: use nested `with` blocks."
             )
-        _, segment, recorder = frames.pop()
-        if segment is None:
-            return
-        active = recorder or _innermost()
-        if active is not None and isinstance(active.policy, _Keep) and active.policy.scopes:
-            active.policy.scopes.pop()
-        if recorder is not None:
-            recorder.__exit__(kind, error, trace)
-        elif active is not None and segment.parent is not None:
-            active.segment = segment.parent
+        elif any(scope is self for scope in _frames.torn):
+            _frames.torn = [scope for scope in _frames.torn if scope is not self]
+        else:
+            raise MisuseError(f"CheckpointScope({self.name!r}) is left but was not entered. Use it in a `with` block.")
         if kind is not None and issubclass(kind, RuntimeError) and _raised_by_functorch(trace):
             raise UnsupportedOp(
                 f"torch.func was used inside CheckpointScope({self.name!r}), where saved tensors are replaced: {error} "
@@ -157,6 +156,20 @@ class CheckpointScope:
 
     def note_recomputed(self, seconds: float) -> None:
         self.stats.recomputed_seconds += seconds
+
+
+def _leave(kind: Any, error: Any, trace: Any) -> None:
+    """Close the innermost scope."""
+    _, segment, recorder = _frames.open.pop()
+    if segment is None:
+        return
+    active = recorder or _innermost()
+    if active is not None and isinstance(active.policy, _Keep) and active.policy.scopes:
+        active.policy.scopes.pop()
+    if recorder is not None:
+        recorder.__exit__(kind, error, trace)
+    elif active is not None and segment.parent is not None:
+        active.segment = segment.parent
 
 
 class _Keep:
@@ -187,14 +200,14 @@ def _innermost() -> Recorder | None:
 
 
 def _raised_by_functorch(trace: Any) -> bool:
-    while trace is not None and trace.tb_next is not None:
+    """Whether torch.func was the last to be called before torch raised."""
+    modules = []
+    while trace is not None:
+        modules.append(trace.tb_frame.f_globals.get("__name__", ""))
         trace = trace.tb_next
-    frame = trace.tb_frame if trace is not None else None
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
+    for module in reversed(modules):
         if module.startswith("torch._functorch"):
             return True
         if not module.startswith(("torch", "contextlib")):
             return False
-        frame = frame.f_back
     return False

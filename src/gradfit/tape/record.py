@@ -38,6 +38,7 @@ from gradfit.tape.storage import (
     fresh_results,
     holds_only,
     key_of,
+    parts_of,
     place_of,
     written_tensors,
 )
@@ -327,7 +328,7 @@ class Recorder(DispatchMode):
         reference = self._roots.get(key)
         return None if reference is None else reference()
 
-    def _settle(self, value: Value, tensor: torch.Tensor) -> None:
+    def _settle(self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch) -> None:
         """Rule 5: somebody reads memory that no recorded operation wrote; what is in it now is all there is."""
         constant, value.constant = value.constant, False
         if constant and tensor.device.type == "cpu" and holds_only(tensor, _constant_of(value.op)):
@@ -337,15 +338,15 @@ class Recorder(DispatchMode):
         value.uninitialised = False
         value.op = None
         value.geometry = None
-        self._hold(value, tensor)
+        self._hold(value, tensor, alias)
 
-    def _hold(self, value: Value, tensor: torch.Tensor) -> None:
+    def _hold(self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch) -> None:
         base = base_of(tensor)
         owner = tensor if base is None else base
         if not (owner.requires_grad and owner.is_leaf):
             # Only a leaf that cannot be written to can be held itself: others may get a graph that holds the tape.
             place_of(tensor)
-            owner = detached_in_dispatch(tensor)
+            owner = alias(tensor)
             value.natural = weakref.ref(tensor)
         else:
             value.natural = weakref.ref(owner)
@@ -401,7 +402,8 @@ class Recorder(DispatchMode):
         for tensor in tensors:
             try:
                 key = key_of(tensor)
-            except Untrackable:  # its parts' version counters will tell
+            except Untrackable:  # a wrapper: what it wraps will be written to
+                self._lose(parts_of(tensor))
                 continue
             value = self._made.pop(key, None) or self._root(key)
             if value is not None:
@@ -432,7 +434,7 @@ class Recorder(DispatchMode):
         if value.seen != tensor._version or value.uninitialised or value.constant:
             value = self._present(value.key, tensor)
             if value is not None and (value.uninitialised or value.constant):
-                self._settle(value, tensor)
+                self._settle(value, tensor, detached)
             if value is None or value.op is None:
                 return self._pack_root(tensor)
         if value.handles == 0:

@@ -38,6 +38,14 @@ def key_of(tensor: torch.Tensor) -> int:
         raise Untrackable from None
 
 
+def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a tensor without a storage of its own is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    attributes = getattr(tensor, "__dict__", {}).values()
+    return [part for part in attributes if isinstance(part, torch.Tensor) and part is not tensor]
+
+
 def place_of(tensor: torch.Tensor) -> Geometry:
     """Where in its storage a tensor lies; `Untrackable` if it is not what lies there (conjugated, negated, nested)."""
     try:
