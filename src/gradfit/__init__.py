@@ -42,6 +42,7 @@ from gradfit.recompute.function import checkpoint, checkpoint_sequential, chunke
 from gradfit.recompute.planned import AppliedPlan, apply
 from gradfit.recompute.scope import CheckpointScope
 from gradfit.train.fit import fit
+from gradfit.train.job import Job
 from gradfit.train.step import TrainResult, TrainStep
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "GradientScaling",
     "GraphError",
     "Hardware",
+    "Job",
     "LossScaler",
     "MemoryStats",
     "Meter",

@@ -143,10 +143,15 @@ class Batches:
             )
         self.epoch, self._order, self._iterator, self._pending = state["epoch"], None, None, None
         self._position = state["position"]
-        if self.rows is not None or state["at_start"] is None:
-            return
+        self._at_start, self._before_pending = state["at_start"], state["before_pending"]
         generators = self._generators()
-        self._at_start = state["at_start"]
+        if self.rows is None and state["at_start"] is not None:
+            self._find_again(state, generators)
+        for generator, content in zip(generators, state["own"], strict=True):
+            generator.set_state(content)
+
+    def _find_again(self, state: dict[str, Any], generators: list[torch.Generator]) -> None:
+        """Begin the epoch as it was begun, and count up to where it was left."""
         restore_random(state["at_start"], generators)
         self._iterator = iter(self.data() if callable(self.data) else self.data)
         partly = state["offset"] > 0
@@ -158,11 +163,8 @@ class Batches:
                     "Resume with the data the run began with."
                 )
         if partly:
-            self._before_pending = state["before_pending"]
             restore_random(state["before_pending"], generators)
             self._pending, self._offset = self._fetch(), state["offset"]
-        for generator, content in zip(generators, state["own"], strict=True):
-            generator.set_state(content)
 
 
 def number_of_rows(data: Any) -> int | None:

@@ -11,7 +11,7 @@ from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.errors import MisuseError
 from gradfit.profiling.measure import LossFunction, check_batch, check_model
 from gradfit.train.batchnorm import warn_about_batch_norm
-from gradfit.train.planner import Planner
+from gradfit.train.planner import Fitted, Planner
 from gradfit.train.step import TrainStep
 from gradfit.units import parse_bytes
 
@@ -30,13 +30,15 @@ def fit(
     dtype: torch.dtype | None = None,
     on_nonfinite: str = "raise",
     offload: bool = False,
+    known: Iterable[Fitted] = (),
 ) -> TrainStep:
     """Profile the model, plan for the budget, try the plan, and return the step that follows it.
 
     `loss_fn(model, batch)` returns the mean loss over the batch's rows, or `(loss_sum, count)` where the items are not
     the rows (tokens). A batch is any nest of tensors, split along dim 0; `split(batch, size)` says otherwise. The
     budget covers all tensors of the step: parameters, gradients, optimizer state, the batch, activations, recomputation
-    and temporaries. If it cannot be held, `BudgetInfeasible` says before anything is trained what could.
+    and temporaries. If it cannot be held, `BudgetInfeasible` says before anything is trained what could. `known` are
+    the plans of an earlier step (`step.known`): a run that is resumed must add in the same order as before.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -51,7 +53,7 @@ def fit(
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise MisuseError(f"batch_size={batch_size!r} is not a number of rows. Pass an int of at least 1.")
     check_model(model)
-    planner = Planner(model, optimizer, loss_fn, budget, split=split, offload=offload)
+    planner = Planner(model, optimizer, loss_fn, budget, split=split, offload=offload, known=known)
     fitted = planner.fitted(sample_batch, batch_size)
     warn_about_batch_norm(model, fitted.plan.micro_batch, batch_size)
     accumulator = GradientAccumulator(optimizer, clip=clip, scaler=scaler, dtype=dtype, on_nonfinite=on_nonfinite)

@@ -47,12 +47,18 @@ class Planner:
         *,
         split: Callable[[Any, int], Iterable[Any]] | None = None,
         offload: bool = False,
+        known: Iterable[Fitted] = (),
     ) -> None:
         self.budget_bytes = budget_bytes
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self._split = split
         self._offload = offload
-        self._fitted: list[Fitted] = []
+        self._fitted: list[Fitted] = list(known)
+
+    @property
+    def known(self) -> tuple[Fitted, ...]:
+        """Every plan made so far, in the order in which they are tried for a batch."""
+        return tuple(self._fitted)
 
     def parts(self, batch: Any, micro_batch: int) -> Iterable[Any]:
         """The batch in micro-batches."""

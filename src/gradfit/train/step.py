@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from gradfit._torch import is_out_of_memory
 from gradfit.accumulate.accumulator import GradientAccumulator
-from gradfit.errors import BudgetInfeasible, MisuseError
+from gradfit.errors import BudgetInfeasible, MisuseError, StateError
 from gradfit.planning.record import Plan
 from gradfit.profiling.measure import LossFunction, run_loss
 from gradfit.profiling.meter import Meter, meter
@@ -46,6 +47,21 @@ class TrainResult(NamedTuple):
         return self.stepped
 
 
+class Progress(NamedTuple):
+    """How far a step has come, between two of its micro-batches; with the accumulator's state it can go on."""
+
+    done: int
+    """Micro-batches that are accumulated."""
+    micro_batch: int
+    total: float
+    items: float
+    window: Mapping[str, Any] | None = None
+    """The accumulator's `state_dict()`, which whoever saves this puts here."""
+
+
+AfterMicroBatch = Callable[[Progress], object]
+
+
 class TrainStep:
     """The step that `fit` returns: call it with a batch. `plan`, `profile` and `budget_bytes` say what it follows."""
 
@@ -74,11 +90,26 @@ class TrainStep:
     def budget_bytes(self) -> int:
         return self._planner.budget_bytes
 
+    @property
+    def known(self) -> tuple[Fitted, ...]:
+        """Every plan made so far, by input shape; `fit(..., known=step.known)` starts from them."""
+        return self._planner.known
+
     def __repr__(self) -> str:
         return f"<step: {str(self.plan).splitlines()[0]}>"
 
-    def __call__(self, batch: Any) -> TrainResult:
-        """One exact update with this batch, whatever its size and shape."""
+    def __call__(
+        self,
+        batch: Any,
+        *,
+        progress: Progress | None = None,
+        after_micro_batch: AfterMicroBatch | None = None,
+    ) -> TrainResult:
+        """One exact update with this batch, whatever its size and shape.
+
+        `after_micro_batch` is called between two micro-batches; what it raises ends the step, with nothing changed.
+        `progress` goes on with a step that was ended so: the same batch, the generators as they were then.
+        """
         if self.accumulator.current_step:
             raise MisuseError("The accumulator is in the middle of a window. Call step.accumulator.flush() or reset().")
         if not self.model.training:
@@ -92,7 +123,7 @@ class TrainStep:
         for attempt in range(1, _MOST_ATTEMPTS + 1):
             failure: BaseException | None = None
             try:
-                return self._attempt(batch, fitted, attempt)
+                return self._attempt(batch, fitted, attempt, progress, after_micro_batch)
             except Exception as error:
                 self.accumulator.reset()
                 before.restore()
@@ -107,23 +138,37 @@ class TrainStep:
                 raise smallest from None
         raise AssertionError("unreachable")
 
-    def _attempt(self, batch: Any, fitted: Fitted, attempt: int) -> TrainResult:
+    def _attempt(
+        self, batch: Any, fitted: Fitted, attempt: int, progress: Progress | None, after: AfterMicroBatch | None
+    ) -> TrainResult:
         if id(fitted.plan) in self._measured and fitted.steady:
-            return self._update(batch, fitted, attempt, None)
+            return self._update(batch, fitted, attempt, None, progress, after)
         with meter(self.model, self.optimizer, batch) as live:
-            result = self._update(batch, fitted, attempt, live)
+            result = self._update(batch, fitted, attempt, live, progress, after)
         self._measured.add(id(fitted.plan))
         seen = dataclasses.replace(fitted, peak_bytes=result.peak_bytes)
         self._planner.replace(fitted, seen)
         self._fitted = seen
         return result
 
-    def _update(self, batch: Any, fitted: Fitted, attempt: int, live: Meter | None) -> TrainResult:
+    def _update(
+        self,
+        batch: Any,
+        fitted: Fitted,
+        attempt: int,
+        live: Meter | None,
+        progress: Progress | None,
+        after: AfterMicroBatch | None,
+    ) -> TrainResult:
         accumulator, plan = self.accumulator, fitted.plan
         rows = self._planner.rows(batch)
         accumulator.accumulation_count = max(1, -(-rows // plan.micro_batch))
-        total, items = 0.0, 0.0
-        for part in self._planner.parts(batch, plan.micro_batch):
+        done, total, items = self._go_on(progress, plan) if progress is not None else (0, 0.0, 0.0)
+        for position, part in enumerate(self._planner.parts(batch, plan.micro_batch)):
+            if position < done:
+                continue
+            if after is not None and position > done:
+                after(Progress(position, plan.micro_batch, total, items))
             recorder, _ = recording(plan)
             with recorder:
                 loss, count = run_loss(self._loss_fn, self.model, part)
@@ -145,6 +190,17 @@ class TrainStep:
             reason=result.reason,
             attempts=attempt,
         )
+
+    def _go_on(self, progress: Progress, plan: Plan) -> tuple[int, float, float]:
+        """Take up a window that was left in the middle."""
+        if progress.micro_batch != plan.micro_batch:
+            raise StateError(
+                f"The step was left at micro-batches of {progress.micro_batch} rows, the plan has {plan.micro_batch}. "
+                "Pass fit(..., known=) the plans it was begun with."
+            )
+        if progress.window is not None:
+            self.accumulator.load_state_dict(progress.window)
+        return progress.done, progress.total, progress.items
 
     def _room(self, fitted: Fitted) -> int:
         """Bytes of the budget that are free while the optimizer steps."""

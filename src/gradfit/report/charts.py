@@ -1,0 +1,163 @@
+"""Charts as SVG text, drawn twice: for a wide page and for a phone, so that letters keep their size on both.
+
+Hand-written, and not plotly's: the page is then some hundred kilobytes and not five megabytes, needs no script to be
+read or printed, follows the reader's dark or light setting by CSS alone, and every point of it can be reached with the
+keyboard and heard. What a library would add, zoom and pan, these few curves do not need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from gradfit.units import format_bytes, format_seconds
+
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "bytes": format_bytes,
+    "seconds": format_seconds,
+    "": lambda number: f"{number:g}",
+}
+_WIDE, _NARROW = (880, 340), (340, 280)
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line. `kind` is its CSS class, which gives it its colour and dash."""
+
+    name: str
+    kind: str
+    points: Sequence[tuple[float, float]]
+    steps: bool = False  # a value holds until the next
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point one can hover over or tab to; `text` is what it then says."""
+
+    x: float
+    y: float
+    text: str
+    chosen: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart; `summary` is its text alternative."""
+
+    name: str
+    title: str
+    summary: str
+    x_label: str
+    y_label: str
+    x_unit: str = "seconds"  # or "bytes", or "" for a plain number
+    y_unit: str = "bytes"
+    series: Sequence[Series] = ()
+    points: Sequence[Point] = ()
+    limit: tuple[float, str] | None = None
+    y_from_zero: bool = True
+
+
+def draw(chart: Chart) -> str:
+    """The chart as two SVG elements, one of which the page shows, and a legend."""
+    legend = "".join(f'<li><span class="key {s.kind}"></span>{escape(s.name)}</li>' for s in chart.series if s.name)
+    if chart.limit is not None:
+        legend += f'<li><span class="key limit"></span>{escape(chart.limit[1])}</li>'
+    drawn = "".join("".join(_svg(chart, size, name)) for size, name in ((_WIDE, "wide"), (_NARROW, "narrow")))
+    return f'<div class="chart" id="chart-{chart.name}">{drawn}<ul class="legend">{legend}</ul></div>'
+
+
+class _Frame:
+    """Where the axes lie, and how a number becomes a place."""
+
+    def __init__(self, chart: Chart, size: tuple[int, int], most_x_ticks: int) -> None:
+        self.width, self.height = size
+        self.left, self.right, self.top, self.bottom = 64, 14, 26, 44
+        xs = [x for s in chart.series for x, _ in s.points] + [p.x for p in chart.points]
+        ys = [y for s in chart.series for _, y in s.points] + [p.y for p in chart.points]
+        ys += [] if chart.limit is None else [chart.limit[0]]
+        low = 0.0 if chart.y_from_zero else min(ys)
+        self.x_ticks = ticks(min(xs), max(xs), most_x_ticks, binary=chart.x_unit == "bytes")
+        self.y_ticks = ticks(low, max(ys), 6, binary=chart.y_unit == "bytes")
+        self._x = (min(xs), max(xs))
+        self._y = (low, max(ys))
+
+    def x(self, number: float) -> float:
+        low, high = self._x
+        return self.left + (number - low) / ((high - low) or 1.0) * (self.width - self.left - self.right)
+
+    def y(self, number: float) -> float:
+        low, high = self._y
+        share = (number - low) / ((high - low) or 1.0)
+        return self.height - self.bottom - share * (self.height - self.top - self.bottom)
+
+
+def _svg(chart: Chart, size: tuple[int, int], variant: str) -> Iterator[str]:
+    at = _Frame(chart, size, 8 if variant == "wide" else 4)
+    edge = at.width - at.right
+    ids = f"{chart.name}-{variant}"
+    yield (
+        f'<svg class="{variant}" viewBox="0 0 {at.width} {at.height}" role="{"group" if chart.points else "img"}" '
+        f'aria-labelledby="{ids}-t {ids}-d"><title id="{ids}-t">{escape(chart.title)}</title>'
+        f'<desc id="{ids}-d">{escape(chart.summary)}</desc>'
+        f'<text class="axis" x="2" y="12">{escape(chart.y_label)}</text>'
+        f'<text class="axis" x="{(at.left + edge) / 2:.0f}" y="{at.height - 6}" text-anchor="middle">'
+        f"{escape(chart.x_label)}</text>"
+    )
+    for y in at.y_ticks:
+        yield (
+            f'<line class="grid" x1="{at.left}" x2="{edge}" y1="{at.y(y):.1f}" y2="{at.y(y):.1f}"/>'
+            f'<text class="tick" x="{at.left - 6}" y="{at.y(y) + 4:.1f}" text-anchor="end">'
+            f"{escape(_FORMATS[chart.y_unit](y))}</text>"
+        )
+    for x in at.x_ticks:
+        yield (
+            f'<text class="tick" x="{at.x(x):.1f}" y="{at.height - at.bottom + 18}" text-anchor="middle">'
+            f"{escape(_FORMATS[chart.x_unit](x))}</text>"
+        )
+    if chart.limit is not None:
+        y = at.y(chart.limit[0])
+        yield f'<line class="limit" x1="{at.left}" x2="{edge}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    for series in chart.series:
+        yield _line(series, at)
+    for p in sorted(chart.points, key=lambda point: point.chosen):
+        yield (
+            f'<circle class="point{" chosen" if p.chosen else ""}" cx="{at.x(p.x):.1f}" cy="{at.y(p.y):.1f}" '
+            f'r="{8 if p.chosen else 6}" tabindex="0" role="img" aria-label="{escape(p.text)}" '
+            f'data-text="{escape(p.text)}"><title>{escape(p.text)}</title></circle>'
+        )
+    yield "</svg>"
+
+
+def _line(series: Series, at: _Frame) -> str:
+    first_x, first_y = series.points[0]
+    path = [f"M{at.x(first_x):.1f} {at.y(first_y):.1f}"]
+    for x, y in series.points[1:]:
+        path.append(f"H{at.x(x):.1f}V{at.y(y):.1f}" if series.steps else f"L{at.x(x):.1f} {at.y(y):.1f}")
+    line = "".join(path)
+    area = ""
+    if series.steps:
+        area = f'<path class="area {series.kind}" d="{line}V{at.y(0.0):.1f}H{at.x(first_x):.1f}Z"/>'
+    return f'{area}<path class="line {series.kind}" d="{line}"/>'
+
+
+def ticks(low: float, high: float, most: int, *, binary: bool = False) -> list[float]:
+    """Round numbers from at or above `low` to at or below `high`; bytes are round in powers of two.
+
+    >>> ticks(0, 9.3, 6)
+    [0.0, 2.0, 4.0, 6.0, 8.0]
+    >>> [int(t) // 2**20 for t in ticks(0, 900 * 2**20, 5, binary=True)]
+    [0, 256, 512, 768]
+    """
+    span = high - low
+    if not span > 0 or not math.isfinite(span):
+        return [low]
+    if binary:
+        step = 2.0 ** math.ceil(math.log2(span / most))
+    else:
+        rough = span / most
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next(power * f for f in (1, 2, 5, 10) if power * f >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)] or [low]

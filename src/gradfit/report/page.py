@@ -1,0 +1,230 @@
+"""One page that holds everything and asks the network for nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from html import escape
+from importlib import resources
+from pathlib import Path
+
+from gradfit.errors import MisuseError
+from gradfit.planning.record import Plan
+from gradfit.report.charts import Chart, Point, Series, draw
+from gradfit.report.curves import plain_peak_bytes, thin
+from gradfit.report.record import Report
+from gradfit.report.tables import memory_bars, plan_table
+from gradfit.units import format_bytes, format_seconds
+
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
+
+def write_page(report: Report, path: str | Path) -> Path:
+    """Write the page, whole or not at all."""
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.tmp")
+    try:
+        temporary.write_text(render(report), encoding="utf-8")
+        os.replace(temporary, target)
+    except OSError as error:
+        raise MisuseError(f"Cannot write the page to {str(path)!r}: {error.strerror}. Pass another path.") from None
+    return target
+
+
+def render(report: Report) -> str:
+    """The page as HTML text."""
+    data = resources.files("gradfit").joinpath("data")
+    sections = [
+        _headline(report),
+        _timeline(report),
+        _frontier(report),
+        _loss(report),
+        _section(
+            "modules",
+            "Memory by module",
+            memory_bars(report.profile, report.plan, "module"),
+            "Activations held for the backward pass. Layers of one stack are taken together.",
+        ),
+        _section("lines", "Memory by source line", memory_bars(report.profile, report.plan, "source")),
+        _plan(report),
+        _audit(report),
+        _environment(report),
+    ]
+    links = "".join(f'<a href="#{name}">{title}</a>' for name, title in _TITLES if f'id="{name}"' in "".join(sections))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
+        f'content="light dark"><link rel="icon" href="data:,"><title>gradfit: {escape(report.title)}</title>'
+        f"<style>{data.joinpath('report.css').read_text()}</style></head><body>"
+        f'<a class="skip" href="#main">To the content</a><header><h1>{escape(report.title)}</h1>'
+        f'<nav aria-label="Sections">{links}</nav></header><main id="main">{"".join(sections)}</main>'
+        f"<script>{data.joinpath('report.js').read_text()}</script></body></html>\n"
+    )
+
+
+_TITLES = (
+    ("timeline", "Timeline"),
+    ("frontier", "Trade-off"),
+    ("loss", "Loss"),
+    ("modules", "Modules"),
+    ("lines", "Lines"),
+    ("plan", "Plan"),
+    ("audit", "Audit"),
+    ("environment", "Environment"),
+)
+
+
+def _section(name: str, title: str, body: str, text: str = "") -> str:
+    lead = f"<p>{text}</p>" if text else ""
+    return f'<section id="{name}" aria-labelledby="{name}-h"><h2 id="{name}-h">{title}</h2>{lead}{body}</section>'
+
+
+def _facts(pairs: Iterable[tuple[str, str]]) -> str:
+    return "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs)
+
+
+def _headline(report: Report) -> str:
+    profile, plan = report.profile, report.plan
+    facts = []
+    if plan is not None:
+        facts += [
+            ("budget", format_bytes(plan.budget_bytes)),
+            ("peak as planned", format_bytes(plan.peak_bytes)),
+            ("plain PyTorch would need", format_bytes(plain_peak_bytes(profile, plan.batch_size))),
+            ("micro-batches", f"{plan.steps} × {plan.micro_batch} rows"),
+            ("extra time", f"{100 * plan.extra_fraction:+.1f} %"),
+            ("values kept", f"{plan.kept_values} of {plan.saved_values}"),
+        ]
+    else:
+        facts += [
+            ("activations saved", format_bytes(profile.saved_bytes(profile.batch_size))),
+            ("plain PyTorch needs", format_bytes(plain_peak_bytes(profile, profile.batch_size))),
+            ("batch", f"{profile.batch_size} rows"),
+        ]
+    facts.append(("parameters", format_bytes(profile.parameter_bytes)))
+    if report.audit is not None:
+        facts.append(("gradients", "bit-identical" if report.audit.identical else "different"))
+    notes = "".join(f"<p>{escape(note)}</p>" for note in report.notes)
+    return f'<section aria-label="Summary"><dl class="facts">{_facts(facts)}</dl>{notes}</section>'
+
+
+def _timeline(report: Report) -> str:
+    curves = [
+        (report.plain_label, "plain", thin(report.plain_curve)),
+        (report.planned_label, "planned", thin(report.planned_curve)),
+    ]
+    series = [Series(name, kind, [(s, float(b)) for s, b in c], steps=True) for name, kind, c in curves if c]
+    if not series:
+        return ""
+    peaks = "; ".join(f"{s.name}: peak {format_bytes(max(y for _, y in s.points))}" for s in series)
+    chart = Chart(
+        name="timeline",
+        title="Bytes of live tensors during one step",
+        summary=peaks + (f"; {report.limit_label} {format_bytes(report.limit_bytes)}" if report.limit_bytes else ""),
+        x_label="time since the step began",
+        y_label="live tensors",
+        series=series,
+        limit=(report.limit_bytes, f"{report.limit_label} {format_bytes(report.limit_bytes)}")
+        if report.limit_bytes
+        else None,
+    )
+    return _section("timeline", "Memory during one step", draw(chart), escape(peaks) + ".")
+
+
+def _frontier(report: Report) -> str:
+    plans = sorted({(p.peak_bytes, p.step_seconds): p for p in report.frontier}.values(), key=lambda p: p.peak_bytes)
+    if not plans:
+        return ""
+    chosen = report.plan
+    points = [Point(float(p.peak_bytes), p.step_seconds, _say(p)) for p in plans]
+    if chosen is not None:
+        points.append(Point(float(chosen.peak_bytes), chosen.step_seconds, "Chosen: " + _say(chosen), chosen=True))
+    line = [(float(p.peak_bytes), p.step_seconds) for p in plans]
+    chart = Chart(
+        name="frontier",
+        title="Peak memory against time of a step",
+        summary=f"{len(plans)} plans from {_say(plans[0])} to {_say(plans[-1])}."
+        + (f" Chosen: {_say(chosen)}." if chosen else ""),
+        x_label="peak memory",
+        y_label="time of a step",
+        x_unit="bytes",
+        y_unit="seconds",
+        series=[Series("best plan for each budget", "frontier", line)],
+        points=points,
+        y_from_zero=False,
+    )
+    rows = "".join(
+        f"<tr><td>{format_bytes(p.peak_bytes)}</td><td>{format_seconds(p.step_seconds)}</td>"
+        f"<td>{p.steps} × {p.micro_batch}</td><td>{p.kept_values} of {p.saved_values}</td></tr>"
+        for p in plans
+    )
+    table = (
+        '<details><summary>The same as a table</summary><div class="scroll" tabindex="0" role="region" '
+        'aria-label="Trade-off as a table"><table><thead><tr><th scope="col">peak</th><th scope="col">step</th>'
+        f'<th scope="col">micro-batches</th><th scope="col">values kept</th></tr></thead><tbody>{rows}</tbody></table>'
+        "</div></details>"
+    )
+    said = f'<output class="said" id="frontier-said">{escape(points[-1].text)}</output>'
+    return _section(
+        "frontier",
+        "Memory against time",
+        draw(chart) + said + table,
+        "Each point is the fastest plan for its memory. Hover over one, or reach it with the tab key.",
+    )
+
+
+def _say(plan: Plan) -> str:
+    return (
+        f"peak {format_bytes(plan.peak_bytes)}, {format_seconds(plan.step_seconds)} per step "
+        f"({100 * plan.extra_fraction:+.1f} % recomputation), {plan.steps} × {plan.micro_batch} rows, "
+        f"{plan.kept_values} of {plan.saved_values} values kept"
+    )
+
+
+def _loss(report: Report) -> str:
+    if len(report.losses) < 2:
+        return ""
+    first, last = report.losses[0], report.losses[-1]
+    chart = Chart(
+        name="loss",
+        title="Training loss",
+        summary=f"from {first:.4g} to {last:.4g} in {len(report.losses)} steps",
+        x_label="step",
+        y_label="loss",
+        x_unit="",
+        y_unit="",
+        series=[Series("loss", "planned", [(float(i), loss) for i, loss in enumerate(report.losses, start=1)])],
+        y_from_zero=False,
+    )
+    return _section("loss", "Loss", draw(chart), f"From {first:.4g} to {last:.4g} in {len(report.losses)} steps.")
+
+
+def _plan(report: Report) -> str:
+    if report.plan is None:
+        return ""
+    tools = (
+        '<div class="tools"><label>Filter <input type="search" id="plan-filter" placeholder="operation, module, line">'
+        '</label><label>Action <select id="plan-action"><option value="">all</option><option>keep</option>'
+        "<option>rebuild</option><option>offload</option></select></label>"
+        '<output id="plan-count" aria-live="polite"></output></div>'
+    )
+    text = f"{escape(str(report.plan).splitlines()[0])}. The peak is {escape(report.plan.peak_at)}."
+    return _section("plan", "The plan, value by value", tools + plan_table(report.profile, report.plan), text)
+
+
+def _audit(report: Report) -> str:
+    if report.audit is None:
+        return ""
+    verdict = "Bit-identical." if report.audit.identical else "There is a difference."
+    kind = "good" if report.audit.identical else "bad"
+    return _section(
+        "audit",
+        "Audit",
+        f'<p class="{kind}">{verdict}</p><pre tabindex="0">{escape(str(report.audit))}</pre>',
+        "The batch was run plainly and as planned from the same state, and compared bit by bit.",
+    )
+
+
+def _environment(report: Report) -> str:
+    return _section("environment", "Environment", f'<dl class="facts small">{_facts(report.environment.items())}</dl>')
