@@ -41,6 +41,7 @@ from gradfit.profiling.record import Hardware, Profile
 from gradfit.recompute.function import checkpoint, checkpoint_sequential, chunked, is_checkpoint, mark_checkpoint
 from gradfit.recompute.planned import AppliedPlan, apply
 from gradfit.recompute.scope import CheckpointScope
+from gradfit.train.audit import AuditReport, audit
 from gradfit.train.fit import fit
 from gradfit.train.job import Job
 from gradfit.train.step import TrainResult, TrainStep
@@ -51,6 +52,7 @@ __all__ = [
     "ActivationOverwritten",
     "AdaptiveAccumulation",
     "AppliedPlan",
+    "AuditReport",
     "AutogradContext",
     "AutogradGraph",
     "BudgetInfeasible",
@@ -89,6 +91,7 @@ __all__ = [
     "UnsupportedOp",
     "VariableBatchScheduler",
     "apply",
+    "audit",
     "backward",
     "check_gradients",
     "checkpoint",

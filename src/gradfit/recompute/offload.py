@@ -6,18 +6,19 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from typing import IO, Any, cast
 
 import torch
 
 
 class Store:
-    """Takes tensors out and gives back functions that bring them in again.
+    """Takes tensors that fill their storage out, and gives back functions that bring them in again.
 
     On the CPU they go to an unnamed temporary file, which the system removes with the last thing that reads from it.
     """
 
     def __init__(self) -> None:
-        self._file: tempfile._TemporaryFileWrapper[bytes] | None = None
+        self._file: IO[bytes] | None = None
         self._end = 0
 
     def put(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -34,18 +35,12 @@ class Store:
             self._file = tempfile.TemporaryFile(prefix="gradfit-")  # noqa: SIM115 - lives as long as its readers
         file, position = self._file, self._end
         size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
-        dense = tensor if tensor.is_non_overlapping_and_dense() else tensor.contiguous()
-        if dense is not tensor:
-            stride = dense.stride()
-        flat = dense.detach().as_strided((dense.numel(),), (1,), dense.storage_offset())
-        written = flat.view(torch.uint8).numpy()
-        _write_all(file.fileno(), memoryview(written), position)
-        self._end += written.nbytes
+        _write_all(file.fileno(), _bytes_of(tensor), position)
+        self._end += tensor.nbytes
 
         def load() -> torch.Tensor:
             result = torch.empty_strided(size, stride, dtype=dtype)
-            target = result.as_strided((result.numel(),), (1,), 0).view(torch.uint8).numpy()
-            _read_all(file.fileno(), memoryview(target), position)
+            _read_all(file.fileno(), _bytes_of(result), position)
             return result
 
         return load
@@ -62,6 +57,11 @@ def measure_bandwidth(device: torch.device, nbytes: int = 16 << 20) -> float:
         load()
         slowest = min(slowest, max(middle - started, time.perf_counter() - middle))
     return nbytes / slowest
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return memoryview(cast(Any, flat.view(torch.uint8).numpy()))
 
 
 def _write_all(descriptor: int, content: memoryview, position: int) -> None:

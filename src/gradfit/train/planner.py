@@ -123,7 +123,7 @@ class Planner:
         )
 
     def try_out(self, plan: Plan, batch: Any, found: Profile) -> tuple[int, str | None]:
-        """Run one or two micro-batches as planned; the measured peak of the whole step, and where they left the plan."""
+        """Run one or two micro-batches as planned: the peak of the whole step, and where they left the plan."""
         part = next(iter(self.parts(batch, plan.micro_batch)))
         if self._split is None:
             part = repeat_rows(part, plan.micro_batch)
@@ -135,7 +135,7 @@ class Planner:
                 recorder, policy = recording(plan)
                 with recorder:
                     loss, _ = run_loss(self._loss_fn, self._model, part)
-                loss.backward()
+                torch.autograd.backward(loss)
                 del loss
                 diverged = diverged or policy.diverged
             passes = live.peak_bytes

@@ -121,7 +121,6 @@ class TrainStep:
             self.accumulator.enabled = True
         before = Snapshot(self.model)
         for attempt in range(1, _MOST_ATTEMPTS + 1):
-            failure: BaseException | None = None
             try:
                 return self._attempt(batch, fitted, attempt, progress, after_micro_batch)
             except Exception as error:
@@ -129,9 +128,10 @@ class TrainStep:
                 before.restore()
                 if not is_out_of_memory(error) or attempt == _MOST_ATTEMPTS:
                     raise
-                failure = error
+                failure: BaseException = error
             # Outside of the handler: the traceback holds every tensor of the failed attempt.
-            failure = self._forget(failure)
+            _forget(failure)
+            del failure
             try:
                 fitted = self._fitted = self._planner.tighter(fitted, batch)
             except BudgetInfeasible as smallest:
@@ -208,10 +208,10 @@ class TrainStep:
         batch = int(fitted.profile.batch_bytes.at(fitted.plan.batch_size))
         return self.budget_bytes - static.static_bytes - static.optimizer_burst_bytes - batch
 
-    def _forget(self, failure: BaseException | None) -> None:
-        if failure is not None:
-            failure.__traceback__ = None
-            failure.__context__ = failure.__cause__ = None
-        gc.collect()
-        if torch.accelerator.is_available():
-            torch.accelerator.empty_cache()
+
+def _forget(failure: BaseException) -> None:
+    failure.__traceback__ = None
+    failure.__context__ = failure.__cause__ = None
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
