@@ -62,7 +62,15 @@ class GradientAccumulator:
         self._passes = Backpropagator(
             self.window, scaler=scaler, dtype=dtype, isolate=isolate, skip_nonfinite=skip, ranks=self.ranks
         )
-        self._update = Update(self.window, optimizer, scaler=scaler, clip=clip, skip_nonfinite=skip, ranks=self.ranks)
+        self._update = Update(
+            self.window,
+            optimizer,
+            scaler=scaler,
+            clip=clip,
+            skip_nonfinite=skip,
+            widens=dtype is not None,
+            ranks=self.ranks,
+        )
         self._given = parameters is not None  # else the optimizer's groups say, window by window
         self._stop_watching: Callable[[], None] | None = None
         tensors = options.choose_parameters(optimizer, parameters)
@@ -204,7 +212,7 @@ class GradientAccumulator:
         if not self.enabled:
             _plain_backward(self.scaler, loss)
             return
-        with self._passes.guard():
+        with self._passes.guard:
             self._begin()
             self._passes.backward(loss, number, reduction)
 
@@ -262,14 +270,13 @@ class GradientAccumulator:
         window = self.window
         if not self.enabled:
             return self._update.finish()
-        self._follow_optimizer()
-        self._require_parameters()
         with window.lock:
-            window.end_micro_batch()
-            if not self.ranks.agree(window.is_full):
-                steps, skipped = window.accumulation_steps, window.skipped
-                return StepResult(False, "accumulating", None, window.weight, steps - skipped, skipped)
-            return self._update.finish()
+            if self.ranks.agree(window.end_micro_batch()):
+                self._follow_optimizer()
+                return self._update.finish()
+            self._require_parameters()
+            steps, skipped = window.accumulation_steps, window.skipped
+            return StepResult(False, "accumulating", None, window.weight, steps - skipped, skipped)
 
     def flush(self) -> StepResult:
         """Update with what there is: the partial last window, divided by what it really holds."""

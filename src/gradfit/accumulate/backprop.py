@@ -6,6 +6,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ class Backpropagator:
         self.window, self.scaler, self.dtype, self.isolate = window, scaler, dtype, isolate
         self.skip_nonfinite, self.ranks = skip_nonfinite or scaler is not None, ranks
         self.exclusive = threading.RLock()  # held while `.grad` is not the window's sums
+        # Passes run side by side, but not beside one whose gradients are apart.
+        self.guard: AbstractContextManager[Any] = self.exclusive if self.can_take_back else contextlib.nullcontext()
         self.narrow = False
         self._seeds: dict[tuple[float, torch.dtype, torch.device, torch.Size], Tensor] = {}
 
@@ -55,10 +58,6 @@ class Backpropagator:
             self.narrow = any(one != torch.promote_types(one, wide) for one in types)
         if self.scaler is not None:
             self.window.scale = self.scaler.get_scale()
-
-    def guard(self) -> contextlib.AbstractContextManager[Any]:
-        """Held while a loss is taken in: passes run side by side, but not beside one whose gradients are apart."""
-        return self.exclusive if self.can_take_back else contextlib.nullcontext()
 
     def backward(self, loss: Tensor | None, weight: Number, reduction: str) -> None:
         """One loss, the mean over `weight` items or their sum; a weight of 0 is booked, and nothing is run."""

@@ -49,13 +49,24 @@ def _positive(value: Number, name: str) -> Number:
     return number
 
 
+_DOT_TYPES = (torch.float32, torch.float64)
+
+
 def gradient_norm(gradients: list[Tensor]) -> float:
     """The norm of all gradients together; NaN or infinite only if one of them is."""
-    plain = all(one.layout == torch.strided and one.dtype in (torch.float32, torch.float64) for one in gradients)
-    norm = torch.nn.utils.get_total_norm(gradients) if plain else total_norm(gradients)
-    value: float = norm.item()
-    if not math.isfinite(value) and all(bool(values_of(one).isfinite().all()) for one in gradients):
-        return total_norm([values_of(one).to(torch.float64) for one in gradients]).item()  # only the squares overflowed
+    squares = 0.0
+    for one in gradients:
+        if one.layout != torch.strided or one.dtype not in _DOT_TYPES or not (one.is_cpu and one.is_contiguous()):
+            value = total_norm(gradients).item()
+            break
+        flat = one.view(-1)  # BLAS reads it at the memory's speed, where a norm takes three times as long
+        squares += torch.dot(flat, flat).item()
+    else:
+        value = math.sqrt(squares)
+    if not math.isfinite(value):
+        values = [values_of(one) for one in gradients]
+        if all(bool(one.isfinite().all()) for one in values):  # only the squares have overflowed
+            value = total_norm([one.to(torch.promote_types(one.dtype, torch.float64)) for one in values]).item()
     return value
 
 

@@ -14,6 +14,8 @@ from gradfit.accumulate.result import StepResult
 from gradfit.accumulate.scaling import gradient_norm, nonfinite_gradient
 from gradfit.accumulate.window import AccumulationContext
 
+_NOTHING = contextlib.nullcontext()
+
 
 class Update:
     """Turns a window into one step of the optimizer, or says why not."""
@@ -26,10 +28,11 @@ class Update:
         scaler: Any,
         clip: Any,
         skip_nonfinite: bool,
+        widens: bool,
         ranks: Alone,
     ) -> None:
         self.window, self.optimizer, self.scaler, self.clip = window, optimizer, scaler, clip
-        self.skip_nonfinite, self.ranks = skip_nonfinite, ranks
+        self.skip_nonfinite, self.widens, self.ranks = skip_nonfinite, widens, ranks
         self.windows = 0
         self._stepping = self._stepped = False
         self._widened: contextlib.ExitStack | None = None
@@ -77,7 +80,7 @@ class Update:
         """Step, and say whether that really happened: a scaler looks at parameters that are not ours, too."""
         self._stepping, self._stepped = True, not isinstance(optimizer, torch.optim.Optimizer)
         try:
-            with full_precision(optimizer, self.window.tensors):
+            with full_precision(optimizer, self.window.tensors) if self.widens else _NOTHING:
                 if scaler is None:
                     optimizer.step()
                 else:
@@ -107,8 +110,9 @@ class Update:
         self.narrow_again()
         if self.window.accumulation_steps:
             self.window.finalise()
-        self._widened = contextlib.ExitStack()
-        self._widened.enter_context(full_precision(optimizer, self.window.tensors))
+        if self.widens:
+            self._widened = contextlib.ExitStack()
+            self._widened.enter_context(full_precision(optimizer, self.window.tensors))
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """It has stepped: the window is over. Clearing the gradients is up to whoever stepped."""

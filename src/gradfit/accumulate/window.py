@@ -92,7 +92,8 @@ class AccumulationContext:
     @property
     def is_full(self) -> bool:
         """Whether the window holds enough, without doing anything about it."""
-        return self.accumulation_steps > 0 and self.strategy.is_complete(self.accumulation_steps, self.weight)
+        steps = self.accumulation_steps
+        return steps > 0 and self.strategy.is_complete(steps, self.weight)
 
     @property
     def is_ready(self) -> bool:
@@ -110,8 +111,7 @@ class AccumulationContext:
     def step(self) -> None:
         """End a micro-batch."""
         with self.lock:
-            self.end_micro_batch()
-            if self.is_full:
+            if self.end_micro_batch():
                 self.finalise()
 
     def reset(self) -> None:
@@ -261,24 +261,30 @@ class AccumulationContext:
             self.open_plain += 1
             self.add(1)
 
-    def end_micro_batch(self) -> None:
-        """What has come since the last call is one micro-batch, unless the window is full of such passes already."""
+    def end_micro_batch(self) -> bool:
+        """What has come since the last call is one micro-batch, unless the window is full of such passes already.
+
+        Gives whether the window is full.
+        """
         self.require_intact()
         self.counter.end_micro_batch()
         if not self.open:
             if self.final and self.is_full:
-                return
+                return True
             self.begin()
             if self.main.divisor is None:
                 self.main.divisor = 1.0
             self.add(1)  # gradients put there by hand
-        if self.delimited or not self.is_full:
+        full = self.is_full
+        if self.delimited or not full:
             self.delimited = True
-            if self.open_plain > 1:
-                self.main.weight -= self.open_plain - 1
-            self.open = 1
+            if self.open > 1:
+                self.main.weight -= max(0, self.open_plain - 1)
+                self.open = 1
+                full = self.is_full
         self.closed += self.open
         self.open = self.open_plain = 0
+        return full
 
     # -- ending ---------------------------------------------------------------------------------------------------
 
