@@ -9,10 +9,12 @@ from __future__ import annotations
 import collections
 import copy
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+from gradfit._torch import storage_key
 from gradfit.errors import MisuseError
 from gradfit.profiling.meter import meter, tensors_in
 
@@ -23,8 +25,18 @@ class OptimizerCost(NamedTuple):
     seconds: float
 
 
-def optimizer_cost(optimizer: Any) -> OptimizerCost:
-    """Bytes of the state after a step, bytes of a step's temporaries, and its seconds."""
+def optimizer_cost(
+    optimizer: Any,
+    *,
+    stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> OptimizerCost:
+    """Bytes of the state after a step, bytes of a step's temporaries, and its seconds.
+
+    `stand_in` makes the tensor that is stepped in a parameter's place, if that is not one like it: a shard, a fake one.
+    The state that the optimizer has already is then not what is asked for.
+    """
+    make = stand_in or torch.zeros_like
     seen: dict[Any, OptimizerCost] = {}
     state = burst = 0
     seconds = 0.0
@@ -36,9 +48,9 @@ def optimizer_cost(optimizer: Any) -> OptimizerCost:
                 continue
             kind = (id(group), parameter.shape, parameter.dtype, parameter.device)
             if kind not in seen:
-                seen[kind] = _step_alone(optimizer, group, parameter)
+                seen[kind] = _step_alone(optimizer, group, make(parameter), clock)
             cost = seen[kind]
-            existing = optimizer.state.get(parameter) if hasattr(optimizer, "state") else None
+            existing = optimizer.state.get(parameter) if stand_in is None and hasattr(optimizer, "state") else None
             state += _bytes(existing) if existing else cost.state_bytes
             largest = max(largest, cost.burst_bytes)
             summed += cost.burst_bytes
@@ -49,9 +61,11 @@ def optimizer_cost(optimizer: Any) -> OptimizerCost:
     return OptimizerCost(state, burst, seconds)
 
 
-def _step_alone(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) -> OptimizerCost:
-    stand_in = torch.nn.Parameter(torch.zeros_like(parameter))
-    stand_in.grad = torch.zeros_like(parameter)
+def _step_alone(
+    optimizer: Any, group: dict[str, Any], content: torch.Tensor, clock: Callable[[], float]
+) -> OptimizerCost:
+    stand_in = torch.nn.Parameter(content)
+    stand_in.grad = torch.zeros_like(content)
     probe = copy.copy(optimizer)
     probe.param_groups = [{**group, "params": [stand_in]}]
     probe.state = collections.defaultdict(dict)
@@ -60,17 +74,17 @@ def _step_alone(optimizer: Any, group: dict[str, Any], parameter: torch.Tensor) 
             probe.step()  # the first step makes the state …
             kept = live.current_bytes
             live.reset_peak()
-            started = time.perf_counter()
+            started = clock()
             probe.step()  # … and the second shows what a step takes beside it
-            seconds = time.perf_counter() - started
+            seconds = clock() - started
     except TypeError as error:
         raise MisuseError(
-            f"{type(optimizer).__name__}.step() cannot be called without arguments ({error}); an optimizer that needs a "
-            "closure evaluates the loss itself. Use one that steps on gradients, such as torch.optim.AdamW."
+            f"{type(optimizer).__name__}.step() cannot be called without arguments ({error}); an optimizer that needs "
+            "a closure evaluates the loss itself. Use one that steps on gradients, such as torch.optim.AdamW."
         ) from None
     return OptimizerCost(_bytes(probe.state.get(stand_in, {})), max(0, live.peak_bytes - kept), seconds)
 
 
 def _bytes(state: Any) -> int:
-    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors_in(state)}
+    sizes = {storage_key(t): t.untyped_storage().nbytes() for t in tensors_in(state)}
     return sum(sizes.values())

@@ -1,7 +1,7 @@
 """Watches one micro-batch run: every operation, what it makes, when that dies, and what each backward node asks for.
 
-The run is made with everything dropped and replayed (`_Quota`), for two reasons: values die when Python lets go of them,
-which is what a planner must know, and a model can be watched in far less memory than it needs plainly.
+The run is made with everything dropped and replayed (`_Quota`), for two reasons: values die when Python lets go of
+them, which is what a planner must know, and a model can be watched in far less memory than it needs plainly.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import gradfit
-from gradfit._torch import TorchDispatchMode, current_node, graph_task_id
+from gradfit._torch import DispatchMode, after_accumulation, current_node, graph_task_id
 from gradfit.tape import replay
 from gradfit.tape.graph import Segment
 from gradfit.tape.ops import info_of
-from gradfit.tape.record import Recorder, Untrackable, fresh_results, key_of, unpack, written_tensors
+from gradfit.tape.record import Recorder, unpack
+from gradfit.tape.storage import Untrackable, flatten, fresh_results, key_of, written_tensors
 
 _LIBRARY = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(gradfit.__file__) + os.sep, "<")
 
@@ -70,7 +72,7 @@ class _Storage(weakref.ref):  # type: ignore[type-arg]
     storage: int
 
 
-class Trace(TorchDispatchMode):
+class Trace(DispatchMode):
     """What one forward and backward did. Enter `watching(...)`, run them, read the lists."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -84,6 +86,7 @@ class Trace(TorchDispatchMode):
         self._versions: dict[int, list[int]] = {}  # by storage number: its values
         self._watchers: dict[int, _Storage] = {}
         self._storages = 0
+        self._forward = True
         self._node: Any = None
         self._other: dict[int, _Storage] = {}  # gradients in flight
         self._other_bytes = 0
@@ -106,18 +109,14 @@ class Trace(TorchDispatchMode):
             inputs, trackable = self._inputs([args, list(kwargs.values())]), True
         except Untrackable:
             inputs, trackable, keys, before = (), False, [], []
-        started = time.perf_counter()
-        out = func(*args, **kwargs)
-        if self._wait:
-            torch.accelerator.synchronize()
-        seconds = time.perf_counter() - started
+        out, seconds = self.run(func, args, kwargs)
         made = [entry for entry in fresh_results(out, args) if entry[2] not in keys]
         if not made and not keys:
             return out
         index = len(self.operations)
         known = all(value is not None for value in before) and len(set(keys)) == len(keys)
         op = TracedOp(
-            str(func), inputs, trackable and info.recordable and known, info.random, self._module(), _source()
+            str(func), inputs, trackable and info.recordable and known, info.random, self._module(), source_line()
         )
         op.seconds = seconds
         outputs = []
@@ -138,9 +137,17 @@ class Trace(TorchDispatchMode):
         self.operations.append(op)
         return out
 
+    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+        """An operation's result, and the seconds it took."""
+        started = time.perf_counter()
+        out = func(*args, **kwargs)
+        if self._wait:
+            torch.accelerator.synchronize()
+        return out, time.perf_counter() - started
+
     def _inputs(self, nests: Any) -> tuple[int, ...]:
         found: dict[int, None] = {}
-        for tensor in replay.flatten(nests):
+        for tensor in flatten(nests):
             if isinstance(tensor, torch.Tensor):
                 key = key_of(tensor)
                 value = self._newest.get(key)
@@ -170,20 +177,21 @@ class Trace(TorchDispatchMode):
         if self._watchers.get(watcher.key) is watcher:
             del self._watchers[watcher.key]
             self._newest.pop(watcher.key, None)
-            if graph_task_id() == -1:
+            if self._forward:
                 for value in self._versions[watcher.storage]:
                     self.values[value].dies = len(self.operations) - 1
 
     def finish_forward(self) -> None:
         """Whatever is still there survives the forward pass."""
-        for value in self.values:
-            if value.dies < 0:
-                value.dies = len(self.operations)
+        self._forward = False
 
     def finish_backward(self) -> None:
         """Close the last node, and let go of everything that watches."""
         if self.nodes:
             self.nodes[-1].after_bytes = self._other_bytes
+        for value in self.values:
+            if value.dies < 0:  # after the last operation, which is backward's own: it makes the loss's gradient, 1
+                value.dies = len(self.operations)
         self._node = None
         self._watchers.clear()
         self._other.clear()
@@ -195,11 +203,8 @@ class Trace(TorchDispatchMode):
         if replay.replaying():
             return func(*args, **kwargs)
         self._enter_node()
-        started = time.perf_counter()
-        out = func(*args, **kwargs)
-        if self._wait:
-            torch.accelerator.synchronize()
-        self.nodes[-1].seconds += time.perf_counter() - started
+        out, seconds = self.run(func, args, kwargs)
+        self.nodes[-1].seconds += seconds
         for _, tensor, key in fresh_results(out, args):
             watcher = _Storage(tensor.untyped_storage(), self._other_died)
             watcher.key, watcher.nbytes = key, tensor.untyped_storage().nbytes()
@@ -259,6 +264,20 @@ class Trace(TorchDispatchMode):
         if self._modules:
             self._modules.pop()
 
+    @contextmanager
+    def listening(self, model: torch.nn.Module) -> Iterator[None]:
+        """Know which module is running, and when a parameter gets its gradient."""
+        hooks = [
+            torch.nn.modules.module.register_module_forward_pre_hook(self.enter_module),
+            torch.nn.modules.module.register_module_forward_hook(self.leave_module, always_call=True),
+            *(after_accumulation(p, self.gradient_accumulated) for p in model.parameters() if p.requires_grad),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
 
 class _Quota:
     """Drops everything, in segments of at most `quota_bytes`, so that the burst of a replay stays below that."""
@@ -290,30 +309,18 @@ def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
         trace.unpack(packed[0])
         return unpack(packed[1])
 
-    hooks = [
-        torch.nn.modules.module.register_module_forward_pre_hook(trace.enter_module),
-        torch.nn.modules.module.register_module_forward_hook(trace.leave_module, always_call=True),
-        *(
-            parameter.register_post_accumulate_grad_hook(trace.gradient_accumulated)
-            for parameter in model.parameters()
-            if parameter.requires_grad
-        ),
-    ]
-    try:
-        with trace, recorder, saved_tensors_hooks(pack, take):
-            yield trace
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with trace.listening(model), trace, recorder, saved_tensors_hooks(pack, take):
+        yield trace
 
 
-def _source() -> str:
-    frame = sys._getframe(2)
+def source_line() -> str:
+    """The line of the user's code, or of a library of theirs, that is running."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_LIBRARY):
             return f"{_short(name)}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return ""
 
 
