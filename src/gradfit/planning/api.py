@@ -21,7 +21,8 @@ def plan(
     """The fastest step whose peak stays within `memory`: what to keep, rebuild and offload, at which micro-batch.
 
     With `batch_size` the batch may be split, and micro-batch and recomputation are chosen together; without it the
-    plan is for the profiled batch in one piece. `micro_batch` fixes the micro-batch. If nothing fits, `BudgetInfeasible` says what would.
+    plan is for the profiled batch in one piece. `micro_batch` fixes the micro-batch. If nothing fits,
+    `BudgetInfeasible` says what would.
 
     >>> from gradfit.profiling.record import BackwardNode, Linear, Operation, Profile, Value
     >>> def op(name, *inputs, out):
@@ -36,10 +37,12 @@ def plan(
     """
     budget = parse_bytes(memory)
     size = _batch_size(profile, batch_size)
-    search = MicrobatchSearch(profile, size, split=batch_size is not None)
-    choice = search.best(budget) if micro_batch is None else search.at_size(micro_batch, budget)
+    if micro_batch is not None and not 1 <= micro_batch <= size:
+        raise MisuseError(f"micro_batch={micro_batch!r} must be from 1 to the batch size, {size}. Pass less, or None.")
+    search = MicrobatchSearch(profile, size, split=batch_size is not None, micro_batch=micro_batch)
+    choice = search.best(budget)
     if choice is None:
-        raise _infeasible(search, budget, split=batch_size is not None)
+        raise _infeasible(search, budget, split=batch_size is not None and micro_batch is None)
     made = _plan(profile, search, choice, budget)
     return _with_alternatives(made, choice)
 
@@ -50,7 +53,7 @@ def frontier(profile: Profile, *, batch_size: int | None = None, points: int = 1
         raise MisuseError(f"points={points!r} must be at least 2: the fastest plan and the smallest. Pass points=16.")
     size = _batch_size(profile, batch_size)
     search = MicrobatchSearch(profile, size, split=batch_size is not None)
-    fastest = search.solver(1).plain.peak_bytes
+    fastest = search.solver(size).plain.peak_bytes
     smallest = search.smallest()
     found = [smallest]
     ratio = (fastest / smallest.solution.peak_bytes) if smallest.solution.peak_bytes else 1.0
@@ -174,14 +177,13 @@ def _decisions(profile: Profile, graph: Graph, actions: tuple[int, ...], result:
 
 def _with_alternatives(made: Plan, choice: Choice) -> Plan:
     """Look one step of a twentieth of the way down and up the trade-off, at the same micro-batch."""
-    solver = choice.solver
-    smallest, plain = solver.smallest().peak_bytes, solver.plain.peak_bytes
-    step = max(1, (plain - smallest) // 20)
+    solver, peak = choice.solver, choice.solution.peak_bytes
+    step = max(1, (solver.plain.peak_bytes - solver.graph.static_bytes) // 20)
     found: list[Alternative | None] = []
-    for target in (choice.solution.peak_bytes - step, choice.solution.peak_bytes + step):
-        other = solver.solve(target, polish=False) if smallest <= target <= plain + step else None
-        different = other is not None and other.peak_bytes != choice.solution.peak_bytes
-        if other is None or not different:
+    for target in (peak - step, peak + step):
+        plain = target > peak and choice.solution.extra_seconds == 0
+        other = None if plain else solver.solve(target, polish=False)
+        if other is None or other.peak_bytes == peak:
             found.append(None)
             continue
         extra = other.extra_seconds * made.batch_size / choice.micro_batch

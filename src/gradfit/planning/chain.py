@@ -18,11 +18,15 @@ SLOTS = 512
 
 
 def best_chain(
-    cuts: int, spans: Callable[[int], Sequence[int]], menu: Callable[[int, int], Sequence[Option]], limit_bytes: float
+    cuts: int,
+    spans: Callable[[int], Sequence[int]],
+    menu: Callable[[int, int], tuple[Sequence[Option], int]],
+    limit_bytes: float,
 ) -> list[tuple[int, int, Option]] | None:
     """The pieces (first cut, last cut, option) of least seconds under the limit; None if there are none.
 
-    `spans(i)` are the cuts at which a piece that starts at cut i may end.
+    `spans(i)` are the cuts at which a piece that starts at cut i may end; `menu` gives its options and the bytes that
+    are around in its time whatever it does.
     """
     if limit_bytes <= 0:
         return None
@@ -38,8 +42,9 @@ def best_chain(
             continue
         lowest = int(finite[0])
         for stop in spans(start):
-            for number, option in enumerate(menu(start, stop)):
-                highest = int((limit_bytes - option.peak_bytes) / slot)
+            options, around = menu(start, stop)
+            for number, option in enumerate(options):
+                highest = int((limit_bytes - around - option.peak_bytes) / slot)
                 shift = round(option.kept_bytes / slot)
                 highest = min(highest, SLOTS - shift)
                 if highest < lowest:
@@ -60,6 +65,6 @@ def best_chain(
     stop = cuts - 1
     while stop > 0:
         start, number, previous = (int(x) for x in choice[stop, slot_index])
-        chain.append((start, stop, menu(start, stop)[number]))
+        chain.append((start, stop, menu(start, stop)[0][number]))
         stop, slot_index = start, previous
     return chain[::-1]

@@ -16,16 +16,22 @@ small graph and fewer on a large one, so above a few thousand operations the res
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 from gradfit.planning.chain import best_chain
 from gradfit.planning.menus import Option, menu
 from gradfit.planning.polish import anneal, fill
 from gradfit.planning.simulate import KEEP, Segments, Simulation, simulate
-from gradfit.planning.stages import Piece, cut_out, find_cuts, keep_needed, last_readers, node_owners, signature
+from gradfit.planning.stages import Anatomy, find_cuts, keep_needed
 from gradfit.profiling.graph import Graph
 
+_MOST_UNITS = 200
+_FLAT_SPANS = (1, 2, 3, 4, 6, 8, 12)  # units that a piece may have
+_NESTED_SPANS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
 _ANNEALED = 100  # operations up to which local search is worth its time
 
 
@@ -51,95 +57,102 @@ class FastSolver:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._last = last_readers(graph)
-        self._owners = node_owners(graph)
-        self._cuts = find_cuts(graph, most=200)
-        self._menus: dict[tuple[int, int], list[Option]] = {}
-        self._alike: dict[int, list[Option]] = {}
-        self._pieces: dict[tuple[int, int], Piece] = {}
-        self._smallest: Solution | None = None
         self.plain = self._simulated(keep_needed(graph), Segments([0] * len(graph.nbytes)))
+        self._anatomy = Anatomy(graph)
+        self._cuts = find_cuts(graph, most=_MOST_UNITS)
+        self._units = [self._anatomy.kind(start, end) for start, end in pairwise(self._cuts)]
+        self._menus: dict[tuple[int, int, bool], tuple[list[Option], int]] = {}
+        self._alike: dict[tuple[object, ...], list[Option]] = {}
+        self._smallest: Solution | None = None
 
     def solve(self, budget_bytes: int, *, polish: bool = True) -> Solution | None:
         """The fastest plan found whose simulated peak is at most the budget, or None."""
         if self.plain.peak_bytes <= budget_bytes:
             return self.plain
+        best = self._fitted(budget_bytes, nested=False)
+        # Segments inside segments replay more than once: not worth looking at while little is replayed at all.
+        if best is None or best.extra_seconds > 0.6 * sum(self.graph.op_seconds):
+            candidates = [best, self._fitted(budget_bytes, nested=True), self._smallest]
+            fitting = [s for s in candidates if s is not None and s.peak_bytes <= budget_bytes]
+            best = min(fitting, key=lambda s: (s.extra_seconds, s.peak_bytes), default=None)
+            if best is None and self.smallest().peak_bytes <= budget_bytes:
+                best = self.smallest()
+        return self._polished(best, budget_bytes) if best is not None and polish else best
+
+    def _fitted(self, budget_bytes: int, *, nested: bool) -> Solution | None:
+        """Move the chain's limit, which is not quite the simulator's peak, until the plan just fits."""
         best: Solution | None = None
-        room = budget_bytes - self.graph.static_bytes
-        low, high, limit = 0.0, None, float(room)
-        for _ in range(8):
-            found = self._chain(limit)
-            if found is not None and found.peak_bytes <= budget_bytes:
+        limit = float(budget_bytes - self.graph.static_bytes)
+        low, high = 0.0, math.inf
+        for _ in range(6):
+            found = self._chain(limit, nested=nested)
+            if found is None:
+                if math.isinf(high):
+                    return best  # nothing at the budget itself: more room on paper will not help the simulator
+                low = limit
+            elif found.peak_bytes <= budget_bytes:
+                low = limit
                 if best is None or found.extra_seconds < best.extra_seconds:
                     best = found
-                low = limit
-            elif found is not None or high is None:
+                if budget_bytes - found.peak_bytes < 0.005 * limit:
+                    break
+            else:
                 high = limit
-            else:
-                high = limit if found is not None else high
-                low = low if found is not None else limit
-            if found is not None and found.peak_bytes <= budget_bytes < found.peak_bytes * 1.005:
-                break
-            if high is None:
-                limit = limit + max(1.0, budget_bytes - found.peak_bytes) if found else limit * 1.5
-            else:
+            if not math.isinf(high):
                 limit = (low + high) / 2
-        smallest = self.smallest()
-        if smallest.peak_bytes <= budget_bytes and (best is None or smallest.extra_seconds < best.extra_seconds):
-            best = smallest
-        if best is None:
-            return None
-        return self._polished(best, budget_bytes) if polish else best
+            elif found is not None:
+                limit += max(1.0, budget_bytes - found.peak_bytes)
+        return best
 
     def smallest(self) -> Solution:
         """The plan of the smallest peak found, whatever its seconds."""
         if self._smallest is None:
             best = self.plain
-            room = float(self.plain.peak_bytes - self.graph.static_bytes)
-            low, high = 0.0, room
-            for _ in range(10):
+            low, high = 0.0, float(best.peak_bytes - self.graph.static_bytes)
+            while high - low > 0.01 * high:
                 limit = (low + high) / 2
-                found = self._chain(limit)
+                found = self._chain(limit, nested=True)
                 if found is None:
                     low = limit
                     continue
                 high = limit
-                if found.peak_bytes < best.peak_bytes:
-                    best = found
+                best = min(best, found, key=lambda s: (s.peak_bytes, s.extra_seconds))
             self._smallest = best
         return self._smallest
 
-    def _spans(self, start: int) -> list[int]:
+    def _spans(self, start: int, *, nested: bool) -> list[int]:
         last = len(self._cuts) - 1
-        lengths = [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, *([last] if start == 0 else [])]
-        return sorted({start + length for length in lengths if start + length <= last})
+        ends = {start + length for length in (_NESTED_SPANS if nested else _FLAT_SPANS) if start + length <= last}
+        return sorted(ends | {last}) if start == 0 else sorted(ends)
 
-    def _menu(self, start: int, stop: int) -> list[Option]:
-        key = (start, stop)
+    def _menu(self, start: int, stop: int, *, nested: bool) -> tuple[list[Option], int]:
+        key = (start, stop, nested)
         if key not in self._menus:
-            piece = cut_out(self.graph, self._cuts[start], self._cuts[stop], self._last, self._owners)
-            self._pieces[key] = piece
-            alike = signature(piece)
+            units = self._units[start:stop]
+            base = min(around for _, around in units)
+            alike = (nested, *((kind, around - base) for kind, around in units))
             if alike not in self._alike:
-                units = [cut - piece.start for cut in self._cuts[start : stop + 1]]
-                self._alike[alike] = menu(piece, units)
-            self._menus[key] = self._alike[alike]
+                piece = self._anatomy.piece(self._cuts[start], self._cuts[stop])
+                cuts = [cut - piece.start for cut in self._cuts[start : stop + 1]]
+                self._alike[alike] = menu(piece, cuts, nested=nested)
+            self._menus[key] = (self._alike[alike], base)
         return self._menus[key]
 
-    def _chain(self, limit_bytes: float) -> Solution | None:
-        chain = best_chain(len(self._cuts), self._spans, self._menu, limit_bytes)
+    def _chain(self, limit_bytes: float, *, nested: bool) -> Solution | None:
+        spans, menu_of = partial(self._spans, nested=nested), partial(self._menu, nested=nested)
+        chain = best_chain(len(self._cuts), spans, menu_of, limit_bytes)
         if chain is None:
             return None
         actions = [KEEP] * len(self.graph.nbytes)
         segment_of = [0] * len(actions)
         parent = [-1]
         for start, stop, option in chain:
-            piece = self._pieces[start, stop]
-            for index, value in enumerate(piece.values):
+            values = [v for op in range(self._cuts[start], self._cuts[stop]) for v in self.graph.op_outputs[op]]
+            for index, value in enumerate(values):
                 actions[value] = option.actions[index]
             if option.segments is not None:
                 shift = len(parent) - 1
-                for index, value in enumerate(piece.values):
+                for index, value in enumerate(values):
                     segment = option.segments.of[index]
                     segment_of[value] = segment + shift if segment else 0
                 parent += [p + shift if p > 0 else 0 for p in option.segments.parent[1:]]
@@ -152,7 +165,7 @@ class FastSolver:
         operations = max(1, len(self.graph.op_inputs))
         segments = solution.segments
         actions = fill(
-            self.graph, solution.actions, segments, budget_bytes, evaluations=max(20, min(400, 200_000 // operations))
+            self.graph, solution.actions, segments, budget_bytes, evaluations=max(10, min(400, 120_000 // operations))
         )
         best = self._simulated(actions, segments)
         if operations > _ANNEALED:

@@ -24,20 +24,21 @@ class Option:
     segments: Segments | None
 
 
-def menu(piece: Piece, units: Sequence[int]) -> list[Option]:
-    """The options worth having: keep-sets on the hull, and rebuilding everything in segments inside segments.
+def menu(piece: Piece, units: Sequence[int], *, nested: bool) -> list[Option]:
+    """The options worth having: keep-sets on the hull, and (`nested`) everything rebuilt in segments inside segments.
 
     `units` are the piece's cuts, as positions in it. A long piece only serves to drop everything in it.
     """
     graph = piece.graph
     forced = set(piece.forced)
     nothing = [KEEP if p < 0 or v in forced else REBUILD for v, p in enumerate(graph.producer)]
-    flat = hull(graph, piece.forced) if len(units) <= _HULL_UNITS + 1 else [nothing]
+    many = len(units) - 1
+    flat = hull(graph, piece.forced, most=16 if many == 1 else 8) if many <= _HULL_UNITS else [nothing]
     options = [evaluate(piece, actions, None) for actions in flat]
-    last = last_readers(graph)
-    for levels in nestings(units, len(graph.op_inputs)):
-        option = evaluate(piece, nothing, nest(graph, last, levels))
-        options.append(option)
+    if nested:
+        last = last_readers(graph)
+        trees = [nest(graph, last, levels) for levels in nestings(units, len(graph.op_inputs))]
+        options += [evaluate(piece, nothing, tree) for tree in trees]
     return prune(options)
 
 
@@ -64,17 +65,17 @@ def nestings(units: Sequence[int], operations: int) -> list[list[list[int]]]:
     found: list[list[list[int]]] = []
     if inner:
         found.append([inner])
-        found.append(halvings(inner))
-        if len(inner) >= 4:
+        if len(inner) >= 3:
+            found.append(halvings(inner))
             step = round((len(inner) + 1) ** 0.5)
             found.append([inner[step - 1 :: step], inner])
     if operations > 2:
-        every = list(range(1, operations))
         coarse = halvings(inner) if inner else []
         finer = halvings_within(inner, operations)
-        found += [[*coarse, *finer[:depth]] for depth in range(1, len(finer) + 1)]
+        depths = range(1, len(finer) + 1) if len(inner) < _HULL_UNITS else sorted({min(2, len(finer)), len(finer)})
+        found += [[*coarse, *finer[:depth]] for depth in depths]
         if not inner:
-            found.append([every])
+            found.append([list(range(1, operations))])
     return found
 
 

@@ -1,10 +1,12 @@
 """The micro-batch and the plan together: the fastest whole step under the budget.
 
-A large micro-batch pays Python's fixed cost once; a small one needs less recomputation. For each number of steps the
-fast solver gives the best plan; since a step cannot be faster than its micro-batches with everything kept, sizes whose
-plain time already exceeds the best step found are not tried.
+A large micro-batch pays Python's fixed cost once; a small one needs less recomputation. The largest micro-batch that
+fits with everything kept is the one to beat; from there the search goes up, where recomputation buys fewer and larger
+micro-batches, for as long as that pays. A step cannot be faster than its micro-batches with everything kept, so sizes
+for which even that is too slow are not planned at all.
 
-Weakness: numbers of steps are tried on a grid (1, 2, 3, 4, 6, 8, 12, …) and then next to the best, not one by one.
+Weakness: sizes are tried on a grid (the batch by 1, 2, 3, 4, 6, 8, 12, …) and then next to the best, not one by one;
+the search stops after two sizes that do not pay, though a third might.
 """
 
 from __future__ import annotations
@@ -13,7 +15,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from gradfit.planning.fast import FastSolver, Solution
-from gradfit.profiling.graph import Graph
 from gradfit.profiling.record import Profile
 
 
@@ -32,82 +33,105 @@ class Choice:
 class MicrobatchSearch:
     """All micro-batch sizes of one profile and one batch size; solvers are made once per size."""
 
-    def __init__(self, profile: Profile, batch_size: int, *, split: bool) -> None:
+    def __init__(self, profile: Profile, batch_size: int, *, split: bool, micro_batch: int | None = None) -> None:
         self.profile, self.batch_size = profile, batch_size
-        smallest = max(1, min(profile.min_batch, batch_size))
-        self.most_steps = batch_size // smallest if split and profile.splittable else 1
+        smallest = max(1, min(profile.min_batch, batch_size)) if split and profile.splittable else batch_size
+        self.least, self.largest = (smallest, batch_size) if micro_batch is None else (micro_batch, micro_batch)
         self._solvers: dict[int, FastSolver] = {}
 
-    def best(self, budget_bytes: int, *, polish: bool = True) -> Choice | None:
+    def best(self, budget_bytes: int) -> Choice | None:
         """The fastest step found, or None if nothing fits."""
+        sizes = _grid(self.batch_size, self.least) if self.least < self.largest else [self.least]
         best: Choice | None = None
-        grid = _grid(self.most_steps)
-        for steps in grid:
-            if best is not None and self._plain_step_seconds(steps) >= best.step_seconds:
+        start = self._largest_plain(sizes, budget_bytes)
+        idle = 0
+        for size in sizes[start::-1]:
+            if idle == 2 or (best is not None and self._plain_step_seconds(size) >= best.step_seconds):
                 break
-            found = self._at(steps, budget_bytes, polish=False)
-            best = found if best is None else _faster(best, found)
+            found = self.at_size(size, budget_bytes, polish=False)
+            if found is None and best is not None:
+                break  # larger ones need more
+            idle = idle + 1 if best is not None and _faster(best, found) is best else 0
+            best = _faster(best, found)
+        if best is None and self.least < self.largest:
+            # In one piece there are no gradients to hold during the forward, so it can fit where two pieces do not.
+            best = self.at_size(self.largest, budget_bytes, polish=False)
         if best is None:
             return None
-        position = grid.index(best.steps) if best.steps in grid else 0
-        around = grid[max(0, position - 1) : position + 2]
-        between = {(a + b) // 2 for a, b in pairwise(around)} - set(grid)
-        for steps in sorted(between):
-            if self._plain_step_seconds(steps) < best.step_seconds:
-                best = _faster(best, self._at(steps, budget_bytes, polish=False))
-        return _faster(best, self._at(best.steps, budget_bytes, polish=True)) if polish else best
+        for size in self._between(sizes, best.micro_batch):
+            if self._plain_step_seconds(size) < best.step_seconds:
+                best = _faster(best, self.at_size(size, budget_bytes, polish=False)) or best
+        return _faster(best, self.at_size(best.micro_batch, budget_bytes))
 
-    def at_size(self, micro_batch: int, budget_bytes: int) -> Choice | None:
+    def at_size(self, micro_batch: int, budget_bytes: int, *, polish: bool = True) -> Choice | None:
         """The best plan for this very micro-batch."""
-        return self._at(-(-self.batch_size // micro_batch), budget_bytes, polish=True)
+        solution = self.solver(micro_batch).solve(budget_bytes, polish=polish)
+        return None if solution is None else self._choice(micro_batch, solution)
 
     def smallest(self) -> Choice:
-        """The plan of the smallest peak, at the smallest micro-batch."""
-        steps = self.most_steps
-        return self._choice(steps, self.solver(steps).smallest())
+        """The plan of the smallest peak: at the smallest micro-batch, or in one piece."""
+        found = [self._choice(size, self.solver(size).smallest()) for size in {self.least, self.largest}]
+        return min(found, key=lambda choice: (choice.solution.peak_bytes, choice.step_seconds))
 
-    def solver(self, steps: int) -> FastSolver:
-        if steps not in self._solvers:
-            self._solvers[steps] = FastSolver(self._graph(steps))
-        return self._solvers[steps]
+    def solver(self, micro_batch: int) -> FastSolver:
+        if micro_batch not in self._solvers:
+            accumulates = micro_batch < self.batch_size
+            graph = self.profile.at(micro_batch, accumulates=accumulates, rows=self.batch_size)
+            self._solvers[micro_batch] = FastSolver(graph)
+        return self._solvers[micro_batch]
 
-    def micro_batch(self, steps: int) -> int:
-        return -(-self.batch_size // steps)
+    def _largest_plain(self, sizes: list[int], budget_bytes: int) -> int:
+        """The position of the largest size that needs no recomputation; the last if all do."""
+        if self.solver(sizes[0]).plain.peak_bytes <= budget_bytes:
+            return 0
+        low, high = 1, len(sizes) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self.solver(sizes[middle]).plain.peak_bytes <= budget_bytes:
+                high = middle
+            else:
+                low = middle + 1
+        return min(low, len(sizes) - 1)
 
-    def _graph(self, steps: int) -> Graph:
-        return self.profile.at(self.micro_batch(steps), accumulates=steps > 1, rows=self.batch_size)
+    def _between(self, sizes: list[int], size: int) -> list[int]:
+        position = sizes.index(size)
+        around = sizes[max(0, position - 1) : position + 2]
+        return sorted({(a + b) // 2 for a, b in pairwise(around)} - set(sizes), reverse=True)
 
-    def _plain_step_seconds(self, steps: int) -> float:
-        profile, micro = self.profile, self.micro_batch(steps)
-        full, rest = divmod(self.batch_size, micro)
+    def _plain_step_seconds(self, micro_batch: int) -> float:
+        profile = self.profile
+        full, rest = divmod(self.batch_size, micro_batch)
         seconds = profile.optimizer_seconds
-        for size, times in ((micro, full), (rest, 1 if rest else 0)):
+        for size, times in ((micro_batch, full), (rest, 1 if rest else 0)):
             if times:
                 seconds += times * (
                     profile.forward_seconds(size) + profile.backward_seconds(size) + profile.overhead_seconds
                 )
         return seconds
 
-    def _at(self, steps: int, budget_bytes: int, *, polish: bool) -> Choice | None:
-        solution = self.solver(steps).solve(budget_bytes, polish=polish)
-        return None if solution is None else self._choice(steps, solution)
-
-    def _choice(self, steps: int, solution: Solution) -> Choice:
-        micro = self.micro_batch(steps)
-        plain = self._plain_step_seconds(steps)
+    def _choice(self, micro_batch: int, solution: Solution) -> Choice:
+        plain = self._plain_step_seconds(micro_batch)
         # The last micro-batch may be smaller; its recomputation is in proportion.
-        extra = solution.extra_seconds * self.batch_size / micro
-        return Choice(micro, -(-self.batch_size // micro), solution, plain + extra, plain, self.solver(steps))
+        extra = solution.extra_seconds * self.batch_size / micro_batch
+        steps = -(-self.batch_size // micro_batch)
+        return Choice(micro_batch, steps, solution, plain + extra, plain, self.solver(micro_batch))
 
 
-def _faster(first: Choice, second: Choice | None) -> Choice:
-    return second if second is not None and second.step_seconds < first.step_seconds else first
+def _faster(first: Choice | None, second: Choice | None) -> Choice | None:
+    if first is None or second is None:
+        return first or second
+    return second if second.step_seconds < first.step_seconds else first
 
 
-def _grid(most: int) -> list[int]:
-    """1, 2, 3, 4, 6, 8, 12, … up to `most`."""
-    steps = [1]
-    while steps[-1] < most:
-        power = 1 << (steps[-1].bit_length() - 1)
-        steps.append(steps[-1] + max(1, power // 2))
-    return sorted({min(step, most) for step in steps})
+def _grid(batch_size: int, least: int) -> list[int]:
+    """The batch in 1, 2, 3, 4, 6, 8, 12, … pieces, from the whole batch down to the least size.
+
+    >>> _grid(64, 8)
+    [64, 32, 22, 16, 11, 8]
+    """
+    steps, sizes = 1, [batch_size]
+    while sizes[-1] > least:
+        power = 1 << (steps.bit_length() - 1)
+        steps += max(1, power // 2)
+        sizes.append(max(least, -(-batch_size // steps)))
+    return list(dict.fromkeys(sizes))

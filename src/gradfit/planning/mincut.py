@@ -20,64 +20,73 @@ from gradfit.planning.simulate import KEEP, OFFLOAD, REBUILD
 from gradfit.profiling.graph import Graph
 
 _TOTAL = 100_000_000  # all replay seconds together, in the integer units that scipy's flow wants
+_INFINITE = 4 * _TOTAL
 
 
-def cheapest_actions(graph: Graph, forced: Collection[int], seconds_per_byte: float) -> list[int]:
-    """The actions that minimise replay seconds plus `seconds_per_byte` times the bytes kept; `forced` are kept."""
-    from scipy.sparse import csr_matrix
-    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+class PricedCut:
+    """The cut's network for one graph; only capacities change from price to price."""
 
-    count, operations = len(graph.nbytes), len(graph.op_inputs)
-    kept = bytearray(count)
-    for value in forced:
-        kept[value] = 1
-    total = sum(s for s, r in zip(graph.op_seconds, graph.op_replayable, strict=True) if r)
-    scale = _TOTAL / total if total > 0 else 1.0
-    infinite = 4 * _TOTAL
-    source, sink = count + operations, count + operations + 1
-    tails: list[int] = []
-    heads: list[int] = []
-    room: list[int] = []
+    def __init__(self, graph: Graph, forced: Collection[int]) -> None:
+        self.graph = graph
+        count, operations = len(graph.nbytes), len(graph.op_inputs)
+        self.kept = bytearray(count)
+        for value in forced:
+            self.kept[value] = 1
+        total = sum(s for s, r in zip(graph.op_seconds, graph.op_replayable, strict=True) if r)
+        self.scale = _TOTAL / total if total > 0 else 1.0
+        self.source, self.sink = count + operations, count + operations + 1
+        room: dict[tuple[int, int], int] = {}
+        for op in range(operations):
+            replay = int(graph.op_seconds[op] * self.scale) + 1 if graph.op_replayable[op] else _INFINITE
+            room[count + op, self.sink] = replay
+            for value in graph.op_inputs[op]:
+                if graph.producer[value] >= 0 and not self.kept[value]:
+                    room[count + op, value] = _INFINITE
+        self.priced: list[int] = []
+        for value, op in enumerate(graph.producer):
+            if op < 0 or self.kept[value]:
+                continue
+            room[value, count + op] = _INFINITE if graph.overwritten[value] else 0
+            if not graph.overwritten[value]:
+                self.priced.append(value)
+            if graph.last_need[value] >= 0:
+                room[self.source, value] = _INFINITE
+        edges = np.array(sorted(room), dtype=np.int32)
+        self.capacities = np.array([room[tail, head] for tail, head in edges.tolist()], dtype=np.int32)
+        self.heads = edges[:, 1].copy()
+        size = count + operations + 2
+        self.starts = np.searchsorted(edges[:, 0], np.arange(size + 1)).astype(np.int32)
+        where = {edge: index for index, edge in enumerate(map(tuple, edges.tolist()))}
+        self.slots = np.array([where[value, count + graph.producer[value]] for value in self.priced], dtype=np.int64)
 
-    def edge(tail: int, head: int, capacity: float) -> None:
-        tails.append(tail)
-        heads.append(head)
-        room.append(min(int(capacity), infinite))
+    def at(self, seconds_per_byte: float) -> list[int]:
+        """The actions that minimise replay seconds plus `seconds_per_byte` times the bytes kept."""
+        from scipy.sparse import csr_matrix
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-    for op in range(operations):
-        edge(count + op, sink, graph.op_seconds[op] * scale + 1 if graph.op_replayable[op] else infinite)
-        for value in dict.fromkeys(graph.op_inputs[op]):
-            if graph.producer[value] >= 0 and not kept[value]:
-                edge(count + op, value, infinite)
-    price = [0.0] * count
-    for value, op in enumerate(graph.producer):
-        if op < 0 or kept[value]:
-            continue
-        held, moved = (
-            seconds_per_byte * graph.held_bytes[value],
-            2 * graph.transfer_seconds_per_byte * graph.nbytes[value],
-        )
-        price[value] = min(held, moved) if moved > 0 else held
-        edge(value, count + op, infinite if graph.overwritten[value] else price[value] * scale)
-        if graph.last_need[value] >= 0:
-            edge(source, value, infinite)
-    shape = (count + operations + 2,) * 2
-    capacity = csr_matrix((np.array(room, dtype=np.int32), (tails, heads)), shape=shape)
-    flow = maximum_flow(capacity, source, sink).flow
-    residual = capacity - flow
-    residual.data = np.maximum(residual.data, 0)
-    residual.eliminate_zeros()
-    reached = np.zeros(count + operations + 2, dtype=bool)
-    reached[breadth_first_order(residual, source, return_predecessors=False)] = True
-    actions = []
-    for value, op in enumerate(graph.producer):
-        if op < 0 or kept[value]:
-            actions.append(KEEP)
-        elif reached[value] and not reached[count + op]:
-            actions.append(KEEP if seconds_per_byte * graph.held_bytes[value] <= price[value] else OFFLOAD)
-        else:
-            actions.append(REBUILD)
-    return actions
+        graph, count = self.graph, len(self.graph.nbytes)
+        held = [seconds_per_byte * graph.held_bytes[value] for value in self.priced]
+        moved = [2 * graph.transfer_seconds_per_byte * graph.nbytes[value] for value in self.priced]
+        offload = {v for v, keep, move in zip(self.priced, held, moved, strict=True) if 0 < move < keep}
+        costs = [move if v in offload else keep for v, keep, move in zip(self.priced, held, moved, strict=True)]
+        if len(self.slots):
+            self.capacities[self.slots] = np.minimum(np.array(costs) * self.scale, _INFINITE).astype(np.int32)
+        shape = (self.sink + 1, self.sink + 1)
+        network = csr_matrix((self.capacities, self.heads, self.starts), shape=shape)
+        flow = maximum_flow(network, self.source, self.sink).flow
+        left = network - flow
+        left.eliminate_zeros()
+        reached = np.zeros(self.sink + 1, dtype=bool)
+        reached[breadth_first_order(left, self.source, return_predecessors=False)] = True
+        actions = []
+        for value, op in enumerate(graph.producer):
+            if op < 0 or self.kept[value]:
+                actions.append(KEEP)
+            elif reached[value] and not reached[count + op]:
+                actions.append(OFFLOAD if value in offload else KEEP)
+            else:
+                actions.append(REBUILD)
+        return actions
 
 
 def hull(graph: Graph, forced: Collection[int], *, most: int = 24) -> list[list[int]]:
@@ -92,7 +101,8 @@ def hull(graph: Graph, forced: Collection[int], *, most: int = 24) -> list[list[
         return held, replay_seconds(graph, actions) + 2 * moved * graph.transfer_seconds_per_byte
 
     everything = sum(graph.op_seconds) + 2 * graph.transfer_seconds_per_byte * sum(graph.nbytes)
-    first, last = cheapest_actions(graph, forced, 0.0), cheapest_actions(graph, forced, everything + 1.0)
+    cut = PricedCut(graph, forced)
+    first, last = cut.at(0.0), cut.at(everything + 1.0)
     found = [(measure(first), first), (measure(last), last)]
     gaps = [(0, 1)]
     while gaps and len(found) < most:
@@ -101,7 +111,7 @@ def hull(graph: Graph, forced: Collection[int], *, most: int = 24) -> list[list[
         if more <= less or slower <= faster:
             continue
         price = (slower - faster) / (more - less)
-        middle = cheapest_actions(graph, forced, price)
+        middle = cut.at(price)
         held, seconds = measure(middle)
         if seconds + price * held < faster + price * more - 1e-6 * (slower - faster) and less < held < more:
             found.append(((held, seconds), middle))

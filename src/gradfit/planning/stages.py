@@ -14,6 +14,7 @@ from gradfit.planning.simulate import KEEP, REBUILD, Segments
 from gradfit.profiling.graph import Graph
 
 _FEW_CUTS = 60
+_NEAR = 64  # operations; what is read from further back is the same for all blocks, such as an attention mask
 
 
 @dataclass(frozen=True)
@@ -86,92 +87,125 @@ def find_cuts(graph: Graph, *, most: int = 400) -> list[int]:
     return [0, *spaced, operations]
 
 
-def node_owners(graph: Graph) -> list[int]:
-    """The operation in whose time each backward node runs: the last one whose value it needs, or its neighbour's."""
-    owners: list[int] = []
-    previous = len(graph.op_inputs) - 1
-    for needs in graph.node_needs:
-        made = [graph.producer[value] for value in needs if graph.producer[value] >= 0]
-        previous = max(made) if made else previous
-        owners.append(previous)
-    return owners
+class Anatomy:
+    """Tables of a graph from which its pieces are cut."""
 
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.last = last_readers(graph)
+        self.survives = graph.survives
+        operations = len(graph.op_inputs)
+        # The nodes in whose time each operation's values are used: those that need them, and those next to these.
+        self.nodes_of: list[list[int]] = [[] for _ in range(operations)]
+        owner = operations - 1
+        for node, needs in enumerate(graph.node_needs):
+            made = {graph.producer[value] for value in needs if graph.producer[value] >= 0}
+            owner = max(made) if made else owner
+            for op in made | {owner}:
+                self.nodes_of[op].append(node)
+        self._position = [0] * len(graph.nbytes)
+        for outputs in graph.op_outputs:
+            for place, value in enumerate(outputs):
+                self._position[value] = place
 
-def cut_out(graph: Graph, start: int, end: int, last: Sequence[int], owners: Sequence[int]) -> Piece:
-    """The piece of the operations `start` to `end` (not included)."""
-    whole = len(graph.op_inputs)
-    values = [value for op in range(start, end) for value in graph.op_outputs[op]]
-    inner = len(values)
-    local = {value: index for index, value in enumerate(values)}
-    for op in range(start, end):
-        for value in (*graph.op_inputs[op], *graph.op_overwrites[op]):
-            if value not in local:
-                local[value] = len(values)
-                values.append(value)
-    nodes = [
-        node
-        for node, needs in enumerate(graph.node_needs)
-        if start <= owners[node] < end or any(value in local and local[value] < inner for value in needs)
-    ]
-    survivor = graph.survives
-    size = end - start
-    piece = Graph(
-        nbytes=[graph.nbytes[v] if i < inner else 0 for i, v in enumerate(values)],
-        held_bytes=[graph.held_bytes[v] if i < inner else 0 for i, v in enumerate(values)],
-        producer=[graph.producer[v] - start if i < inner else -1 for i, v in enumerate(values)],
-        dies=[size if survivor[v] else min(max(graph.dies[v] - start, 0), size - 1) for v in values],
-        overwritten=[graph.overwritten[v] and last[v] < end for v in values],
-        op_inputs=[tuple(local[v] for v in graph.op_inputs[op]) for op in range(start, end)],
-        op_outputs=[tuple(local[v] for v in graph.op_outputs[op]) for op in range(start, end)],
-        op_overwrites=[tuple(local[v] for v in graph.op_overwrites[op]) for op in range(start, end)],
-        op_seconds=graph.op_seconds[start:end],
-        op_workspace=graph.op_workspace[start:end],
-        op_replayable=graph.op_replayable[start:end],
-        node_needs=[
-            tuple(local[v] for v in graph.node_needs[node] if v in local and local[v] < inner) for node in nodes
-        ],
-        node_before=[graph.node_before[node] for node in nodes],
-        node_peak=[graph.node_peak[node] for node in nodes],
-        node_after=[graph.node_after[node] for node in nodes],
-        static_bytes=0,
-        optimizer_burst_bytes=0,
-        plain_seconds=0.0,
-        transfer_seconds_per_byte=graph.transfer_seconds_per_byte,
-    )
-    leaving = [i for i in range(inner) if last[values[i]] >= end and end < whole]
-    forced = [
-        i
-        for i in range(inner)
-        if not graph.overwritten[values[i]]
-        and (
-            last[values[i]] >= end
-            or survivor[values[i]]
-            or graph.held_bytes[values[i]] == 0
-            or not graph.op_replayable[graph.producer[values[i]]]
+    def nodes(self, start: int, end: int) -> list[int]:
+        return sorted({node for op in range(start, end) for node in self.nodes_of[op]})
+
+    def kind(self, start: int, end: int) -> tuple[int, int]:
+        """A number that is equal for pieces alike in all but their seconds (a transformer's blocks), and their base.
+
+        The base is the least of the bytes of gradients around, which is left out of the comparison: a step that starts
+        without gradients has more of them in every block.
+        """
+        graph, position = self.graph, self._position
+        nodes = self.nodes(start, end)
+        base = min((graph.node_before[node] for node in nodes), default=0)
+        low = start
+
+        def near(value: int) -> tuple[int, int]:
+            op = graph.producer[value]
+            if op >= 0 and low - op <= _NEAR:
+                return op - low, position[value]
+            return -_NEAR - 1, 0 if op < 0 else 1
+
+        ops = tuple(
+            (
+                tuple(near(v) for v in graph.op_inputs[op]),
+                tuple(near(v) for v in graph.op_overwrites[op]),
+                graph.op_workspace[op],
+                graph.op_replayable[op],
+                tuple(
+                    (
+                        graph.nbytes[v],
+                        graph.held_bytes[v],
+                        graph.overwritten[v],
+                        self.last[v] - op,
+                        self.survives[v] or min(graph.dies[v] - op, _NEAR),
+                    )
+                    for v in graph.op_outputs[op]
+                ),
+            )
+            for op in range(start, end)
         )
-    ]
-    return Piece(piece, start, end, values[:inner], forced, leaving)
-
-
-def signature(piece: Piece) -> int:
-    """Equal for pieces that are alike but for their seconds, such as the blocks of a transformer."""
-    graph = piece.graph
-    return hash(
-        (
-            tuple(graph.op_inputs),
-            tuple(graph.op_outputs),
-            tuple(graph.op_overwrites),
-            tuple(graph.op_replayable),
-            tuple(graph.op_workspace),
-            tuple(graph.nbytes),
-            tuple(graph.held_bytes),
-            tuple(graph.dies),
-            tuple(graph.node_needs),
-            tuple(graph.node_peak),
-            tuple(graph.node_before),
-            tuple(piece.forced),
+        needs = tuple(
+            (
+                tuple(near(v) for v in graph.node_needs[n]),
+                graph.node_before[n] - base,
+                graph.node_peak[n] - base,
+            )
+            for n in nodes
         )
-    )
+        return hash((ops, needs)), base
+
+    def piece(self, start: int, end: int) -> Piece:
+        """The operations `start` to `end` (not included) as a graph of their own."""
+        graph, last = self.graph, self.last
+        values = [value for op in range(start, end) for value in graph.op_outputs[op]]
+        inner = len(values)
+        local = {value: index for index, value in enumerate(values)}
+        for op in range(start, end):
+            for value in (*graph.op_inputs[op], *graph.op_overwrites[op]):
+                if value not in local:
+                    local[value] = len(values)
+                    values.append(value)
+        nodes = self.nodes(start, end)
+        base = min((graph.node_before[node] for node in nodes), default=0)
+        size = end - start
+        dies = [size if self.survives[v] else min(max(graph.dies[v] - start, 0), size - 1) for v in values]
+        piece = Graph(
+            nbytes=[graph.nbytes[v] if i < inner else 0 for i, v in enumerate(values)],
+            held_bytes=[graph.held_bytes[v] if i < inner else 0 for i, v in enumerate(values)],
+            producer=[graph.producer[v] - start if i < inner else -1 for i, v in enumerate(values)],
+            dies=dies,
+            overwritten=[graph.overwritten[v] for v in values],
+            op_inputs=[tuple([local[v] for v in graph.op_inputs[op]]) for op in range(start, end)],
+            op_outputs=[tuple([local[v] for v in graph.op_outputs[op]]) for op in range(start, end)],
+            op_overwrites=[tuple([local[v] for v in graph.op_overwrites[op]]) for op in range(start, end)],
+            op_seconds=graph.op_seconds[start:end],
+            op_workspace=graph.op_workspace[start:end],
+            op_replayable=graph.op_replayable[start:end],
+            node_needs=[tuple([local[v] for v in graph.node_needs[n] if local.get(v, inner) < inner]) for n in nodes],
+            node_before=[graph.node_before[n] - base for n in nodes],
+            node_peak=[graph.node_peak[n] - base for n in nodes],
+            node_after=[graph.node_after[n] - base for n in nodes],
+            static_bytes=0,
+            optimizer_burst_bytes=0,
+            plain_seconds=0.0,
+            transfer_seconds_per_byte=graph.transfer_seconds_per_byte,
+        )
+        leaving = [i for i in range(inner) if last[values[i]] >= end]
+        forced = [
+            i
+            for i in range(inner)
+            if not graph.overwritten[values[i]]
+            and (
+                last[values[i]] >= end
+                or self.survives[values[i]]
+                or graph.held_bytes[values[i]] == 0
+                or not graph.op_replayable[graph.producer[values[i]]]
+            )
+        ]
+        return Piece(piece, start, end, values[:inner], forced, leaving)
 
 
 def nest(graph: Graph, last: Sequence[int], levels: Sequence[Sequence[int]]) -> Segments:
