@@ -1,0 +1,94 @@
+"""The commands, gathered, and what becomes of an error: one line and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import typer
+
+from gradfit import __version__
+from gradfit.cli.audit import audit
+from gradfit.cli.demo import demo
+from gradfit.cli.plan import plan
+from gradfit.cli.profile import profile
+from gradfit.cli.train import train
+from gradfit.errors import BudgetInfeasible, GradfitError, MisuseError
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 1, 2, 3, 130
+_ClickException: Any = typer.BadParameter.__mro__[2]  # typer has its own copy of click in some versions
+
+app = typer.Typer(
+    name="gradfit",
+    help="Train any PyTorch model, at any batch size, in the memory there is, with the same gradients.",
+    epilog="Begin with: gradfit demo",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"gradfit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which this is.")
+    ] = False,
+) -> None:
+    pass
+
+
+_EXAMPLES: dict[Callable[..., None], str] = {
+    profile: "gradfit profile gpt --report profile.html",
+    plan: "gradfit plan examples/huggingface_job.py:make_job --memory '64 MiB'",
+    train: "gradfit train gpt --memory '200 MiB' --steps 100 --out runs/gpt",
+    audit: "gradfit audit gpt --memory '200 MiB'",
+    demo: "gradfit demo --report demo.html",
+}
+for _command, _example in _EXAMPLES.items():
+    app.command(epilog=f"Example: {_example}")(_command)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; no exception leaves this, except with --debug."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = typer.main.get_command(app).main(given, prog_name="gradfit", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except BrokenPipeError:  # the reader of our output is gone, as in `gradfit profile gpt | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except (KeyboardInterrupt, typer.Abort):
+        return _fail("Interrupted.", EXIT_INTERRUPTED, given)
+    except Exception as error:
+        if "--debug" in given:
+            raise
+        if isinstance(error, _ClickException):
+            usage = getattr(error, "ctx", None)
+            command = usage.command_path if usage is not None else "gradfit"
+            said = error.format_message().rstrip(".")
+            return _fail(f"{said}. See '{command} --help'.", EXIT_USAGE, given) if said else EXIT_USAGE
+        if isinstance(error, BudgetInfeasible):
+            details = {"min_bytes": error.min_bytes, "breakdown": error.breakdown}
+            return _fail(str(error), EXIT_INFEASIBLE, given, **details)
+        if isinstance(error, MisuseError):
+            return _fail(str(error), EXIT_USAGE, given)
+        name = "" if isinstance(error, GradfitError) else f"{type(error).__name__}: "
+        return _fail(f"{name}{error} (--debug shows where.)", EXIT_FAILED, given)
+
+
+def _fail(message: str, code: int, given: list[str], **details: Any) -> int:
+    line = " ".join(message.split())
+    if "--json" in given:
+        print(json.dumps({"error": line, "exit_code": code, **details}))
+    print(f"gradfit: {line}", file=sys.stderr)
+    return code

@@ -1,0 +1,55 @@
+"""What a person sees: progress on stderr, results on stdout, warnings as one line."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from gradfit.errors import ExactnessWarning
+
+console = Console(stderr=True, highlight=False)
+
+
+def print_result(text: str) -> None:
+    """A result, on stdout, as it is: no markup, no wrapping."""
+    sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+def note(text: str) -> None:
+    """One line beside the result."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def working(what: str, total: int | None = None) -> Iterator[Progress]:
+    """A bar, or a spinner where the end is not known, while the block runs; it is gone afterwards."""
+    columns: list[Any] = [SpinnerColumn(), TextColumn("{task.description}")]
+    columns += [BarColumn(), MofNCompleteColumn()] if total is not None else []
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        progress.add_task(what, total=total)
+        yield progress
+
+
+@contextlib.contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Say what gradfit warns about in one line each, and nothing of where in the library it was raised."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", ExactnessWarning)
+        shown: set[str] = set()
+        original = warnings.showwarning
+
+        def show(message: Any, category: Any, *place: Any, **more: Any) -> None:
+            if not issubclass(category, ExactnessWarning):
+                original(message, category, *place, **more)
+            elif str(message) not in shown:
+                shown.add(str(message))
+                note(f"note: {message}")
+
+        warnings.showwarning = show
+        yield

@@ -1,0 +1,30 @@
+"""The options that several commands share, described once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        help="file.py:function or package.module:function, returning a gradfit.Job; or bert, gpt, resnet, vit.",
+        metavar="TARGET",
+        show_default=False,
+    ),
+]
+Memory = Annotated[
+    str | None,
+    typer.Option("--memory", help="Budget for all tensors of a step, such as '200 MiB'.", show_default=False),
+]
+BatchSize = Annotated[
+    int | None, typer.Option("--batch-size", min=1, help="Rows in one update. Default: the job's.", show_default=False)
+]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seeds the model, the data's order and all randomness.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
+Page = Annotated[
+    Path | None, typer.Option("--report", help="Write a self-contained HTML page here.", show_default=False)
+]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

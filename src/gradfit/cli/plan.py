@@ -1,0 +1,64 @@
+"""`gradfit plan`: what to keep and what to rebuild within a budget, or the whole trade-off."""
+
+from __future__ import annotations
+
+import json as json_module
+
+from gradfit.cli.console import note, print_result, warnings_as_notes, working
+from gradfit.cli.options import BatchSize, Debug, Json, Memory, Page, Seed, Target
+from gradfit.cli.work import Work
+from gradfit.planning.api import frontier
+from gradfit.planning.api import plan as make_plan
+from gradfit.planning.record import Plan
+from gradfit.profiling.table import columns
+from gradfit.units import format_bytes, format_seconds
+
+
+def plan(
+    target: Target,
+    memory: Memory = None,
+    batch_size: BatchSize = None,
+    seed: Seed = 0,
+    json: Json = False,
+    report: Page = None,
+    debug: Debug = False,
+) -> None:
+    """Plan for a budget: the micro-batch, what to keep, what to rebuild. Without --memory: the whole trade-off."""
+    work = Work.load(target, batch_size=batch_size, seed=seed, page=report)
+    budget = None if memory is None else work.budget(memory)
+    with warnings_as_notes():
+        batch = work.batch()
+        found = work.profile(batch)
+        size = work.batch_size if found.splittable else None
+        made: Plan | None = None
+        plans: list[Plan] = []
+        if budget is not None:
+            with working("planning"):
+                made = make_plan(found, memory=budget, batch_size=size)
+            print_result(made.to_json() if json else str(made))
+        else:
+            with working("planning for every budget"):
+                plans = frontier(found, batch_size=size)
+            print_result(_as_json(plans) if json else _as_table(plans))
+        if report is not None:
+            work.write(work.report(found, batch, made or plans[-1], frontier=tuple(plans)), report)
+            note(f"page: {report}")
+
+
+def _as_json(plans: list[Plan]) -> str:
+    return json_module.dumps({"frontier": [json_module.loads(made.to_json()) for made in plans]})
+
+
+def _as_table(plans: list[Plan]) -> str:
+    rows = [("peak", "step", "recomputation", "micro-batches", "values kept")]
+    rows += [
+        (
+            format_bytes(made.peak_bytes),
+            format_seconds(made.step_seconds),
+            f"{100 * made.extra_fraction:+.1f} %",
+            f"{made.steps} × {made.micro_batch}",
+            f"{made.kept_values} of {made.saved_values}",
+        )
+        for made in plans
+    ]
+    return "\n".join([*columns(rows), "Pass --memory to choose one."])

@@ -1,0 +1,199 @@
+"""`gradfit train`: a run within a budget that survives Ctrl-C and SIGKILL."""
+
+from __future__ import annotations
+
+import hashlib
+import json as json_module
+import math
+import shlex
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import Progress as Bar
+
+from gradfit.cli.console import note, print_result, warnings_as_notes, working
+from gradfit.cli.options import BatchSize, Debug, Json, Memory, Page, Target
+from gradfit.cli.stop import StopSignal
+from gradfit.cli.work import Work
+from gradfit.errors import MisuseError, StateError
+from gradfit.train.audit import audit
+from gradfit.train.run import Listener, Run, RunReport, RunSettings
+from gradfit.train.state import SavedState, StateStore
+from gradfit.train.step import TrainResult, TrainStep
+from gradfit.train.target import target_name
+from gradfit.units import format_bytes, format_seconds
+
+EXIT_INTERRUPTED = 130
+
+
+def train(
+    target: Target,
+    memory: Memory = None,
+    batch_size: BatchSize = None,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Updates to make in all.")] = None,
+    epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Passes over the data. Default: 1.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Directory for the run's state. Default: runs/ and the job's name.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
+    seed: Annotated[
+        int | None, typer.Option("--seed", min=0, help="Seeds model, data and randomness. Default: 0.")
+    ] = None,
+    log_every: Annotated[int, typer.Option("--log-every", min=1, help="Steps between two lines.")] = 10,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write scalars to OUT/tensorboard.")] = False,
+    json: Json = False,
+    report: Page = None,
+    debug: Debug = False,
+) -> None:
+    """Train within a budget. Ctrl-C finishes the micro-batch and saves; --resume goes on, bit-identically."""
+    store = StateStore(out if out is not None else _default_out(target, resume))
+    saved = _saved(store, resume)
+    before = saved.content["settings"] if saved is not None else {}
+    seed = _first(seed, before.get("seed"), 0)
+    work = Work.load(target, batch_size=_first(batch_size, before.get("batch_size")), seed=seed, page=report)
+    store.prepare()
+    if steps is None and epochs is None:
+        steps, epochs = before.get("steps"), before.get("epochs", 1)
+    budget = before["memory_bytes"] if memory is None and saved is not None else work.budget(memory)
+    settings = RunSettings(work.batch_size, budget, seed, steps, epochs)
+    command = f"gradfit train {shlex.quote(target)} --out {shlex.quote(str(store.directory))} --resume"
+    with warnings_as_notes(), StopSignal() as stop, working("planning") as bar:
+        listener = _Listener(bar, stop, log_every, _writer(store, saved) if tensorboard else None)
+        run = Run(work.job, settings, store=store, listener=listener, stop=stop.asked)
+        if saved is not None:
+            run.resume(saved)
+            listener.note(f"Resuming at step {run.step_number} from {saved.path}.")
+        elif resume:
+            listener.note(f"There is no state in {store.directory}: starting from the beginning.")
+        result = run.train()
+        result.out = str(store.directory)
+        listener.close()
+    if report is not None and run.step is not None and not result.interrupted:
+        _write_page(work, run.step, result, report)
+    print_result(_as_json(work, result) if json else _in_words(result))
+    if result.interrupted:
+        note(f"Interrupted; the state is saved. Resume with: {command}")
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+class _Listener(Listener):
+    """Shows a run as a bar, as lines, and as TensorBoard scalars."""
+
+    def __init__(self, bar: Bar, stop: StopSignal, log_every: int, writer: Any) -> None:
+        self._bar, self._stop, self._log_every, self._writer = bar, stop, log_every, writer
+        self._total: int | None = None
+
+    def note(self, text: str) -> None:
+        note(text)
+
+    def planned(self, step: TrainStep, total: int | None) -> None:
+        note(str(step.plan).splitlines()[0])
+        self._total = total
+        self._bar.update(self._bar.task_ids[0], description="training", total=total)
+        self._stop.arm()  # until here there was nothing to save
+
+    def stepped(self, step: int, result: TrainResult, seconds: float) -> None:
+        self._bar.update(self._bar.task_ids[0], completed=step, description=f"training, loss {result.loss:.4g}")
+        if step % self._log_every == 0 or step == self._total:
+            norm = "" if result.grad_norm is None else f"  gradient norm {result.grad_norm:.3g}"
+            of = "" if self._total is None else f"/{self._total}"
+            peak = format_bytes(result.peak_bytes)
+            note(f"step {step}{of}  loss {result.loss:.4f}{norm}  peak {peak}  {format_seconds(seconds)}")
+        if self._writer is not None:
+            self._writer.add_scalar("loss", result.loss, step)
+            if result.grad_norm is not None:
+                self._writer.add_scalar("gradient_norm", result.grad_norm, step)
+            self._writer.add_scalar("peak_bytes", result.peak_bytes, step)
+            self._writer.add_scalar("step_seconds", seconds, step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _default_out(target: str, resume: bool) -> Path:
+    """runs/NAME, or the next of runs/NAME-2, … that is free; to resume, the last that is not."""
+    base = Path("runs") / target_name(target)
+    number, found = 1, base
+    while StateStore(found).names():
+        number += 1
+        found = base.with_name(f"{base.name}-{number}")
+    if resume and number > 1:
+        return base if number == 2 else base.with_name(f"{base.name}-{number - 1}")
+    return found
+
+
+def _saved(store: StateStore, resume: bool) -> SavedState | None:
+    names = store.names()
+    if names and not resume:
+        raise MisuseError(
+            f"{str(store.directory)!r} holds a run at {names[0]}. Pass --resume to go on with it, or another --out."
+        )
+    saved = store.load() if resume else None
+    if saved is None:
+        return None
+    for problem in saved.passed_over:
+        note(f"Passed over {problem}")
+    if saved.passed_over:
+        note(f"Using {saved.path.name}, the one before.")
+    settings = saved.content.get("settings")
+    kinds = {"seed": int, "batch_size": int, "memory_bytes": int, "steps": int | None, "epochs": int | None}
+    if not isinstance(settings, dict) or any(not isinstance(settings.get(name), kind) for name, kind in kinds.items()):
+        raise StateError(f"{saved.path.name} is not a state of gradfit train: its settings are not numbers.")
+    return saved
+
+
+def _writer(store: StateStore, saved: SavedState | None) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise MisuseError("TensorBoard is not installed. Run: pip install 'gradfit[tensorboard]'.") from None
+    purge = None if saved is None else int(saved.content["step"]) + 1  # steps after the state are made again
+    return SummaryWriter(str(store.directory / "tensorboard"), purge_step=purge)
+
+
+def _write_page(work: Work, step: TrainStep, result: RunReport, page: Path) -> None:
+    batch = work.batch()
+    with working("running a batch plainly and as planned"):
+        found = audit(work.job.model, work.job.loss_fn, batch, plan=step.plan)
+    work.write(work.report(step.profile, batch, step.plan, audit=found, losses=tuple(result.losses)), page)
+    note(f"page: {page}")
+
+
+def _in_words(result: RunReport) -> str:
+    if not result.losses:
+        return f"Nothing to do: the run is at step {result.step} already. State: {result.out}"
+    return (
+        f"step {result.step}, loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}, peak "
+        f"{format_bytes(result.peak_bytes)} of {format_bytes(result.budget_bytes)}, {format_seconds(result.seconds)}. "
+        f"State: {result.out}"
+    )
+
+
+def _as_json(work: Work, result: RunReport) -> str:
+    losses = [loss if math.isfinite(loss) else None for loss in result.losses]
+    digest = hashlib.sha256()
+    for parameter in work.job.model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return json_module.dumps(
+        {
+            "step": result.step,
+            "epoch": result.epoch,
+            "loss": losses[-1] if losses else None,
+            "losses": losses,
+            "grad_norm": result.grad_norm,
+            "peak_bytes": result.peak_bytes,
+            "budget_bytes": result.budget_bytes,
+            "batch_size": work.batch_size,
+            "seconds": result.seconds,
+            "interrupted": result.interrupted,
+            "out": result.out,
+            "parameters_sha256": digest.hexdigest(),
+        }
+    )
+
+
+def _first(*choices: Any) -> Any:
+    return next((choice for choice in choices if choice is not None), None)

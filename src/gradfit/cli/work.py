@@ -1,0 +1,118 @@
+"""What the commands have in common: the job, a batch of it, its profile, and the page."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradfit.cli.console import working
+from gradfit.errors import MisuseError
+from gradfit.planning.api import frontier
+from gradfit.planning.record import Plan
+from gradfit.profiling.measure import profile
+from gradfit.profiling.record import Profile
+from gradfit.report.curves import measure_curve, plain_peak_bytes, predict_plain
+from gradfit.report.page import write_page
+from gradfit.report.record import Report
+from gradfit.train.data import Batches
+from gradfit.train.job import Job
+from gradfit.train.machine import available_bytes, environment
+from gradfit.train.randomness import random_state, restore_random, seed_everything
+from gradfit.train.target import load_target
+from gradfit.units import format_bytes, parse_bytes
+
+_SHARE = 0.8  # of what is free is taken when nothing is said
+
+
+@dataclass
+class Work:
+    """A job with the numbers of this command."""
+
+    target: str
+    job: Job
+    batch_size: int
+    seed: int
+
+    @classmethod
+    def load(cls, target: str, *, batch_size: int | None, seed: int, page: Path | None = None) -> Work:
+        """Seed, then build the job: the same seed gives the same model."""
+        if page is not None and not page.absolute().parent.is_dir():
+            raise MisuseError(
+                f"There is no directory {str(page.parent)!r} for --report. Make it, or pass another path."
+            )
+        seed_everything(seed)
+        job = load_target(target)
+        return cls(target, job, job.batch_size if batch_size is None else batch_size, seed)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.job.model.parameters()).device
+
+    def batch(self) -> Any:
+        """The first batch of the run, without moving any generator."""
+        before = random_state()
+        batches = Batches(
+            self.job.data, batch_size=self.batch_size, seed=self.seed, as_they_come=self.job.split is not None
+        )
+        place = batches.state()
+        batch = batches.next()
+        batches.restore(place)
+        restore_random(before)
+        return batch
+
+    def budget(self, memory: str | None) -> int:
+        """The budget in bytes; without one, most of what is free here."""
+        if memory is not None:
+            return parse_bytes(memory, name="--memory")
+        free = available_bytes(self.device)
+        if free is None:
+            raise MisuseError(f"How much memory {self.device} has free is not known. Pass --memory.")
+        return int(free * _SHARE)
+
+    def profile(self, batch: Any) -> Profile:
+        """Measure, in no more memory than there is."""
+        free = available_bytes(self.device)
+        limit = None if free is None else int(free * _SHARE)
+        with working(f"measuring one step of {self.target}"):
+            return profile(
+                self.job.model,
+                self.job.loss_fn,
+                batch,
+                self.job.optimizer,
+                memory_bytes=limit,
+                split=self.job.split,
+            )
+
+    def report(self, found: Profile, batch: Any, plan: Plan | None = None, **more: Any) -> Report:
+        """The page's content: curves are measured here, without a trace; plain is predicted where it would not fit."""
+        job = self.job
+        size = plan.batch_size if plan is not None else self.batch_size
+        needed, free = plain_peak_bytes(found, size), available_bytes(self.device)
+        report = Report(f"gradfit: {self.target}", found, plan, environment=environment(job.model), **more)
+        if not report.plain_curve:
+            if free is None or needed < free * _SHARE:
+                with working("measuring memory with plain PyTorch"):
+                    live = measure_curve(job.model, job.optimizer, job.loss_fn, batch)
+                report = dataclasses.replace(report, plain_curve=live.timeline or [])
+            else:
+                label = f"plain PyTorch (predicted: it needs {format_bytes(needed)}, {format_bytes(free)} are free)"
+                report = dataclasses.replace(report, plain_curve=predict_plain(found, size), plain_label=label)
+        if plan is None:
+            return report
+        with working("measuring memory as planned"):
+            live = measure_curve(job.model, job.optimizer, job.loss_fn, batch, plan=plan, split=job.split)
+        report = dataclasses.replace(report, planned_curve=live.timeline or [])
+        if report.limit_bytes is None:
+            report = dataclasses.replace(report, limit_bytes=plan.budget_bytes)
+        if not report.frontier:
+            with working("planning for other budgets"):
+                plans = tuple(frontier(found, batch_size=size if found.splittable else None))
+            report = dataclasses.replace(report, frontier=plans)
+        return report
+
+    def write(self, report: Report, page: Path) -> None:
+        write_page(report, page)
