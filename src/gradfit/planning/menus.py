@@ -10,7 +10,7 @@ from gradfit.planning.mincut import hull
 from gradfit.planning.simulate import KEEP, REBUILD, Segments, simulate
 from gradfit.planning.stages import Piece, last_readers, nest
 
-_HULL_UNITS = 4
+_HULL_UNITS = 2
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def menu(piece: Piece, units: Sequence[int], *, nested: bool) -> list[Option]:
     forced = set(piece.forced)
     nothing = [KEEP if p < 0 or v in forced else REBUILD for v, p in enumerate(graph.producer)]
     many = len(units) - 1
-    flat = hull(graph, piece.forced, most=16 if many == 1 else 8) if many <= _HULL_UNITS else [nothing]
+    flat = hull(graph, piece.forced, most=12 if many == 1 else 6) if many <= _HULL_UNITS else [nothing]
     options = [evaluate(piece, actions, None) for actions in flat]
     if nested:
         last = last_readers(graph)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from gradfit.planning.simulate import KEEP, REBUILD, Segments
 from gradfit.profiling.graph import Graph
 
-_FEW_CUTS = 60
+_FEW_CUTS = 40
 _NEAR = 64  # operations; what is read from further back is the same for all blocks, such as an attention mask
 
 
