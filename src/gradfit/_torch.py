@@ -36,6 +36,9 @@ class DispatchMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
@@ -250,5 +253,5 @@ def fake_mode() -> FakeTensorMode:
 
 
 def overloads_of(op: Any) -> Any:
-    """The operator of which `op` is one overload."""
-    return op.overloadpacket
+    """The operator of which `op` is one overload; a higher-order one is its own."""
+    return getattr(op, "overloadpacket", op)

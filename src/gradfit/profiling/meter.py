@@ -13,16 +13,18 @@ from typing import Any
 
 import torch
 
-from gradfit._torch import TorchDispatchMode, storage_key
+from gradfit._torch import DispatchMode, storage_key
 from gradfit.errors import MisuseError
 from gradfit.units import format_bytes
 
 
 class _Storage(weakref.ref):  # type: ignore[type-arg]
     __slots__ = ("key", "nbytes")
+    key: int
+    nbytes: int
 
 
-class Meter(TorchDispatchMode):
+class Meter(DispatchMode):
     """Counts live tensor bytes while it is entered. See `meter`."""
 
     def __init__(self, *, timeline: bool = False, device: str | torch.device | None = None) -> None:
@@ -36,7 +38,7 @@ class Meter(TorchDispatchMode):
         live = self._live
         this = weakref.ref(self)
 
-        def dead(storage: Any) -> None:  # must not hold the meter: every live storage would
+        def dead(storage: _Storage) -> None:  # must not hold the meter: every live storage would
             if live.get(storage.key) is storage:
                 del live[storage.key]
                 meter = this()

@@ -294,6 +294,9 @@ class _Quota:
             self.recorder.segment = Segment(self.recorder.segment.parent)
         return None
 
+    def offload(self, tensor: torch.Tensor) -> Any:
+        raise NotImplementedError  # `choose` never asks for it
+
 
 @contextmanager
 def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
