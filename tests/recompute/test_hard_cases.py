@@ -248,6 +248,18 @@ def test_a_buffer_written_in_every_step_of_the_scope() -> None:
     both(program)
 
 
+def test_a_foreach_operation_on_views_is_refused() -> None:
+    """torch itself returns a wrong gradient for it under any dispatch mode."""
+    x = leaf(3, 4)
+    with gf.CheckpointScope("a"):
+        h = x * 1
+        with pytest.raises(gf.UnsupportedOp, match="_foreach_mul_"):
+            torch._foreach_mul_([h[:2]], 0.5)
+        torch._foreach_mul_([h], 0.5)
+    h.exp().sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad((x * 1).mul(0.5).exp().sum(), x)[0])
+
+
 # ------------------------------------------------------------------------------------------------ custom functions
 class KeepsEverything(torch.autograd.Function):
     """Saves an input, an output, something in between; keeps a tensor and a number on its context."""

@@ -140,7 +140,6 @@ _define("clamp_", lambda a, b, c: a.clamp_(-0.5, 0.5))
 _define("neg_", lambda a, b, c: a.neg_())
 _define("exp_", lambda a, b, c: a.clamp(max=1).exp_())
 _define("addcmul_", lambda a, b, c: a.addcmul_(b, b, value=0.1))
-_define("foreach_", lambda a, b, c: (torch._foreach_mul_([a], 0.5), a)[1])
 _define("out", lambda a, b, c: _no_grad(lambda: torch.add(a, b, out=torch.empty_like(b))) * a)
 _define("out_reused", lambda a, b, c: _no_grad(lambda: torch.mul(a, b, out=a.clone())) + b)
 _define("empty_copy", lambda a, b, c: torch.empty(ROWS, COLUMNS, dtype=a.dtype).copy_(a) * b)
@@ -150,6 +149,13 @@ _define("unsqueeze_", lambda a, b, c: a.clone().unsqueeze_(0).squeeze_(0))
 _define("resize_", lambda a, b, c: _no_grad(lambda: a.clone().resize_(2, COLUMNS)).sum() * b)
 _define("set_", lambda a, b, c: _no_grad(lambda: torch.empty(0, dtype=a.dtype).set_((a * 2).detach())) * b)
 _define("complex_", lambda a, b, c: torch.complex(a, b).mul_(torch.complex(b, b)).conj_physical_().imag)
+
+
+@operation
+def foreach_(a: torch.Tensor, b: torch.Tensor, c: int) -> Any:
+    made = a if a._base is None else a.clone()  # a scope refuses views
+    torch._foreach_mul_([made], 0.5)
+    return made
 
 
 @operation

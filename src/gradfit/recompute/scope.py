@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from gradfit._torch import inside_functorch
 from gradfit.errors import MisuseError, UnsupportedOp
-from gradfit.tape.graph import Segment
+from gradfit.tape.graph import Segment, Value
 from gradfit.tape.record import DROP, KEEP, Recorder
 from gradfit.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from gradfit.recompute.node import CheckpointNode
 
 KeepPolicy = Callable[[Any, torch.Tensor], bool]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -44,6 +48,7 @@ class _Frames(threading.local):
 
     def __init__(self) -> None:
         self.open: list[tuple[CheckpointScope, Segment | None, Recorder | None]] = []
+        self.observers: list[Callable[[CheckpointScope], None]] = []  # told about every scope that is entered
         self.torn: list[CheckpointScope] = []  # closed because one around them was left first
 
 
@@ -78,6 +83,8 @@ class CheckpointScope:
         self.use_recomputation = use_recomputation
         self.keep = keep
         self.stats = ScopeStats()
+        self._saved: list[weakref.ref[Value]] = []  # what autograd has handles on
+        self._inner: list[weakref.ref[CheckpointScope]] = []
         self.replay_context: Callable[[], Any] | None = None  # entered around each replay
 
     def __repr__(self) -> str:
@@ -93,6 +100,9 @@ class CheckpointScope:
                 f"CheckpointScope({self.name!r}) was entered inside a torch.func transform, which does not allow saved "
                 "tensors to be replaced. Put the scope around the transform's result, or use torch.autograd.grad."
             )
+        for observer in _frames.observers:
+            observer(self)
+        self._saved = [reference for reference in self._saved if reference() is not None]
         outer = _innermost()
         if outer is None:
             if not self.use_recomputation:
@@ -100,11 +110,13 @@ class CheckpointScope:
                 return self
             segment = Segment(Segment(None), self)
             recorder = Recorder(segment, _Keep() if self.keep is not None else None)
-            recorder.tape.contexts = self.replay_context
             recorder.__enter__()
             frames.append((self, segment, recorder))
         else:
             recorder = outer
+            around = recorder.segment.scope
+            if around is not None and all(reference() is not self for reference in around._inner):
+                around._inner = [*(inner for inner in around._inner if inner() is not None), weakref.ref(self)]
             segment = Segment(recorder.segment, self)
             recorder.segment = segment
             if recorder.policy is None and (self.keep is not None or not self.use_recomputation):
@@ -148,8 +160,27 @@ class CheckpointScope:
 
         return wrapped  # type: ignore[return-value]
 
-    def note_freed(self, nbytes: int) -> None:
+    def nodes(self) -> list[CheckpointNode]:
+        """One node for each operation that can be replayed for this scope and those inside it, oldest first.
+
+        They are there as long as the graph is, and hold nothing alive themselves.
+        """
+        from gradfit.recompute.node import nodes_from
+
+        return nodes_from(self._saved_values())
+
+    def _saved_values(self) -> list[Value]:
+        found = [value for reference in self._saved if (value := reference()) is not None]
+        for reference in self._inner:
+            inner = reference()
+            if inner is not None and inner is not self:
+                found += inner._saved_values()
+        return found
+
+    def note_freed(self, value: Value, nbytes: int) -> None:
+        """Autograd got a handle on `value` in the place of so many bytes."""
         self.stats.freed_bytes += nbytes
+        self._saved.append(weakref.ref(value))
 
     def note_kept(self, nbytes: int) -> None:
         self.stats.kept_bytes += nbytes
@@ -185,6 +216,16 @@ class _Keep:
             if scope.keep is not None:
                 return [KEEP if scope.keep(func, result) else DROP for result in results]
         return None
+
+
+def add_observer(observer: Callable[[CheckpointScope], None]) -> None:
+    """Call `observer` with every enabled scope that is entered in this thread."""
+    _frames.observers.append(observer)
+
+
+def remove_observer(observer: Callable[[CheckpointScope], None]) -> None:
+    """Undo `add_observer`."""
+    _frames.observers.remove(observer)
 
 
 def current_recorder() -> Recorder | None:

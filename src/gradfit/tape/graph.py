@@ -10,6 +10,7 @@ handle, whatever only that handle needed dies with it. Links the other way (`use
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -151,12 +152,16 @@ class Slice:
 class Tape:
     """What the handles of one recording share."""
 
-    __slots__ = ("__weakref__", "contexts", "lock", "pass_number")
+    __slots__ = ("__weakref__", "lock", "pass_number")
 
     def __init__(self, lock: Any) -> None:
         self.lock = lock  # accelerators' backward passes unpack in threads of their own
         self.pass_number = 1
-        self.contexts: Any = None  # entered around every replay (`checkpoint(context_fn=…)`)
+
+    @classmethod
+    def alone(cls) -> Tape:
+        """A tape for a replay that no backward pass asked for."""
+        return cls(contextlib.nullcontext())
 
 
 class Handle:

@@ -24,7 +24,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit._torch import DispatchMode, base_of, detached, detached_in_dispatch, graph_task_id, storage_key
-from gradfit.errors import ActivationOverwritten
+from gradfit.errors import ActivationOverwritten, UnsupportedOp
 from gradfit.tape import replay, rng
 from gradfit.tape.graph import Handle, Operation, Segment, Slice, Tape, Value, geometry_of, nothing, shaped
 from gradfit.tape.ops import LOAD, OpInfo, info_of
@@ -359,6 +359,8 @@ class Recorder(DispatchMode):
     def _write(self, func: Any, info: OpInfo, args: Any, kwargs: Any, state: Any) -> Any:
         """Rule 4."""
         targets = written_tensors(info, args, kwargs)
+        if info.writes_lists:
+            _refuse_views(func, targets)
         try:
             keys = [key_of(target) for target in targets]
         except Untrackable:
@@ -416,6 +418,8 @@ class Recorder(DispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves `tensor`: give it a handle if the tape can make the tensor again."""
+        if tensor.requires_grad and tensor.is_leaf:  # it lives anyway, even if it was made inside
+            return (tensor, tensor._version)
         try:
             value = self._made.get(key_of(tensor))
         except Untrackable:
@@ -444,11 +448,7 @@ class Recorder(DispatchMode):
 
     def _pack_root(self, tensor: torch.Tensor) -> Any:
         base = base_of(tensor)
-        if base is None:
-            if tensor.is_leaf and tensor.requires_grad:
-                return (tensor, tensor._version)
-            self._note_kept(tensor)
-        elif not (base.is_leaf and base.requires_grad):  # a parameter's view is not an activation
+        if base is None or not (base.is_leaf and base.requires_grad):  # a parameter's view is not an activation
             self._note_kept(tensor)
         return (detached(tensor), _version(tensor))
 
@@ -457,7 +457,7 @@ class Recorder(DispatchMode):
             value.tensor = shaped(detached(tensor), value.geometry) if natural is None else detached(natural)
             value.version = tensor._version
         elif self.segment.scope is not None:
-            self.segment.scope.note_freed(tensor.untyped_storage().nbytes())
+            self.segment.scope.note_freed(value, tensor.untyped_storage().nbytes())
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Make a value of the tape a root: it is held from now on, and replays start from it."""
@@ -495,6 +495,15 @@ def unpack(packed: Any) -> torch.Tensor:
             "Write `x = x + y` instead of `x += y` there."
         )
     return tensor
+
+
+def _refuse_views(func: Any, targets: list[torch.Tensor]) -> None:
+    """torch forgets the history of a view that a `_foreach` operation writes to under any dispatch mode."""
+    if torch.is_grad_enabled() and any(t.requires_grad and base_of(t) is not None for t in targets):
+        raise UnsupportedOp(
+            f"{func} writes to a view of a tensor that requires a gradient, and torch loses that gradient inside a scope. "
+            "Call the operation on each tensor, or on copies."
+        )
 
 
 def _version(tensor: torch.Tensor) -> int:

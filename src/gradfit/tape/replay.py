@@ -18,7 +18,7 @@ import torch
 
 from gradfit._torch import below_autograd, storage_key
 from gradfit.errors import ActivationOverwritten, UnsupportedOp
-from gradfit.tape.graph import Geometry, Handle, Operation, Slice, Tape, Value, geometry_of, shaped
+from gradfit.tape.graph import Geometry, Handle, Operation, Segment, Slice, Tape, Value, geometry_of, shaped
 from gradfit.tape.rng import Rewound
 from gradfit.tape.storage import copy_storage, flatten
 
@@ -67,33 +67,41 @@ def take(handle: Handle) -> torch.Tensor:
     return tensor if handle.geometry is None else shaped(tensor, handle.geometry)
 
 
-def rebuild(target: Value, tape: Tape) -> torch.Tensor:
-    """Run the sweep for `target`, caching what the rest of this pass needs."""
+def rebuild(target: Value, tape: Tape, *, retain: bool = True) -> torch.Tensor:
+    """Run the sweep for `target`, caching what the rest of this pass needs if it is to `retain` anything."""
     started = time.perf_counter()
     operations = _needed(target)
-    retained = _retained(operations, target, tape.pass_number)
+    retained = _retained(operations, target, tape.pass_number) if retain else set()
     uses: dict[Value, int] = {}
     for op in operations:
         for value in op.inputs:
             uses[value] = uses.get(value, 0) + 1
-    made: dict[Value, torch.Tensor] = {}
-    context = tape.contexts() if tape.contexts is not None else contextlib.nullcontext()
-    with context, below_autograd(), Rewound() as rewound, _Sweep():
+    # What is cached and read here is pinned: memory may run short on the way, and whoever evicts must not take it.
+    made = {value: content(value) for value in uses if value.tensor is not None and value.op is not None}
+    with _context_of(target.segment), below_autograd(), Rewound() as rewound, _Sweep():
         for op in operations:
             _run(op, made, uses, retained, target, rewound)
             for value in op.inputs:
                 uses[value] -= 1
-                if not uses[value] and value in made and value not in retained and value is not target:
+                if not uses[value] and value in made and value is not target:
                     del made[value]
-    for value in retained:
-        value.tensor, value.version = made[value], made[value]._version
-    for op in operations:
-        for value in op.inputs:
-            release_if_done(value, tape.pass_number)
+    if retain:
+        for op in operations:
+            for value in op.inputs:
+                release_if_done(value, tape.pass_number)
     scope = target.segment.scope
     if scope is not None:
         scope.note_recomputed(time.perf_counter() - started)
     return made[target]
+
+
+def _context_of(segment: Segment | None) -> Any:
+    """What `checkpoint(context_fn=…)` wants entered around replays in its scope."""
+    while segment is not None:
+        if segment.scope is not None and segment.scope.replay_context is not None:
+            return segment.scope.replay_context()
+        segment = segment.parent
+    return contextlib.nullcontext()
 
 
 def release_if_done(value: Value, number: int) -> None:
@@ -215,7 +223,7 @@ def _run(
     private: dict[Value, torch.Tensor] = {}
     for old in op.written:
         tensor = made.get(old)
-        if tensor is not None and uses[old] == 1 and old not in retained and old is not target:
+        if tensor is not None and uses[old] == 1 and old.tensor is None and old is not target:
             private[old] = tensor  # nobody else wants the old version: write over it
         else:
             private[old] = copy_storage(content(old) if tensor is None else tensor, old.geometry)
@@ -250,3 +258,7 @@ def _run(
                     "changed since. Call backward() under the settings of the forward pass."
                 )
             made[value] = result
+        if value in retained:
+            value.tensor, value.version = made[value], made[value]._version
+            if value not in uses and value is not target:
+                del made[value]

@@ -72,8 +72,15 @@ def holds_only(tensor: torch.Tensor, number: Any) -> bool:
 
 
 def fills_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all that its storage holds."""
-    return tensor.is_non_overlapping_and_dense() and tensor.nbytes == tensor.untyped_storage().nbytes()
+    """Whether a tensor is all that its storage holds, each element once, in whatever order of the dimensions."""
+    if tensor.nbytes != tensor.untyped_storage().nbytes():
+        return False
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def flatten(nest: Any) -> Iterator[Any]:

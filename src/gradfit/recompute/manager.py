@@ -1,0 +1,175 @@
+"""`CheckpointManager`: scopes and nodes seen together, under one limit of memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from gradfit.errors import MisuseError
+from gradfit.recompute.node import CheckpointNode
+from gradfit.recompute.scope import CheckpointScope, ScopeStats, add_observer, remove_observer
+from gradfit.units import format_bytes
+
+_MB = 1024 * 1024
+
+
+class CheckpointManager:
+    """Looks after scopes, and decides which activations are worth keeping below `memory_threshold` of `max_memory_mb`.
+
+    Inside `with manager:`, every scope that is entered is registered. With `auto_checkpoint=True` no scope is needed:
+    activations are evicted while the forward runs, so that live bytes stay below the limit; keep the block open around
+    the backward pass too.
+
+    >>> import torch
+    >>> manager = CheckpointManager(max_memory_mb=64)
+    >>> x = torch.ones(1024, requires_grad=True)
+    >>> with manager:
+    ...     with CheckpointScope("block"):
+    ...         loss = x.exp().sin().sum()
+    ...     loss.backward()
+    >>> [scope.name for scope in manager.scopes], manager.stats.freed_bytes
+    (['block'], 4096)
+    """
+
+    def __init__(
+        self, max_memory_mb: float | None = None, auto_checkpoint: bool = False, memory_threshold: float = 0.8
+    ) -> None:
+        self.max_memory_mb = max_memory_mb
+        self.memory_threshold = memory_threshold
+        self.auto_checkpoint = auto_checkpoint
+        self._scopes: list[CheckpointScope] = []
+        self._nodes: list[CheckpointNode] = []
+        self._online: Any = None
+        self._entered = False
+
+    def __repr__(self) -> str:
+        limit = "no limit" if self.limit_bytes is None else f"limit {format_bytes(self.limit_bytes)}"
+        return f"<CheckpointManager: {len(self._scopes)} scopes, {limit}, auto_checkpoint={self.auto_checkpoint}>"
+
+    @property
+    def max_memory_mb(self) -> float | None:
+        """The memory there is, in MiB; None: not limited."""
+        return self._max_memory_mb
+
+    @max_memory_mb.setter
+    def max_memory_mb(self, megabytes: float | None) -> None:
+        if megabytes is not None and not (megabytes > 0):
+            raise MisuseError(f"max_memory_mb={megabytes!r} must be positive. Pass max_memory_mb=1024 for one GiB.")
+        self._max_memory_mb = megabytes
+
+    @property
+    def memory_threshold(self) -> float:
+        """The part of `max_memory_mb` that may be used."""
+        return self._memory_threshold
+
+    @memory_threshold.setter
+    def memory_threshold(self, threshold: float) -> None:
+        if not 0 < threshold <= 1:
+            raise MisuseError(f"memory_threshold={threshold!r} must lie in (0, 1]. Pass memory_threshold=0.8.")
+        self._memory_threshold = threshold
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """`max_memory_mb` times `memory_threshold`."""
+        return None if self.max_memory_mb is None else int(self.max_memory_mb * _MB * self.memory_threshold)
+
+    @property
+    def scopes(self) -> tuple[CheckpointScope, ...]:
+        """The registered scopes, in the order in which they came."""
+        return tuple(self._scopes)
+
+    @property
+    def stats(self) -> ScopeStats:
+        """The sum over the registered scopes."""
+        stats = [scope.stats for scope in self._scopes]
+        return ScopeStats(
+            kept_bytes=sum(one.kept_bytes for one in stats),
+            freed_bytes=sum(one.freed_bytes for one in stats),
+            recomputed_seconds=sum(one.recomputed_seconds for one in stats),
+        )
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """What the nodes that this manager made checkpoints hold."""
+        return sum(node.nbytes for node in self._nodes if node.is_checkpoint)
+
+    def register_scope(self, scope: CheckpointScope) -> None:
+        """Look after a scope: its statistics, and its checkpoints when they are cleared."""
+        if not isinstance(scope, CheckpointScope):
+            raise MisuseError(f"scope must be a CheckpointScope, not {type(scope).__name__}.")
+        if not any(known is scope for known in self._scopes):
+            self._scopes.append(scope)
+
+    def unregister_scope(self, scope: CheckpointScope) -> None:
+        """Forget a scope."""
+        if not any(known is scope for known in self._scopes):
+            raise MisuseError(f"{scope!r} is not registered. Call register_scope() first.")
+        self._scopes = [known for known in self._scopes if known is not scope]
+
+    def should_checkpoint(self, node: CheckpointNode) -> bool:
+        """Whether to keep a node's result: it is marked, or it fits below the limit beside what is kept already."""
+        if node.is_checkpoint:
+            return True
+        return self.limit_bytes is not None and self.checkpoint_bytes + node.nbytes <= self.limit_bytes
+
+    def selective_checkpointing(self, nodes: Sequence[CheckpointNode]) -> list[CheckpointNode]:
+        """Keep some of the nodes, evenly spread, as many as fit below the limit; without a limit, √n of them.
+
+        Nodes that are checkpoints already stay so. Returns those that were chosen.
+        """
+        for node in nodes:
+            if not isinstance(node, CheckpointNode):
+                raise MisuseError(f"nodes must be CheckpointNodes, not {type(node).__name__}. Pass scope.nodes().")
+        free = [node for node in nodes if not node.is_checkpoint]
+        chosen: list[CheckpointNode] = []
+        if self.limit_bytes is None:
+            chosen = _spread(free, math.isqrt(len(free)))
+        else:
+            room = self.limit_bytes - self.checkpoint_bytes
+            for count in range(len(free), 0, -1):
+                chosen = _spread(free, count)
+                if sum(node.nbytes for node in chosen) <= room:
+                    break
+            else:
+                chosen = []
+        for node in chosen:
+            node.is_checkpoint = True
+        self._nodes.extend(chosen)
+        return chosen
+
+    def clear_all_checkpoints(self) -> None:
+        """Let go of everything that was kept: it is recomputed when backward asks for it."""
+        for node in [*self._nodes, *(node for scope in self._scopes for node in scope.nodes())]:
+            node.is_checkpoint = False
+            node.clear_saved_activations()
+        self._nodes.clear()
+
+    def __enter__(self) -> CheckpointManager:
+        if self._entered:
+            raise MisuseError("This CheckpointManager is entered already. Make another one for a second block.")
+        if self.auto_checkpoint:
+            limit = self.limit_bytes
+            if limit is None:
+                raise MisuseError(
+                    "auto_checkpoint=True needs to know how much memory there is. Pass max_memory_mb=1024, for example."
+                )
+            from gradfit.recompute.evict import Online  # only automatic managers need the eviction engine
+
+            self._online = Online(limit)
+            self._online.__enter__()
+        self._entered = True
+        add_observer(self.register_scope)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        remove_observer(self.register_scope)
+        self._entered = False
+        if self._online is not None:
+            online, self._online = self._online, None
+            online.__exit__(*error)
+
+
+def _spread(nodes: Sequence[CheckpointNode], count: int) -> list[CheckpointNode]:
+    """`count` of the nodes, with equal gaps, the last one included."""
+    return [nodes[(number + 1) * len(nodes) // count - 1] for number in range(count)]

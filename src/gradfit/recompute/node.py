@@ -1,0 +1,151 @@
+"""`CheckpointNode`: one recorded operation as a user sees it, and nodes of a user's own making."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from gradfit._torch import detached
+from gradfit.errors import MisuseError
+from gradfit.tape import replay
+from gradfit.tape.graph import Operation, Tape, Value
+
+RecomputeFunction = Callable[[], Sequence[torch.Tensor] | torch.Tensor]
+
+
+class CheckpointNode:
+    """An operation, its result, and the operations whose results it read (`children`).
+
+    `CheckpointScope.nodes()` lists one for each operation that the scope can replay; they hold nothing alive. A node
+    can also be made by hand, with functions that make its activations again:
+
+    >>> import torch
+    >>> x = torch.ones(2)
+    >>> node = CheckpointNode(x.exp(), "exp")
+    >>> node.add_recompute_function(lambda: [x.exp()])
+    >>> [tensor.shape for tensor in node.recompute()]
+    [torch.Size([2])]
+    """
+
+    def __init__(self, output: torch.Tensor | None, operation: Any, *children: CheckpointNode) -> None:
+        for child in children:
+            if not isinstance(child, CheckpointNode):
+                raise MisuseError(f"children must be CheckpointNodes, not {type(child).__name__}.")
+        self.operation = operation
+        self.children: tuple[CheckpointNode, ...] = children
+        self.saved_activations: list[torch.Tensor] = []
+        self.recompute_functions: list[RecomputeFunction] = []
+        self._output = output
+        self._is_checkpoint = False
+        self._values: list[weakref.ref[Value]] = []
+
+    @classmethod
+    def of(cls, op: Operation, children: Iterable[CheckpointNode]) -> CheckpointNode:
+        """The node of a recorded operation."""
+        node = cls(None, op.func, *children)
+        node._values = [reference for reference in op.outputs if reference is not None]
+        return node
+
+    def __repr__(self) -> str:
+        return f"<CheckpointNode {self.operation}, {len(self.children)} children{', kept' if self.is_checkpoint else ''}>"
+
+    @property
+    def output(self) -> torch.Tensor | None:
+        """The result, as long as it is there; `recompute()` makes it again."""
+        if not self._values:
+            return self._output
+        value = self._values[0]()
+        return None if value is None else value.natural() if value.natural() is not None else value.tensor
+
+    @property
+    def nbytes(self) -> int:
+        """What keeping the results takes."""
+        if not self._values:
+            return 0 if self._output is None else self._output.untyped_storage().nbytes()
+        total = 0
+        for value in self._live():
+            size, _, _, dtype = value.geometry
+            total += size.numel() * dtype.itemsize
+        return total
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether recomputation starts from here. Set it to keep a recorded result, or to let it go again."""
+        if self._values:
+            return any(value.tensor is not None for value in self._live())
+        return self._is_checkpoint
+
+    @is_checkpoint.setter
+    def is_checkpoint(self, kept: bool) -> None:
+        self._is_checkpoint = kept
+        for value in self._live():
+            if not kept:
+                if value.op is not None:
+                    value.tensor = None
+            elif value.tensor is None:
+                natural = value.natural()
+                tensor = detached(natural) if natural is not None else replay.rebuild(value, Tape.alone(), retain=False)
+                value.tensor, value.version = tensor, tensor._version
+
+    def save_activations(self, *activations: torch.Tensor) -> None:
+        """Hold these until `clear_saved_activations()`."""
+        for activation in activations:
+            if not isinstance(activation, torch.Tensor):
+                raise MisuseError(f"activations must be tensors, not {type(activation).__name__}.")
+        self.saved_activations.extend(activations)
+
+    def add_recompute_function(self, function: RecomputeFunction) -> None:
+        """Add a function that returns activations; `recompute()` calls them in the order they were added."""
+        if not callable(function):
+            raise MisuseError(f"function={function!r} is not callable. Pass a function that returns tensors.")
+        self.recompute_functions.append(function)
+
+    def recompute(self) -> list[torch.Tensor]:
+        """Make the activations again: by the node's functions, or by replaying the recorded operation.
+
+        A node with neither gives what was saved.
+        """
+        if self.recompute_functions:
+            made: list[torch.Tensor] = []
+            for function in self.recompute_functions:
+                result = function()
+                made.extend([result] if isinstance(result, torch.Tensor) else result)
+            return made
+        values = self._live()
+        if values:
+            return [
+                replay.content(value) if value.tensor is not None else replay.rebuild(value, Tape.alone(), retain=False)
+                for value in values
+            ]
+        if self.saved_activations:
+            return list(self.saved_activations)
+        raise MisuseError(
+            f"{self!r} cannot be recomputed: its graph is gone, and it has no functions and nothing saved. "
+            "Call add_recompute_function() or save_activations() first."
+        )
+
+    def clear_saved_activations(self) -> None:
+        """Let go of what was saved."""
+        self.saved_activations.clear()
+
+    def _live(self) -> list[Value]:
+        return [value for reference in self._values if (value := reference()) is not None]
+
+
+def nodes_from(values: Iterable[Value]) -> list[CheckpointNode]:
+    """The nodes of everything that these values are made from, in the order of the forward pass."""
+    found: dict[Operation, None] = {}
+    stack = list(values)
+    while stack:
+        op = stack.pop().op
+        if op is not None and op not in found:
+            found[op] = None
+            stack.extend(op.inputs)
+    nodes: dict[Operation, CheckpointNode] = {}
+    for op in sorted(found, key=lambda op: op.index):
+        makers = {value.op: None for value in op.inputs if value.op is not None}
+        nodes[op] = CheckpointNode.of(op, [nodes[maker] for maker in makers if maker in nodes])
+    return list(nodes.values())
