@@ -49,20 +49,19 @@ def _positive(value: Number, name: str) -> Number:
     return number
 
 
-_DOT_TYPES = (torch.float32, torch.float64)
+def _is_plain(gradient: Tensor, dtype: torch.dtype) -> bool:
+    wide = gradient.dtype == dtype and dtype in (torch.float32, torch.float64)
+    return wide and gradient.is_cpu and gradient.layout == torch.strided and gradient.is_contiguous()
 
 
 def gradient_norm(gradients: list[Tensor]) -> float:
     """The norm of all gradients together; NaN or infinite only if one of them is."""
-    squares = 0.0
-    for one in gradients:
-        if one.layout != torch.strided or one.dtype not in _DOT_TYPES or not (one.is_cpu and one.is_contiguous()):
-            value = total_norm(gradients).item()
-            break
-        flat = one.view(-1)  # BLAS reads it at the memory's speed, where a norm takes three times as long
-        squares += torch.dot(flat, flat).item()
+    if gradients and all(_is_plain(one, gradients[0].dtype) for one in gradients):
+        # BLAS reads them at the memory's speed, where a norm takes three times as long.
+        flat = [one.view(-1) for one in gradients]
+        value = math.sqrt(torch.stack([torch.dot(one, one) for one in flat]).sum().item())
     else:
-        value = math.sqrt(squares)
+        value = total_norm(gradients).item()
     if not math.isfinite(value):
         values = [values_of(one) for one in gradients]
         if all(bool(one.isfinite().all()) for one in values):  # only the squares have overflowed
