@@ -8,22 +8,25 @@ Bound reached: on random and real graphs of up to 60 operations within a few per
 (tests/planning/test_exact.py asserts 1.05 on average and 1.2 at worst). Every plan it returns has been simulated and
 stays below the budget; there is no bound proven for large graphs.
 
-Weaknesses, honestly: pieces that look alike share one menu, so a block whose operations were slower than its twins' is
-treated like them. Nested segments are split by halves and square roots, not where Revolve's recurrence would. Values
-that cross many cuts (a U-Net's skips) are kept unless local search drops them. Local search gets 600 simulations on a
-small graph and fewer on a large one, so above a few thousand operations the result is the chain's.
+Weaknesses, honestly: pieces that look alike share one menu, made for their mean seconds. Nested segments are split by
+halves and square roots, not where Revolve's recurrence would. Values that cross many cuts (a U-Net's skips) are kept
+unless local search drops them. Local search has time for a few hundred simulations on a graph of a thousand operations
+and for a dozen on one of ten thousand, where the result is the chain's.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
+
 from gradfit.planning.chain import best_chain
 from gradfit.planning.menus import Option, menu
+from gradfit.planning.mincut import PricedCut
 from gradfit.planning.polish import anneal, fill
 from gradfit.planning.simulate import KEEP, Segments, Simulation, simulate
 from gradfit.planning.stages import Anatomy, find_cuts, keep_needed
@@ -32,6 +35,7 @@ from gradfit.profiling.graph import Graph
 _MOST_UNITS = 200
 _FLAT_SPANS = (1, 2, 3, 4, 6, 8, 12)  # units that a piece may have
 _NESTED_SPANS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
+_KEPT_CUTS = (0, 1, 2, 4)
 _ANNEALED = 100  # operations up to which local search is worth its time
 
 
@@ -61,23 +65,54 @@ class FastSolver:
         self._anatomy = Anatomy(graph)
         self._cuts = find_cuts(graph, most=_MOST_UNITS)
         self._units = [self._anatomy.kind(start, end) for start, end in pairwise(self._cuts)]
+        self._mean_seconds = self._seconds_by_kind()
+        self._hull_units = 4 if len(self._mean_seconds) <= 12 else 2  # menus are many where nothing repeats
         self._menus: dict[tuple[int, int, bool], tuple[list[Option], int]] = {}
         self._alike: dict[tuple[object, ...], list[Option]] = {}
         self._smallest: Solution | None = None
+        densities = [s / b for s, b in self._seconds_and_bytes() if s > 0 and b > 0]
+        self._cheapest_price = min(densities, default=1.0) / 2
+        self._dearest_price = max(densities, default=1.0) * 100
 
     def solve(self, budget_bytes: int, *, polish: bool = True) -> Solution | None:
         """The fastest plan found whose simulated peak is at most the budget, or None."""
         if self.plain.peak_bytes <= budget_bytes:
             return self.plain
-        best = self._fitted(budget_bytes, nested=False)
+        starts = [self._fitted(budget_bytes, nested=False), _fastest(self._priced(budget_bytes))]
         # Segments inside segments replay more than once: not worth looking at while little is replayed at all.
+        best = _fastest(starts)
         if best is None or best.extra_seconds > 0.6 * sum(self.graph.op_seconds):
-            candidates = [best, self._fitted(budget_bytes, nested=True), self._smallest]
-            fitting = [s for s in candidates if s is not None and s.peak_bytes <= budget_bytes]
-            best = min(fitting, key=lambda s: (s.extra_seconds, s.peak_bytes), default=None)
-            if best is None and self.smallest().peak_bytes <= budget_bytes:
-                best = self.smallest()
-        return self._polished(best, budget_bytes) if best is not None and polish else best
+            starts.append(self._fitted(budget_bytes, nested=True))
+            if _fastest(starts) is None and self.smallest().peak_bytes <= budget_bytes:
+                starts.append(self.smallest())
+        if not polish:
+            return _fastest(starts)
+        return _fastest([self._polished(start, budget_bytes) for start in starts if start is not None])
+
+    def _priced(self, budget_bytes: int) -> list[Solution]:
+        """One price per byte for the whole graph, with what crosses every n-th cut kept to bound the burst."""
+        graph, last = self.graph, self._anatomy.last
+        anyway = [v for v, there in enumerate(self._anatomy.survives) if there and not graph.overwritten[v]]
+        found = []
+        for every in _KEPT_CUTS:
+            cuts = self._cuts[every:-1:every] if every else []
+            crossing = {
+                value
+                for value, op in enumerate(graph.producer)
+                if op >= 0 and not graph.overwritten[value] and any(op < cut <= last[value] for cut in cuts)
+            }
+            network = PricedCut(graph, {*anyway, *crossing})
+            low, high = self._cheapest_price, self._dearest_price
+            for _ in range(10):
+                price = math.sqrt(low * high)
+                actions = network.at(price)
+                trial = self._simulated(actions, Segments([0] * len(actions)))
+                if trial.peak_bytes <= budget_bytes:
+                    found.append(trial)
+                    high = price
+                else:
+                    low = price
+        return found
 
     def _fitted(self, budget_bytes: int, *, nested: bool) -> Solution | None:
         """Move the chain's limit, which is not quite the simulator's peak, until the plan just fits."""
@@ -131,11 +166,19 @@ class FastSolver:
             units = self._units[start:stop]
             base = min(around for _, around in units)
             alike = (nested, *((kind, around - base) for kind, around in units))
+            first, end = self._cuts[start], self._cuts[stop]
+            usual = [seconds for kind, _ in units for seconds in self._mean_seconds[kind]]
             if alike not in self._alike:
-                piece = self._anatomy.piece(self._cuts[start], self._cuts[stop])
-                cuts = [cut - piece.start for cut in self._cuts[start : stop + 1]]
-                self._alike[alike] = menu(piece, cuts, nested=nested)
-            self._menus[key] = (self._alike[alike], base)
+                cuts = [cut - first for cut in self._cuts[start : stop + 1]]
+                self._alike[alike] = menu(
+                    self._anatomy.piece(first, end, usual), cuts, nested=nested, hull_units=self._hull_units
+                )
+            # The menu is for all pieces alike; the seconds are this one's.
+            differs = np.array(self.graph.op_seconds[first:end]) - usual
+            self._menus[key] = (
+                [replace(o, seconds=o.seconds + float(differs @ o.replays)) for o in self._alike[alike]],
+                base,
+            )
         return self._menus[key]
 
     def _chain(self, limit_bytes: float, *, nested: bool) -> Solution | None:
@@ -158,6 +201,21 @@ class FastSolver:
                 parent += [p + shift if p > 0 else 0 for p in option.segments.parent[1:]]
         return self._simulated(actions, Segments(segment_of, parent))
 
+    def _seconds_by_kind(self) -> dict[int, list[float]]:
+        """The mean over the units of a kind: one measurement of a short operation says little."""
+        found: dict[int, list[list[float]]] = {}
+        for (kind, _), (start, end) in zip(self._units, pairwise(self._cuts), strict=True):
+            found.setdefault(kind, []).append(self.graph.op_seconds[start:end])
+        return {kind: [float(mean) for mean in np.mean(rows, axis=0)] for kind, rows in found.items()}
+
+    def _seconds_and_bytes(self) -> list[tuple[float, int]]:
+        graph = self.graph
+        return [
+            (graph.op_seconds[op], graph.held_bytes[value])
+            for value, op in enumerate(graph.producer)
+            if op >= 0 and graph.last_need[value] >= 0
+        ]
+
     def _simulated(self, actions: Sequence[int], segments: Segments) -> Solution:
         return Solution(tuple(actions), segments, simulate(self.graph, actions, segments))
 
@@ -179,6 +237,11 @@ class FastSolver:
                 found = fill(self.graph, found, tree, budget_bytes, evaluations=100)
                 best = min(best, self._simulated(found, tree), key=lambda s: (s.extra_seconds, s.peak_bytes))
         return best
+
+
+def _fastest(solutions: Sequence[Solution | None]) -> Solution | None:
+    found = [solution for solution in solutions if solution is not None]
+    return min(found, key=lambda s: (s.extra_seconds, s.peak_bytes), default=None)
 
 
 def solve_fast(graph: Graph, budget_bytes: int) -> Solution | None:

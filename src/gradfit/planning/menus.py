@@ -10,8 +10,6 @@ from gradfit.planning.mincut import hull
 from gradfit.planning.simulate import KEEP, REBUILD, Segments, simulate
 from gradfit.planning.stages import Piece, last_readers, nest
 
-_HULL_UNITS = 2
-
 
 @dataclass(frozen=True)
 class Option:
@@ -22,18 +20,20 @@ class Option:
     peak_bytes: int  # its own worst moment, forward or backward, kept bytes included
     actions: tuple[int, ...]
     segments: Segments | None
+    replays: tuple[int, ...]  # how often each of its operations runs again
 
 
-def menu(piece: Piece, units: Sequence[int], *, nested: bool) -> list[Option]:
+def menu(piece: Piece, units: Sequence[int], *, nested: bool, hull_units: int) -> list[Option]:
     """The options worth having: keep-sets on the hull, and (`nested`) everything rebuilt in segments inside segments.
 
-    `units` are the piece's cuts, as positions in it. A long piece only serves to drop everything in it.
+    `units` are the piece's cuts, as positions in it. A piece of more than `hull_units` units only serves to drop
+    everything in it.
     """
     graph = piece.graph
     forced = set(piece.forced)
     nothing = [KEEP if p < 0 or v in forced else REBUILD for v, p in enumerate(graph.producer)]
     many = len(units) - 1
-    flat = hull(graph, piece.forced, most=12 if many == 1 else 6) if many <= _HULL_UNITS else [nothing]
+    flat = hull(graph, piece.forced, most=12 if many == 1 else 8) if many <= hull_units else [nothing]
     options = [evaluate(piece, actions, None) for actions in flat]
     if nested:
         last = last_readers(graph)
@@ -51,7 +51,7 @@ def evaluate(piece: Piece, actions: Sequence[int], segments: Segments | None) ->
         for value in range(len(piece.values))
         if actions[value] == KEEP and (value in leaving or graph.last_need[value] >= 0 or _feeds(piece, value, actions))
     )
-    return Option(kept, result.extra_seconds, result.peak_bytes, tuple(actions), segments)
+    return Option(kept, result.extra_seconds, result.peak_bytes, tuple(actions), segments, tuple(result.replays))
 
 
 def _feeds(piece: Piece, value: int, actions: Sequence[int]) -> bool:
@@ -72,7 +72,7 @@ def nestings(units: Sequence[int], operations: int) -> list[list[list[int]]]:
     if operations > 2:
         coarse = halvings(inner) if inner else []
         finer = halvings_within(inner, operations)
-        depths = range(1, len(finer) + 1) if len(inner) < _HULL_UNITS else sorted({min(2, len(finer)), len(finer)})
+        depths = range(1, len(finer) + 1) if len(inner) < 4 else sorted({min(2, len(finer)), len(finer)})
         found += [[*coarse, *finer[:depth]] for depth in depths]
         if not inner:
             found.append([list(range(1, operations))])

@@ -157,8 +157,8 @@ class Anatomy:
         )
         return hash((ops, needs)), base
 
-    def piece(self, start: int, end: int) -> Piece:
-        """The operations `start` to `end` (not included) as a graph of their own."""
+    def piece(self, start: int, end: int, op_seconds: list[float]) -> Piece:
+        """The operations `start` to `end` (not included) as a graph of their own, with these seconds."""
         graph, last = self.graph, self.last
         values = [value for op in range(start, end) for value in graph.op_outputs[op]]
         inner = len(values)
@@ -181,7 +181,7 @@ class Anatomy:
             op_inputs=[tuple([local[v] for v in graph.op_inputs[op]]) for op in range(start, end)],
             op_outputs=[tuple([local[v] for v in graph.op_outputs[op]]) for op in range(start, end)],
             op_overwrites=[tuple([local[v] for v in graph.op_overwrites[op]]) for op in range(start, end)],
-            op_seconds=graph.op_seconds[start:end],
+            op_seconds=op_seconds,
             op_workspace=graph.op_workspace[start:end],
             op_replayable=graph.op_replayable[start:end],
             node_needs=[tuple([local[v] for v in graph.node_needs[n] if local.get(v, inner) < inner]) for n in nodes],
