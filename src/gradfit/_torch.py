@@ -14,9 +14,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
+    unset_fake_temporarily,
 )
 from torch.autograd.graph import Node
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["DispatchMode", "FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
@@ -73,9 +75,13 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
     return _make_subclass(_plain_tensor, tensor)
 
 
+_USUAL_INCLUDED = torch._C._dispatch_tls_local_include_set()
+_USUAL_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
+
+
 def detached_in_dispatch(tensor: torch.Tensor) -> torch.Tensor:
-    """The same inside a `__torch_dispatch__`, where autograd, which shares version counters, is switched off."""
-    with torch._C._RestorePythonTLSSnapshot():
+    """The same inside a `__torch_dispatch__`, where the keys that share version counters are switched off."""
+    with torch._C._ForceDispatchKeyGuard(_USUAL_INCLUDED, _USUAL_EXCLUDED):
         return _make_subclass(_plain_tensor, tensor)
 
 
@@ -111,6 +117,31 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 unseen_by_modes = torch._C._DisableTorchDispatch  # a guard: no dispatch mode sees what runs inside
+
+
+def storage_owners(tensor: torch.Tensor) -> int:
+    """How many tensors share this one's storage, itself included."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the Python object of the storage is one more
+
+
+def output_bytes(func: Any, args: Any, kwargs: Any) -> int:
+    """What an operator's new results will take, by fake tensors; twice its largest argument if they cannot tell."""
+    with _disable_current_modes():
+        try:
+            mode = FakeTensorMode()
+            fake_args, fake_kwargs = tree_map(
+                lambda leaf: mode.from_tensor(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf,
+                (args, kwargs),
+            )
+            with mode:
+                leaves = [leaf for leaf in tree_leaves((fake_args, fake_kwargs)) if isinstance(leaf, torch.Tensor)]
+                given = {storage_key(leaf) for leaf in leaves}
+                results = [r for r in tree_leaves(func(*fake_args, **fake_kwargs)) if isinstance(r, torch.Tensor)]
+                return sum(r.untyped_storage().nbytes() for r in results if storage_key(r) not in given)
+        except Exception:  # data-dependent shapes, operators without a meta kernel, layouts without a storage
+            given_bytes = [leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            return 2 * max(given_bytes, default=0)
 
 
 def schema_of(op: Any) -> Any:
@@ -245,6 +276,9 @@ def result_shapes(node: Node) -> list[tuple[int, ...]]:
 # nobody has written a fake kernel for. Each error has the operator in `func`.
 NEEDS_CONTENT = (DataDependentOutputException, DynamicOutputShapeException)
 NO_FAKE_KERNEL = UnsupportedOperatorException
+
+
+outside_fake_mode = unset_fake_temporarily  # a context: leaves the fake mode that the caller is in, if any
 
 
 def fake_mode() -> FakeTensorMode:

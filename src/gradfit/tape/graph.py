@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -82,8 +82,8 @@ class Value:
     seen = -1  # the version counter when the storage last passed by; -1: not known
     natural: Callable[[], torch.Tensor | None] = staticmethod(nothing)  # the tensor that the forward saw, while it lives
     gone: Any = None  # watches the storage, so that its address can be used again
-    uninitialised = False
-    constant = False  # holds one number everywhere, as far as recorded operations go
+    fragile: str | None = None  # no recorded operation has filled it: somebody unseen may
+    users: Sequence[weakref.ref[Operation]] = ()  # not kept for roots, which nobody has to make again
     evictable = False  # kept when autograd saves it, until somebody needs the memory
     handles = 0
     taken = 0  # handles unpacked in pass number `taken_pass`
@@ -93,7 +93,6 @@ class Value:
         self.key = key
         self._geometry = geometry
         self.segment = segment
-        self.users: list[weakref.ref[Operation]] = []  # not kept for roots, which nobody has to make again
 
     @property
     def geometry(self) -> Geometry:
@@ -146,6 +145,18 @@ class Slice:
 
     def __init__(self, value: Value, geometry: Geometry) -> None:
         self.value = value
+        self.geometry = geometry
+
+
+class Leaf:
+    """A tensor argument that is a parameter, or a view of one: it is there anyway, and only checked at replay."""
+
+    __slots__ = ("geometry", "key", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, version: int, key: int, geometry: Geometry | None) -> None:
+        self.tensor = tensor
+        self.version = version
+        self.key = key
         self.geometry = geometry
 
 

@@ -12,6 +12,8 @@ import torch
 
 from gradfit._torch import direct, is_operator, schema_of
 
+UNINITIALISED, CONSTANT = "uninitialised", "constant"  # no data yet; one number everywhere
+
 
 @dataclass(frozen=True, slots=True)
 class OpInfo:
@@ -21,12 +23,11 @@ class OpInfo:
     writes: tuple[int | str, ...]  # arguments it changes: positions, or names for keyword-only ones
     reads_written: bool  # whether what was in a written argument matters
     random: bool
-    uninitialised: bool  # the results hold no data yet
+    fragile: str | None  # what the results hold may be written unseen: UNINITIALISED, or CONSTANT
     scratch: tuple[int, ...]  # positions of hidden state it updates: replayed on copies
     recordable: bool
     simple: bool = False  # none of the above but recordable: the fast path
     call: Any = None
-    constant: bool = False  # the results hold one number everywhere
     generator: bool = False  # takes a generator
     dropout: int | None = None  # the position of a probability that, when zero, means that nothing is drawn
     dtype: bool = False  # makes tensors from nothing, of the default dtype unless told
@@ -34,10 +35,15 @@ class OpInfo:
     writes_lists: bool = False
     collective: bool = False  # talks to other processes, and writes to what it is given
 
+    @property
+    def uninitialised(self) -> bool:
+        """Whether the results hold no data yet."""
+        return self.fragile == UNINITIALISED
+
 
 # Bringing back a value that was moved out.
 LOAD = OpInfo(
-    view=False, writes=(), reads_written=False, random=False, uninitialised=False, scratch=(), recordable=True
+    view=False, writes=(), reads_written=False, random=False, fragile=None, scratch=(), recordable=True
 )
 
 # These overwrite all of `self` without reading it.
@@ -82,7 +88,7 @@ def info_of(op: Any) -> OpInfo:
 def _describe(op: Any) -> OpInfo:
     if not is_operator(op):
         return OpInfo(
-            view=False, writes=(), reads_written=False, random=False, uninitialised=False, scratch=(), recordable=False,
+            view=False, writes=(), reads_written=False, random=False, fragile=None, scratch=(), recordable=False,
             call=op,
         )  # fmt: skip
     schema = schema_of(op)
@@ -113,12 +119,11 @@ def _describe(op: Any) -> OpInfo:
         writes=tuple(writes),
         reads_written=not (aten and name in _FILLS) and not any(isinstance(w, str) for w in writes),
         random=random,
-        uninitialised=aten and name in _EMPTY,
+        fragile=UNINITIALISED if aten and name in _EMPTY else CONSTANT if aten and name in _CONSTANT else None,
         scratch=scratch,
         recordable=recordable,
         simple=recordable and not (view or writes or random or scratch or makes_from_nothing or collective),
         call=direct(op),
-        constant=aten and name in _CONSTANT,
         generator="generator" in names,
         dropout=names.index("dropout_p") if "dropout_p" in names else None,
         dtype=makes_from_nothing,

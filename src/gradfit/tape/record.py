@@ -26,10 +26,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from gradfit._torch import DispatchMode, base_of, detached, detached_in_dispatch, graph_task_id, storage_key
 from gradfit.errors import ActivationOverwritten, UnsupportedOp
 from gradfit.tape import replay, rng
-from gradfit.tape.graph import Handle, Operation, Segment, Slice, Tape, Value, geometry_of, nothing, shaped
-from gradfit.tape.ops import LOAD, OpInfo, info_of
+from gradfit.tape.graph import Handle, Leaf, Operation, Segment, Slice, Tape, Value, geometry_of, nothing, shaped
+from gradfit.tape.ops import CONSTANT, LOAD, OpInfo, info_of
 from gradfit.tape.storage import (
-    PLAIN,
     Untrackable,
     Watcher,
     copy_storage,
@@ -55,6 +54,8 @@ _counter = itertools.count()
 _NO_KWARGS: dict[str, Any] = {}
 _Fresh = list[tuple[int, torch.Tensor, int]]
 _Tensor = torch.Tensor
+_Parameter = torch.nn.Parameter
+_ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _reference_to = weakref.ref
 _UNCOUNTED = -2  # the version of a tensor made under inference mode
 
@@ -121,12 +122,7 @@ class Recorder(DispatchMode):
         if not info.simple:
             return self._special(func, info, args, kwargs)
         out = info.call(*args, **kwargs)
-        if type(out) is _Tensor and not out.is_inference():
-            self._record_one(func, info, args, kwargs, out)
-        else:
-            fresh = fresh_results(out, args)
-            if fresh:
-                self._record(func, info, args, kwargs, None, fresh)
+        self._record_simple(func, info, args, kwargs, out)
         return out
 
     def _special(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
@@ -145,64 +141,62 @@ class Recorder(DispatchMode):
             self._record(func, info, args, kwargs, state, fresh)
         return out
 
-    def _record_one(self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: torch.Tensor) -> None:
-        """`_record` for what nearly all operations are: one new tensor, nothing special."""
+    def _record_simple(self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any) -> None:
+        """`_record` for what nearly all operations are; every microsecond here is paid hundreds of times per step."""
         made = self._made
         inputs: list[Value] = []
         template: list[Any] = []
+        fresh: _Fresh = []
         try:
             for argument in args:
                 kind = type(argument)
-                if kind in PLAIN:
+                if kind is _Tensor:
                     value = made.get(storage_key(argument))
-                    if value is not None and value.natural() is argument and value.seen == argument._version:
-                        if value.uninitialised or value.constant:
-                            value = self._reference(argument, inputs)
-                        elif value not in inputs:
+                    if (
+                        value is not None
+                        and value.natural() is argument
+                        and value.seen == argument._version
+                        and value.fragile is None
+                    ):
+                        if value not in inputs:
                             inputs.append(value)
                         template.append(value)
                     else:
                         template.append(self._reference(argument, inputs))
-                elif kind is list or kind is tuple or isinstance(argument, _Tensor):
-                    template.append(self._template((argument,), inputs)[0])
-                else:
+                elif kind is _Parameter and argument.requires_grad:
+                    template.append(Leaf(argument, argument._version, storage_key(argument), None))
+                elif kind in _ATOMS:
                     template.append(argument)
+                else:
+                    template.append(self._template((argument,), inputs)[0])
             named = self._template_kwargs(kwargs, inputs) if kwargs else _NO_KWARGS
-            key = storage_key(out)
+            for position, tensor in enumerate((out,) if type(out) is _Tensor else flatten((out,))):
+                if type(tensor) is _Tensor:
+                    key = storage_key(tensor)
+                    for value in inputs:
+                        if value.key == key:
+                            break
+                    else:
+                        fresh.append((position, tensor, key))
+                elif isinstance(tensor, _Tensor):
+                    raise Untrackable
         except (Untrackable, NotImplementedError):  # rule 5
-            fresh = fresh_results(out, args)
-            if fresh and self.policy is not None:
-                self.policy.choose(func, [tensor for _, tensor, _ in fresh])
+            found = fresh_results(out, args)
+            if found and self.policy is not None:
+                self.policy.choose(func, [tensor for _, tensor, _ in found])
             return
-        for value in inputs:
-            if value.key == key:
-                return  # it gave back an argument: nothing new was made
-        choice = DROP
+        if not fresh:
+            return
+        choices = None
         if self.policy is not None:
-            choices = self.policy.choose(func, [out])
-            if choices is not None:
-                choice = choices[0]
-                if choice == KEEP:
-                    return
-        if key in made or self._root(key) is not None:
-            return
+            choices = self.policy.choose(func, [tensor for _, tensor, _ in fresh])
+            if choices is not None and choices.count(KEEP) == len(choices):
+                return
+        for _, _, key in fresh:
+            if key in made or self._root(key) is not None:
+                return  # it gave back a tensor that was there before: nothing new was made
         op = Operation(next(_counter), func, info, template, named, inputs)
-        if choice == OFFLOAD or info.constant:
-            self._adopt(op, [(0, out, key)], [choice])
-        else:
-            value = Value(key, (out.size(), out.stride(), out.storage_offset(), out.dtype), self.segment)
-            value.op = op
-            value.natural = _reference_to(out)
-            value.seen = out._version
-            if info.uninitialised:
-                value.uninitialised = True
-            if choice == HOLD:
-                value.evictable = True
-            watcher = Watcher(out.untyped_storage(), self._forget)
-            watcher.key = key
-            value.gone = watcher
-            made[key] = value
-            op.outputs.append(_reference_to(value))
+        self._adopt(op, fresh, choices)
         self._register(op)
 
     def _record(self, func: Any, info: OpInfo, args: Any, kwargs: Any, state: Any, fresh: _Fresh) -> None:
@@ -237,8 +231,8 @@ class Recorder(DispatchMode):
                 op.outputs.append(None)
                 continue
             value = self._new(op, tensor, key, position, choice)
-            value.uninitialised = op.info.uninitialised
-            value.constant = op.info.constant
+            if op.info.fragile is not None:
+                value.fragile = op.info.fragile
             if choice == OFFLOAD and self.policy is not None and fills_storage(tensor):
                 value.op = Operation(op.index, self.policy.offload(tensor), LOAD, [], _NO_KWARGS, [])
                 value.op.outputs.append(weakref.ref(value))
@@ -251,10 +245,13 @@ class Recorder(DispatchMode):
         value = Value(key, geometry_of(tensor), self.segment)
         value.op = op
         value.position = position
-        value.seen = _version(tensor)
-        if value.seen >= 0:
-            value.natural = weakref.ref(tensor)
-        value.evictable = choice == HOLD
+        if tensor.is_inference():
+            value.seen = _UNCOUNTED
+        else:
+            value.seen = tensor._version
+            value.natural = _reference_to(tensor)
+        if choice == HOLD:
+            value.evictable = True
         watcher = Watcher(tensor.untyped_storage(), self._forget)
         watcher.key = key
         value.gone = watcher
@@ -266,7 +263,10 @@ class Recorder(DispatchMode):
         segment = self.segment
         for value in op.inputs:
             if value.op is not None:
-                value.users.append(reference)
+                if value.users:
+                    value.users.append(reference)  # type: ignore[attr-defined]
+                else:
+                    value.users = [reference]
                 # It escapes from where it was made: whoever encloses both rebuilds it.
                 if value.segment is not segment and not self.planned:
                     value.segment = value.segment.common(segment)
@@ -296,9 +296,13 @@ class Recorder(DispatchMode):
         key = key_of(tensor)
         value = self._present(key, tensor)
         if value is None:  # rule 3
+            base = base_of(tensor)
+            owner = tensor if base is None else base
+            if owner.requires_grad and owner.is_leaf:
+                return Leaf(owner, tensor._version, key, None if owner is tensor else place_of(tensor))
             value = Value(key, None, self.segment)
             self._hold(value, tensor)
-        elif value.uninitialised or value.constant:
+        elif value.fragile is not None:
             self._settle(value, tensor)
         if value not in inputs:
             inputs.append(value)
@@ -330,27 +334,20 @@ class Recorder(DispatchMode):
 
     def _settle(self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch) -> None:
         """Rule 5: somebody reads memory that no recorded operation wrote; what is in it now is all there is."""
-        constant, value.constant = value.constant, False
-        if constant and tensor.device.type == "cpu" and holds_only(tensor, _constant_of(value.op)):
+        fragile, value.fragile = value.fragile, None
+        if fragile == CONSTANT and tensor.device.type == "cpu" and holds_only(tensor, _constant_of(value.op)):
             return
         self._made.pop(value.key, None)
         value.gone = None
-        value.uninitialised = False
         value.op = None
         value.geometry = None
         self._hold(value, tensor, alias)
 
     def _hold(self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch) -> None:
-        base = base_of(tensor)
-        owner = tensor if base is None else base
-        if not (owner.requires_grad and owner.is_leaf):
-            # Only a leaf that cannot be written to can be held itself: others may get a graph that holds the tape.
-            place_of(tensor)
-            owner = alias(tensor)
-            value.natural = weakref.ref(tensor)
-        else:
-            value.natural = weakref.ref(owner)
-        value.tensor = owner
+        place_of(tensor)  # or it is not what lies in its storage
+        # Not the tensor itself: it may have, or get, a graph that holds the tape.
+        value.tensor = alias(tensor)
+        value.natural = _reference_to(tensor)
         value.version = value.seen = _version(tensor)
         self._roots[value.key] = weakref.ref(value)
 
@@ -371,13 +368,13 @@ class Recorder(DispatchMode):
         if info.recordable and None not in olds and len(set(keys)) == len(keys):
             if not info.reads_written:
                 for old in olds:
-                    old.uninitialised = old.constant = False  # type: ignore[union-attr]  # written to, not read
+                    old.fragile = None  # type: ignore[union-attr]  # written to, not read
             op = self._open(func, info, args, kwargs)
         for old in olds:
             if old is not None:
                 _save_before_write(old)
         out = info.call(*args, **kwargs)
-        fresh = [entry for entry in fresh_results(out, args) if entry[2] not in keys]
+        fresh = [] if out is targets[0] else [entry for entry in fresh_results(out, args) if entry[2] not in keys]
         choices = None
         if self.policy is not None:
             choices = self.policy.choose(func, [*targets, *(t for _, t, _ in fresh)])
@@ -435,9 +432,9 @@ class Recorder(DispatchMode):
                 return self._pack_root(tensor)
             if geometry == value.geometry:
                 geometry = None
-        if value.seen != tensor._version or value.uninitialised or value.constant:
+        if value.seen != tensor._version or value.fragile is not None:
             value = self._present(value.key, tensor)
-            if value is not None and (value.uninitialised or value.constant):
+            if value is not None and value.fragile is not None:
                 self._settle(value, tensor, detached)
             if value is None or value.op is None:
                 return self._pack_root(tensor)
@@ -448,8 +445,9 @@ class Recorder(DispatchMode):
 
     def _pack_root(self, tensor: torch.Tensor) -> Any:
         base = base_of(tensor)
-        if base is None or not (base.is_leaf and base.requires_grad):  # a parameter's view is not an activation
-            self._note_kept(tensor)
+        if base is not None and base.is_leaf and base.requires_grad:
+            return (tensor, tensor._version)  # a parameter's view is no activation
+        self._note_kept(tensor)
         return (detached(tensor), _version(tensor))
 
     def _first_pack(self, value: Value, tensor: torch.Tensor, natural: torch.Tensor | None) -> None:
@@ -471,7 +469,7 @@ class Recorder(DispatchMode):
             value.tensor = detached(natural) if natural is not None else shaped(detached(tensor), value.geometry)
             value.version = tensor._version
             value.gone = value.op = None
-            value.uninitialised = value.constant = False
+            value.fragile = None
             self._roots[value.key] = weakref.ref(value)
             self._note_kept(tensor)
 
@@ -543,8 +541,8 @@ def _replace_running_statistics(op: Operation) -> None:
     """Replay must not update running statistics a second time: give it scratch tensors, whose content is not read."""
     for position in op.info.scratch:
         reference = op.args[position]
-        if isinstance(reference, Value | Slice):
-            op.args[position] = replay.Scratch(reference.geometry)
-            value = reference if isinstance(reference, Value) else reference.value
+        if reference is not None:
+            value = reference.value if isinstance(reference, Slice) else reference
+            op.args[position] = replay.Scratch(reference.geometry or geometry_of(value.tensor))
             if value in op.inputs:
                 op.inputs.remove(value)

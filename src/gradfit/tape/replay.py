@@ -18,7 +18,7 @@ import torch
 
 from gradfit._torch import below_autograd, storage_key
 from gradfit.errors import ActivationOverwritten, UnsupportedOp
-from gradfit.tape.graph import Geometry, Handle, Operation, Segment, Slice, Tape, Value, geometry_of, shaped
+from gradfit.tape.graph import Geometry, Handle, Leaf, Operation, Segment, Slice, Tape, Value, geometry_of, shaped
 from gradfit.tape.rng import Rewound
 from gradfit.tape.storage import copy_storage, flatten
 
@@ -116,18 +116,22 @@ def content(value: Value) -> torch.Tensor:
     if tensor is None:
         raise RuntimeError("gradfit: a value was used before it was rebuilt")
     if value.version >= 0:
-        if tensor._version != value.version:
-            raise ActivationOverwritten(
-                f"A tensor of shape {tuple(tensor.shape)} from which activations are recomputed was modified in place "
-                f"after the forward pass (it is at version {tensor._version}, version {value.version} was expected). "
-                "Call backward() before changing it, or write `x = x + y` instead of `x += y`."
-            )
-        if value.op is None and (storage_key(tensor) != value.key or (tensor.numel() and not tensor.untyped_storage().nbytes())):
-            raise UnsupportedOp(
-                f"A tensor of shape {tuple(tensor.shape)} from which activations are recomputed has been freed or replaced "
-                "since the forward pass (a resharded parameter). End the scope where the sharded unit ends."
-            )
+        _check(tensor, value.version, value.key if value.op is None else None)
     return tensor
+
+
+def _check(tensor: torch.Tensor, version: int, key: int | None) -> None:
+    if tensor._version != version:
+        raise ActivationOverwritten(
+            f"A tensor of shape {tuple(tensor.shape)} from which activations are recomputed was modified in place "
+            f"after the forward pass (it is at version {tensor._version}, version {version} was expected). "
+            "Call backward() before changing it, or write `x = x + y` instead of `x += y`."
+        )
+    if key is not None and (storage_key(tensor) != key or (tensor.numel() and not tensor.untyped_storage().nbytes())):
+        raise UnsupportedOp(
+            f"A tensor of shape {tuple(tensor.shape)} from which activations are recomputed has been freed or replaced "
+            "since the forward pass (a resharded parameter). End the scope where the sharded unit ends."
+        )
 
 
 def _needed(target: Value) -> list[Operation]:
@@ -201,6 +205,9 @@ def _argument(
         if tensor is None:
             tensor = made.get(reference)
         return content(reference) if tensor is None else tensor
+    if kind is Leaf:
+        _check(reference.tensor, reference.version, reference.key)
+        return reference.tensor if reference.geometry is None else shaped(reference.tensor, reference.geometry)
     if kind is Slice:
         return shaped(_argument(reference.value, op, private, made), reference.geometry)
     if kind is list:
