@@ -111,9 +111,11 @@ def test_nothing_to_accumulate_into() -> None:
             call()
     with pytest.raises(gf.MisuseError, match="empty"):
         acc.enable_accumulation([])
-    acc.enable_accumulation([W])
     with pytest.raises(gf.MisuseError, match="there twice"):
-        acc.enable_accumulation([W])
+        acc.enable_accumulation([W, W])
+    acc.enable_accumulation([W])
+    acc.enable_accumulation([W])
+    assert "parameters=1" in repr(acc)
 
 
 def test_apply_gradients_before_the_window_is_full() -> None:

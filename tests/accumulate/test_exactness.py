@@ -373,3 +373,15 @@ def test_disabled_is_plain_torch() -> None:
     acc.backward(w.sum())
     with pytest.raises(gf.MisuseError, match="middle of a window"):
         acc.enabled = False
+
+
+def test_disable_accumulation_is_plain_torch_until_enabled_again() -> None:
+    w = torch.zeros(1, requires_grad=True)
+    acc = gf.GradientAccumulator(torch.optim.SGD([w], lr=1.0), steps=4)
+    acc.disable_accumulation()
+    acc.backward((w * 3).sum(), weight=10)
+    assert acc.step().stepped
+    assert w.item() == -3.0
+    acc.enable_accumulation([w])
+    acc.backward((w * 3).sum(), weight=10)
+    assert not acc.step()

@@ -89,6 +89,8 @@ def test_disable_accumulation_clears_state() -> None:
     (w * 2).sum().backward()
     accumulator.disable_accumulation()
     assert accumulator.current_step == 0
+    assert not accumulator.is_ready
+    assert not accumulator.enabled
     assert not gf.has_grad_accumulation(w)
     (w * 2).sum().backward()
     assert accumulator.current_step == 0

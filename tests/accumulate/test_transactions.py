@@ -255,3 +255,17 @@ def test_an_infinity_elsewhere_in_the_optimizer() -> None:
     acc.backward((a + b * math.inf).sum())
     assert not acc.step().stepped
     assert a.item() == 1.0
+
+
+def test_a_plain_pass_after_the_scale_has_changed_is_an_error() -> None:
+    scaler = gf.LossScaler(64.0)
+    model, acc = setup(scaler=scaler)
+    acc.backward(model(torch.randn(2, 3)).mean())
+    acc.backward(model(torch.randn(2, 3)).mean() * math.inf)
+    with acc.micro_batch():
+        scaler.scale(model(torch.randn(2, 3)).mean()).backward()
+    acc.reset()
+    (scaler.scale(model(torch.randn(2, 3)).mean())).backward()
+    acc.backward(model(torch.randn(2, 3)).mean() * math.inf)
+    with pytest.raises(gf.MisuseError, match="loss scale has changed"):
+        scaler.scale(model(torch.randn(2, 3)).mean()).backward()

@@ -72,7 +72,7 @@ class GradientAccumulator:
             ranks=self.ranks,
         )
         self._given = parameters is not None  # else the optimizer's groups say, window by window
-        self._stop_watching: Callable[[], None] | None = None
+        watch_steps(self._update)
         tensors = options.choose_parameters(optimizer, parameters)
         if tensors is not None:
             self._register(tensors, "optimizer" if parameters is None else "parameters")
@@ -103,7 +103,7 @@ class GradientAccumulator:
     def is_ready(self) -> bool:
         """Whether the window is full; reading it then makes the gradients final, for an optimizer stepped by hand."""
         if not self.enabled:
-            return True
+            return bool(self.window.tensors)
         self._follow_optimizer()
         return self.window.is_ready
 
@@ -137,25 +137,25 @@ class GradientAccumulator:
     # -- membership -----------------------------------------------------------------------------------------------
 
     def enable_accumulation(self, parameters: Iterable[Tensor]) -> None:
-        """Accumulate into these parameters, beside those there are."""
+        """Accumulate into these parameters too; those that are there already stay."""
         tensors = options.read_parameters(parameters)
         if self.optimizer is not None:
             options.require_members(self.optimizer, tensors)
-        self._register(tensors, "parameters")
+        known = {id(tensor) for tensor in self.window.tensors}
+        self._register([tensor for tensor in tensors if id(tensor) not in known], "parameters")
         self._given = True
         self.window.enabled = True
 
     def disable_accumulation(self) -> None:
-        """Let all parameters go; an open window is dropped, its gradients with it."""
+        """Let all parameters go, until `enable_accumulation`; an open window is dropped, its gradients with it."""
         tensors = list(self.window.tensors)
         self.window.reset()
         self.window.close()
         for tensor in tensors:
             if self.dtype is not None and tensor.grad_dtype is not None:
                 tensor.grad_dtype = tensor.dtype
-        if self._stop_watching is not None:
-            self._stop_watching()
-            self._stop_watching = None
+        self._given = True
+        self.window.enabled = False
 
     def _register(self, tensors: list[Tensor], name: str) -> None:
         self.window.register_all(tensors, name)
@@ -165,8 +165,6 @@ class GradientAccumulator:
                 gradient, tensor.grad = tensor.grad, None
                 tensor.grad_dtype = wide  # autograd itself adds up in this precision from now on
                 tensor.grad = None if gradient is None else gradient.to(wide)
-        if self._stop_watching is None:
-            self._stop_watching = watch_steps(self._update)
 
     def _follow_optimizer(self) -> None:
         """Take up parameters that were added to the optimizer, and let go those that were removed."""

@@ -174,7 +174,7 @@ class Backpropagator:
         if weighs and not self.ranks.agree(math.isfinite(norm)):
             if not self.skip_nonfinite:
                 raise nonfinite_gradient(transaction.tensors, "this micro-batch", "on_nonfinite='skip' leaves it out.")
-            back_off(self.scaler)
+            window.rescaled = back_off(self.scaler) or window.rescaled
             transaction.roll_back()
             window.skip()
             return

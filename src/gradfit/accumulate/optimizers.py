@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -92,8 +92,8 @@ class StepWatcher(Protocol):
         """It has stepped."""
 
 
-def watch_steps(watcher: StepWatcher) -> Callable[[], None]:
-    """Tell a watcher about every torch optimizer's step, as long as it lives; gives the call that ends it."""
+def watch_steps(watcher: StepWatcher) -> None:
+    """Tell a watcher about every torch optimizer's step, as long as it lives."""
     reference = weakref.ref(watcher)
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -113,4 +113,3 @@ def watch_steps(watcher: StepWatcher) -> Callable[[], None]:
             handle.remove()
 
     weakref.finalize(watcher, stop)
-    return stop

@@ -83,9 +83,10 @@ def nonfinite_gradient(tensors: list[Tensor], what: str, remedy: str) -> NonFini
     )
 
 
-def back_off(scaler: Any) -> None:
-    """Lower a dynamic loss scale after an overflow in the middle of a window."""
+def back_off(scaler: Any) -> bool:
+    """Lower a dynamic loss scale after an overflow in the middle of a window; gives whether there was one."""
     if scaler is None or not scaler.is_enabled() or not getattr(scaler, "dynamic", True):
-        return
+        return False
     factor = scaler.get_backoff_factor() if hasattr(scaler, "get_backoff_factor") else scaler.backoff_factor
     scaler.update(scaler.get_scale() * factor)
+    return True

@@ -15,7 +15,18 @@ if TYPE_CHECKING:
     from gradfit.accumulate.accumulator import GradientAccumulator
 
 VERSION = 1
-_FIELDS = ("closed", "open", "open_plain", "skipped", "had_plain", "plain_expected", "delimited", "scale", "final")
+_FIELDS = (
+    "closed",
+    "open",
+    "open_plain",
+    "skipped",
+    "had_plain",
+    "plain_expected",
+    "delimited",
+    "scale",
+    "rescaled",
+    "final",
+)
 
 
 def save(accumulator: GradientAccumulator) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class AccumulationContext:
         self.broken = False
         self.had_plain = False
         self.scale = 1.0  # the loss scale that the sums carry
+        self.rescaled = False  # the scaler has another one by now
         self._marks: list[tuple[Tensor, weakref.ref[Tensor], int, int]] = []
         self.counter.end_micro_batch()
 
@@ -254,6 +255,12 @@ class AccumulationContext:
                 raise MisuseError(
                     f"A plain backward() came into a window whose gradients are divided by {self.main.divisor:g}: its "
                     "weight of 1 is lost. Use accumulator.backward(loss) for every loss, then call reset() and repeat."
+                )
+            if self.rescaled:
+                self.broken = True
+                raise MisuseError(
+                    "A plain backward() after the loss scale has changed in the middle of the window. Put every "
+                    "micro-batch into `with accumulator.micro_batch():`, or use accumulator.backward(loss)."
                 )
             self.plain_expected = self.had_plain = True
             if joins and self.open_plain:
