@@ -32,6 +32,7 @@ class OpInfo:
     dropout: int | None = None  # the position of a probability that, when zero, means that nothing is drawn
     dtype: bool = False  # makes tensors from nothing, of the default dtype unless told
     grad_mode: bool = False  # its results depend on whether gradients are enabled
+    writes_self: bool = False  # one result, which is the first argument, and nothing else is written
     writes_lists: bool = False
     collective: bool = False  # talks to other processes, and writes to what it is given
 
@@ -128,6 +129,8 @@ def _describe(op: Any) -> OpInfo:
         dropout=names.index("dropout_p") if "dropout_p" in names else None,
         dtype=makes_from_nothing,
         grad_mode=name in _GRAD_MODE,
+        writes_self=aten and writes == [0] and recordable and len(schema.returns) == 1 and name.endswith("_")
+        and "List" not in str(schema.arguments[0].type),
         writes_lists=any(
             argument.alias_info is not None and argument.alias_info.is_write and "List" in str(argument.type)
             for argument in schema.arguments

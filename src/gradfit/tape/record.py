@@ -130,6 +130,8 @@ class Recorder(DispatchMode):
             self._lose(_all_tensors(args, kwargs))
         state = rng.capture(args, kwargs) if info.random and rng.draws(info, args, kwargs) else None
         if info.writes:
+            if info.writes_self and type(args[0]) is _Tensor:
+                return self._write_self(func, info, args, kwargs, state)
             return self._write(func, info, args, kwargs, state)
         if info.scratch and _in_training(args):
             self._lose([args[position] for position in info.scratch if isinstance(args[position], _Tensor)])
@@ -352,6 +354,48 @@ class Recorder(DispatchMode):
         self._roots[value.key] = weakref.ref(value)
 
     # ------------------------------------------------------------------------------------------ writes
+
+    def _write_self(self, func: Any, info: OpInfo, args: Any, kwargs: Any, state: Any) -> Any:
+        """`_write` for what nearly all writes are: a method on the very tensor that an operation has returned."""
+        target = args[0]
+        old = None if target.is_inference() else self._made.get(storage_key(target))
+        if (
+            old is None
+            or old.natural() is not target
+            or (old.seen != target._version and old.seen != -1)
+            or (old.fragile is not None and info.reads_written)
+        ):
+            return self._write(func, info, args, kwargs, state)
+        old.fragile = None
+        inputs = [old]
+        op: Operation | None = None
+        try:
+            template = [old, *self._template(args[1:], inputs)]
+            op = Operation(next(_counter), func, info, template, self._template_kwargs(kwargs, inputs), inputs)
+        except Untrackable:  # rule 5
+            pass
+        if old.tensor is not None:
+            _save_before_write(old)
+        out = info.call(*args, **kwargs)
+        choices = None if self.policy is None else self.policy.choose(func, [target])
+        key, watcher, natural = old.key, old.gone, old.natural
+        old.gone, old.natural = None, nothing
+        if op is None or (choices is not None and choices[0] == KEEP):
+            self._made.pop(key, None)
+            return out
+        op.rng = state
+        op.written = (old,)
+        value = Value(key, old.geometry, self.segment)
+        value.op = op
+        value.position = -1
+        value.natural = natural
+        value.gone = watcher
+        if choices is not None and choices[0] == HOLD:
+            value.evictable = True
+        self._made[key] = value
+        op.outputs.append(_reference_to(value))
+        self._register(op)
+        return out
 
     def _write(self, func: Any, info: OpInfo, args: Any, kwargs: Any, state: Any) -> Any:
         """Rule 4."""

@@ -106,8 +106,16 @@ def _context_of(segment: Segment | None) -> Any:
 
 def release_if_done(value: Value, number: int) -> None:
     """Drop a rebuilt value once nothing in pass `number` will ask for it."""
-    if value.tensor is not None and value.op is not None and not _wanted(value, number, set(), {}):
-        value.tensor = None
+    if value.tensor is None or value.op is None or value.handles > (value.taken if value.taken_pass == number else 0):
+        return
+    for user in value.users:
+        reader = user()
+        if reader is not None:
+            for reference in reader.outputs:
+                output = reference() if reference is not None else None
+                if output is not None and output.tensor is None and _wanted(output, number, set(), {}):
+                    return
+    value.tensor = None
 
 
 def content(value: Value) -> torch.Tensor:

@@ -25,7 +25,11 @@ def draws(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def capture(args: Sequence[Any], kwargs: Mapping[str, Any]) -> State:
     """The generator that a random operation is about to use, and its state now."""
-    source = _source(args, kwargs)
+    first = args[0] if args else None
+    if isinstance(first, torch.Tensor) and first.is_cpu and kwargs.get("generator") is None and len(args) < 3:
+        source = torch.default_generator
+    else:
+        source = _source(args, kwargs)
     return source, get_state(source)
 
 
