@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -125,9 +126,19 @@ def storage_owners(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the Python object of the storage is one more
 
 
-def output_bytes(func: Any, args: Any, kwargs: Any) -> int:
-    """What an operator's new results will take, by fake tensors; twice its largest argument if they cannot tell."""
-    with _disable_current_modes():
+@contextlib.contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """torch prints a traceback for each operator without a meta kernel, before it raises; the raise is enough."""
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def output_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
+    """What an operator's new results will take, by fake tensors; None where they cannot tell."""
+    with _disable_current_modes(), _quiet(logging.getLogger("torch._subclasses.fake_tensor")):
         try:
             mode = FakeTensorMode()
             fake_args, fake_kwargs = tree_map(
@@ -140,8 +151,7 @@ def output_bytes(func: Any, args: Any, kwargs: Any) -> int:
                 results = [r for r in tree_leaves(func(*fake_args, **fake_kwargs)) if isinstance(r, torch.Tensor)]
                 return sum(r.untyped_storage().nbytes() for r in results if storage_key(r) not in given)
         except Exception:  # data-dependent shapes, operators without a meta kernel, layouts without a storage
-            given_bytes = [leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            return 2 * max(given_bytes, default=0)
+            return None
 
 
 def schema_of(op: Any) -> Any:

@@ -1,0 +1,194 @@
+"""Online eviction: a budget with no profile and no plan.
+
+Everything autograd saves is held, with the operations that could make it again. Before an operation would take live
+bytes past the limit, values are dropped, the cheapest first: least seconds to rebuild, per byte, per second since it was
+last used (the heuristic of Kirisame et al., Dynamic Tensor Rematerialization, ICLR 2021, with the rebuilding cost of a
+value counting the dropped values it would be rebuilt from). The backward pass and its replays are held to the same
+limit.
+
+Weaknesses: what is cheapest now may be what the next operation needs; near the smallest possible budget the same
+operations are replayed many times. A plan is better where one can be made.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any
+
+import torch
+
+from gradfit._torch import output_bytes, storage_key, storage_owners
+from gradfit.errors import BudgetInfeasible
+from gradfit.profiling.meter import Meter
+from gradfit.tape.graph import Operation, Segment, Value
+from gradfit.tape.ops import info_of
+from gradfit.tape.record import HOLD, Recorder
+from gradfit.units import format_bytes
+
+_CHAIN = 32  # how many dropped ancestors are looked at to see what rebuilding costs
+
+
+class Evictor(Meter):
+    """Counts live bytes and keeps them below `limit_bytes` by dropping what can be rebuilt.
+
+    `threshold` is where dropping starts, as a fraction of the limit; above the limit itself nothing may go.
+    """
+
+    def __init__(self, limit_bytes: int, *, threshold: float = 1.0) -> None:
+        super().__init__()
+        self.limit_bytes = limit_bytes
+        self.evictions = 0
+        self._start = int(limit_bytes * threshold)
+        self._pool: list[tuple[weakref.ref[Value], float]] = []  # values that were made, and the seconds it took
+        self._seconds: dict[int, float] = {}  # by operation
+        self._used: dict[int, float] = {}  # by storage: when it was last an argument
+        self._sizes: dict[Any, int] = {}
+        self._last_seconds = 0.0
+
+    def recorder(self) -> Recorder:
+        """A recorder whose values this evictor may drop; enter the evictor first, then it."""
+        recorder = Recorder(Segment(Segment(None)), _HoldAll())
+        recorder.watching = self._note
+        return recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        now = time.perf_counter()
+        for argument in args:
+            if isinstance(argument, torch.Tensor):
+                self._see(argument)
+                try:
+                    self._used[storage_key(argument)] = now
+                except (RuntimeError, NotImplementedError):
+                    continue
+        info = info_of(func)
+        key, need = self._need(func, args, kwargs or {}) if info.recordable and not info.view else (None, 0)
+        if self.current_bytes + need > self._start:
+            self._evict(self.current_bytes + need - self._start, args)
+            if self.current_bytes + need > self.limit_bytes and key is None:
+                raise self._infeasible(func, need)
+        before = self.current_bytes
+        started = time.perf_counter()
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self._last_seconds = time.perf_counter() - started
+        if key is not None:  # it was a guess: now we know
+            self._sizes[key] = max(0, self.current_bytes - before)
+            if self.current_bytes > self.limit_bytes:
+                raise self._infeasible(func, 0)
+        return out
+
+    def _note(self, op: Operation) -> None:
+        self._seconds[op.index] = self._last_seconds
+        for reference in op.outputs:
+            if reference is not None:
+                self._pool.append((reference, self._last_seconds))
+        if len(self._pool) > 256 and len(self._pool) & (len(self._pool) - 1) == 0:
+            self._pool = [entry for entry in self._pool if entry[0]() is not None]
+
+    def _need(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
+        """Bytes that an operation is about to allocate; with a key if that is a guess, to be corrected under it."""
+        key = (func, tuple(_shape(argument) for argument in args), tuple(_shape(item) for item in kwargs.values()))
+        try:
+            known = self._sizes.get(key)
+        except TypeError:  # an argument that cannot be part of a key
+            known = output_bytes(func, args, kwargs)
+            return None, _bound(args) if known is None else known
+        if known is None:
+            known = output_bytes(func, args, kwargs)
+            if known is None:
+                return key, _bound(args)
+            self._sizes[key] = known
+        return None, known
+
+    def _evict(self, need_bytes: int, args: Any) -> None:
+        busy = {storage_key(a) for a in args if isinstance(a, torch.Tensor) and a.layout is torch.strided}
+        now = time.perf_counter()
+        candidates = []
+        for reference, seconds in self._pool:
+            value = reference()
+            if value is None or value.tensor is None or value.op is None:
+                continue
+            key = storage_key(value.tensor)
+            if key in busy or storage_owners(value.tensor) > 1:  # somebody else holds it: nothing would be freed
+                continue
+            size = value.tensor.untyped_storage().nbytes()
+            age = now - self._used.get(key, 0.0) + 1e-6
+            candidates.append((self._cost(value, seconds) / (max(size, 1) * age), size, value))
+        candidates.sort(key=lambda entry: entry[0])
+        freed = 0
+        for _, size, value in candidates:
+            if freed >= need_bytes:
+                break
+            value.tensor = None
+            freed += size
+            self.evictions += 1
+
+    def _cost(self, value: Value, seconds: float) -> float:
+        """Seconds to rebuild a value, with the dropped values on the way to it."""
+        total = seconds
+        stack = list(value.op.inputs) if value.op is not None else []
+        seen: set[int] = set()
+        while stack and len(seen) < _CHAIN:
+            source = stack.pop()
+            if source.tensor is not None or source.op is None or source.op.index in seen:
+                continue
+            seen.add(source.op.index)
+            total += self._seconds.get(source.op.index, 0.0)
+            stack.extend(source.op.inputs)
+        return total
+
+    def _infeasible(self, func: Any, need: int) -> BudgetInfeasible:
+        total = self.current_bytes + need
+        return BudgetInfeasible(
+            f"{func} needs {format_bytes(need)} beside {format_bytes(self.current_bytes)} that are in use and cannot be "
+            f"dropped: {format_bytes(total)} together, the limit is {format_bytes(self.limit_bytes)}. "
+            "Use a smaller batch or raise the limit.",
+            min_bytes=total,
+            breakdown={"in use": self.current_bytes, "next operation": need},
+        )
+
+
+class Online:
+    """Recording and evicting, as one context manager around forward and backward."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.evictor = Evictor(limit_bytes)
+        self._recorder = self.evictor.recorder()
+
+    def __enter__(self) -> Online:
+        self.evictor.__enter__()
+        self._recorder.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._recorder.__exit__(*error)
+        finally:
+            self.evictor.__exit__(*error)
+
+
+class _HoldAll:
+    """Keep everything, for as long as there is room."""
+
+    def choose(self, func: Any, results: list[torch.Tensor]) -> list[int] | None:
+        return [HOLD] * len(results)
+
+    def offload(self, tensor: torch.Tensor) -> Any:
+        raise RuntimeError("gradfit: nothing is offloaded online")
+
+
+def _bound(args: Any) -> int:
+    """More than any sensible operation on these arguments returns: each row of one against each column of another."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor) and a.dim() and a.numel()]
+    rows = max((t.numel() // t.shape[-1] for t in tensors), default=0)
+    columns = max((t.shape[-1] for t in tensors), default=0)
+    size = max((t.element_size() for t in tensors), default=0)
+    return max(rows * columns * size, 2 * max((t.nbytes for t in tensors), default=0))
+
+
+def _shape(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        return (argument.shape, argument.dtype)
+    if isinstance(argument, list | tuple):
+        return tuple(_shape(item) for item in argument)
+    return argument
