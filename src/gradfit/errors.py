@@ -48,6 +48,10 @@ class ActivationOverwritten(GradfitError, RuntimeError):
     """A tensor that the backward pass needs was changed in place after the forward pass."""
 
 
+class RankFailed(GradfitError, RuntimeError):
+    """Another process of the group failed or did not come, so this one cannot go on; the text names it and its error."""
+
+
 class BudgetInfeasible(GradfitError, RuntimeError):
     """No plan stays within the budget. `min_bytes` is the smallest one that does, `breakdown` what takes it."""
 

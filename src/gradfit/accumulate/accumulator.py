@@ -57,11 +57,8 @@ class GradientAccumulator:
         options.check(optimizer, steps, strategy, dtype, scaler, clip, on_nonfinite, isolate)
         self.optimizer, self.scaler, self.dtype = optimizer, scaler, dtype
         self.window = AccumulationContext(steps, strategy=strategy)
-        self.ranks = Alone()
         skip = on_nonfinite == "skip"
-        self._passes = Backpropagator(
-            self.window, scaler=scaler, dtype=dtype, isolate=isolate, skip_nonfinite=skip, ranks=self.ranks
-        )
+        self._passes = Backpropagator(self.window, scaler=scaler, dtype=dtype, isolate=isolate, skip_nonfinite=skip)
         self._update = Update(
             self.window,
             optimizer,
@@ -69,7 +66,6 @@ class GradientAccumulator:
             clip=clip,
             skip_nonfinite=skip,
             widens=dtype is not None,
-            ranks=self.ranks,
         )
         self._given = parameters is not None  # else the optimizer's groups say, window by window
         watch_steps(self._update)
@@ -133,6 +129,11 @@ class GradientAccumulator:
             f"GradientAccumulator(steps={self.accumulation_count}, current_step={self.current_step}, "
             f"parameters={len(self.window.tensors)})"
         )
+
+    @property
+    def ranks(self) -> Alone:
+        """Who fills a window: this process alone, or a group of them."""
+        return self.window.ranks
 
     # -- membership -----------------------------------------------------------------------------------------------
 
@@ -269,7 +270,7 @@ class GradientAccumulator:
         if not self.enabled:
             return self._update.finish()
         with window.lock:
-            if self.ranks.agree(window.end_micro_batch()):
+            if window.end_micro_batch():
                 self._follow_optimizer()
                 return self._update.finish()
             self._require_parameters()
@@ -277,15 +278,23 @@ class GradientAccumulator:
             return StepResult(False, "accumulating", None, window.weight, steps - skipped, skipped)
 
     def flush(self) -> StepResult:
-        """Update with what there is: the partial last window, divided by what it really holds."""
+        """Update with what there is: the partial last window, divided by what it really holds.
+
+        Over several processes, `flush` says that this one has no more data: it takes part in the windows of those that
+        have, until all of them flush. Call it on each, once, also where there was nothing to accumulate.
+        """
         window = self.window
-        if not window.accumulation_steps:
+        if not window.accumulation_steps and (window.ranks.size == 1 or not self.enabled):
             return StepResult(False, "empty window", None, 0, 0, 0)
         with window.lock:
             if window.open and window.delimited:
                 window.end_micro_batch()
             self._follow_optimizer()
-            return self._update.finish()
+            result = self._update.finish(flushing=True)
+            while not self._update.all_flushing:
+                later = self._update.finish(flushing=True)
+                result = later if result.reason == "empty window" else result
+            return result
 
     def reset(self) -> None:
         """Drop the open window, its gradients included, without an update."""

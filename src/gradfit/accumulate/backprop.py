@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from gradfit.accumulate.numbers import Number
-from gradfit.accumulate.ranks import Alone
 from gradfit.accumulate.scaling import back_off, gradient_norm, nonfinite_gradient
 from gradfit.accumulate.transaction import Total, Transaction, add_scaled
 from gradfit.accumulate.window import AccumulationContext
@@ -33,10 +32,9 @@ class Backpropagator:
         dtype: torch.dtype | None,
         isolate: bool,
         skip_nonfinite: bool,
-        ranks: Alone,
     ) -> None:
         self.window, self.scaler, self.dtype, self.isolate = window, scaler, dtype, isolate
-        self.skip_nonfinite, self.ranks = skip_nonfinite or scaler is not None, ranks
+        self.skip_nonfinite = skip_nonfinite or scaler is not None
         self.exclusive = threading.RLock()  # held while `.grad` is not the window's sums
         # Passes run side by side, but not beside one whose gradients are apart.
         self.guard: AbstractContextManager[Any] = self.exclusive if self.can_take_back else contextlib.nullcontext()
@@ -102,7 +100,7 @@ class Backpropagator:
                 loss, weight = terms[name]
                 term = window.terms[name]
                 sums = term if transaction is None else transaction.terms.setdefault(name, Total(0, term.divisor))
-                with _separate_gradients(window.tensors, sums.gradients):
+                with _separate_gradients(window.sources, sums.gradients):
                     self._run(loss, rescale / (term.divisor or 1.0), retain_graph=name != live[-1])
                 sums.weight += weight
             if transaction is None:
@@ -118,8 +116,9 @@ class Backpropagator:
         own.add(thread)
         try:
             torch.autograd.backward(loss, self._seed(loss, factor), retain_graph=retain_graph)
-        except BaseException:
+        except BaseException as error:
             self.window.broken = True
+            self.window.ranks.failed(error)
             raise
         finally:
             own.discard(thread)
@@ -147,7 +146,7 @@ class Backpropagator:
     def transact(self, weight: Number | None) -> Iterator[Transaction]:
         """A micro-batch that comes in whole or not at all. Needs `exclusive`."""
         window = self.window
-        transaction = window.transaction = Transaction(window.tensors, weight)
+        transaction = window.transaction = Transaction(window.sources, weight)
         known = set(window.terms)
         try:
             yield transaction
@@ -171,9 +170,11 @@ class Backpropagator:
             return
         weighs = bool(transaction.weight or transaction.terms)
         norm = gradient_norm(transaction.gradients()) if weighs else 0.0
-        if weighs and not self.ranks.agree(math.isfinite(norm)):
+        if weighs and not math.isfinite(norm):
             if not self.skip_nonfinite:
-                raise nonfinite_gradient(transaction.tensors, "this micro-batch", "on_nonfinite='skip' leaves it out.")
+                error = nonfinite_gradient(window.sources, "this micro-batch", "on_nonfinite='skip' leaves it out.")
+                window.ranks.failed(error)
+                raise error
             window.rescaled = back_off(self.scaler) or window.rescaled
             transaction.roll_back()
             window.skip()
@@ -195,7 +196,7 @@ class Backpropagator:
 
 
 @contextlib.contextmanager
-def _separate_gradients(tensors: list[Tensor], sums: dict[int, Tensor]) -> Iterator[None]:
+def _separate_gradients(tensors: Sequence[Any], sums: dict[int, Tensor]) -> Iterator[None]:
     """Let autograd add to `sums` instead of `.grad`, without a copy."""
     kept = [tensor.grad for tensor in tensors]
     for position, tensor in enumerate(tensors):

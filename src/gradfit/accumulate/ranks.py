@@ -1,21 +1,107 @@
-"""Where several processes would speak with each other; alone there is nobody to ask."""
+"""What a window asks of the other processes; alone there is nobody to ask.
+
+A window that several processes fill ends with one *meeting*: each brings what its part weighs, all learn what the whole
+weighs, and then the gradients are added up. Between two meetings no process waits for another one.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
 from gradfit.accumulate.numbers import Number
+from gradfit.accumulate.scaling import gradient_norm
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one process brings to the end of a window."""
+
+    weights: dict[str, Number]
+    """Every denominator by its term's name; that of the main loss is ""."""
+    micro_batches: int
+    skipped: int
+    base: float = 1.0
+    """The loss scale that the sums carry."""
+    scale: float = 1.0
+    """The loss scale of this process by now; after a skipped micro-batch it may be lower than another's."""
+    flushing: bool = False
+    """It has no more to give, and takes part until nobody has."""
+    present: tuple[int, ...] = ()
+    """Positions of the parameters that have a gradient here."""
+    sparse: tuple[int, ...] = ()
+    broken: bool = False
+    """It holds half a micro-batch: nobody can use this window."""
+
+
+@dataclass(frozen=True)
+class Whole(Part):
+    """What all processes have brought together; `flushing` if nobody has more to give."""
+
+    flushed: tuple[int, ...] = ()
+    """The ranks that have no more to give."""
+    active: tuple[int, ...] = ()
+    """The ranks that have brought anything."""
+
+
+class Source(Protocol):
+    """Something whose `.grad` autograd adds to: a parameter, or what stands for one while it is unsharded."""
+
+    grad: Tensor | None
+
+
+class Window(Protocol):
+    """What the processes need to know about a window."""
+
+    tensors: list[Tensor]
+    enabled: bool
 
 
 class Alone:
-    """One process: its totals are the totals, its decisions stand.
+    """One process: its part is the whole, its gradients are the gradients."""
 
-    The two questions a window asks. A group of processes answers them together: totals summed over all, a decision only
-    if all agree.
-    """
+    size = 1
 
-    def totals(self, weights: dict[str, Number]) -> dict[str, Number]:
-        """What the window's items weigh, by term; the main loss goes by the name ""."""
-        return weights
+    def sources(self, tensors: list[Tensor]) -> Sequence[Any]:
+        """Where each parameter's gradient adds up during a window."""
+        return tensors
 
-    def agree(self, decision: bool) -> bool:
-        """Whether to go on: the window is full, the gradient is finite."""
-        return decision
+    def meet(self, part: Part) -> Whole:
+        """Learn what all processes hold."""
+        return Whole(**vars(part))
+
+    def reduce(self, window: Any, whole: Whole, factor: float) -> float:
+        """Add up `factor` times the gradients of all processes in `.grad`; gives the factor that is still missing."""
+        return factor
+
+    def norm(self, gradients: list[Tensor]) -> float:
+        """The norm of all gradients together, wherever their parts lie."""
+        return gradient_norm(gradients)
+
+    def spread_nonfinite(self, gradients: list[Tensor]) -> None:
+        """If another process's part of the gradient is not finite, let this one's say so too."""
+
+    def share_options(self, optimizer: Any, whole: Whole, flushing: bool) -> None:
+        """Let a process that has no more data step with the learning rate of those that have."""
+
+    def failed(self, error: BaseException) -> None:
+        """An error goes to the caller, who may or may not come back: leave word for those who wait."""
+
+    def close(self) -> None:
+        """The window lets its tensors go."""
+
+
+ALONE = Alone()
+
+
+def ranks_of(tensors: Iterable[Tensor], window: Window) -> Alone:
+    """Who shares these parameters: nobody, or the processes of the DDP or FSDP2 module they belong to."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return ALONE
+    from gradfit.distributed.sync import together  # which needs this module
+
+    return together(list(tensors), window)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def gradient_norm(gradients: list[Tensor]) -> float:
     return value
 
 
-def nonfinite_gradient(tensors: list[Tensor], what: str, remedy: str) -> NonFiniteGradient:
+def nonfinite_gradient(tensors: Sequence[Any], what: str, remedy: str) -> NonFiniteGradient:
     """An error that says which gradients hold a NaN or an infinity."""
     bad = [
         f"{position} (shape {tuple(tensor.shape)})"

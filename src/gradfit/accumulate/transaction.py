@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,8 +35,8 @@ class Transaction:
     are added. Taking back is putting the untouched sums back.
     """
 
-    def __init__(self, tensors: list[Tensor], weight: Number | None) -> None:
-        self.tensors = tensors
+    def __init__(self, tensors: Sequence[Any], weight: Number | None) -> None:
+        self.tensors = tensors  # whose `.grad` autograd adds to
         self.declared = weight
         self.reference: Number | None = weight  # what one unit of `.grad` weighs
         self.counted: Number = 0

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from gradfit.accumulate.optimizers import AnyOptimizer, full_precision, parameters_of
-from gradfit.accumulate.ranks import Alone
 from gradfit.accumulate.result import StepResult
-from gradfit.accumulate.scaling import gradient_norm, nonfinite_gradient
+from gradfit.accumulate.scaling import nonfinite_gradient
 from gradfit.accumulate.window import AccumulationContext
 
 _NOTHING = contextlib.nullcontext()
@@ -29,33 +28,38 @@ class Update:
         clip: Any,
         skip_nonfinite: bool,
         widens: bool,
-        ranks: Alone,
     ) -> None:
         self.window, self.optimizer, self.scaler, self.clip = window, optimizer, scaler, clip
-        self.skip_nonfinite, self.widens, self.ranks = skip_nonfinite, widens, ranks
+        self.skip_nonfinite, self.widens = skip_nonfinite, widens
         self.windows = 0
+        self.all_flushing = True  # in the last window: nobody has more to give
         self._stepping = self._stepped = False
         self._widened: contextlib.ExitStack | None = None
 
-    def finish(self) -> StepResult:
-        """End the window."""
-        window, optimizer = self.window, self.optimizer
+    def finish(self, *, flushing: bool = False) -> StepResult:
+        """End the window, together with all processes that fill it; `flushing` if this one has no more to give."""
+        window, optimizer, ranks = self.window, self.optimizer, self.window.ranks
         self.narrow_again()
-        totals = self.ranks.totals(window.totals())
-        for name, total in totals.items():
-            (window.terms[name] if name else window.main).weight = total
-        weight, skipped = window.weight, window.skipped
-        taken = window.accumulation_steps - skipped
-        if window.enabled and not any(totals.values()):
-            self._end(None)
-            return StepResult(False, "no weight", None, 0, taken, skipped)
-        factor = window.combine() if window.enabled else 1.0
         scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
+        if not window.enabled:
+            return self._finish_plain(scaler)
+        whole = window.meet(flushing=flushing, scale=1.0 if scaler is None else scaler.get_scale())
+        self.all_flushing = whole.flushing
+        weight, skipped, taken = window.weight, whole.skipped, whole.micro_batches
+        if not any(whole.weights.values()):
+            self._end(None)
+            return StepResult(False, "no weight" if taken or skipped else "empty window", None, 0, taken, skipped)
+        ranks.share_options(optimizer, whole, flushing)
+        factor = window.combine()
+        gradients = [tensor.grad for tensor in window.tensors if tensor.grad is not None]
         if scaler is not None:
-            factor *= scaler.get_scale() / window.scale if window.enabled else 1.0
+            if scaler.get_scale() != whole.scale:
+                scaler.update(whole.scale)
+            factor *= whole.scale / window.scale
+            ranks.spread_nonfinite(gradients)
             scaler.unscale_(optimizer)
-        norm = gradient_norm([tensor.grad for tensor in window.tensors if tensor.grad is not None]) * factor
-        if window.enabled and not self.ranks.agree(math.isfinite(norm)):
+        norm = ranks.norm(gradients) * factor
+        if not math.isfinite(norm):
             if scaler is not None:
                 scaler.step(optimizer)  # which leaves it out, and remembers why
                 scaler.update()
@@ -75,6 +79,24 @@ class Update:
         stepped = self._step(optimizer, scaler)
         self._end(norm**2)
         return StepResult(stepped, "stepped" if stepped else "non-finite gradient", norm, weight, taken, skipped)
+
+    def _finish_plain(self, scaler: Any) -> StepResult:
+        """A step while the accumulator is disabled: clip and step with what is in `.grad`."""
+        window, optimizer = self.window, self.optimizer
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        gradients = [tensor.grad for tensor in window.tensors if tensor.grad is not None]
+        norm = window.ranks.norm(gradients)
+        if isinstance(self.clip, int | float):
+            window.scale_gradients(self.clip / norm if norm > self.clip else 1.0)
+        elif self.clip is not None:
+            self.clip.clip_grads(window.tensors)
+        if optimizer is None:
+            window.finalise(normalised=True)
+            return StepResult(False, "no optimizer", norm, window.weight, 0, 0)
+        stepped = self._step(optimizer, scaler)
+        self._end(norm**2)
+        return StepResult(stepped, "stepped" if stepped else "non-finite gradient", norm, 0, 0, 0)
 
     def _step(self, optimizer: AnyOptimizer, scaler: Any) -> bool:
         """Step, and say whether that really happened: a scaler looks at parameters that are not ours, too."""
@@ -96,7 +118,8 @@ class Update:
         self._count(squared_norm)
 
     def _count(self, squared_norm: float | None) -> None:
-        if self.window.accumulation_steps:
+        whole = self.window.whole
+        if self.window.accumulation_steps or (whole is not None and whole.micro_batches + whole.skipped):
             self.window.strategy.end_window(self.window.weight, squared_norm)
             self.windows += 1
         self.window.end()
@@ -108,7 +131,7 @@ class Update:
         if self._stepping or not self.window.enabled or not self._holds(optimizer):
             return
         self.narrow_again()
-        if self.window.accumulation_steps:
+        if self.window.accumulation_steps or self.window.ranks.size > 1:
             self.window.finalise()
         if self.widens:
             self._widened = contextlib.ExitStack()

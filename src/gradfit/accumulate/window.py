@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from gradfit import _torch
 from gradfit.accumulate.counting import BackwardCounter
 from gradfit.accumulate.marks import mark, unmark
 from gradfit.accumulate.numbers import Number, read_count
+from gradfit.accumulate.ranks import ALONE, Alone, Part, Whole, ranks_of
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
 from gradfit.accumulate.transaction import Total, Transaction, add_scaled
 from gradfit.errors import MisuseError
@@ -44,6 +46,8 @@ class AccumulationContext:
     def __init__(self, target_steps: int, *, strategy: Strategy | None = None) -> None:
         self.strategy = FixedStepCount(read_count(target_steps, "target_steps")) if strategy is None else strategy
         self.tensors: list[Tensor] = []
+        self.ranks: Alone = ALONE
+        self.sources: Sequence[Any] = self.tensors  # whose `.grad` autograd adds to
         self.lock = threading.RLock()
         self.counter = BackwardCounter(_bound(self, "_count_plain"), _bound(self, "break_off"))
         self.delimited = False  # step() was seen to end micro-batches, so passes between two calls are one
@@ -64,6 +68,7 @@ class AccumulationContext:
         self.broken = False
         self.had_plain = False
         self.scale = 1.0  # the loss scale that the sums carry
+        self.whole: Whole | None = None  # what all processes hold, once they have met
         self.rescaled = False  # the scaler has another one by now
         self._marks: list[tuple[Tensor, weakref.ref[Tensor], int, int]] = []
         self.counter.end_micro_batch()
@@ -117,8 +122,8 @@ class AccumulationContext:
 
     def reset(self) -> None:
         """Forget the window and its gradients, and start the next."""
-        for tensor in self.tensors:
-            tensor.grad = None
+        for source in (*self.tensors, *self.sources):
+            source.grad = None
         self.counter.abandon()
         self._clear()
 
@@ -127,6 +132,7 @@ class AccumulationContext:
         self.counter.close()
         unmark(self, self.tensors)
         self.tensors = []
+        self._find_ranks()
         self._clear()
 
     def __enter__(self) -> AccumulationContext:
@@ -163,6 +169,7 @@ class AccumulationContext:
         mark(self, new)
         for tensor in new:
             self.counter.watch(tensor)
+        self._find_ranks()
 
     def forget_all(self, tensors: Iterable[Tensor]) -> None:
         """Take tensors out again."""
@@ -171,6 +178,12 @@ class AccumulationContext:
             self.counter.forget(tensor)
         unmark(self, gone.values())
         self.tensors = [tensor for tensor in self.tensors if id(tensor) not in gone]
+        self._find_ranks()
+
+    def _find_ranks(self) -> None:
+        self.ranks.close()
+        self.ranks = ranks_of(self.tensors, self) if self.tensors else ALONE
+        self.sources = self.ranks.sources(self.tensors)
 
     # -- weighing -------------------------------------------------------------------------------------------------
 
@@ -281,7 +294,8 @@ class AccumulationContext:
             self.begin()
             if self.main.divisor is None:
                 self.main.divisor = 1.0
-            self.add(1)  # gradients put there by hand
+            by_hand = self.ranks.size == 1 or any(source.grad is not None for source in self.sources)
+            self.add(1 if by_hand else 0)  # gradients put there by hand, or a process that has none
         full = self.is_full
         if self.delimited or not full:
             self.delimited = True
@@ -295,22 +309,50 @@ class AccumulationContext:
 
     # -- ending ---------------------------------------------------------------------------------------------------
 
+    def meet(self, *, flushing: bool = False, scale: float = 1.0) -> Whole:
+        """Learn, once per window, what all processes hold; the totals are everybody's from here on."""
+        if self.whole is None:
+            present, sparse = self._present() if self.ranks.size > 1 else ((), ())
+            steps, base = self.accumulation_steps, self.scale
+            broken = self.broken or self.counter.found_dead
+            part = Part(
+                self.totals(), steps - self.skipped, self.skipped, base, scale, flushing, present, sparse, broken
+            )
+            self.whole = self.ranks.meet(part)
+            self.scale = self.whole.base
+            for name, total in self.whole.weights.items():
+                (self.terms.setdefault(name, Total()) if name else self.main).weight = total
+        return self.whole
+
+    def _present(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Which parameters have a gradient, and which a sparse one."""
+        found = {at: source.grad for at, source in enumerate(self.sources) if source.grad is not None}
+        for term in self.terms.values():
+            for at, gradient in term.gradients.items():
+                if at not in found or not gradient.is_sparse:
+                    found[at] = gradient
+        return tuple(sorted(found)), tuple(sorted(at for at, gradient in found.items() if gradient.is_sparse))
+
     def combine(self) -> float:
-        """Bring every sum into `.grad`; gives the factor that is still to be multiplied by."""
+        """Bring every sum of every process into `.grad`; gives the factor that is still to be multiplied by."""
+        whole = self.meet()
         self.require_intact()
         if self.final:
             return 1.0
-        if not self.terms:
-            return self.main.factor
-        with torch.no_grad():
-            self.scale_gradients(self.main.factor)
-            for term in self.terms.values():
-                for position, gradient in term.gradients.items():
-                    tensor = self.tensors[position]
-                    tensor.grad = add_scaled(tensor.grad, gradient, term.factor)
-                term.gradients = {}
-        self.final = True
-        return 1.0
+        factor = self.main.factor
+        if self.terms:
+            with torch.no_grad():
+                for source in self.sources:
+                    if factor != 1.0 and source.grad is not None:
+                        source.grad.mul_(factor)
+                for term in self.terms.values():
+                    for position, gradient in term.gradients.items():
+                        source = self.sources[position]
+                        source.grad = add_scaled(source.grad, gradient, term.factor)
+                    term.gradients = {}
+            factor = 1.0
+        self.final = bool(self.terms) or self.ranks.size > 1
+        return self.ranks.reduce(self, whole, factor)
 
     def finalise(self, *, normalised: bool = False) -> None:
         """Make `.grad` the mean over the window, once; `normalised` if it is already."""

@@ -1,0 +1,98 @@
+"""A group of processes: how they exchange small records, and what they learn when one of them does not come."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from gradfit import _torch_distributed as private
+from gradfit.errors import RankFailed
+
+_SLOT_BYTES = 512  # a record that fits goes in one exchange, a longer one in two
+_LENGTH_BYTES = 4
+_PATIENCE_SECONDS = 2.0  # for the others to write down where they are, once something has failed
+
+
+class Group:
+    """The processes that fill windows together."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.handle = group
+        self.size, self.rank = group.size(), group.rank()
+        self.device = private.default_device(group)
+        self._meetings = 0
+
+    def exchange(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """Everybody's record, in the order of the ranks."""
+        self._meetings += 1
+        if self.size == 1:
+            return [record]
+        text = json.dumps(record, separators=(",", ":")).encode()
+        try:
+            texts = self._gather(text)
+        except RuntimeError as error:
+            raise self._explain(error) from error
+        return [json.loads(one) for one in texts]
+
+    def _gather(self, text: bytes) -> list[bytes]:
+        room = _SLOT_BYTES - _LENGTH_BYTES
+        first = len(text).to_bytes(_LENGTH_BYTES, "little") + text[:room]
+        slots = self._all_gather(first, _SLOT_BYTES)
+        lengths = [int.from_bytes(slot[:_LENGTH_BYTES], "little") for slot in slots]
+        if max(lengths) <= room:
+            return [slot[_LENGTH_BYTES : _LENGTH_BYTES + length] for slot, length in zip(slots, lengths, strict=True)]
+        rest = self._all_gather(text, max(lengths))
+        return [one[:length] for one, length in zip(rest, lengths, strict=True)]
+
+    def _all_gather(self, content: bytes, size: int) -> list[bytes]:
+        mine = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8).to(self.device)
+        everybody = torch.empty(self.size * size, dtype=torch.uint8, device=self.device)
+        private.all_gather_flat(everybody, mine, self.handle)
+        data = everybody.cpu().numpy().tobytes()
+        return [data[at : at + size] for at in range(0, len(data), size)]
+
+    # -- when somebody does not come --------------------------------------------------------------------------------
+
+    def leave_word(self, error: BaseException) -> None:
+        """Write down why this process may not come to the next meeting; read only if it does not."""
+        self._write(f"{type(error).__name__}: {error}".split("\n")[0][:500])
+
+    def _explain(self, error: RuntimeError) -> RankFailed:
+        """Who did not come, and what they said."""
+        self._write("")  # this one came
+        time.sleep(_PATIENCE_SECONDS)
+        said = {rank: self._read(rank) for rank in range(self.size) if rank != self.rank}
+        failed = [f"rank {rank} raised {text}" for rank, text in said.items() if text]
+        missing = [str(rank) for rank, text in said.items() if text is None]
+        if not failed and missing:
+            failed = [f"rank {', '.join(missing)} did not come to the end of window {self._meetings} and left no word"]
+        first = str(error).split("\n")[0]
+        return RankFailed(
+            f"{'; '.join(failed) or 'The processes lost each other'}. Rank {self.rank} waited for it: {first} "
+            "Restart from the last saved state."
+        )
+
+    def _key(self, rank: int, meeting: int) -> str:
+        return f"gradfit/{private.group_name(self.handle)}/{meeting}/{rank}"
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the store may have died with its process
+            store = private.default_store()
+            meeting = self._meetings + 1 if text else self._meetings
+            store.set(self._key(self.rank, meeting), text)
+
+    def _read(self, rank: int) -> str | None:
+        with contextlib.suppress(RuntimeError):
+            store = private.default_store()
+            key = self._key(rank, self._meetings)
+            if store.check([key]):
+                store.set_timeout(datetime.timedelta(seconds=_PATIENCE_SECONDS))
+                text: str = store.get(key).decode()
+                return text
+        return None

@@ -1,0 +1,146 @@
+"""Windows that several processes fill together: DDP and FSDP2 modules found, silenced, and reduced once per window.
+
+Neither module communicates gradients by itself while a window fills: a forward under the accumulator is a forward
+under `no_sync`. At the window's end the processes meet once. Each then multiplies its own sums by its factor, which
+makes the sum over the ranks the mean over all items, and no rank needs to have held as many micro-batches as another.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from gradfit import _torch_distributed as private
+from gradfit.accumulate.numbers import Number
+from gradfit.accumulate.ranks import ALONE, Alone, Part, Whole, Window
+from gradfit.distributed.group import Group
+from gradfit.distributed.silence import listen, modules_of
+from gradfit.errors import MisuseError, RankFailed
+
+
+def together(tensors: list[Tensor], window: Window) -> Alone:
+    """The processes that share these parameters; nobody if no DDP or FSDP2 module holds them."""
+    from gradfit.distributed.replicated import Replicated
+    from gradfit.distributed.sharded import Sharded, is_sharded
+
+    sharded = [is_sharded(tensor) for tensor in tensors]
+    if any(sharded):
+        if not all(sharded):
+            at = sharded.index(False)
+            raise MisuseError(
+                f"The parameter at {at}, of shape {tuple(tensors[at].shape)}, is not sharded, others are: nobody would "
+                "add up its gradient over the ranks. Call fully_shard(model) on the root module too."
+            )
+        return Sharded(tensors, window)
+    modules = modules_of(private.DistributedDataParallel, tensors)
+    if not modules:
+        return ALONE
+    groups = {id(private.ddp_group(module)): private.ddp_group(module) for module in modules}
+    if len(groups) > 1:
+        raise MisuseError(
+            f"The parameters belong to {len(modules)} DDP modules with {len(groups)} different process groups. Pass "
+            "each module's parameters to an accumulator of its own."
+        )
+    held = {id(tensor) for module in modules for tensor in module.parameters()}
+    for at, tensor in enumerate(tensors):
+        if id(tensor) not in held:
+            raise MisuseError(
+                f"The parameter at {at}, of shape {tuple(tensor.shape)}, is not in the DDP module that holds others: "
+                "nobody would add up its gradient over the ranks. Wrap a module that holds all of them."
+            )
+    return Replicated(modules, Group(next(iter(groups.values()))), window)
+
+
+class Together(Alone):
+    """What DDP and FSDP2 have in common: the meeting."""
+
+    def __init__(self, modules: list[Any], group: Group, window: Window) -> None:
+        self.modules, self.group, self.size = modules, group, group.size
+        self._window = weakref.ref(window)  # which holds this
+        listen(modules, window, group)
+
+    def meet(self, part: Part) -> Whole:
+        window = self._window()
+        count = 0 if window is None else len(window.tensors)
+        record = {
+            "weights": part.weights,
+            "counts": [part.micro_batches, part.skipped],
+            "scales": [part.base, part.scale],
+            "flags": [int(part.flushing), int(part.broken)],
+            "present": _pack(part.present, count),
+            "sparse": _pack(part.sparse, count),
+            "parameters": count,
+        }
+        records = self.group.exchange(record)
+        self._check(records)
+        active = [rank for rank, one in enumerate(records) if sum(one["counts"])]
+        names = dict.fromkeys(name for one in records for name in one["weights"])
+        flushing = [bool(one["flags"][0]) for one in records]
+        return Whole(
+            weights={name: _total([one["weights"].get(name, 0) for one in records]) for name in names},
+            micro_batches=sum(one["counts"][0] for one in records),
+            skipped=sum(one["counts"][1] for one in records),
+            base=records[active[0]]["scales"][0] if active else part.base,
+            scale=min(one["scales"][1] for one in records),
+            flushing=all(flushing),
+            present=_unpack([one["present"] for one in records], count),
+            sparse=_unpack([one["sparse"] for one in records], count),
+            flushed=tuple(rank for rank, done in enumerate(flushing) if done),
+            active=tuple(active),
+        )
+
+    def _check(self, records: list[dict[str, Any]]) -> None:
+        broken = [rank for rank, one in enumerate(records) if one["flags"][1]]
+        if broken and broken != [self.group.rank]:
+            others = ", ".join(str(rank) for rank in broken if rank != self.group.rank)
+            raise RankFailed(
+                f"On rank {others} a backward pass failed half-way, so the window holds part of a micro-batch. Call "
+                "reset() on every rank and repeat the window."
+            )
+        counts = [one["parameters"] for one in records]
+        if len(set(counts)) > 1:
+            raise MisuseError(f"The ranks accumulate {counts} parameters. Pass the same parameters on every rank.")
+
+    def share_options(self, optimizer: Any, whole: Whole, flushing: bool) -> None:
+        groups = getattr(optimizer, "param_groups", None)
+        if whole.flushing or not whole.flushed or groups is None:
+            return
+        numbers = [
+            {name: value for name, value in group.items() if type(value) in (int, float, bool)} for group in groups
+        ]
+        records = self.group.exchange({} if flushing else {"groups": numbers})
+        if flushing:
+            leading = next(one["groups"] for one in records if one)
+            for group, current in zip(groups, leading, strict=True):
+                group.update(current)
+
+    def failed(self, error: BaseException) -> None:
+        self.group.leave_word(error)
+
+    def close(self) -> None:
+        window = self._window()
+        if window is not None:
+            listen(self.modules, window, None)
+
+
+def _total(weights: list[Number]) -> Number:
+    return sum(weights) if all(type(one) is int for one in weights) else math.fsum(weights)
+
+
+def _pack(positions: tuple[int, ...], count: int) -> str:
+    """Positions as a string that is short if they are all there, or none is."""
+    if len(positions) == count:
+        return "*"
+    return format(sum(1 << at for at in positions), "x") if positions else ""
+
+
+def _unpack(packed: list[str], count: int) -> tuple[int, ...]:
+    if "*" in packed:
+        return tuple(range(count))
+    bits = 0
+    for one in packed:
+        bits |= int(one or "0", 16)
+    return tuple(at for at in range(count) if bits >> at & 1)
