@@ -1,6 +1,6 @@
 """`predict`: the profile of a model and a machine that are not here, on tensors that have a shape but no memory.
 
-The step runs as it is written, once at the batch's size and once at twice that, on shapes (see `shapes`): its
+The step runs as it is written, once at the batch's size and once at eight times that, on shapes (see `shapes`): its
 operations, values, bytes and lifetimes are those of a real run. Only the seconds are a model's (see `roofline`).
 
 Autograd is given descriptions of what it saves, so that Python alone decides when a value dies, and gets another fake
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradfit._torch import FakeTensorMode
+from gradfit._torch import FakeTensorMode, outside_fake_mode
 from gradfit.profiling.measure import LossFunction, Sample, assemble, check_batch, check_model, run_loss
 from gradfit.profiling.optimizer import OptimizerCost, optimizer_cost
 from gradfit.profiling.record import Hardware, Profile
@@ -33,6 +33,8 @@ from gradfit.profiling.state import generator_states, restore_generators
 from gradfit.profiling.trace import Trace
 from gradfit.tree import map_tensors
 from gradfit.units import format_bytes
+
+_TIMES = 8
 
 
 def predict(
@@ -65,7 +67,7 @@ def predict(
     generators = generator_states()
     try:
         cost = _optimizer_cost(optimizer, shapes.fake, roofline, device, hardware.devices)
-        with emptied(model, shapes, device) as empty:
+        with outside_fake_mode(), emptied(model, shapes, device) as empty:
             samples = [
                 _sample(model, loss_fn, batch, size, shapes, roofline)
                 for size, batch in _batches(sample_batch, rows, split, empty)
@@ -125,9 +127,12 @@ def _batches(
     split: Callable[[Any, int], Iterable[Any]] | None,
     empty: Callable[[torch.Tensor, int], torch.Tensor],
 ) -> Iterator[tuple[int, Any]]:
-    """The batch and, as shapes cost nothing, twice the batch; or half of it, where only `split` can cut it."""
+    """The batch and, as shapes cost nothing, many times it; or half of it, where only `split` can cut it.
+
+    What peaks is the larger of several lines. The line through two sizes is above it between them, and below it beyond.
+    """
     if split is None:
-        yield 2 * rows, map_tensors(batch, lambda tensor: empty(tensor, 2))
+        yield _TIMES * rows, map_tensors(batch, lambda tensor: empty(tensor, _TIMES))
     elif rows > 1:
         yield rows // 2, map_tensors(next(iter(split(batch, rows // 2))), lambda tensor: empty(tensor, 1))
     yield rows, map_tensors(batch, lambda tensor: empty(tensor, 1))
@@ -189,11 +194,13 @@ def _sharded(made: Profile, model: torch.nn.Module, devices: int) -> Profile:
 
 def _units(model: torch.nn.Module) -> list[list[torch.Tensor]]:
     """The parameters in the groups in which they would be gathered; see the top of this file."""
+    containers = (torch.nn.ModuleList, torch.nn.Sequential)
     items = {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
-        if isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict | torch.nn.Sequential)
-        for key, _ in module.named_children()
+        if isinstance(module, containers)
+        for key, child in module.named_children()
+        if not isinstance(child, containers)
     }
     units: dict[str, list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():

@@ -42,32 +42,36 @@ def optimizer_cost(
     seconds = 0.0
     for group in optimizer.param_groups:
         together = group.get("foreach") or group.get("fused")
+        if together is None and any(p.device.type != "cpu" for p in group["params"]):
+            together = True  # torch's default on accelerators
         largest = summed = 0
         for parameter in group["params"]:
             if not parameter.requires_grad:
                 continue
             kind = (id(group), parameter.shape, parameter.dtype, parameter.device)
             if kind not in seen:
-                seen[kind] = _step_alone(optimizer, group, make(parameter), clock)
+                seen[kind] = _step_alone(optimizer, group, make(parameter), clock, times=1 if together else 2)
             cost = seen[kind]
             existing = optimizer.state.get(parameter) if stand_in is None and hasattr(optimizer, "state") else None
             state += _bytes(existing) if existing else cost.state_bytes
             largest = max(largest, cost.burst_bytes)
             summed += cost.burst_bytes
             seconds += cost.seconds
-        if together is None and any(p.device.type != "cpu" for p in group["params"]):
-            together = True  # torch's default on accelerators
         burst = max(burst, summed if together and not group.get("fused") else largest)
     return OptimizerCost(state, burst, seconds)
 
 
 def _step_alone(
-    optimizer: Any, group: dict[str, Any], content: torch.Tensor, clock: Callable[[], float]
+    optimizer: Any, group: dict[str, Any], content: torch.Tensor, clock: Callable[[], float], times: int
 ) -> OptimizerCost:
+    """One after the other, a parameter's temporaries still have their names when the next one's are made.
+
+    So the stand-in goes through that loop as its own successor, `times` times in a row.
+    """
     stand_in = torch.nn.Parameter(content)
     stand_in.grad = torch.zeros_like(content)
     probe = copy.copy(optimizer)
-    probe.param_groups = [{**group, "params": [stand_in]}]
+    probe.param_groups = [{**group, "params": [stand_in] * times}]
     probe.state = collections.defaultdict(dict)
     try:
         with torch.no_grad(), meter() as live:
@@ -76,7 +80,7 @@ def _step_alone(
             live.reset_peak()
             started = clock()
             probe.step()  # … and the second shows what a step takes beside it
-            seconds = clock() - started
+            seconds = (clock() - started) / times
     except TypeError as error:
         raise MisuseError(
             f"{type(optimizer).__name__}.step() cannot be called without arguments ({error}); an optimizer that needs "

@@ -36,10 +36,9 @@ class Roofline:
         self._hardware = hardware
 
     def seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
-        info = info_of(func)
-        if info.view or info.uninitialised:
-            return 0.0
         operator = overloads_of(func)
+        if operator in _ALLOCATIONS or info_of(func).view:
+            return 0.0
         formula = _FLOPS.get(operator) or flop_registry.get(operator)
         flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
         nests = [out, out] if operator in _LOOKUPS else [args, list(kwargs.values()), out]
@@ -48,9 +47,10 @@ class Roofline:
 
 
 class Stopwatch(DispatchMode):
-    """Adds up the roofline's seconds of what runs inside. Asked for what is in a fake number, it says 1.
+    """Adds up the roofline's seconds of what runs inside. Asked for what is in a fake number, it says one half.
 
-    An optimizer asks that of the step it is at, which changes its factors and not its memory.
+    An optimizer asks that of the step it is at, or of a product of momenta, which changes factors and not its memory;
+    0 and 1 are what it could not divide by.
     """
 
     def __init__(self, roofline: Roofline) -> None:
@@ -61,7 +61,7 @@ class Stopwatch(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             dtype = args[0].dtype
-            return 1.0 if dtype.is_floating_point else dtype is torch.bool or 1
+            return 0.5 if dtype.is_floating_point else dtype is torch.bool or 1
         out = func(*args, **(kwargs or {}))
         self.seconds += self._roofline.seconds(func, args, kwargs or {}, out)
         return out
@@ -122,6 +122,7 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
     torch.ops.aten._grouped_mm: _grouped_product_flops,
 }
+_ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty}
 # These read only as much of their first argument as they return.
 _LOOKUPS = {
     torch.ops.aten.embedding,

@@ -53,13 +53,16 @@ class Shapes(DispatchMode):
             with self.fake:
                 out = func(*args, **kwargs)
         except NEEDS_CONTENT:
-            reason = "depends on what is in a tensor (a routing, an .item(), a boolean index), which is not known here"
+            reason = (
+                "depends on what is in a tensor (a routing, an .item(), a boolean index): a fake one has only a shape"
+            )
             raise UnsupportedOp(_message(func, reason)) from None
         except NO_FAKE_KERNEL:
             reason = "has no fake kernel (torch.library.register_fake), so its result's shape is not known"
             raise UnsupportedOp(_message(func, reason)) from None
         except (RuntimeError, NotImplementedError) as error:  # fake kernels are stricter than real ones here and there
-            raise UnsupportedOp(_message(func, f"failed on shapes alone ({error})")) from error
+            reason = f"failed on fake tensors: {str(error).rstrip('.')}"
+            raise UnsupportedOp(_message(func, reason, "If real ones pass, measure")) from error
         info = info_of(func)
         if info.writes:
             for target in written_tensors(info, args, kwargs):
@@ -130,5 +133,5 @@ def _has_content(tensor: torch.Tensor) -> bool:
     return _is_whole(tensor) and not isinstance(tensor, FakeTensor) and not tensor.is_meta
 
 
-def _message(func: Any, reason: str) -> str:
-    return f"{func} at {source_line() or 'an unknown line'} {reason}. Measure a real run instead: {_MEASURE}."
+def _message(func: Any, reason: str, advice: str = "Measure") -> str:
+    return f"{func} at {source_line() or 'an unknown line'} {reason}. {advice} a real run instead: {_MEASURE}."
