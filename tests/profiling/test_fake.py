@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
+import runpy
 import subprocess
 import sys
 import time
@@ -22,6 +24,7 @@ from gradfit._torch import FakeTensor, FakeTensorMode
 from gradfit.profiling.meter import tensors_in
 from gradfit.profiling.roofline import LAUNCH_SECONDS
 
+ROOT = Path(__file__).parents[2]
 A100 = gf.Hardware(memory="80 GiB", name="A100")
 
 
@@ -248,6 +251,19 @@ def test_misuse_is_refused_as_in_a_real_run() -> None:
         predicted(model, batch, lambda m, x: m(x.add_(1)).sum())
 
 
+def test_the_guide_and_the_example_run(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs/guides/plan_for_another_machine.md").read_text()
+    snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(snippets) == 3
+    names: dict[str, Any] = {}
+    for snippet in snippets:
+        exec(compile(snippet, "plan_for_another_machine.md", "exec"), names)
+    runpy.run_path(str(ROOT / "examples/plan_for_another_machine.py"))
+    printed = capsys.readouterr().out
+    assert "predicted on 8 × A100 at batch 1" in printed
+    assert "1 × 40 GiB: Smallest feasible peak" in printed
+
+
 _SEVENTY_BILLION = """
 import torch, transformers, gradfit as gf
 config = transformers.LlamaConfig(
@@ -270,10 +286,9 @@ print(int(peak.split()[1]) * 1024)
 @pytest.mark.slow
 def test_seventy_billion_parameters_over_64_devices() -> None:
     started = time.perf_counter()
-    source = str(Path(gf.__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-c", _SEVENTY_BILLION], capture_output=True, text=True, check=True, timeout=280,
-        env={**os.environ, "PYTHONPATH": source},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
     )  # fmt: skip
     seconds = time.perf_counter() - started
     first, memory = done.stdout.splitlines()
