@@ -21,7 +21,7 @@ import weakref
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from gradfit._torch import DispatchMode, base_of, detached, detached_in_dispatch, graph_task_id, storage_key
 from gradfit.errors import ActivationOverwritten, UnsupportedOp
@@ -117,7 +117,10 @@ class Recorder(DispatchMode):
             kwargs = _NO_KWARGS
         if graph_task_id() != -1:  # rule 6
             if info.writes:
-                self._lose(written_tensors(info, args, kwargs))
+                targets = written_tensors(info, args, kwargs)
+                self._lose(targets)
+                if info.writes_lists:
+                    increment_version(targets)
             return info.call(*args, **kwargs)
         if not info.simple:
             return self._special(func, info, args, kwargs)
@@ -407,6 +410,8 @@ class Recorder(DispatchMode):
         except Untrackable:
             self._lose(targets)
             return info.call(*args, **kwargs)
+        if not targets:
+            return info.call(*args, **kwargs)
         olds = [self._present(key, target) for key, target in zip(keys, targets, strict=True)]
         op: Operation | None = None
         if info.recordable and None not in olds and len(set(keys)) == len(keys):
@@ -418,6 +423,8 @@ class Recorder(DispatchMode):
             if old is not None:
                 _save_before_write(old)
         out = info.call(*args, **kwargs)
+        if info.writes_lists:
+            increment_version(targets)  # torch does not, under a dispatch mode
         fresh = [] if out is targets[0] else [entry for entry in fresh_results(out, args) if entry[2] not in keys]
         choices = None
         if self.policy is not None:
