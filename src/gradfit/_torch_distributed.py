@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ def live_modules(kinds: tuple[type, ...]) -> list[Any]:
     while queue:
         kind = queue.pop()
         wanted.add(kind)
-        queue += [one for one in kind.__subclasses__() if one not in wanted]
+        queue += [one for one in type.__subclasses__(kind) if one not in wanted]
     return [one for one in gc.get_objects() if type(one) in wanted]
 
 
@@ -29,10 +31,10 @@ def default_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device(dist.distributed_c10d._get_object_coll_device(group))
 
 
-def all_gather_flat(output: Tensor, piece: Tensor, group: dist.ProcessGroup) -> None:
+def all_gather_flat(output: Tensor, piece: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
     """Everybody's piece, one after the other; torch has renamed it."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    call(output, piece, group=group)
+    return call(output, piece, group=group, async_op=async_op)
 
 
 def group_name(group: dist.ProcessGroup) -> str:
@@ -76,12 +78,11 @@ def broadcasts_buffers(module: DistributedDataParallel) -> bool:
     return bool(module.forward_sync_buffers) and len(module.modules_buffers) > 0
 
 
-def broadcast_buffers(module: DistributedDataParallel, rank: int) -> None:
+def broadcast_buffers(module: Any, rank: int) -> None:
     """Make all replicas' buffers those of one rank of the group."""
     with torch.no_grad():
         module._assign_modules_buffers()
-        with torch.autograd._unsafe_preserve_version_counter(tuple(module.modules_buffers)):
-            module._sync_module_buffers(rank)
+        module._sync_module_buffers(rank)
 
 
 def ddp_bucket_bytes(module: DistributedDataParallel) -> int:
@@ -92,3 +93,167 @@ def ddp_bucket_bytes(module: DistributedDataParallel) -> int:
 def is_non_overlapping_and_dense(tensor: Tensor) -> bool:
     """Whether a tensor's elements lie in its storage without holes, in whatever order of the dimensions."""
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+
+
+# -- FSDP2 -------------------------------------------------------------------------------------------------------------
+
+
+def param_groups(module: Any) -> list[Any]:
+    """The groups of parameters that one `fully_shard` unit gathers and reduces together."""
+    return list(module._get_fsdp_state()._fsdp_param_groups)
+
+
+def sharded_parameters(group: Any) -> list[tuple[Tensor, Any]]:
+    """A group's parameters as the optimizer sees them, each with what FSDP2 keeps about it."""
+    return [(one.sharded_param, one) for one in group.fsdp_params]
+
+
+def data_parallel_group(group: Any) -> dist.ProcessGroup:
+    """All processes over which a group's gradients are added up: those of the shards, and of their replicas."""
+    mesh = group.mesh_info.mesh
+    handle: dist.ProcessGroup = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    return handle
+
+
+def set_reduces(group: Any, value: bool) -> bool:
+    """Whether backward reduces this group's gradients by itself; gives what it was before."""
+    before: bool = group.reduce_grads
+    group.reduce_grads = value
+    return before
+
+
+def unsharded_gradient(kept: Any) -> Tensor | None:
+    """The full gradient that adds up on this rank while nothing is reduced; it is not in the parameter's `.grad`."""
+    if kept.unsharded_accumulated_grad is not None:
+        gradient: Tensor | None = kept.unsharded_accumulated_grad
+    else:
+        gradient = kept._unsharded_param.grad if hasattr(kept, "_unsharded_param") else None
+    return gradient
+
+
+def set_unsharded_gradient(kept: Any, gradient: Tensor | None) -> None:
+    """Put a full gradient where the next backward adds to it."""
+    full = getattr(kept, "_unsharded_param", None)
+    kept.unsharded_accumulated_grad = None
+    if full is not None:
+        full.grad = None
+    if gradient is not None:
+        if full is not None and full.dtype == gradient.dtype:
+            full.grad = gradient
+        else:
+            kept.unsharded_accumulated_grad = gradient
+
+
+def unsharded_parameter(kept: Any) -> Tensor | None:
+    """The full parameter that autograd sees; None before the first forward."""
+    return getattr(kept, "_unsharded_param", None)
+
+
+def unsharded_size(kept: Any) -> torch.Size:
+    """The full parameter's shape."""
+    size: torch.Size = kept._orig_size
+    return size
+
+
+def accumulate_in(kept: Any, dtype: torch.dtype) -> None:
+    """Add up this parameter's unreduced gradients in a wider type than its own."""
+    kept.reduce_dtype = dtype
+
+
+def reduce_group(group: Any, dtype: torch.dtype | None) -> None:
+    """Run FSDP2's own reduction of what has added up, as a sum over the ranks, by the policy it was given.
+
+    Every parameter of the group must have a full gradient, or none may: the ranks must reduce the same.
+    """
+    names = ("reduce_grads", "all_reduce_grads", "gradient_divide_factor", "force_sum_reduction_for_comms")
+    types = ("_orig_dtype", "_reduce_dtype")
+    before = {name: getattr(group, name) for name in names + types}
+    group.reduce_grads = group.all_reduce_grads = group.force_sum_reduction_for_comms = True
+    group.gradient_divide_factor = 1.0
+    if dtype is not None:
+        group._orig_dtype = group._reduce_dtype = dtype
+    state = group._training_state
+    try:
+        group.post_backward()
+        group.finalize_backward()
+        group.comm_ctx.reduce_scatter_states.clear()
+    finally:
+        group._training_state = state
+        for name, value in before.items():
+            setattr(group, name, value)
+
+
+def initialise(modules: list[Any]) -> None:
+    """What FSDP2 does at the first forward, for a rank that has not had one yet; outer modules come first."""
+    for module in modules:
+        module._get_fsdp_state()._lazy_init()
+
+
+class Gathers:
+    """Writes down in which order a pass gathers the units' parameters, so that it can be done without a pass.
+
+    `usual` is that of the last pass; until there was one, the units in the order of their definition, and back.
+    `surprised(number)` is called before a gather that is not the usual one.
+    """
+
+    def __init__(self, units: list[Any], surprised: Callable[[], None]) -> None:
+        self.units, self._surprised = units, surprised
+        self.usual: list[int] = []
+        self._now: list[int] | None = None  # of the pass that runs
+        for number, unit in enumerate(units):
+            if unit not in _notes:
+                _notes[unit] = []
+                unit.unshard = _noting(unit, type(unit).unshard)
+            _notes[unit].append((weakref.ref(self), number))
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self.end()
+        self._now = []
+
+    def end(self) -> None:
+        """No pass is running."""
+        self.usual, self._now = self._now or self.usual, None
+
+    def repeat(self) -> None:
+        """Take part in the gathers of a pass that other ranks run, and let go of the parameters at once."""
+        self.end()
+        for unit in self.units:
+            unit._to_sharded()  # one that was left unsharded would not gather
+        for number in self.usual or self._expected():
+            unit = self.units[number]
+            unit.unshard()
+            unit.wait_for_unshard()
+            unit._to_sharded()
+
+    def note(self, number: int) -> None:
+        """A unit is about to gather."""
+        if self._now is not None:
+            usual = self.usual or self._expected()
+            if len(self._now) >= len(usual) or usual[len(self._now)] != number:
+                self._surprised()
+            self._now.append(number)
+
+    def _expected(self) -> list[int]:
+        forward = list(range(len(self.units)))
+        return forward + [number for number in reversed(forward) if self.units[number]._reshard_after_forward]
+
+
+_notes: weakref.WeakKeyDictionary[Any, list[tuple[weakref.ref[Gathers], int]]] = weakref.WeakKeyDictionary()
+
+
+def _noting(unit: Any, unshard: Any) -> Any:
+    reference = weakref.ref(unit)  # the unit holds this
+
+    def noting(async_op: bool = False) -> None:
+        unit = reference()
+        if unit is None:
+            return
+        if unit._all_gather_result is None and not unit.is_unsharded:
+            for gathers, number in _notes[unit]:
+                alive = gathers()
+                if alive is not None:
+                    alive.note(number)
+        unshard(unit, async_op)
+
+    return noting

@@ -61,6 +61,9 @@ class Backpropagator:
         """One loss, the mean over `weight` items or their sum; a weight of 0 is booked, and nothing is run."""
         window, transaction = self.window, self.window.transaction
         if not weight or loss is None:
+            if window.ranks.lockstep and loss is not None and loss.requires_grad:
+                with self.exclusive, _separate_gradients(window.sources, {}):
+                    self._run(loss, 0.0)
             with window.lock:
                 window.add(0) if transaction is None else transaction.add(0)
         elif transaction is not None:

@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -69,6 +70,16 @@ class BackwardCounter:
     def end_micro_batch(self) -> None:
         """The next pass is a new micro-batch in any case."""
         self._retained = None
+
+    @contextlib.contextmanager
+    def owned(self) -> Iterator[None]:
+        """What this thread does inside is the owner's business (rule 4)."""
+        thread = threading.get_ident()
+        self.own.add(thread)
+        try:
+            yield
+        finally:
+            self.own.discard(thread)
 
     @property
     def found_dead(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gradfit.accumulate.counting import BackwardCounter
 from gradfit.accumulate.numbers import Number
 from gradfit.accumulate.scaling import gradient_norm
 
@@ -48,23 +49,19 @@ class Whole(Part):
     """The ranks that have brought anything."""
 
 
-class Source(Protocol):
-    """Something whose `.grad` autograd adds to: a parameter, or what stands for one while it is unsharded."""
-
-    grad: Tensor | None
-
-
 class Window(Protocol):
     """What the processes need to know about a window."""
 
     tensors: list[Tensor]
     enabled: bool
+    counter: BackwardCounter
 
 
 class Alone:
     """One process: its part is the whole, its gradients are the gradients."""
 
     size = 1
+    lockstep = False  # whether a forward here needs a backward here, for the others' sake
 
     def sources(self, tensors: list[Tensor]) -> Sequence[Any]:
         """Where each parameter's gradient adds up during a window."""
@@ -90,6 +87,9 @@ class Alone:
 
     def failed(self, error: BaseException) -> None:
         """An error goes to the caller, who may or may not come back: leave word for those who wait."""
+
+    def release(self) -> None:
+        """The window is over: flags that were changed for it are put back."""
 
     def close(self) -> None:
         """The window lets its tensors go."""

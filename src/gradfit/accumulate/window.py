@@ -72,6 +72,7 @@ class AccumulationContext:
         self.rescaled = False  # the scaler has another one by now
         self._marks: list[tuple[Tensor, weakref.ref[Tensor], int, int]] = []
         self.counter.end_micro_batch()
+        self.ranks.release()
 
     # -- what the seed calls it -----------------------------------------------------------------------------------
 

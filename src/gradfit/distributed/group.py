@@ -26,11 +26,11 @@ class Group:
         self.handle = group
         self.size, self.rank = group.size(), group.rank()
         self.device = private.default_device(group)
-        self._meetings = 0
+        self.meetings = 0
 
     def exchange(self, record: dict[str, Any]) -> list[dict[str, Any]]:
         """Everybody's record, in the order of the ranks."""
-        self._meetings += 1
+        self.meetings += 1
         if self.size == 1:
             return [record]
         text = json.dumps(record, separators=(",", ":")).encode()
@@ -71,7 +71,7 @@ class Group:
         failed = [f"rank {rank} raised {text}" for rank, text in said.items() if text]
         missing = [str(rank) for rank, text in said.items() if text is None]
         if not failed and missing:
-            failed = [f"rank {', '.join(missing)} did not come to the end of window {self._meetings} and left no word"]
+            failed = [f"rank {', '.join(missing)} did not come to the end of window {self.meetings} and left no word"]
         first = str(error).split("\n")[0]
         return RankFailed(
             f"{'; '.join(failed) or 'The processes lost each other'}. Rank {self.rank} waited for it: {first} "
@@ -84,13 +84,13 @@ class Group:
     def _write(self, text: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store may have died with its process
             store = private.default_store()
-            meeting = self._meetings + 1 if text else self._meetings
+            meeting = self.meetings + 1 if text else self.meetings
             store.set(self._key(self.rank, meeting), text)
 
     def _read(self, rank: int) -> str | None:
         with contextlib.suppress(RuntimeError):
             store = private.default_store()
-            key = self._key(rank, self._meetings)
+            key = self._key(rank, self.meetings)
             if store.check([key]):
                 store.set_timeout(datetime.timedelta(seconds=_PATIENCE_SECONDS))
                 text: str = store.get(key).decode()

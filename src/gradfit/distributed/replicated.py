@@ -6,6 +6,7 @@ parameters' `.grad` become views of it, so that nothing is copied back, and at m
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,9 +20,25 @@ from gradfit.distributed.sync import Together
 
 BUCKET_BYTES = 25 * 2**20  # as DDP's own
 
+# What each module's flags were before each accumulator that silences it, put back last one first.
+_silent: weakref.WeakKeyDictionary[torch.nn.Module, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
+
 
 class Replicated(Together):
-    """The processes of a DDP module."""
+    """The processes of a DDP module.
+
+    DDP reads its flags when a forward begins, so they are changed for the time of the forward alone: whoever looks at
+    them at any other moment sees what the user has set.
+    """
+
+    def before_forward(self, module: Any) -> None:
+        if self.filling:
+            _silent.setdefault(module, []).append(private.silence_ddp(module))
+
+    def after_forward(self, module: Any) -> None:
+        changed = _silent.get(module)
+        if changed:
+            private.restore_flags(module, changed.pop())
 
     def reduce(self, window: Any, whole: Whole, factor: float) -> float:
         for module in self.modules:

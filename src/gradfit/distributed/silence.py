@@ -1,42 +1,37 @@
-"""Modules that would communicate by themselves, found by their parameters and kept silent while a window fills.
+"""Modules that would communicate by themselves: found by their parameters, and heard when they begin a forward.
 
-DDP reads its flags when a forward begins, so they are changed for the time of the forward alone: whoever looks at them
-at any other moment sees what the user has set.
+An accumulator is given parameters, not the module around them, and a parameter does not know its module. So living
+modules are looked through, once; those found before are tried first.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from gradfit import _torch_distributed as private
-from gradfit.accumulate.ranks import Window
-from gradfit.distributed.group import Group
+from gradfit import _torch, _torch_distributed
 
 _known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-_listeners: weakref.WeakKeyDictionary[torch.nn.Module, Listener] = weakref.WeakKeyDictionary()
 
 
 def modules_of(kind: type, tensors: list[Tensor]) -> list[Any]:
-    """The living modules of that kind that hold any of these parameters.
-
-    An accumulator is given parameters, not the module around them, and a parameter does not know its module. Those
-    found before are tried first, since looking at all living objects takes some ten milliseconds.
-    """
-    wanted = {id(tensor) for tensor in tensors}
+    """The living modules of that kind that hold any of these parameters, outer ones first, alike on every rank."""
+    wanted = {id(tensor): position for position, tensor in enumerate(tensors)}
     found = _holding(list(_known), kind, wanted)
-    missing = wanted - {id(tensor) for module in found for tensor in module.parameters()}
-    if missing:
-        _known.update(private.live_modules((kind,)))
+    if wanted.keys() - {id(tensor) for module in found for tensor in module.parameters()}:
+        _known.update(_torch_distributed.live_modules((kind,)))
         found = _holding(list(_known), kind, wanted)
-    return found
+    inner = {id(one) for module in found for one in module.modules() if one is not module}
+    roots = [module for module in found if id(module) not in inner]
+    roots.sort(key=lambda module: min(wanted.get(id(tensor), len(wanted)) for tensor in module.parameters()))
+    return [module for root in roots for module in root.modules() if isinstance(module, kind)]
 
 
-def _holding(modules: list[torch.nn.Module], kind: type, wanted: set[int]) -> list[torch.nn.Module]:
+def _holding(modules: list[torch.nn.Module], kind: type, wanted: dict[int, int]) -> list[torch.nn.Module]:
     return [
         module
         for module in modules
@@ -44,51 +39,57 @@ def _holding(modules: list[torch.nn.Module], kind: type, wanted: set[int]) -> li
     ]
 
 
-class Listener:
-    """Two hooks on a module's forward: silence before it, the flags back after it, word left if it fails."""
+class Hearer(Protocol):
+    """Who wants to know about a module's forwards."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.groups: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
-        self._before: list[dict[str, Any]] = []
+    def before_forward(self, module: torch.nn.Module) -> None:
+        """A forward that will be differentiated begins."""
+
+    def after_forward(self, module: torch.nn.Module) -> None:
+        """It has ended, one way or the other."""
+
+    def failed(self, error: BaseException) -> None:
+        """It has failed."""
+
+
+class Ear:
+    """Hooks on modules' forwards that hold the hearer weakly and go with it; `inner` tells forwards inside forwards."""
+
+    def __init__(self, modules: list[torch.nn.Module], hearer: Hearer) -> None:
+        reference = weakref.ref(hearer)
+        depth: list[bool] = []  # one entry per forward that is running: was it heard?
+
+        def before(module: torch.nn.Module, _: Any) -> None:
+            alive = reference()
+            # Not in a forward that runs inside a backward: that one recomputes, and belongs to a forward before it.
+            heard = alive is not None and torch.is_grad_enabled() and _torch.graph_task_id() == -1
+            depth.append(heard)
+            if heard and alive is not None:
+                alive.before_forward(module)
+
+        def after(module: torch.nn.Module, *_: Any) -> None:
+            alive = reference()
+            if depth and depth.pop() and alive is not None:
+                error = sys.exc_info()[1]
+                if error is not None:
+                    alive.failed(error)
+                alive.after_forward(module)
+
         self._handles = [
-            module.register_forward_pre_hook(self._enter, prepend=True),
-            module.register_forward_hook(self._leave, always_call=True),
+            handle
+            for module in modules
+            for handle in (
+                module.register_forward_pre_hook(before, prepend=True),
+                module.register_forward_hook(after, always_call=True),
+            )
         ]
+        weakref.finalize(hearer, _remove_all, self._handles)
 
-    @property
-    def active(self) -> bool:
-        """Whether a window is filling from this module."""
-        return any(window.enabled for window in list(self.groups))
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _enter(self, module: torch.nn.Module, _: Any) -> None:
-        silent = self.active and torch.is_grad_enabled()
-        self._before.append(private.silence_ddp(module) if silent else {})
-
-    def _leave(self, module: torch.nn.Module, *_: Any) -> None:
-        if self._before:
-            private.restore_flags(module, self._before.pop())
-        error = sys.exc_info()[1]
-        if error is not None:
-            for group in list(self.groups.values()):
-                group.leave_word(error)
+    def close(self) -> None:
+        """Stop listening."""
+        _remove_all(self._handles)
 
 
-def listen(modules: list[torch.nn.Module], window: Window, group: Group | None) -> None:
-    """Begin to keep modules silent for a window; end it if there is no group."""
-    for module in modules:
-        listener = _listeners.get(module)
-        if listener is None:
-            if group is None:
-                continue
-            listener = _listeners[module] = Listener(module)
-        if group is not None:
-            listener.groups[window] = group
-        else:
-            listener.groups.pop(window, None)
-            if not listener.groups:
-                listener.remove()
-                del _listeners[module]
+def _remove_all(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()

@@ -17,7 +17,7 @@ from gradfit import _torch_distributed as private
 from gradfit.accumulate.numbers import Number
 from gradfit.accumulate.ranks import ALONE, Alone, Part, Whole, Window
 from gradfit.distributed.group import Group
-from gradfit.distributed.silence import listen, modules_of
+from gradfit.distributed.silence import Ear, modules_of
 from gradfit.errors import MisuseError, RankFailed
 
 
@@ -60,7 +60,7 @@ class Together(Alone):
     def __init__(self, modules: list[Any], group: Group, window: Window) -> None:
         self.modules, self.group, self.size = modules, group, group.size
         self._window = weakref.ref(window)  # which holds this
-        listen(modules, window, group)
+        self._ear = Ear(modules, self)
 
     def meet(self, part: Part) -> Whole:
         window = self._window()
@@ -73,9 +73,11 @@ class Together(Alone):
             "present": _pack(part.present, count),
             "sparse": _pack(part.sparse, count),
             "parameters": count,
+            **self.describe(),
         }
         records = self.group.exchange(record)
         self._check(records)
+        self.learn(records)
         active = [rank for rank, one in enumerate(records) if sum(one["counts"])]
         names = dict.fromkeys(name for one in records for name in one["weights"])
         flushing = [bool(one["flags"][0]) for one in records]
@@ -91,6 +93,13 @@ class Together(Alone):
             flushed=tuple(rank for rank, done in enumerate(flushing) if done),
             active=tuple(active),
         )
+
+    def describe(self) -> dict[str, Any]:
+        """What else the others should know."""
+        return {}
+
+    def learn(self, records: list[dict[str, Any]]) -> None:
+        """What the others have said."""
 
     def _check(self, records: list[dict[str, Any]]) -> None:
         broken = [rank for rank, one in enumerate(records) if one["flags"][1]]
@@ -121,9 +130,21 @@ class Together(Alone):
         self.group.leave_word(error)
 
     def close(self) -> None:
+        self.release()
+        self._ear.close()
+
+    @property
+    def filling(self) -> bool:
+        """Whether a forward now is one of a window."""
         window = self._window()
-        if window is not None:
-            listen(self.modules, window, None)
+        return window is not None and window.enabled
+
+    def before_forward(self, module: Any) -> None:
+        """Keep the module silent in this forward and its backward."""
+        raise NotImplementedError
+
+    def after_forward(self, module: Any) -> None:
+        """A forward has ended."""
 
 
 def _total(weights: list[Number]) -> Number:
