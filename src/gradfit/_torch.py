@@ -27,7 +27,8 @@ __all__ = ["DispatchMode", "FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
 _make_subclass = torch.Tensor._make_subclass
 _plain_tensor = torch.Tensor
 
-storage_key = torch._C._storage_address  # the address of a tensor's StorageImpl: views share it
+storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+# the address of a tensor's StorageImpl: views share it
 graph_task_id = torch._C._current_graph_task_id  # -1 outside of a backward pass
 
 

@@ -78,7 +78,11 @@ def vit() -> Case:
     )  # fmt: skip
     model = hf.ViTForImageClassification(config)
     images = floats(2, 3, 16, 16)
-    return model, lambda m: _head(m(_cast(m, images)).logits), list(model.vit.encoder.layer if hasattr(model.vit, "encoder") else model.vit.layers)  # noqa: E501
+    return (
+        model,
+        lambda m: _head(m(_cast(m, images)).logits),
+        list(model.vit.encoder.layer if hasattr(model.vit, "encoder") else model.vit.layers),
+    )  # noqa: E501
 
 
 def swin() -> Case:

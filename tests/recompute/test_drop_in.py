@@ -235,7 +235,9 @@ def test_gradient_checkpointing_enable_of_transformers(name: str) -> None:
             loss = loss_of(model)
             loss.backward()
         assert bool(calls) is patched
-        results.append([loss.detach(), torch.get_rng_state(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        results.append(
+            [loss.detach(), torch.get_rng_state(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        )
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 

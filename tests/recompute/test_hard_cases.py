@@ -329,7 +329,8 @@ def test_a_custom_operator_written_in_python_runs_once() -> None:
         return x * torch.rand(())
 
     noisy.register_autograd(
-        lambda ctx, grad: grad * ctx.saved_tensors[0], setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output)
+        lambda ctx, grad: grad * ctx.saved_tensors[0],
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
     )
 
     def program(scope: Any) -> list[torch.Tensor]:
@@ -497,7 +498,9 @@ class Scaled(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor) -> Scaled:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad
+        )
 
     def __init__(self, inner: torch.Tensor) -> None:
         self.inner = inner

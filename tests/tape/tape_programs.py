@@ -80,7 +80,13 @@ _define("diagonal", lambda a, b, c: a + a.diagonal().sum())
 _define("unfold", lambda a, b, c: torch.cat([a, b]).flatten().unfold(0, COLUMNS, 2)[:ROWS])
 _define("narrow", lambda a, b, c: torch.stack([a, b]).select(0, c % 2))
 _define("view_of_leaf_or_not", lambda a, b, c: a.view_as(a))
-_define("int_bits", lambda a, b, c: (a * 1).detach().view(torch.int32 if a.dtype == torch.float32 else torch.int64).bitwise_and(-256).view(a.dtype) * b)  # noqa: E501
+_define(
+    "int_bits",
+    lambda a, b, c: (
+        (a * 1).detach().view(torch.int32 if a.dtype == torch.float32 else torch.int64).bitwise_and(-256).view(a.dtype)
+        * b
+    ),
+)  # noqa: E501
 _define("complex", lambda a, b, c: torch.view_as_real(torch.complex(a, b) * torch.complex(b, a))[..., c % 2])
 _define("conj", lambda a, b, c: (torch.complex(a, b).conj() * torch.complex(a, a)).imag)
 _define("conj_matmul", lambda a, b, c: (torch.complex(a, b).conj() @ torch.complex(a, b).t()).real.tanh() @ a)
@@ -96,7 +102,10 @@ _define("topk", lambda a, b, c: a.topk(COLUMNS, 1)[0] + a.topk(2, 1).values.sum(
 _define("max", lambda a, b, c: a * a.max(1, keepdim=True)[0])
 _define("sort", lambda a, b, c: a.sort(1).values)
 _define("median", lambda a, b, c: a - a.median(0).values)
-_define("var_mean", lambda a, b, c: (a - torch.var_mean(a, 1, keepdim=True)[1]) / (1 + torch.var_mean(a, 1, keepdim=True)[0]))  # noqa: E501
+_define(
+    "var_mean",
+    lambda a, b, c: (a - torch.var_mean(a, 1, keepdim=True)[1]) / (1 + torch.var_mean(a, 1, keepdim=True)[0]),
+)  # noqa: E501
 _define("qr", lambda a, b, c: torch.linalg.qr(a.t() @ a + 3 * torch.eye(COLUMNS, dtype=a.dtype))[0][:ROWS])
 _define("max_pool", lambda a, b, c: F.max_pool1d(a[None], 3, 1, 1)[0])
 _define("group_norm", lambda a, b, c: F.group_norm(a[None], 2)[0])

@@ -17,7 +17,9 @@ from gradfit.tape.graph import Segment
 from gradfit.tape.record import DROP, HOLD, KEEP, Recorder
 
 numbers = st.integers(0, 30)
-instructions = st.tuples(st.one_of(st.sampled_from(NAMES), st.sampled_from(NAMES + list(CONTROL))), numbers, numbers, numbers)
+instructions = st.tuples(
+    st.one_of(st.sampled_from(NAMES), st.sampled_from(NAMES + list(CONTROL))), numbers, numbers, numbers
+)
 programs = st.lists(instructions, min_size=2, max_size=24)
 Choice = tuple[str, int]
 choices = st.tuples(st.sampled_from(["scopes", "one scope", "keep", "policy", "hold"]), st.integers(0, 10_000))
@@ -116,7 +118,14 @@ def test_many_random_programs(program: list[Instruction], dtype: torch.dtype, ch
 @pytest.mark.parametrize("kind", ["one scope", "hold"])
 def test_every_operation_alone(name: str, kind: str) -> None:
     """Each operation between others that save it, so that none is left to chance."""
-    program = [("sin", 3, 0, 1), (name, 4, 1, 1), ("sin", 5, 0, 1), ("mul", 6, 5, 1), (name, 7, 6, 2), ("tanh", 8, 0, 1)]
+    program = [
+        ("sin", 3, 0, 1),
+        (name, 4, 1, 1),
+        ("sin", 5, 0, 1),
+        ("mul", 6, 5, 1),
+        (name, 7, 6, 2),
+        ("tanh", 8, 0, 1),
+    ]
     check(program, torch.float64, (kind, 0), forget=False)
 
 

@@ -102,7 +102,8 @@ def chunked(fn: Callable[[Any], T], batch: Any, size: int) -> T:
     for number, chunk in enumerate(split_batch(batch, size)):
         with CheckpointScope(f"chunk {number}"):
             outputs.append(fn(chunk))
-    return join_chunks(outputs, total)
+    joined: T = join_chunks(outputs, total)
+    return joined
 
 
 def mark_checkpoint(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,12 +120,12 @@ def mark_checkpoint(tensor: torch.Tensor) -> torch.Tensor:
     recorder = current_recorder()
     if recorder is None:
         raise MisuseError(
-            "mark_checkpoint() was called outside of an enabled CheckpointScope, where every activation is kept anyway. "
+            "mark_checkpoint() was called outside of an enabled CheckpointScope, where everything is kept anyway. "
             "Call it inside `with CheckpointScope(...):`."
         )
     recorder.keep(tensor)
-    storage = tensor.untyped_storage()
-    _marked[storage_key(tensor)] = weakref.ref(storage, lambda _, key=storage_key(tensor): _marked.pop(key, None))
+    key = storage_key(tensor)
+    _marked[key] = weakref.ref(tensor.untyped_storage(), lambda _: _marked.pop(key, None))
     return tensor
 
 

@@ -50,7 +50,9 @@ class CheckpointNode:
         return node
 
     def __repr__(self) -> str:
-        return f"<CheckpointNode {self.operation}, {len(self.children)} children{', kept' if self.is_checkpoint else ''}>"
+        return (
+            f"<CheckpointNode {self.operation}, {len(self.children)} children{', kept' if self.is_checkpoint else ''}>"
+        )
 
     @property
     def output(self) -> torch.Tensor | None:

@@ -137,8 +137,8 @@ class CheckpointScope:
                 _leave(None, None, None)
             _leave(None, None, None)
             raise MisuseError(
-                f"CheckpointScope({self.name!r}) is left while {inner!r}, entered after it, is still open; both are closed "
-                "now. Leave scopes in the reverse order of entering them: use nested `with` blocks."
+                f"CheckpointScope({self.name!r}) is left while {inner!r}, entered after it, is still open; both are "
+                "closed now. Leave scopes in the reverse order of entering them: use nested `with` blocks."
             )
         elif any(scope is self for scope in _frames.torn):
             _frames.torn = [scope for scope in _frames.torn if scope is not self]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-Geometry = tuple[torch.Size, tuple[int, ...], int, torch.dtype]
+Geometry = tuple[torch.Size, tuple[int, ...], Any, torch.dtype]
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
@@ -40,7 +40,7 @@ class Segment:
 
     def __init__(self, parent: Segment | None, scope: Any = None) -> None:
         self.parent = parent
-        self.depth = 0 if parent is None else parent.depth + 1
+        self.depth: int = 0 if parent is None else parent.depth + 1
         self.scope = scope
 
     def encloses(self, other: Segment) -> bool:
@@ -80,7 +80,9 @@ class Value:
     tensor: torch.Tensor | None = None
     version = -1  # the version counter of `tensor` when it was kept; -1: it is private to the tape
     seen = -1  # the version counter when the storage last passed by; -1: not known
-    natural: Callable[[], torch.Tensor | None] = staticmethod(nothing)  # the tensor that the forward saw, while it lives
+    natural: Callable[[], torch.Tensor | None] = staticmethod(
+        nothing
+    )  # the tensor that the forward saw, while it lives
     gone: Any = None  # watches the storage, so that its address can be used again
     fragile: str | None = None  # no recorded operation has filled it: somebody unseen may
     users: Sequence[weakref.ref[Operation]] = ()  # not kept for roots, which nobody has to make again

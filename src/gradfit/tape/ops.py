@@ -43,9 +43,7 @@ class OpInfo:
 
 
 # Bringing back a value that was moved out.
-LOAD = OpInfo(
-    view=False, writes=(), reads_written=False, random=False, fragile=None, scratch=(), recordable=True
-)
+LOAD = OpInfo(view=False, writes=(), reads_written=False, random=False, fragile=None, scratch=(), recordable=True)
 
 # These overwrite all of `self` without reading it.
 _FILLS = {
@@ -70,7 +68,17 @@ _GRAD_MODE = {"mkldnn_rnn_layer"}
 # Gives back its argument's storage though the schema says that it is new.
 _UNDECLARED_VIEWS = {"_unsafe_view"}
 # torch's own operators. Others may be written in Python, which runs once: their results are kept.
-_REPLAYABLE = {"aten", "prims", "quantized", "mkldnn", "mkldnn_prepacked", "mkl", "inductor", "torchvision", "torchaudio"}
+_REPLAYABLE = {
+    "aten",
+    "prims",
+    "quantized",
+    "mkldnn",
+    "mkldnn_prepacked",
+    "mkl",
+    "inductor",
+    "torchvision",
+    "torchaudio",
+}
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 
 _known: dict[int, OpInfo] = {}
@@ -129,7 +137,11 @@ def _describe(op: Any) -> OpInfo:
         dropout=names.index("dropout_p") if "dropout_p" in names else None,
         dtype=makes_from_nothing,
         grad_mode=name in _GRAD_MODE,
-        writes_self=aten and writes == [0] and recordable and len(schema.returns) == 1 and name.endswith("_")
+        writes_self=aten
+        and writes == [0]
+        and recordable
+        and len(schema.returns) == 1
+        and name.endswith("_")
         and "List" not in str(schema.arguments[0].type),
         writes_lists=any(
             argument.alias_info is not None and argument.alias_info.is_write and "List" in str(argument.type)

@@ -18,26 +18,24 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
-from gradfit._torch import DispatchMode, base_of, detached, detached_in_dispatch, graph_task_id, storage_key
+from gradfit._torch import DispatchMode, base_of, detached, graph_task_id, storage_key
 from gradfit.errors import ActivationOverwritten, UnsupportedOp
 from gradfit.tape import replay, rng
 from gradfit.tape.graph import Handle, Leaf, Operation, Segment, Slice, Tape, Value, geometry_of, nothing, shaped
-from gradfit.tape.ops import CONSTANT, LOAD, OpInfo, info_of
+from gradfit.tape.known import NO_KWARGS, UNCOUNTED, Known, save_before_write, version_of
+from gradfit.tape.ops import LOAD, OpInfo, info_of
 from gradfit.tape.storage import (
     Untrackable,
     Watcher,
-    copy_storage,
     fills_storage,
     flatten,
     fresh_results,
-    holds_only,
     key_of,
-    parts_of,
     place_of,
     written_tensors,
 )
@@ -51,13 +49,11 @@ __all__ = [
 DROP, KEEP, HOLD, OFFLOAD = 0, 1, 2, 3
 
 _counter = itertools.count()
-_NO_KWARGS: dict[str, Any] = {}
 _Fresh = list[tuple[int, torch.Tensor, int]]
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
 _ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _reference_to = weakref.ref
-_UNCOUNTED = -2  # the version of a tensor made under inference mode
 
 
 class Policy(Protocol):
@@ -66,29 +62,26 @@ class Policy(Protocol):
     def choose(self, func: Any, results: list[torch.Tensor]) -> list[int] | None:
         """One of DROP, KEEP, HOLD and OFFLOAD for each result; None drops all."""
 
+
+class OffloadingPolicy(Policy, Protocol):
+    """One that also says OFFLOAD."""
+
     def offload(self, tensor: torch.Tensor) -> Any:
-        """Move a result out; returns the function that brings it back. Called where `choose` said OFFLOAD."""
+        """Move a result out; returns the function that brings it back."""
 
 
-class Recorder(DispatchMode):
+class Recorder(Known, DispatchMode):
     """A dispatch mode plus saved-tensor hooks. Enter it around the code to record; `segment` is where it is."""
 
     def __init__(self, segment: Segment, policy: Policy | None = None) -> None:
-        super().__init__()
+        DispatchMode.__init__(self)
+        Known.__init__(self)
         self.segment = segment
         self.policy = policy
         self.planned = False  # segments come from a plan and are not to be widened
         self.watching: Any = None  # called with every operation that is recorded
         self.tape = Tape(threading.RLock())
-        self._made: dict[int, Value] = {}  # by storage: the newest version, made by a recorded operation
         self._kept: set[int] = set()  # storages that autograd has, for the statistics
-        self._roots: dict[int, weakref.ref[Value]] = {}  # by storage
-        made = self._made
-
-        def forget(watcher: Any) -> None:  # must not hold the recorder: the storages would
-            made.pop(watcher.key, None)
-
-        self._forget = forget
         self._hooks: saved_tensors_hooks | None = None
 
     def __enter__(self) -> Any:
@@ -114,7 +107,7 @@ class Recorder(DispatchMode):
         if info.view:  # rule 2
             return info.call(*args, **kwargs) if kwargs else info.call(*args)
         if kwargs is None:
-            kwargs = _NO_KWARGS
+            kwargs = NO_KWARGS
         if graph_task_id() != -1:  # rule 6
             if info.writes:
                 targets = written_tensors(info, args, kwargs)
@@ -159,7 +152,7 @@ class Recorder(DispatchMode):
                     value = made.get(storage_key(argument))
                     if (
                         value is not None
-                        and value.natural() is argument
+                        and argument is value.natural()
                         and value.seen == argument._version
                         and value.fragile is None
                     ):
@@ -174,7 +167,7 @@ class Recorder(DispatchMode):
                     template.append(argument)
                 else:
                     template.append(self._template((argument,), inputs)[0])
-            named = self._template_kwargs(kwargs, inputs) if kwargs else _NO_KWARGS
+            named = self._template_kwargs(kwargs, inputs) if kwargs else NO_KWARGS
             for position, tensor in enumerate((out,) if type(out) is _Tensor else flatten((out,))):
                 if type(tensor) is _Tensor:
                     key = storage_key(tensor)
@@ -238,8 +231,9 @@ class Recorder(DispatchMode):
             value = self._new(op, tensor, key, position, choice)
             if op.info.fragile is not None:
                 value.fragile = op.info.fragile
-            if choice == OFFLOAD and self.policy is not None and fills_storage(tensor):
-                value.op = Operation(op.index, self.policy.offload(tensor), LOAD, [], _NO_KWARGS, [])
+            if choice == OFFLOAD and fills_storage(tensor):
+                load = cast(OffloadingPolicy, self.policy).offload(tensor)
+                value.op = Operation(op.index, load, LOAD, [], NO_KWARGS, [])
                 value.op.outputs.append(weakref.ref(value))
                 value.position = 0
                 op.outputs.append(None)
@@ -251,7 +245,7 @@ class Recorder(DispatchMode):
         value.op = op
         value.position = position
         if tensor.is_inference():
-            value.seen = _UNCOUNTED
+            value.seen = UNCOUNTED
         else:
             value.seen = tensor._version
             value.natural = _reference_to(tensor)
@@ -278,89 +272,11 @@ class Recorder(DispatchMode):
         if self.watching is not None:
             self.watching(op)
 
-    # ------------------------------------------------------------------------------------------ arguments
-
-    def _template(self, args: Any, inputs: list[Value]) -> list[Any]:
-        template: list[Any] = []
-        for argument in args:
-            if isinstance(argument, _Tensor):
-                template.append(self._reference(argument, inputs))
-            elif isinstance(argument, list | tuple):
-                template.append(self._template(argument, inputs))
-            else:
-                template.append(argument)
-        return template
-
-    def _template_kwargs(self, kwargs: Any, inputs: list[Value]) -> dict[str, Any]:
-        if not kwargs:
-            return _NO_KWARGS
-        names = list(kwargs)
-        return dict(zip(names, self._template(kwargs.values(), inputs), strict=True))
-
-    def _reference(self, tensor: torch.Tensor, inputs: list[Value]) -> Any:
-        key = key_of(tensor)
-        value = self._present(key, tensor)
-        if value is None:  # rule 3
-            base = base_of(tensor)
-            owner = tensor if base is None else base
-            if owner.requires_grad and owner.is_leaf:
-                return Leaf(owner, tensor._version, key, None if owner is tensor else place_of(tensor))
-            value = Value(key, None, self.segment)
-            self._hold(value, tensor)
-        elif value.fragile is not None:
-            self._settle(value, tensor)
-        if value not in inputs:
-            inputs.append(value)
-        if value.natural() is tensor:
-            return value
-        geometry = place_of(tensor)
-        return value if geometry == value.geometry else Slice(value, geometry)
-
-    def _present(self, key: int, tensor: torch.Tensor) -> Value | None:
-        """What the tape knows to be in a tensor's storage now; None if it does not know."""
-        value = self._made.get(key)
-        if value is None:
-            value = self._root(key)
-            if value is None:
-                return None
-        version = _version(tensor)
-        if value.seen != version:
-            if value.seen != -1:  # rule 5: somebody wrote to it unseen
-                self._made.pop(key, None)
-                self._roots.pop(key, None)
-                value.gone = None
-                return None
-            value.seen = version
-        return value
-
-    def _root(self, key: int) -> Value | None:
-        reference = self._roots.get(key)
-        return None if reference is None else reference()
-
-    def _settle(self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch) -> None:
-        """Rule 5: somebody reads memory that no recorded operation wrote; what is in it now is all there is."""
-        fragile, value.fragile = value.fragile, None
-        if fragile == CONSTANT and tensor.device.type == "cpu" and holds_only(tensor, _constant_of(value.op)):
-            return
-        self._made.pop(value.key, None)
-        value.gone = None
-        value.op = None
-        value.geometry = None
-        self._hold(value, tensor, alias)
-
-    def _hold(self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch) -> None:
-        place_of(tensor)  # or it is not what lies in its storage
-        # Not the tensor itself: it may have, or get, a graph that holds the tape.
-        value.tensor = alias(tensor)
-        value.natural = _reference_to(tensor)
-        value.version = value.seen = _version(tensor)
-        self._roots[value.key] = weakref.ref(value)
-
     # ------------------------------------------------------------------------------------------ writes
 
     def _write_self(self, func: Any, info: OpInfo, args: Any, kwargs: Any, state: Any) -> Any:
         """`_write` for what nearly all writes are: a method on the very tensor that an operation has returned."""
-        target = args[0]
+        target: torch.Tensor = args[0]
         old = None if target.is_inference() else self._made.get(storage_key(target))
         if (
             old is None
@@ -378,7 +294,7 @@ class Recorder(DispatchMode):
         except Untrackable:  # rule 5
             pass
         if old.tensor is not None:
-            _save_before_write(old)
+            save_before_write(old)
         out = info.call(*args, **kwargs)
         choices = None if self.policy is None else self.policy.choose(func, [target])
         key, watcher, natural = old.key, old.gone, old.natural
@@ -421,7 +337,7 @@ class Recorder(DispatchMode):
             op = self._open(func, info, args, kwargs)
         for old in olds:
             if old is not None:
-                _save_before_write(old)
+                save_before_write(old)
         out = info.call(*args, **kwargs)
         if info.writes_lists:
             increment_version(targets)  # torch does not, under a dispatch mode
@@ -446,21 +362,6 @@ class Recorder(DispatchMode):
         self._adopt(op, fresh, None)
         self._register(op)
         return out
-
-    def _lose(self, tensors: Any) -> None:
-        """Somebody is about to write to these without being recorded: they will be roots."""
-        for tensor in tensors:
-            try:
-                key = key_of(tensor)
-            except Untrackable:  # a wrapper: what it wraps will be written to
-                self._lose(parts_of(tensor))
-                continue
-            value = self._made.pop(key, None) or self._root(key)
-            if value is not None:
-                _save_before_write(value)
-                value.gone = None
-                value.natural = nothing
-            self._roots.pop(key, None)
 
     # ------------------------------------------------------------------------------------------ saved tensors
 
@@ -499,7 +400,7 @@ class Recorder(DispatchMode):
         if base is not None and base.is_leaf and base.requires_grad:
             return (tensor, tensor._version)  # a parameter's view is no activation
         self._note_kept(tensor)
-        return (detached(tensor), _version(tensor))
+        return (detached(tensor), version_of(tensor))
 
     def _first_pack(self, value: Value, tensor: torch.Tensor, natural: torch.Tensor | None) -> None:
         if value.evictable and (natural is not None or tensor.dtype is value.geometry[3]):
@@ -550,38 +451,13 @@ def _refuse_views(func: Any, targets: list[torch.Tensor]) -> None:
     """torch forgets the history of a view that a `_foreach` operation writes to under any dispatch mode."""
     if torch.is_grad_enabled() and any(t.requires_grad and base_of(t) is not None for t in targets):
         raise UnsupportedOp(
-            f"{func} writes to a view of a tensor that requires a gradient, and torch loses that gradient inside a scope. "
-            "Call the operation on each tensor, or on copies."
+            f"{func} writes to a view of a tensor that requires a gradient, and torch loses that gradient inside a "
+            "scope. Call the operation on each tensor, or on copies."
         )
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return _UNCOUNTED if tensor.is_inference() else tensor._version
 
 
 def _all_tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
     return [leaf for leaf in flatten((args, tuple(kwargs.values()))) if isinstance(leaf, _Tensor)]
-
-
-def _constant_of(op: Operation | None) -> Any:
-    """The number that a constant tensor was filled with."""
-    if op is None:
-        return None
-    name = op.func.__name__
-    if "full" not in name:
-        return 1 if "ones" in name else 0
-    return op.kwargs["fill_value"] if "fill_value" in op.kwargs else op.args[2 if name.startswith("new_full") else 1]
-
-
-def _save_before_write(old: Value) -> None:
-    """Rule 4: an old version that is held by reference is about to be lost."""
-    if old.tensor is None:
-        return
-    if old.op is not None:
-        old.tensor = None  # it can be rebuilt
-    elif old.version != -1:
-        old.tensor = copy_storage(old.tensor, old.geometry)
-        old.version = -1
 
 
 def _in_training(args: Any) -> bool:
@@ -594,6 +470,6 @@ def _replace_running_statistics(op: Operation) -> None:
         reference = op.args[position]
         if reference is not None:
             value = reference.value if isinstance(reference, Slice) else reference
-            op.args[position] = replay.Scratch(reference.geometry or geometry_of(value.tensor))
+            op.args[position] = replay.Scratch(reference.geometry or place_of(cast(torch.Tensor, value.tensor)))
             if value in op.inputs:
                 op.inputs.remove(value)

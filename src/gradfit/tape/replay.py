@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -269,8 +268,8 @@ def _run(
             if geometry_of(result) != value.geometry:
                 raise UnsupportedOp(
                     f"{op.name} gave {tuple(result.shape)} {result.dtype} in the forward pass's place of "
-                    f"{tuple(value.geometry[0])} {value.geometry[3]}: a setting (the default dtype, a backend's flags) has "
-                    "changed since. Call backward() under the settings of the forward pass."
+                    f"{tuple(value.geometry[0])} {value.geometry[3]}: a setting (the default dtype, a backend's flags) "
+                    "has changed since. Call backward() under the settings of the forward pass."
                 )
             made[value] = result
         if value in retained:

@@ -20,7 +20,7 @@ def draws(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     if info.dropout is None:
         return True
     probability = args[info.dropout] if info.dropout < len(args) else kwargs.get("dropout_p", 0.0)
-    return probability != 0.0
+    return bool(probability != 0.0)
 
 
 def capture(args: Sequence[Any], kwargs: Mapping[str, Any]) -> State:

@@ -13,6 +13,7 @@ from gradfit.tape.graph import Geometry, geometry_of, shaped
 from gradfit.tape.ops import OpInfo
 
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})  # a fake one has a storage too
+_PART = 1 << 20
 _default_dispatch = torch.Tensor.__torch_dispatch__
 
 
@@ -68,7 +69,7 @@ def holds_only(tensor: torch.Tensor, number: Any) -> bool:
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     with unseen_by_modes():  # looking is not an operation of the forward, and must not count as its memory
         flat = tensor.detach().as_strided((count,), (1,), 0)
-        return all(bool((part == number).all()) for part in flat.split(1 << 20))
+        return all(bool((flat[at : at + _PART] == number).all()) for at in range(0, count, _PART))
 
 
 def fills_storage(tensor: torch.Tensor) -> bool:

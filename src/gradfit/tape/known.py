@@ -1,0 +1,152 @@
+"""What lies in each storage now, as far as the tape knows: the recorder's table, and how arguments refer to it.
+
+The rules that are cited are those of `record.py`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from gradfit._torch import base_of, detached_in_dispatch
+from gradfit.tape.graph import Leaf, Operation, Segment, Slice, Value, nothing
+from gradfit.tape.ops import CONSTANT
+from gradfit.tape.storage import Untrackable, copy_storage, holds_only, key_of, parts_of, place_of
+
+NO_KWARGS: dict[str, Any] = {}
+UNCOUNTED = -2  # the version of a tensor made under inference mode
+_Tensor = torch.Tensor
+
+
+class Known:
+    """The newest version of every storage that is alive, by the storage's address."""
+
+    segment: Segment
+
+    def __init__(self) -> None:
+        self._made: dict[int, Value] = {}  # made by a recorded operation
+        self._roots: dict[int, weakref.ref[Value]] = {}  # made by somebody else, and read
+        made = self._made
+
+        def forget(watcher: Any) -> None:  # must not hold the recorder: the storages would
+            made.pop(watcher.key, None)
+
+        self._forget = forget
+
+    def _template(self, args: Any, inputs: list[Value]) -> list[Any]:
+        template: list[Any] = []
+        for argument in args:
+            if isinstance(argument, _Tensor):
+                template.append(self._reference(argument, inputs))
+            elif isinstance(argument, list | tuple):
+                template.append(self._template(argument, inputs))
+            else:
+                template.append(argument)
+        return template
+
+    def _template_kwargs(self, kwargs: Any, inputs: list[Value]) -> dict[str, Any]:
+        if not kwargs:
+            return NO_KWARGS
+        names = list(kwargs)
+        return dict(zip(names, self._template(kwargs.values(), inputs), strict=True))
+
+    def _reference(self, tensor: torch.Tensor, inputs: list[Value]) -> Any:
+        key = key_of(tensor)
+        value = self._present(key, tensor)
+        if value is None:  # rule 3
+            base = base_of(tensor)
+            owner = tensor if base is None else base
+            if owner.requires_grad and owner.is_leaf:
+                return Leaf(owner, tensor._version, key, None if owner is tensor else place_of(tensor))
+            value = Value(key, None, self.segment)
+            self._hold(value, tensor)
+        elif value.fragile is not None:
+            self._settle(value, tensor)
+        if value not in inputs:
+            inputs.append(value)
+        if value.natural() is tensor:
+            return value
+        geometry = place_of(tensor)
+        return value if geometry == value.geometry else Slice(value, geometry)
+
+    def _present(self, key: int, tensor: torch.Tensor) -> Value | None:
+        """What the tape knows to be in a tensor's storage now; None if it does not know."""
+        value = self._made.get(key)
+        if value is None:
+            value = self._root(key)
+            if value is None:
+                return None
+        version = version_of(tensor)
+        if value.seen != version:
+            if value.seen != -1:  # rule 5: somebody wrote to it unseen
+                self._made.pop(key, None)
+                self._roots.pop(key, None)
+                value.gone = None
+                return None
+            value.seen = version
+        return value
+
+    def _root(self, key: int) -> Value | None:
+        reference = self._roots.get(key)
+        return None if reference is None else reference()
+
+    def _settle(self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch) -> None:
+        """Rule 5: somebody reads memory that no recorded operation wrote; what is in it now is all there is."""
+        fragile, value.fragile = value.fragile, None
+        if fragile == CONSTANT and tensor.device.type == "cpu" and holds_only(tensor, _constant_of(value.op)):
+            return
+        self._made.pop(value.key, None)
+        value.gone = None
+        value.op = None
+        value.geometry = None
+        self._hold(value, tensor, alias)
+
+    def _hold(self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch) -> None:
+        place_of(tensor)  # or it is not what lies in its storage
+        # Not the tensor itself: it may have, or get, a graph that holds the tape.
+        value.tensor = alias(tensor)
+        value.natural = weakref.ref(tensor)
+        value.version = value.seen = version_of(tensor)
+        self._roots[value.key] = weakref.ref(value)
+
+    def _lose(self, tensors: Any) -> None:
+        """Somebody is about to write to these without being recorded: they will be roots."""
+        for tensor in tensors:
+            try:
+                key = key_of(tensor)
+            except Untrackable:  # a wrapper: what it wraps will be written to
+                self._lose(parts_of(tensor))
+                continue
+            value = self._made.pop(key, None) or self._root(key)
+            if value is not None:
+                save_before_write(value)
+                value.gone = None
+                value.natural = nothing
+            self._roots.pop(key, None)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    return UNCOUNTED if tensor.is_inference() else tensor._version
+
+
+def _constant_of(op: Operation | None) -> Any:
+    """The number that a constant tensor was filled with."""
+    if op is None:
+        return None
+    name = op.func.__name__
+    if "full" not in name:
+        return 1 if "ones" in name else 0
+    return op.kwargs["fill_value"] if "fill_value" in op.kwargs else op.args[2 if name.startswith("new_full") else 1]
+
+
+def save_before_write(old: Value) -> None:
+    """Rule 4: an old version that is held by reference is about to be lost."""
+    if old.tensor is None:
+        return
+    if old.op is not None:
+        old.tensor = None  # it can be rebuilt
+    elif old.version != -1:
+        old.tensor = copy_storage(old.tensor, old.geometry)
+        old.version = -1
