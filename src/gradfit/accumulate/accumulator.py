@@ -208,12 +208,17 @@ class GradientAccumulator:
             raise MisuseError(f"reduction={reduction!r} is not known. Pass reduction='mean' or 'sum'.")
         number = weight if type(weight) is int and weight > 0 else read_weight(weight)
         loss = check_loss(loss) if number else loss
-        if not self.enabled:
+        window, passes = self.window, self._passes
+        if not window.enabled:
             _plain_backward(self.scaler, loss)
-            return
-        with self._passes.guard:
-            self._begin()
-            self._passes.backward(loss, number, reduction)
+        elif passes.can_take_back:
+            with passes.exclusive:  # no pass may run beside one whose gradients are apart
+                self._begin()
+                passes.backward(loss, number, reduction)
+        else:
+            if window.final or window.broken or not (window.open or window.closed):
+                self._begin()
+            passes.backward(loss, number, reduction)
 
     def _begin(self) -> None:
         window = self.window
@@ -273,9 +278,10 @@ class GradientAccumulator:
             if window.end_micro_batch():
                 self._follow_optimizer()
                 return self._update.finish()
-            self._require_parameters()
-            steps, skipped = window.accumulation_steps, window.skipped
-            return StepResult(False, "accumulating", None, window.weight, steps - skipped, skipped)
+            if not window.tensors:
+                self._require_parameters()
+            skipped = window.skipped
+            return StepResult(False, "accumulating", None, window.weight, window.closed - skipped, skipped)
 
     def flush(self) -> StepResult:
         """Update with what there is: the partial last window, divided by what it really holds.

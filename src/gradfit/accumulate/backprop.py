@@ -6,7 +6,6 @@ import contextlib
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,16 +34,10 @@ class Backpropagator:
     ) -> None:
         self.window, self.scaler, self.dtype, self.isolate = window, scaler, dtype, isolate
         self.skip_nonfinite = skip_nonfinite or scaler is not None
+        self.can_take_back = isolate or dtype is not None
         self.exclusive = threading.RLock()  # held while `.grad` is not the window's sums
-        # Passes run side by side, but not beside one whose gradients are apart.
-        self.guard: AbstractContextManager[Any] = self.exclusive if self.can_take_back else contextlib.nullcontext()
         self.narrow = False
         self._seeds: dict[tuple[float, torch.dtype, torch.device, torch.Size], Tensor] = {}
-
-    @property
-    def can_take_back(self) -> bool:
-        """Whether micro-batches may be held apart from the sums."""
-        return self.isolate or self.dtype is not None
 
     def begin_window(self) -> None:
         """See whether a parameter's type is too narrow for the factors: narrower than the sums, or float16."""
@@ -72,13 +65,17 @@ class Backpropagator:
         elif self.isolate:
             self._backward_apart(loss, weight, reduction)
         else:
-            with window.lock:
-                divisor = window.divisor_for(weight, narrow=loss.dtype in _NARROW or self.narrow)
-            factor = (weight if reduction == "mean" else 1) / divisor * self._rescale()
-            if self.dtype is not None and math.frexp(factor)[0] != 0.5 and self.narrow:
-                # Only a power of two passes through a narrow type unrounded: multiply the others in at the sums.
-                self._backward_apart(loss, weight, reduction)
-                return
+            divisor = window.main.divisor
+            if divisor is None:
+                with window.lock:
+                    divisor = window.divisor_for(weight, narrow=loss.dtype in _NARROW or self.narrow)
+            factor = (weight if reduction == "mean" else 1) / divisor
+            if self.can_take_back:
+                factor *= self._rescale()
+                if self.narrow and math.frexp(factor)[0] != 0.5:
+                    # Only a power of two passes through a narrow type unrounded: multiply the others in at the sums.
+                    self._backward_apart(loss, weight, reduction)
+                    return
             self._run(loss, factor)
             with window.lock:
                 window.add(weight)

@@ -41,12 +41,12 @@ class BackwardCounter:
     def __init__(self, on_backward: Callable[[bool], None], on_failure: Callable[[], None]) -> None:
         self._on_backward, self._on_failure = on_backward, on_failure
         self.own: set[int] = set()  # threads that run a pass of the owner's, which puts them here
-        self._open: dict[int, int] = {}  # pass → thread, for plain passes that have begun and not ended
+        self.passes: dict[int, int] = {}  # pass → thread, for plain passes that have begun and not ended
         self._lock = threading.Lock()
         self._retained: weakref.ref[object] | None = None  # rule 3: where the last pass, which kept its graph, started
         self._nested: weakref.ref[object] | None = None  # rule 2: an outer pass known only from the ones inside it
         self._handles: _Handles = {}
-        self._hook = _make_hook(weakref.ref(self), self.own, self._open)
+        self._hook = _make_hook(weakref.ref(self), self.own, self.passes)
         weakref.finalize(self, _remove_all, self._handles)
 
     def watch(self, tensor: Tensor) -> None:
@@ -84,29 +84,29 @@ class BackwardCounter:
     @property
     def found_dead(self) -> bool:
         """Whether a pass of this thread has begun and not ended, though none is running."""
-        return bool(self._open) and _torch.graph_task_id() == -1 and threading.get_ident() in self._open.values()
+        return bool(self.passes) and _torch.graph_task_id() == -1 and threading.get_ident() in self.passes.values()
 
     def abandon(self) -> None:
         """Forget passes of this thread that have died half-way."""
         thread = threading.get_ident()
-        for task in [task for task, where in list(self._open.items()) if where == thread]:
-            self._open.pop(task, None)
+        for task in [task for task, where in list(self.passes.items()) if where == thread]:
+            self.passes.pop(task, None)
 
     def _begin(self, task: int) -> None:
         thread = threading.get_ident()
         running = _torch.running_backward()
         with self._lock:
-            if task in self._open:
+            if task in self.passes:
                 return
             failed = False
             if running is None or not running.nested:
-                stale = [one for one, where in self._open.items() if where == thread]
+                stale = [one for one, where in self.passes.items() if where == thread]
                 failed = bool(stale) and running is not None
                 for one in stale:
-                    del self._open[one]
-            inside = running is not None and running.nested and thread in self._open.values()
-            self._open[task] = thread
-        _torch.after_backward(functools.partial(self._open.pop, task, None))
+                    del self.passes[one]
+            inside = running is not None and running.nested and thread in self.passes.values()
+            self.passes[task] = thread
+        _torch.after_backward(functools.partial(self.passes.pop, task, None))
         if failed:
             self._on_failure()
         if inside:

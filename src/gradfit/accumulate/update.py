@@ -53,6 +53,8 @@ class Update:
         factor = window.combine()
         gradients = [tensor.grad for tensor in window.tensors if tensor.grad is not None]
         if scaler is not None:
+            if ranks.size > 1:
+                scaler.scale(torch.zeros((), device=gradients[0].device))  # else it has no scale where nothing was run
             if scaler.get_scale() != whole.scale:
                 scaler.update(whole.scale)
             factor *= whole.scale / window.scale

@@ -287,7 +287,8 @@ class AccumulationContext:
 
         Gives whether the window is full.
         """
-        self.require_intact()
+        if self.broken or self.counter.passes:
+            self.require_intact()
         self.counter.end_micro_batch()
         if not self.open:
             if self.final and self.is_full:
