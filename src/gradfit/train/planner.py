@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from gradfit.profiling.measure import LossFunction, check_batch, profile, run_lo
 from gradfit.profiling.meter import meter
 from gradfit.profiling.record import Profile
 from gradfit.profiling.state import untouched
+from gradfit.recompute.evict import Online
 from gradfit.recompute.offload import measure_bandwidth
 from gradfit.recompute.planned import recording
 from gradfit.tree import leaves, repeat_rows, split_batch
@@ -84,7 +86,16 @@ class Planner:
     def tighter(self, fitted: Fitted, batch: Any) -> Fitted:
         """A plan that needs less than this one did, at the same micro-batch while there is one."""
         limit = int(min(fitted.peak_bytes, self.budget_bytes) * 0.9)
-        plan = _plan_at(fitted.profile, limit, fitted.plan.batch_size, fitted.plan.micro_batch)
+        if not fitted.steady:
+            if fitted.plan.micro_batch == 1:
+                raise BudgetInfeasible(
+                    f"Memory ran out at a micro-batch of 1 under a budget of {format_bytes(self.budget_bytes)}. "
+                    "Raise `memory`, or make an item of the batch smaller.",
+                    min_bytes=self.budget_bytes,
+                )
+            plan = smaller(fitted.plan)
+        else:
+            plan = _plan_at(fitted.profile, limit, fitted.plan.batch_size, fitted.plan.micro_batch)
         new = Fitted(plan, fitted.profile, fitted.shape, plan.peak_bytes, fitted.steady)
         self._fitted = [new if known is fitted else known for known in self._fitted]
         if new not in self._fitted:
@@ -108,9 +119,11 @@ class Planner:
         target = limit_bytes
         for _ in range(_TRIES):
             plan = make_plan(found, memory=target, batch_size=batch_size)
-            measured, diverged = self.try_out(plan, batch, found)
+            measured, diverged = self._try_out(plan, batch, found)
+            if diverged is not None:
+                return self._fit_online(plan, batch, found, shape, limit_bytes)
             if measured <= limit_bytes:
-                return Fitted(plan, found, shape, measured, diverged is None)
+                return Fitted(plan, found, shape, measured, steady=True)
             target = min(target, plan.peak_bytes) - (measured - limit_bytes)
             if target <= 0:
                 break
@@ -122,27 +135,52 @@ class Planner:
             breakdown=plan.breakdown,
         )
 
-    def try_out(self, plan: Plan, batch: Any, found: Profile) -> tuple[int, str | None]:
+    def _fit_online(self, plan: Plan, batch: Any, found: Profile, shape: Shape, limit_bytes: int) -> Fitted:
+        """The operations depend on the data, so no plan can name them: evict online, in micro-batches that fit."""
+        while True:
+            try:
+                measured, _ = self._try_out(plan, batch, found, online_bytes=limit_bytes)
+                return Fitted(plan, found, shape, measured, steady=False)
+            except BudgetInfeasible:
+                if plan.micro_batch == 1:
+                    raise
+            plan = smaller(plan)
+
+    def _try_out(
+        self, plan: Plan, batch: Any, found: Profile, *, online_bytes: int | None = None
+    ) -> tuple[int, str | None]:
         """Run one or two micro-batches as planned: the peak of the whole step, and where they left the plan."""
         part = next(iter(self.parts(batch, plan.micro_batch)))
         if self._split is None:
             part = repeat_rows(part, plan.micro_batch)
-        waiting = found.optimizer_bytes - _state_bytes(self._optimizer)  # what its first step will allocate
-        rest = max(0, plan.batch_size - plan.micro_batch) * found.batch_bytes.per_item
+        waiting = max(0, found.optimizer_bytes - _state_bytes(self._optimizer))  # what its first step will allocate
+        rest = int(max(0, plan.batch_size - plan.micro_batch) * found.batch_bytes.per_item)
         diverged = None
         with untouched(self._model), meter(self._model, self._optimizer, part) as live:
             for _ in range(min(2, plan.steps)):
-                recorder, policy = recording(plan)
-                with recorder:
-                    loss, _ = run_loss(self._loss_fn, self._model, part)
-                torch.autograd.backward(loss)
+                if online_bytes is not None:
+                    with Online(online_bytes - waiting - rest) as online:
+                        online.evictor.watch(self._model, self._optimizer, part)
+                        loss, _ = run_loss(self._loss_fn, self._model, part)
+                        torch.autograd.backward(loss)
+                else:
+                    recorder, policy = recording(plan)
+                    with recorder:
+                        loss, _ = run_loss(self._loss_fn, self._model, part)
+                    torch.autograd.backward(loss)
+                    diverged = diverged or policy.diverged
                 del loss
-                diverged = diverged or policy.diverged
             passes = live.peak_bytes
             update = live.current_bytes + found.optimizer_burst_bytes
             for parameter in self._model.parameters():
                 parameter.grad = None
-        return int(max(passes, update) + max(0, waiting) + rest), diverged
+        return max(passes, update) + waiting + rest, diverged
+
+
+def smaller(plan: Plan) -> Plan:
+    """The same plan at half the micro-batch."""
+    micro = max(1, plan.micro_batch // 2)
+    return dataclasses.replace(plan, micro_batch=micro, steps=-(-plan.batch_size // micro))
 
 
 def shape_of(batch: Any) -> Shape:

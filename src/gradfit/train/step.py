@@ -7,6 +7,7 @@ state where the budget has room for one, which it usually has: all activations a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from gradfit.planning.record import Plan
 from gradfit.profiling.measure import LossFunction, run_loss
 from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.record import Profile
+from gradfit.recompute.evict import Online
 from gradfit.recompute.planned import recording
 from gradfit.train.planner import Fitted, Planner
 from gradfit.train.rollback import Snapshot, UpdateSnapshot
@@ -126,7 +128,8 @@ class TrainStep:
             except Exception as error:
                 self.accumulator.reset()
                 before.restore()
-                if not is_out_of_memory(error) or attempt == _MOST_ATTEMPTS:
+                short = is_out_of_memory(error) or isinstance(error, BudgetInfeasible)
+                if not short or attempt == _MOST_ATTEMPTS:
                     raise
                 failure: BaseException = error
             # Outside of the handler: the traceback holds every tensor of the failed attempt.
@@ -169,15 +172,18 @@ class TrainStep:
                 continue
             if after is not None and position > done:
                 after(Progress(position, plan.micro_batch, total, items))
-            recorder, _ = recording(plan)
-            with recorder:
-                loss, count = run_loss(self._loss_fn, self.model, part)
-            weight = count if count is not None else self._planner.rows(part)
-            number = float(weight)
-            total += float(loss.detach()) * (1.0 if count is not None else number)
-            items += number
-            accumulator.backward(loss, weight=weight, reduction="mean" if count is None else "sum")
-            del loss
+            with contextlib.ExitStack() as around:
+                if not fitted.steady:  # its operations depend on the data: no plan can name them
+                    online = around.enter_context(Online(self.budget_bytes))
+                    online.evictor.watch(self.model, self.optimizer, batch)
+                with recording(plan)[0] if fitted.steady else contextlib.nullcontext():
+                    loss, count = run_loss(self._loss_fn, self.model, part)
+                weight = count if count is not None else self._planner.rows(part)
+                number = float(weight)
+                total += float(loss.detach()) * (1.0 if count is not None else number)
+                items += number
+                accumulator.backward(loss, weight=weight, reduction="mean" if count is None else "sum")
+                del loss
         with UpdateSnapshot(self.model, self.optimizer, self._room(fitted)):
             result = accumulator.flush()
         return TrainResult(
