@@ -16,6 +16,8 @@ import gradfit as gf
 from gradfit.tape.graph import Segment
 from gradfit.tape.record import DROP, HOLD, KEEP, Recorder
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, about what random programs do
+
 numbers = st.integers(0, 30)
 instructions = st.tuples(
     st.one_of(st.sampled_from(NAMES), st.sampled_from(NAMES + list(CONTROL))), numbers, numbers, numbers

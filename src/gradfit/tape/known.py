@@ -17,6 +17,8 @@ from gradfit.tape.storage import Untrackable, copy_storage, holds_only, key_of, 
 
 NO_KWARGS: dict[str, Any] = {}
 UNCOUNTED = -2  # the version of a tensor made under inference mode
+# Arguments that are remembered as they are.
+ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _Tensor = torch.Tensor
 
 
@@ -47,10 +49,10 @@ class Known:
         return template
 
     def _template_kwargs(self, kwargs: Any, inputs: list[Value]) -> dict[str, Any]:
-        if not kwargs:
-            return NO_KWARGS
-        names = list(kwargs)
-        return dict(zip(names, self._template(kwargs.values(), inputs), strict=True))
+        for argument in kwargs.values():
+            if type(argument) not in ATOMS:
+                return dict(zip(kwargs, self._template(kwargs.values(), inputs), strict=True))
+        return dict(kwargs) if kwargs else NO_KWARGS
 
     def _reference(self, tensor: torch.Tensor, inputs: list[Value]) -> Any:
         key = key_of(tensor)

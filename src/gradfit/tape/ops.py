@@ -27,6 +27,7 @@ class OpInfo:
     scratch: tuple[int, ...]  # positions of hidden state it updates: replayed on copies
     recordable: bool
     simple: bool = False  # none of the above but recordable: the fast path
+    dry: bool = False  # simple when it draws nothing
     call: Any = None
     generator: bool = False  # takes a generator
     dropout: int | None = None  # the position of a probability that, when zero, means that nothing is drawn
@@ -123,6 +124,7 @@ def _describe(op: Any) -> OpInfo:
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
     makes_from_nothing = aten and not takes_tensors and "dtype" in names
     collective = namespace in _COLLECTIVES
+    plain = recordable and not (view or writes or scratch or makes_from_nothing or collective)
     return OpInfo(
         view=view,
         writes=tuple(writes),
@@ -131,7 +133,8 @@ def _describe(op: Any) -> OpInfo:
         fragile=UNINITIALISED if aten and name in _EMPTY else CONSTANT if aten and name in _CONSTANT else None,
         scratch=scratch,
         recordable=recordable,
-        simple=recordable and not (view or writes or random or scratch or makes_from_nothing or collective),
+        simple=plain and not random,
+        dry=plain,
         call=direct(op),
         generator="generator" in names,
         dropout=names.index("dropout_p") if "dropout_p" in names else None,

@@ -27,7 +27,7 @@ from gradfit._torch import DispatchMode, base_of, detached, graph_task_id, stora
 from gradfit.errors import ActivationOverwritten, UnsupportedOp
 from gradfit.tape import replay, rng
 from gradfit.tape.graph import Handle, Leaf, Operation, Segment, Slice, Tape, Value, geometry_of, nothing, shaped
-from gradfit.tape.known import NO_KWARGS, UNCOUNTED, Known, save_before_write, version_of
+from gradfit.tape.known import ATOMS, NO_KWARGS, UNCOUNTED, Known, save_before_write, version_of
 from gradfit.tape.ops import LOAD, OpInfo, info_of
 from gradfit.tape.storage import (
     Untrackable,
@@ -52,7 +52,6 @@ _counter = itertools.count()
 _Fresh = list[tuple[int, torch.Tensor, int]]
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
-_ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _reference_to = weakref.ref
 
 
@@ -124,7 +123,14 @@ class Recorder(Known, DispatchMode):
     def _special(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
         if info.collective:
             self._lose(_all_tensors(args, kwargs))
-        state = rng.capture(args, kwargs) if info.random and rng.draws(info, args, kwargs) else None
+        state = None
+        if info.random:
+            if rng.draws(info, args, kwargs):
+                state = rng.capture(args, kwargs)
+            elif info.dry:
+                out = info.call(*args, **kwargs)
+                self._record_simple(func, info, args, kwargs, out)
+                return out
         if info.writes:
             if info.writes_self and type(args[0]) is _Tensor:
                 return self._write_self(func, info, args, kwargs, state)
@@ -152,8 +158,8 @@ class Recorder(Known, DispatchMode):
                     value = made.get(storage_key(argument))
                     if (
                         value is not None
-                        and argument is value.natural()
-                        and value.seen == argument._version
+                        and value.natural() is argument
+                        and value.seen == argument._version  # type: ignore[union-attr]
                         and value.fragile is None
                     ):
                         if value not in inputs:
@@ -163,12 +169,12 @@ class Recorder(Known, DispatchMode):
                         template.append(self._reference(argument, inputs))
                 elif kind is _Parameter and argument.requires_grad:
                     template.append(Leaf(argument, argument._version, storage_key(argument), None))
-                elif kind in _ATOMS:
+                elif kind in ATOMS:
                     template.append(argument)
                 else:
                     template.append(self._template((argument,), inputs)[0])
             named = self._template_kwargs(kwargs, inputs) if kwargs else NO_KWARGS
-            for position, tensor in enumerate((out,) if type(out) is _Tensor else flatten((out,))):
+            for position, tensor in enumerate((out,) if type(out) is _Tensor else _results(out)):
                 if type(tensor) is _Tensor:
                     key = storage_key(tensor)
                     for value in inputs:
@@ -445,6 +451,13 @@ def unpack(packed: Any) -> torch.Tensor:
             "Write `x = x + y` instead of `x += y` there."
         )
     return tensor
+
+
+def _results(out: Any) -> Any:
+    """The results of an operation, in order."""
+    if type(out) is tuple and list not in map(type, out):
+        return out
+    return flatten((out,))
 
 
 def _refuse_views(func: Any, targets: list[torch.Tensor]) -> None:

@@ -18,6 +18,7 @@ import torch
 from gradfit._torch import below_autograd, storage_key
 from gradfit.errors import ActivationOverwritten, UnsupportedOp
 from gradfit.tape.graph import Geometry, Handle, Leaf, Operation, Segment, Slice, Tape, Value, geometry_of, shaped
+from gradfit.tape.known import ATOMS
 from gradfit.tape.rng import Rewound
 from gradfit.tape.storage import copy_storage, flatten
 
@@ -242,8 +243,16 @@ def _run(
         else:
             private[old] = copy_storage(content(old) if tensor is None else tensor, old.geometry)
 
-    args = [_argument(reference, op, private, made) for reference in op.args]
-    kwargs = {name: _argument(reference, op, private, made) for name, reference in op.kwargs.items()}
+    args = []
+    for argument in op.args:
+        kind = type(argument)
+        if kind in ATOMS:
+            args.append(argument)
+        elif kind is Value and (found := made.get(argument)) is not None and argument not in private:
+            args.append(found)
+        else:
+            args.append(_argument(argument, op, private, made))
+    kwargs = {name: _argument(argument, op, private, made) for name, argument in op.kwargs.items()}
     if op.rng is not None:
         kwargs.update(rewound.start(op.rng, op.info.generator))
     if op.info.grad_mode:
