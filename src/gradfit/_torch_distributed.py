@@ -22,7 +22,8 @@ def live_modules(kinds: tuple[type, ...]) -> list[Any]:
     while queue:
         kind = queue.pop()
         wanted.add(kind)
-        queue += [one for one in type.__subclasses__(kind) if one not in wanted]
+        below: list[type] = type.__subclasses__(kind)
+        queue += [one for one in below if one not in wanted]
     return [one for one in gc.get_objects() if type(one) in wanted]
 
 

@@ -93,15 +93,17 @@ class Backpropagator:
                 stack.enter_context(self.transact(None))
             transaction = window.transaction
             rescale = 1.0 if transaction is not None else self._rescale()
+            lockstep = window.ranks.lockstep
             for name, (_, weight) in terms.items():
                 window.term_for(name, weight)
-            live = [name for name, (_, weight) in terms.items() if weight]
+            live = [name for name, (loss, weight) in terms.items() if weight or (lockstep and loss.requires_grad)]
             for name in live:
                 loss, weight = terms[name]
                 term = window.terms[name]
                 sums = term if transaction is None else transaction.terms.setdefault(name, Total(0, term.divisor))
-                with _separate_gradients(window.sources, sums.gradients):
-                    self._run(loss, rescale / (term.divisor or 1.0), retain_graph=name != live[-1])
+                factor = rescale / (term.divisor or 1.0) if weight else 0.0
+                with _separate_gradients(window.sources, sums.gradients if weight else {}):
+                    self._run(loss, factor, retain_graph=name != live[-1])
                 sums.weight += weight
             if transaction is None:
                 window.add_terms(next(iter(terms.values()))[1])
