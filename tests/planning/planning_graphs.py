@@ -23,7 +23,7 @@ def random_profile(
             inputs.add(rng.choice(live))
         overwrites: tuple[int, ...] = ()
         if odd and recent and rng.random() < 0.2:
-            old = rng.choice([i for i in inputs])
+            old = rng.choice(sorted(inputs))
             overwrites = (old,)
             values[old] = Value(values[old].nbytes, values[old].operation, values[old].storage, values[old].dies, True)
             outputs = [len(values)]
@@ -94,9 +94,7 @@ def random_plan(profile: Profile, seed: int, *, levels: bool) -> tuple[list[int]
         else:
             action = REBUILD
         actions.append(KEEP if value.operation is None else action)
-    parent = [-1]
-    for index in range(1, rng.randint(1, 6) if levels else 1):
-        parent.append(rng.randrange(index))
+    parent = [-1, *(rng.randrange(index) for index in range(1, rng.randint(1, 6) if levels else 1))]
     return actions, Segments([rng.randrange(len(parent)) for _ in actions], parent)
 
 
@@ -140,7 +138,7 @@ class Builder:
         random: bool = False,
         grads: bool = True,
     ) -> list[int]:
-        """`saves`: which inputs, `save_outputs`: which outputs backward needs. Gradients in flight are the inputs' sizes."""
+        """`saves`: which inputs, `save_outputs`: which outputs backward needs; gradients in flight follow the sizes."""
         index = len(self.ops)
         if inplace is not None:
             outputs = [self.value(self.sizes[inplace], index, self.storages[inplace])]
@@ -220,7 +218,7 @@ def transformer(layers: int, *, width: int = 256, tokens: int = 256, heads: int 
         qkv = b.linear(y, tokens, width, 3 * width)
         q, k, v = (b.op("clone", [qkv], [stream])[0] for _ in range(3))
         flops = 4.0 * tokens * tokens * width
-        out, lse = b.op(
+        out, _ = b.op(
             "sdpa", [q, k, v], [stream, tokens * heads * 4.0], flops=flops, saves=[q, k, v], save_outputs=(0, 1)
         )
         (out,) = b.op("clone", [out], [stream])
@@ -245,7 +243,7 @@ def resnet(blocks: int, *, channels: int = 64, pixels: int = 1024) -> Profile:
     def conv_norm(v: int, size: float) -> int:
         weight = b.parameter(9 * channels * channels * 4)
         (v,) = b.op("conv", [v, weight], [size], flops=18.0 * channels * size / 4, saves=[v, weight])
-        out, mean, rstd = b.op("native_batch_norm", [v], [size, 1.0, 1.0], saves=[v], save_outputs=(1, 2))
+        out, _, _ = b.op("native_batch_norm", [v], [size, 1.0, 1.0], saves=[v], save_outputs=(1, 2))
         return out
 
     for block in range(blocks):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_graphs import random_plan, random_profile
+from planning_graphs import random_plan, random_profile, transformer
 from planning_reference import Reference
 
-from gradfit.planning.simulate import simulate
+from gradfit.planning.simulate import KEEP, REBUILD, Segments, simulate
+from gradfit.profiling.graph import Graph
+from gradfit.profiling.record import BackwardNode, Linear, Operation, Profile, Value
 
 
 @settings(deadline=None, max_examples=400)
@@ -27,3 +31,70 @@ def test_it_does_what_the_reference_does(seed: int, size: int, levels: bool, odd
     assert math.isinf(result.extra_seconds) == math.isinf(reference.seconds)
     assert max(now for _, _, now in timeline) == result.peak_bytes
     assert simulate(graph, actions, segments) == result
+
+
+def chain(actions_of: str) -> tuple[Graph, list[int]]:
+    """x → a → b → c → loss, 100 bytes and one second each; backward needs c, b, a; gradients are 10 bytes."""
+    values = [Value(Linear(5), None, 0, 4)]
+    values += [Value(Linear(100), i, i + 1, min(i + 1, 3)) for i in range(3)] + [Value(Linear(4), 3, 4, 4)]
+    ops = tuple(Operation(name, (i,), (i + 1,), seconds=Linear(1.0)) for i, name in enumerate("abcl"))
+    nodes = tuple(
+        BackwardNode(f"{v}", (v,), before_bytes=Linear(10), peak_bytes=Linear(10), after_bytes=Linear(10))
+        for v in (3, 2, 1)
+    )
+    graph = Profile(tuple(values), ops, nodes, parameter_bytes=1000).at(1)
+    return graph, [KEEP, *("kr".index(letter) for letter in actions_of), KEEP]
+
+
+def test_everything_kept_by_hand() -> None:
+    graph, actions = chain("kkk")
+    result = simulate(graph, actions)
+    assert result.extra_seconds == 0
+    assert result.peak_bytes == 1000 + 300 + 4 + 10  # three activations, the loss the caller holds, a gradient
+    assert (result.phase, result.kept_bytes, result.saved_bytes) == ("backward", 300, 300)
+
+
+def test_dropping_the_middle_by_hand() -> None:
+    graph, actions = chain("krk")
+    result = simulate(graph, actions)
+    assert result.extra_seconds == 1.0
+    # Forward: a, b and c live together while c is made. Backward: never more than two activations and the loss.
+    assert (result.peak_bytes, result.phase) == (1000 + 300, "forward")
+
+
+def test_one_sweep_rebuilds_all_three_and_keeps_what_is_wanted() -> None:
+    graph, actions = chain("rrr")
+    result = simulate(graph, actions)
+    assert result.extra_seconds == 3.0
+    assert result.peak_bytes == 1000 + 300 + 4 + 10
+    assert result.saved_bytes == 0
+
+
+def test_segments_hold_less_and_replay_more() -> None:
+    graph, actions = chain("rrr")
+    segments = Segments([0, 1, 2, 3, 0], [-1, 0, 0, 0])  # a, b and c each in a segment of its own
+    result = simulate(graph, actions, segments)
+    assert result.replays == [3, 2, 1, 0]
+    assert result.extra_seconds == 6.0
+    timeline: list[tuple[str, int, int]] = []
+    simulate(graph, actions, segments, timeline=timeline)
+    assert max(now for phase, _, now in timeline if phase != "forward") == 1000 + 200 + 4 + 10
+
+
+def test_what_cannot_be_replayed_makes_a_plan_that_replays_it_worthless() -> None:
+    profile = random_profile(3, 12, odd=False)
+    operations = (*profile.operations[:5], replace(profile.operations[5], replayable=False), *profile.operations[6:])
+    graph = replace(profile, operations=operations).at(1)
+    assert math.isinf(simulate(graph, [KEEP if p < 0 else REBUILD for p in graph.producer]).extra_seconds)
+
+
+def test_a_thousand_operations_take_milliseconds() -> None:
+    graph = transformer(45).at(8)
+    actions = [KEEP if p < 0 else REBUILD for p in graph.producer]
+    assert len(graph.op_inputs) == 999
+    best = math.inf
+    for _ in range(5):
+        started = time.process_time()
+        simulate(graph, actions)
+        best = min(best, time.process_time() - started)
+    assert best < 0.02  # some 3 ms on a quiet machine

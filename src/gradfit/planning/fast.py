@@ -17,6 +17,7 @@ and for a dozen on one of ten thousand, where the result is the chain's.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,8 +36,10 @@ from gradfit.profiling.graph import Graph
 _MOST_UNITS = 200
 _FLAT_SPANS = (1, 2, 3, 4, 6, 8, 12)  # units that a piece may have
 _NESTED_SPANS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
-_KEPT_CUTS = (0, 1, 2, 4)
-_ANNEALED = 100  # operations up to which local search is worth its time
+_LONGEST_NESTED = 1500  # operations
+_MEDIUM = 300  # operations up to which nested segments are tried where flat ones would do
+_KEPT_CUTS = (0, 1, 3)
+_ANNEALED = 64  # operations up to which local search is worth its time
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,8 @@ class FastSolver:
         self._hull_units = 4 if len(self._mean_seconds) <= 12 else 2  # menus are many where nothing repeats
         self._menus: dict[tuple[int, int, bool], tuple[list[Option], int]] = {}
         self._alike: dict[tuple[object, ...], list[Option]] = {}
+        self._networks: dict[int, PricedCut] = {}
+        self._at_prices: dict[tuple[int, float], Solution] = {}
         self._smallest: Solution | None = None
         densities = [s / b for s, b in self._seconds_and_bytes() if s > 0 and b > 0]
         self._cheapest_price = min(densities, default=1.0) / 2
@@ -81,38 +86,50 @@ class FastSolver:
         starts = [self._fitted(budget_bytes, nested=False), _fastest(self._priced(budget_bytes))]
         # Segments inside segments replay more than once: not worth looking at while little is replayed at all.
         best = _fastest(starts)
-        if best is None or best.extra_seconds > 0.6 * sum(self.graph.op_seconds):
+        share = 0.6 if len(self.graph.op_inputs) <= _MEDIUM else 0.95
+        if best is None or best.extra_seconds > share * sum(self.graph.op_seconds):
             starts.append(self._fitted(budget_bytes, nested=True))
             if _fastest(starts) is None and self.smallest().peak_bytes <= budget_bytes:
                 starts.append(self.smallest())
         if not polish:
             return _fastest(starts)
-        return _fastest([self._polished(start, budget_bytes) for start in starts if start is not None])
+        filled = _fastest([self._filled(start, budget_bytes) for start in starts if start is not None])
+        return filled and self._annealed(filled, budget_bytes)
 
     def _priced(self, budget_bytes: int) -> list[Solution]:
         """One price per byte for the whole graph, with what crosses every n-th cut kept to bound the burst."""
-        graph, last = self.graph, self._anatomy.last
-        anyway = [v for v, there in enumerate(self._anatomy.survives) if there and not graph.overwritten[v]]
         found = []
         for every in _KEPT_CUTS:
-            cuts = self._cuts[every:-1:every] if every else []
-            crossing = {
-                value
-                for value, op in enumerate(graph.producer)
-                if op >= 0 and not graph.overwritten[value] and any(op < cut <= last[value] for cut in cuts)
-            }
-            network = PricedCut(graph, {*anyway, *crossing})
             low, high = self._cheapest_price, self._dearest_price
-            for _ in range(10):
+            for _ in range(8):
                 price = math.sqrt(low * high)
-                actions = network.at(price)
-                trial = self._simulated(actions, Segments([0] * len(actions)))
+                trial = self._at_price(every, price)
                 if trial.peak_bytes <= budget_bytes:
                     found.append(trial)
                     high = price
                 else:
                     low = price
         return found
+
+    def _at_price(self, every: int, price: float) -> Solution:
+        if (every, price) not in self._at_prices:  # budgets close to each other ask for the same prices
+            if every not in self._networks:
+                self._networks[every] = PricedCut(self.graph, self._crossing(every))
+            actions = self._networks[every].at(price)
+            self._at_prices[every, price] = self._simulated(actions, Segments([0] * len(actions)))
+        return self._at_prices[every, price]
+
+    def _crossing(self, every: int) -> set[int]:
+        """What crosses every n-th cut (0: none), and what is there anyway."""
+        graph, last = self.graph, self._anatomy.last
+        cuts = self._cuts[every:-1:every] if every else []
+        return {
+            value
+            for value, op in enumerate(graph.producer)
+            if op >= 0
+            and not graph.overwritten[value]
+            and (self._anatomy.survives[value] or bisect_right(cuts, op) < bisect_right(cuts, last[value]))
+        }
 
     def _fitted(self, budget_bytes: int, *, nested: bool) -> Solution | None:
         """Move the chain's limit, which is not quite the simulator's peak, until the plan just fits."""
@@ -158,6 +175,8 @@ class FastSolver:
     def _spans(self, start: int, *, nested: bool) -> list[int]:
         last = len(self._cuts) - 1
         ends = {start + length for length in (_NESTED_SPANS if nested else _FLAT_SPANS) if start + length <= last}
+        if nested:
+            ends = {end for end in ends if end == start + 1 or self._cuts[end] - self._cuts[start] <= _LONGEST_NESTED}
         return sorted(ends | {last}) if start == 0 else sorted(ends)
 
     def _menu(self, start: int, stop: int, *, nested: bool) -> tuple[list[Option], int]:
@@ -219,17 +238,17 @@ class FastSolver:
     def _simulated(self, actions: Sequence[int], segments: Segments) -> Solution:
         return Solution(tuple(actions), segments, simulate(self.graph, actions, segments))
 
-    def _polished(self, solution: Solution, budget_bytes: int) -> Solution:
-        operations = max(1, len(self.graph.op_inputs))
-        segments = solution.segments
-        actions = fill(
-            self.graph, solution.actions, segments, budget_bytes, evaluations=max(10, min(400, 120_000 // operations))
-        )
-        best = self._simulated(actions, segments)
+    def _filled(self, solution: Solution, budget_bytes: int) -> Solution:
+        evaluations = max(10, min(400, 80_000 // len(self.graph.op_inputs)))
+        actions = fill(self.graph, solution.actions, solution.segments, budget_bytes, evaluations=evaluations)
+        return self._simulated(actions, solution.segments)
+
+    def _annealed(self, best: Solution, budget_bytes: int) -> Solution:
+        operations = len(self.graph.op_inputs)
         if operations > _ANNEALED:
             return best
         # Nested segments were the chain's choice; a keep-set without them may be as good where it fits at all.
-        tries, root = min(2500, 100_000 // operations), Segments([0] * len(actions))
+        tries, root = min(2500, 100_000 // operations), Segments([0] * len(best.actions))
         for seed in range(3):
             tree = root if seed == 1 else best.segments
             found = anneal(self.graph, best.actions, tree, budget_bytes, evaluations=tries, seed=seed)

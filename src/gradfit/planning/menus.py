@@ -10,6 +10,8 @@ from gradfit.planning.mincut import hull
 from gradfit.planning.simulate import KEEP, REBUILD, Segments, simulate
 from gradfit.planning.stages import Piece, last_readers, nest
 
+_LONG = 600  # operations; trees over more are few, since each is simulated
+
 
 @dataclass(frozen=True)
 class Option:
@@ -62,6 +64,9 @@ def _feeds(piece: Piece, value: int, actions: Sequence[int]) -> bool:
 def nestings(units: Sequence[int], operations: int) -> list[list[list[int]]]:
     """Ways to split a piece again and again: at its cuts, then between its operations, by twos and by roots."""
     inner = [position for position in units if 0 < position < operations]
+    if operations > _LONG and inner:
+        finer = halvings_within(inner, operations)
+        return [halvings(inner), [*halvings(inner), *finer[:2]], [*halvings(inner), *finer]]
     found: list[list[list[int]]] = []
     if inner:
         found.append([inner])

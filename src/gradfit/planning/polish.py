@@ -3,8 +3,8 @@
 Kirkpatrick, Gelatt & Vecchi 1983, with bytes over the budget priced instead of forbidden, so that the search can pass
 through plans that do not fit. Its random numbers are its own: the same graph and budget give the same plan.
 
-Weakness: it changes keep bits only, not the tree of segments, and its moves are blind to structure. It pays on graphs
-of up to some hundred operations; on large ones there is time for the fill only.
+Weakness: it changes keep bits only, not the tree of segments, and its moves are blind to structure. Graphs of more than some
+sixty operations get the fill only.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ def fill(graph: Graph, actions: Sequence[int], segments: Segments, budget_bytes:
     """Keep more, best seconds per byte first, while the budget holds; never slower than what it was given."""
     best = list(actions)
     result = simulate(graph, best, segments)
+    groups = _groups(graph)
     while evaluations > 0:
-        worth = sorted(
-            (
-                (graph.op_seconds[op] * result.replays[op] / max(1, graph.held_bytes[value]), value)
-                for value, op in enumerate(graph.producer)
-                if op >= 0 and best[value] == REBUILD and result.replays[op] and not graph.overwritten[value]
-            ),
-            reverse=True,
-        )
+        worth = []
+        for op, group in groups.items():
+            dropped = [value for value in group if best[value] == REBUILD]
+            if dropped and result.replays[op]:
+                size = sum(graph.held_bytes[value] for value in dropped)
+                worth.append((graph.op_seconds[op] * result.replays[op] / max(1, size), dropped))
         before = result.extra_seconds
-        for _, value in worth[:evaluations]:
+        for _, dropped in sorted(worth, reverse=True)[:evaluations]:
             evaluations -= 1
-            best[value] = KEEP
+            for value in dropped:
+                best[value] = KEEP
             trial = simulate(graph, best, segments)
             if trial.peak_bytes <= budget_bytes and trial.extra_seconds < result.extra_seconds:
                 result = trial
             else:
-                best[value] = REBUILD
+                for value in dropped:
+                    best[value] = REBUILD
         if result.extra_seconds == before:
             break
     return best
@@ -48,38 +49,52 @@ def anneal(
     graph: Graph, actions: Sequence[int], segments: Segments, budget_bytes: int, *, evaluations: int, seed: int = 0
 ) -> list[int] | None:
     """Flip and exchange keep bits at a falling temperature; the fastest plan seen that fits, or None if none did."""
-    choices = _choices(graph)
+    # All results of an operation together: keeping one of two saves nothing.
+    by_op = _groups(graph)
+    groups = list(by_op.values())
+    beside = _neighbours(graph, list(by_op))
     current = list(actions)
     result = simulate(graph, current, segments)
     best = list(current) if result.peak_bytes <= budget_bytes else None
     least = (result.extra_seconds, result.peak_bytes) if best else (math.inf, 0)
-    if len(choices) < 2 or result.extra_seconds <= 0:
+    if len(groups) < 2 or result.extra_seconds <= 0:
         return best
     rng = random.Random(seed)
+    sizes = [sum(graph.held_bytes[value] for value in group) for group in groups]
     # A byte too many costs some times what a byte saved has cost so far.
-    plain = sum(graph.held_bytes[value] for value in choices)
-    price = 4.0 * max(result.extra_seconds, sum(graph.op_seconds) / 4) / max(1, plain)
+    price = 4.0 * max(result.extra_seconds, sum(graph.op_seconds) / 4) / max(1, sum(sizes))
 
     def cost(of: Simulation) -> float:
         return of.extra_seconds + price * max(0, of.peak_bytes - budget_bytes)
 
+    def kept(number: int) -> bool:
+        return current[groups[number][0]] == KEEP
+
     hot, cold = 0.2 * result.extra_seconds, 0.002 * result.extra_seconds
     energy = cost(result)
+    everything = range(len(groups))
     for step in range(evaluations):
         temperature = hot * (cold / hot) ** (step / evaluations)
-        changed = [rng.choice(choices)]
-        if rng.random() < 0.6:  # exchange: give bytes up to keep others, one for one or one for several
-            kept = current[changed[0]] == KEEP
-            partners = [value for value in choices if (current[value] == KEEP) != kept]
+        changed = [rng.choice(everything)]
+        move = rng.random()
+        if move < 0.3:  # move the cut: keep what a value is made of, or what is made of it, instead of it
+            after, before = beside[changed[0]]
+            changed += [number for number in (after if move < 0.15 else before) if kept(number) != kept(changed[0])]
+        elif move < 0.8:  # exchange: give bytes up to keep others, one for one or one for several
+            partners = [number for number in everything if kept(number) != kept(changed[0])]
             rng.shuffle(partners)
-            owed = graph.held_bytes[changed[0]] if rng.random() < 0.5 else 1
-            for value in partners[:8]:
-                changed.append(value)
-                owed -= graph.held_bytes[value]
+            owed = sizes[changed[0]] if rng.random() < 0.5 else 1
+            for number in partners[:8]:
+                changed.append(number)
+                owed -= sizes[number]
                 if owed <= 0:
                     break
-        for value in changed:
-            current[value] = KEEP if current[value] != KEEP else REBUILD
+        undo = []
+        for number in changed:
+            to = REBUILD if kept(number) else KEEP
+            for value in groups[number]:
+                undo.append((value, current[value]))
+                current[value] = to
         trial = simulate(graph, current, segments)
         found = cost(trial)
         if found <= energy or rng.random() < math.exp((energy - found) / temperature):
@@ -87,26 +102,39 @@ def anneal(
             if trial.peak_bytes <= budget_bytes and (trial.extra_seconds, trial.peak_bytes) < least:
                 best, least = list(current), (trial.extra_seconds, trial.peak_bytes)
         else:
-            for value in changed:
-                current[value] = KEEP if current[value] != KEEP else REBUILD
+            for value, action in undo:
+                current[value] = action
     return best
 
 
-def _choices(graph: Graph) -> list[int]:
-    """Values whose keep bit can matter: needed, or on the way to one that is, and not there anyway."""
+def _groups(graph: Graph) -> dict[int, list[int]]:
+    """By operation, the values whose keep bit can matter: needed or on the way to one that is, and not there anyway."""
     matters = [last >= 0 for last in graph.last_need]
     for op in range(len(graph.op_inputs) - 1, -1, -1):
         if any(matters[value] for value in graph.op_outputs[op]):
             for value in graph.op_inputs[op]:
                 matters[value] = True
     survives = graph.survives
-    return [
-        value
-        for value, op in enumerate(graph.producer)
-        if op >= 0
-        and matters[value]
-        and not graph.overwritten[value]
-        and not survives[value]
-        and graph.held_bytes[value] > 0
-        and graph.op_replayable[op]
-    ]
+    groups: dict[int, list[int]] = {}
+    for value, op in enumerate(graph.producer):
+        if (
+            op >= 0
+            and matters[value]
+            and not graph.overwritten[value]
+            and not survives[value]
+            and graph.held_bytes[value] > 0
+            and graph.op_replayable[op]
+        ):
+            groups.setdefault(op, []).append(value)
+    return groups
+
+
+def _neighbours(graph: Graph, ops: list[int]) -> list[tuple[list[int], list[int]]]:
+    """For each group, the groups that are made from it, and those that it is made from."""
+    place = {op: number for number, op in enumerate(ops)}
+    found = []
+    for op in ops:
+        after = {reader for value in graph.op_outputs[op] for reader in graph.consumers[value]}
+        before = {graph.producer[value] for value in graph.op_inputs[op]}
+        found.append(tuple(sorted(place[other] for other in others if other in place) for others in (after, before)))
+    return [(after, before) for after, before in found]
