@@ -3,8 +3,8 @@
 Kirkpatrick, Gelatt & Vecchi 1983, with bytes over the budget priced instead of forbidden, so that the search can pass
 through plans that do not fit. Its random numbers are its own: the same graph and budget give the same plan.
 
-Weakness: it changes keep bits only, not the tree of segments, and its moves are blind to structure. Graphs of more than some
-sixty operations get the fill only.
+Weakness: it changes keep bits only, not the tree of segments. Graphs of more than some sixty operations get the fill
+only.
 """
 
 from __future__ import annotations
