@@ -204,7 +204,14 @@ def running_backward() -> RunningBackward | None:
     return RunningBackward(roots[0] if roots else None, bool(args[1]) if len(args) > 1 else False, len(calls) > 1)
 
 
-def after_backward(callback: Callable[[], object]) -> None:
+def run_backward(loss: torch.Tensor, gradient: torch.Tensor, retain_graph: bool) -> None:
+    """`loss.backward(gradient)` for a gradient that is known to fit: the checks in Python cost as much as a layer."""
+    torch.autograd.graph._engine_run_backward(
+        (loss,), (gradient,), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def after_backward(callback: Callable[[], Any]) -> None:
     """Call `callback` when the backward pass that is running now has ended without an error."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 

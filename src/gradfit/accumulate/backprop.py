@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradfit import _torch
 from gradfit.accumulate.numbers import Number
 from gradfit.accumulate.scaling import back_off, gradient_norm, nonfinite_gradient
 from gradfit.accumulate.transaction import Total, Transaction, add_scaled
@@ -117,7 +118,10 @@ class Backpropagator:
         own, thread = self.window.counter.own, threading.get_ident()
         own.add(thread)
         try:
-            torch.autograd.backward(loss, self._seed(loss, factor), retain_graph=retain_graph)
+            if type(loss) is Tensor:
+                _torch.run_backward(loss, self._seed(loss, factor), retain_graph)
+            else:  # a subclass has its own say
+                torch.autograd.backward(loss, self._seed(loss, factor), retain_graph=retain_graph)
         except BaseException as error:
             self.window.broken = True
             self.window.ranks.failed(error)
