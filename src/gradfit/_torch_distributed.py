@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -190,71 +189,38 @@ def initialise(modules: list[Any]) -> None:
         module._get_fsdp_state()._lazy_init()
 
 
-class Gathers:
-    """Writes down in which order a pass gathers the units' parameters, so that it can be done without a pass.
-
-    `usual` is that of the last pass; until there was one, the units in the order of their definition, and back.
-    `surprised(number)` is called before a gather that is not the usual one.
-    """
-
-    def __init__(self, units: list[Any], surprised: Callable[[], None]) -> None:
-        self.units, self._surprised = units, surprised
-        self.usual: list[int] = []
-        self._now: list[int] | None = None  # of the pass that runs
-        for number, unit in enumerate(units):
-            if unit not in _notes:
-                _notes[unit] = []
-                unit.unshard = _noting(unit, type(unit).unshard)
-            _notes[unit].append((weakref.ref(self), number))
-
-    def begin(self) -> None:
-        """A pass begins."""
-        self.end()
-        self._now = []
-
-    def end(self) -> None:
-        """No pass is running."""
-        self.usual, self._now = self._now or self.usual, None
-
-    def repeat(self) -> None:
-        """Take part in the gathers of a pass that other ranks run, and let go of the parameters at once."""
-        self.end()
-        for unit in self.units:
-            unit._to_sharded()  # one that was left unsharded would not gather
-        for number in self.usual or self._expected():
-            unit = self.units[number]
-            unit.unshard()
-            unit.wait_for_unshard()
-            unit._to_sharded()
-
-    def note(self, number: int) -> None:
-        """A unit is about to gather."""
-        if self._now is not None:
-            usual = self.usual or self._expected()
-            if len(self._now) >= len(usual) or usual[len(self._now)] != number:
-                self._surprised()
-            self._now.append(number)
-
-    def _expected(self) -> list[int]:
-        forward = list(range(len(self.units)))
-        return forward + [number for number in reversed(forward) if self.units[number]._reshard_after_forward]
+def take_part(unit: Any) -> None:
+    """Gather a unit's parameters because other ranks do, and let go of them at once."""
+    unit._to_sharded()  # one that was left unsharded would not gather
+    unit.unshard()
+    unit.wait_for_unshard()
+    unit._to_sharded()
 
 
-_notes: weakref.WeakKeyDictionary[Any, list[tuple[weakref.ref[Gathers], int]]] = weakref.WeakKeyDictionary()
+_Listeners = list[tuple["weakref.ref[Any]", int]]
+_before_gather: weakref.WeakKeyDictionary[Any, _Listeners] = weakref.WeakKeyDictionary()
 
 
-def _noting(unit: Any, unshard: Any) -> Any:
-    reference = weakref.ref(unit)  # the unit holds this
+def before_gather(units: list[Any], listener: Any) -> None:
+    """Call `listener.gathering(number)` before the unit of that number gathers its parameters, as long as both live."""
+    for number, unit in enumerate(units):
+        if unit not in _before_gather:
+            _before_gather[unit] = []
+            unit.unshard = _telling(weakref.ref(unit), type(unit).unshard)
+        alive = [(one, at) for one, at in _before_gather[unit] if one() is not None]
+        _before_gather[unit] = [*alive, (weakref.ref(listener), number)]
 
-    def noting(async_op: bool = False) -> None:
+
+def _telling(reference: weakref.ref[Any], unshard: Any) -> Any:
+    def telling(async_op: bool = False) -> None:
         unit = reference()
         if unit is None:
             return
         if unit._all_gather_result is None and not unit.is_unsharded:
-            for gathers, number in _notes[unit]:
-                alive = gathers()
+            for listener, number in _before_gather[unit]:
+                alive = listener()
                 if alive is not None:
-                    alive.note(number)
+                    alive.gathering(number)
         unshard(unit, async_op)
 
-    return noting
+    return telling

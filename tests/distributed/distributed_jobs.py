@@ -179,7 +179,13 @@ def against_one_rank(rank: int, size: int, setting: Setting) -> dict[str, Any]:
 class CountCalls:
     """Counts collectives by name while it is entered, below everything that calls them."""
 
-    NAMES = ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single", "all_gather_into_tensor", "all_gather_single")
+    NAMES = (
+        "all_reduce",
+        "reduce_scatter_tensor",
+        "reduce_scatter_single",
+        "all_gather_into_tensor",
+        "all_gather_single",
+    )
 
     def __enter__(self) -> dict[str, int]:
         self.counts: dict[str, int] = dict.fromkeys(self.NAMES, 0)

@@ -4,8 +4,8 @@
 *sources*. At the end FSDP2's own reduction runs once, by the policy the units were given, as a sum.
 
 The units' parameters are gathered in every forward and backward, by all ranks together. So that ranks may hold
-different numbers of micro-batches, each announces its passes: a rank that waits at the end of its window takes part in
-the gathers of the others' passes, and lets go of what it got.
+different numbers of micro-batches, each announces its gathers: a rank that waits at the end of its window takes part in
+those of the others, and lets go of what it got.
 """
 
 from __future__ import annotations
@@ -25,66 +25,48 @@ from gradfit.accumulate.scaling import gradient_norm
 from gradfit.distributed.group import Group
 from gradfit.distributed.silence import modules_of
 from gradfit.distributed.sync import Together
-from gradfit.errors import MisuseError
+from gradfit.errors import MisuseError, RankFailed
 
 
-class Passes:
+class Gathers:
     """Lets ranks run different numbers of passes, though each pass gathers parameters from all ranks.
 
-    A rank announces each pass, without waiting for an answer. A rank that waits at the end of its window answers
-    instead, and takes part in the gathers of one pass for every announcement, until all wait.
+    A rank announces which unit it is about to gather, and goes on without waiting for an answer. A rank that waits at
+    the end of its window answers instead, and takes part in each gather, until all wait.
     """
 
     def __init__(self, group: Group, modules: list[Any], units: list[Any]) -> None:
-        self._group, self._modules = group, modules
-        self._gathers = private.Gathers(units, self._surprised) if group.size > 1 else None
-        self._said: tuple[Tensor, Tensor, Any] | None = None
+        self._group, self._modules, self._units = group, modules, units
+        self.announces = False
+        self._words = torch.arange(len(units) + 1, dtype=torch.int32, device=group.device)
+        private.before_gather(units, self)
 
-    def announce(self) -> None:
-        """A pass begins."""
-        if self._gathers is not None:
-            self._gathers.begin()
-            self._said = self._say(1)
+    def gathering(self, number: int) -> None:
+        """A unit is about to gather."""
+        if self.announces:
+            self._say(number + 1)
 
     def wait(self) -> None:
-        """This rank has no more passes in this window: help until nobody has."""
-        if self._gathers is not None:
-            self._gathers.end()
-        while self._gathers is not None:
-            _, everybody, work = self._say(0)
+        """This rank has no more passes in this window: take part in those of the others."""
+        self.announces = False
+        while True:
+            everybody, work = self._say(0)
             work.wait()
-            if not everybody.any():
-                break
+            wanted = set(everybody.tolist()) - {0}
+            if not wanted:
+                return
+            if len(wanted) > 1:
+                raise RankFailed(
+                    f"The ranks gather different fully_shard units at once: {everybody.tolist()} (0 for a rank at the "
+                    "end of its window). Let all ranks run the same modules in the same order."
+                )
             private.initialise(self._modules)
-            self._gathers.repeat()
+            private.take_part(self._units[wanted.pop() - 1])
 
-    @property
-    def order(self) -> list[int]:
-        """In which order a pass gathers, as far as this rank has seen one."""
-        return [] if self._gathers is None else self._gathers.usual
-
-    def learn(self, orders: list[list[int]]) -> None:
-        """Take over the order from a rank that has seen one."""
-        if self._gathers is not None and not self._gathers.usual:
-            self._gathers.usual = next((order for order in orders if order), [])
-
-    def _surprised(self) -> None:
-        """This pass gathers in another order than the last: a rank that only takes part would gather something else."""
-        if self._said is None:
-            return
-        _, everybody, work = self._said
-        work.wait()
-        if not everybody.all():
-            raise MisuseError(
-                "The fully_shard units run in another order than in the last pass (or, in the first, than they are "
-                "defined in), while another rank has no micro-batch left and takes part without a pass. Give every "
-                "rank as many micro-batches; weight=0 for one that does not count."
-            )
-
-    def _say(self, word: int) -> tuple[Tensor, Tensor, Any]:
-        mine = torch.tensor([word], dtype=torch.uint8, device=self._group.device)
-        everybody = torch.empty(self._group.size, dtype=torch.uint8, device=self._group.device)
-        return mine, everybody, private.all_gather_flat(everybody, mine, self._group.handle, async_op=True)
+    def _say(self, word: int) -> tuple[Tensor, Any]:
+        everybody = torch.empty(self._group.size, dtype=torch.int32, device=self._group.device)
+        mine = self._words[word : word + 1]
+        return everybody, private.all_gather_flat(everybody, mine, self._group.handle, async_op=True)
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -125,7 +107,7 @@ class Sharded(Together):
         super().__init__(modules, Group(private.data_parallel_group(self.units[0])), window)
         self._silenced: list[Any] = []
         self._depth = 0
-        self._passes = Passes(self.group, modules, self.units)
+        self._gathers = Gathers(self.group, modules, self.units)
 
     def sources(self, tensors: list[Tensor]) -> list[Unsharded]:
         return [Unsharded(tensor, self._kept[id(tensor)]) for tensor in tensors]
@@ -137,7 +119,7 @@ class Sharded(Together):
         if self._depth > 1 or not self.filling:
             return
         self._silenced += [unit for unit in self.units if private.set_reduces(unit, False)]
-        self._passes.announce()
+        self._gathers.announces = self.size > 1
 
     def after_forward(self, module: Any) -> None:
         self._depth -= 1
@@ -153,21 +135,16 @@ class Sharded(Together):
                 private.accumulate_in(kept, tensor.grad_dtype)
 
     def release(self) -> None:
+        self._gathers.announces = False
         while self._silenced:
             private.set_reduces(self._silenced.pop(), True)
 
     # -- at its end ---------------------------------------------------------------------------------------------------
 
     def meet(self, part: Part) -> Whole:
-        self._passes.wait()
+        if self.size > 1:
+            self._gathers.wait()
         return super().meet(part)
-
-    def describe(self) -> dict[str, Any]:
-        return {} if self.group.meetings else {"order": self._passes.order}
-
-    def learn(self, records: list[dict[str, Any]]) -> None:
-        if self.group.meetings == 1:
-            self._passes.learn([one["order"] for one in records])
 
     def reduce(self, window: Any, whole: Whole, factor: float) -> float:
         present = {id(window.tensors[at]): window.tensors[at] for at in whole.present}

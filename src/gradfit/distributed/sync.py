@@ -73,11 +73,9 @@ class Together(Alone):
             "present": _pack(part.present, count),
             "sparse": _pack(part.sparse, count),
             "parameters": count,
-            **self.describe(),
         }
         records = self.group.exchange(record)
         self._check(records)
-        self.learn(records)
         active = [rank for rank, one in enumerate(records) if sum(one["counts"])]
         names = dict.fromkeys(name for one in records for name in one["weights"])
         flushing = [bool(one["flags"][0]) for one in records]
@@ -93,13 +91,6 @@ class Together(Alone):
             flushed=tuple(rank for rank, done in enumerate(flushing) if done),
             active=tuple(active),
         )
-
-    def describe(self) -> dict[str, Any]:
-        """What else the others should know."""
-        return {}
-
-    def learn(self, records: list[dict[str, Any]]) -> None:
-        """What the others have said."""
 
     def _check(self, records: list[dict[str, Any]]) -> None:
         broken = [rank for rank, one in enumerate(records) if one["flags"][1]]
