@@ -28,10 +28,10 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def working(what: str, total: int | None = None) -> Iterator[Progress]:
-    """A bar, or a spinner where the end is not known, while the block runs; it is gone afterwards."""
+    """A bar, or a spinner where the end is not known, while the block runs; only on a terminal, and gone afterwards."""
     columns: list[Any] = [SpinnerColumn(), TextColumn("{task.description}")]
     columns += [BarColumn(), MofNCompleteColumn()] if total is not None else []
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal) as progress:
         progress.add_task(what, total=total)
         yield progress
 

@@ -110,7 +110,7 @@ class Work:
             report = dataclasses.replace(report, limit_bytes=plan.budget_bytes)
         if not report.frontier:
             with working("planning for other budgets"):
-                plans = tuple(frontier(found, batch_size=size if found.splittable else None))
+                plans = tuple(frontier(found, batch_size=size if found.splittable else None, points=10))
             report = dataclasses.replace(report, frontier=plans)
         return report
 
