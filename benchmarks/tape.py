@@ -1,7 +1,7 @@
 """What recording and replaying costs: against plain PyTorch and against `torch.utils.checkpoint`.
 
-Runs are interleaved, and the least of several rounds counts. Seconds are CPU seconds of one thread, which a busy machine
-changes less than the clock on the wall. `python benchmarks/tape.py [--quick]`.
+Runs are interleaved, and the least of several rounds counts. Seconds are CPU seconds of one thread: a busy machine
+changes them less than the clock on the wall. `python benchmarks/tape.py [--quick]`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ class Bottleneck(nn.Module):
         super().__init__()
         self.body = nn.Sequential(
             nn.Conv2d(width, width // 4, 1, bias=False), nn.BatchNorm2d(width // 4), nn.ReLU(inplace=True),
-            nn.Conv2d(width // 4, width // 4, 3, padding=1, bias=False), nn.BatchNorm2d(width // 4), nn.ReLU(inplace=True),
+            nn.Conv2d(width // 4, width // 4, 3, padding=1, bias=False), nn.BatchNorm2d(width // 4),
+            nn.ReLU(inplace=True),
             nn.Conv2d(width // 4, width, 1, bias=False), nn.BatchNorm2d(width),
         )  # fmt: skip
 
@@ -141,6 +142,7 @@ def contrastive(batch: int, size: int) -> None:
     encoder = nn.Sequential(
         *[nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)) for _ in range(8)]
     ).double()
+    encoder = encoder.double()
     left, right = torch.randn(batch, 128).double(), torch.randn(batch, 128).double()
 
     def loss(encode: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -165,7 +167,12 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     print(f"{datetime.date.today()}, torch {torch.__version__}, gradfit {gf.__version__}, 1 thread, CPU seconds")
-    compare("tiny: 12 layers, width 64, batch 1 × 16", [Block(64, 4) for _ in range(12)], torch.randn(1, 16, 64), 100)
+    compare(
+        "tiny: 12 layers, width 64, batch 1 × 16",
+        [Block(64, 4) for _ in range(12)],
+        torch.randn(1, 16, 64),
+        100 if quick else 200,
+    )
     contrastive(1024, 32)
     if quick:
         return

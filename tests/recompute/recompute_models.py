@@ -82,7 +82,7 @@ def vit() -> Case:
         model,
         lambda m: _head(m(_cast(m, images)).logits),
         list(model.vit.encoder.layer if hasattr(model.vit, "encoder") else model.vit.layers),
-    )  # noqa: E501
+    )
 
 
 def swin() -> Case:
@@ -177,7 +177,8 @@ def inplace() -> Case:
     def stage(channels: int) -> nn.Module:
         return nn.Sequential(
             nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True),
-            nn.Conv2d(8, 8, 3, padding=1), nn.Dropout2d(0.2, inplace=True), nn.GroupNorm(2, 8), nn.LeakyReLU(0.1, inplace=True),
+            nn.Conv2d(8, 8, 3, padding=1), nn.Dropout2d(0.2, inplace=True), nn.GroupNorm(2, 8),
+            nn.LeakyReLU(0.1, inplace=True),
             nn.Conv2d(8, 8, 1), nn.SiLU(inplace=True), nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
             nn.ELU(inplace=True),
         )  # fmt: skip
@@ -190,7 +191,8 @@ def inplace() -> Case:
 MODELS: dict[str, Callable[[], Case]] = {
     make.__name__: make
     for make in (
-        gpt2, bert, t5, llama, mixtral, vit, swin, convnext, resnet, whisper, mamba, lstm, transformer, attention, inplace
+        gpt2, bert, t5, llama, mixtral, vit, swin, convnext, resnet, whisper, mamba, lstm, transformer, attention,
+        inplace,
     )
 }  # fmt: skip
 

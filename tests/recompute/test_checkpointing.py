@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -125,7 +126,7 @@ def test_auto_checkpoint_selection() -> None:
     assert len(chosen) == 3  # of four that would fit into all of it
     assert manager.checkpoint_bytes == 3 * x.nbytes
     positions = [nodes.index(node) for node in chosen]
-    gaps = [b - a for a, b in zip(positions, positions[1:], strict=False)]
+    gaps = [b - a for a, b in itertools.pairwise(positions)]
     assert max(gaps) - min(gaps) <= 1
     loss.backward()
 

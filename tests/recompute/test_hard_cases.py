@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -173,7 +174,7 @@ def test_a_parameter_modified_before_backward_is_refused_as_in_torch() -> None:
             loss = layer(torch.ones(2, 3)).exp().sum()
         with torch.no_grad():
             layer[2].weight.add_(1)
-        with pytest.raises(RuntimeError, match="in ?place"):
+        with pytest.raises(RuntimeError, match=r"in ?place"):
             loss.backward()
 
 
@@ -185,7 +186,7 @@ def test_an_optimizer_step_between_two_passes_is_refused_as_in_torch() -> None:
             loss = layer(torch.ones(2, 3)).exp().sum()
         loss.backward(retain_graph=True)
         optimizer.step()
-        with pytest.raises(RuntimeError, match="in ?place"):
+        with pytest.raises(RuntimeError, match=r"in ?place"):
             loss.backward()
 
 
@@ -210,9 +211,9 @@ def test_a_saved_tensor_modified_by_a_backward_is_refused() -> None:
         loss.backward()
         return x.grad
 
-    with pytest.raises(RuntimeError, match="in ?place"):
+    with pytest.raises(RuntimeError, match=r"in ?place"):
         program(gf.CheckpointScope("off", enabled=False))
-    with pytest.raises(RuntimeError, match="in ?place"):
+    with pytest.raises(RuntimeError, match=r"in ?place"):
         program(gf.CheckpointScope("on"))
 
 
@@ -413,7 +414,7 @@ def test_generators_are_left_alone() -> None:
 
 def test_torch_func_inside_a_scope_is_refused() -> None:
     x = leaf(3)
-    with pytest.raises(gf.UnsupportedOp, match="torch.func"), gf.CheckpointScope("a"):
+    with pytest.raises(gf.UnsupportedOp, match=r"torch\.func"), gf.CheckpointScope("a"):
         torch.func.grad(lambda t: t.exp().sin().sum())(x.detach())
 
 
@@ -436,10 +437,8 @@ def test_vmap_inside_a_scope() -> None:
             y = y.tanh()
         return gradients(y.sum(), x)
 
-    try:
+    with contextlib.suppress(gf.UnsupportedOp):
         both(program)
-    except gf.UnsupportedOp:
-        pass
 
 
 def test_a_scope_without_gradients_records_nothing() -> None:
@@ -569,9 +568,7 @@ def test_scopes_in_several_threads() -> None:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)]
     x = torch.randn(16, 8)
-    expected = []
-    for layer in layers:
-        expected.append([g.clone() for g in torch.autograd.grad(layer(x).exp().sum(), list(layer.parameters()))])
+    expected = [torch.autograd.grad(layer(x).exp().sum(), list(layer.parameters())) for layer in layers]
     found: dict[int, Any] = {}
     barrier = threading.Barrier(4)
 
@@ -691,7 +688,7 @@ def test_leaving_out_of_order_is_refused() -> None:
     outer, inner = steps(gf.CheckpointScope("outer")), steps(gf.CheckpointScope("inner"))
     next(outer)
     next(inner)
-    with pytest.raises(gf.MisuseError, match="'outer'.*'inner'"):
+    with pytest.raises(gf.MisuseError, match=r"'outer'.*'inner'"):
         next(outer, None)
     next(inner, None)
     x = leaf(3)

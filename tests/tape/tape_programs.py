@@ -86,7 +86,7 @@ _define(
         (a * 1).detach().view(torch.int32 if a.dtype == torch.float32 else torch.int64).bitwise_and(-256).view(a.dtype)
         * b
     ),
-)  # noqa: E501
+)
 _define("complex", lambda a, b, c: torch.view_as_real(torch.complex(a, b) * torch.complex(b, a))[..., c % 2])
 _define("conj", lambda a, b, c: (torch.complex(a, b).conj() * torch.complex(a, a)).imag)
 _define("conj_matmul", lambda a, b, c: (torch.complex(a, b).conj() @ torch.complex(a, b).t()).real.tanh() @ a)
@@ -105,7 +105,7 @@ _define("median", lambda a, b, c: a - a.median(0).values)
 _define(
     "var_mean",
     lambda a, b, c: (a - torch.var_mean(a, 1, keepdim=True)[1]) / (1 + torch.var_mean(a, 1, keepdim=True)[0]),
-)  # noqa: E501
+)
 _define("qr", lambda a, b, c: torch.linalg.qr(a.t() @ a + 3 * torch.eye(COLUMNS, dtype=a.dtype))[0][:ROWS])
 _define("max_pool", lambda a, b, c: F.max_pool1d(a[None], 3, 1, 1)[0])
 _define("group_norm", lambda a, b, c: F.group_norm(a[None], 2)[0])
