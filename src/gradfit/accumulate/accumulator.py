@@ -298,7 +298,7 @@ class GradientAccumulator:
             self._follow_optimizer()
             result = self._update.finish(flushing=True)
             while not self._update.all_flushing:
-                later = self._update.finish(flushing=True)
+                later = self._update.finish(flushing=True, joined=True)
                 result = later if result.reason == "empty window" else result
             return result
 

@@ -32,6 +32,8 @@ class Part:
     """The loss scale of this process by now; after a skipped micro-batch it may be lower than another's."""
     flushing: bool = False
     """It has no more to give, and takes part until nobody has."""
+    joined: bool = False
+    """It had no more to give before this window, and only keeps up."""
     present: tuple[int, ...] = ()
     """Positions of the parameters that have a gradient here."""
     sparse: tuple[int, ...] = ()
@@ -43,8 +45,8 @@ class Part:
 class Whole(Part):
     """What all processes have brought together; `flushing` if nobody has more to give."""
 
-    flushed: tuple[int, ...] = ()
-    """The ranks that have no more to give."""
+    leader: int | None = None
+    """A rank that others, which only keep up, must follow; None if nobody does."""
     active: tuple[int, ...] = ()
     """The ranks that have brought anything."""
 
@@ -82,8 +84,8 @@ class Alone:
     def spread_nonfinite(self, gradients: list[Tensor]) -> None:
         """If another process's part of the gradient is not finite, let this one's say so too."""
 
-    def share_options(self, optimizer: Any, whole: Whole, flushing: bool) -> None:
-        """Let a process that has no more data step with the learning rate of those that have."""
+    def share_options(self, optimizer: Any, whole: Whole, joined: bool) -> None:
+        """Let a process that only keeps up step with the learning rate of those that have data."""
 
     def failed(self, error: BaseException) -> None:
         """An error goes to the caller, who may or may not come back: leave word for those who wait."""

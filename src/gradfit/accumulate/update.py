@@ -36,20 +36,23 @@ class Update:
         self._stepping = self._stepped = False
         self._widened: contextlib.ExitStack | None = None
 
-    def finish(self, *, flushing: bool = False) -> StepResult:
-        """End the window, together with all processes that fill it; `flushing` if this one has no more to give."""
+    def finish(self, *, flushing: bool = False, joined: bool = False) -> StepResult:
+        """End the window, together with all processes that fill it.
+
+        `flushing`: this one has no more to give; `joined`: it had none to begin with, and only keeps up.
+        """
         window, optimizer, ranks = self.window, self.optimizer, self.window.ranks
         self.narrow_again()
         scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
         if not window.enabled:
             return self._finish_plain(scaler)
-        whole = window.meet(flushing=flushing, scale=1.0 if scaler is None else scaler.get_scale())
+        whole = window.meet(flushing=flushing, joined=joined, scale=1.0 if scaler is None else scaler.get_scale())
         self.all_flushing = whole.flushing
         weight, skipped, taken = window.weight, whole.skipped, whole.micro_batches
         if not any(whole.weights.values()):
             self._end(None)
             return StepResult(False, "no weight" if taken or skipped else "empty window", None, 0, taken, skipped)
-        ranks.share_options(optimizer, whole, flushing)
+        ranks.share_options(optimizer, whole, joined)
         factor = window.combine()
         gradients = [tensor.grad for tensor in window.tensors if tensor.grad is not None]
         if scaler is not None:

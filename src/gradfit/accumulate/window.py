@@ -311,14 +311,23 @@ class AccumulationContext:
 
     # -- ending ---------------------------------------------------------------------------------------------------
 
-    def meet(self, *, flushing: bool = False, scale: float = 1.0) -> Whole:
+    def meet(self, *, flushing: bool = False, joined: bool = False, scale: float = 1.0) -> Whole:
         """Learn, once per window, what all processes hold; the totals are everybody's from here on."""
         if self.whole is None:
             present, sparse = self._present() if self.ranks.size > 1 else ((), ())
             steps, base = self.accumulation_steps, self.scale
             broken = self.broken or self.counter.found_dead
             part = Part(
-                self.totals(), steps - self.skipped, self.skipped, base, scale, flushing, present, sparse, broken
+                self.totals(),
+                steps - self.skipped,
+                self.skipped,
+                base=base,
+                scale=scale,
+                flushing=flushing,
+                joined=joined,
+                present=present,
+                sparse=sparse,
+                broken=broken,
             )
             self.whole = self.ranks.meet(part)
             self.scale = self.whole.base

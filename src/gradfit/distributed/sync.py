@@ -69,7 +69,7 @@ class Together(Alone):
             "weights": part.weights,
             "counts": [part.micro_batches, part.skipped],
             "scales": [part.base, part.scale],
-            "flags": [int(part.flushing), int(part.broken)],
+            "flags": [int(part.flushing), int(part.joined), int(part.broken)],
             "present": _pack(part.present, count),
             "sparse": _pack(part.sparse, count),
             "parameters": count,
@@ -78,22 +78,22 @@ class Together(Alone):
         self._check(records)
         active = [rank for rank, one in enumerate(records) if sum(one["counts"])]
         names = dict.fromkeys(name for one in records for name in one["weights"])
-        flushing = [bool(one["flags"][0]) for one in records]
+        leading = [rank for rank, one in enumerate(records) if not one["flags"][1]]
         return Whole(
             weights={name: _total([one["weights"].get(name, 0) for one in records]) for name in names},
             micro_batches=sum(one["counts"][0] for one in records),
             skipped=sum(one["counts"][1] for one in records),
             base=records[active[0]]["scales"][0] if active else part.base,
             scale=min(one["scales"][1] for one in records),
-            flushing=all(flushing),
+            flushing=all(one["flags"][0] for one in records),
             present=_unpack([one["present"] for one in records], count),
             sparse=_unpack([one["sparse"] for one in records], count),
-            flushed=tuple(rank for rank, done in enumerate(flushing) if done),
+            leader=leading[0] if leading and len(leading) < len(records) else None,
             active=tuple(active),
         )
 
     def _check(self, records: list[dict[str, Any]]) -> None:
-        broken = [rank for rank, one in enumerate(records) if one["flags"][1]]
+        broken = [rank for rank, one in enumerate(records) if one["flags"][2]]
         if broken and broken != [self.group.rank]:
             others = ", ".join(str(rank) for rank in broken if rank != self.group.rank)
             raise RankFailed(
@@ -104,17 +104,16 @@ class Together(Alone):
         if len(set(counts)) > 1:
             raise MisuseError(f"The ranks accumulate {counts} parameters. Pass the same parameters on every rank.")
 
-    def share_options(self, optimizer: Any, whole: Whole, flushing: bool) -> None:
+    def share_options(self, optimizer: Any, whole: Whole, joined: bool) -> None:
         groups = getattr(optimizer, "param_groups", None)
-        if whole.flushing or not whole.flushed or groups is None:
+        if whole.leader is None or groups is None:
             return
         numbers = [
             {name: value for name, value in group.items() if type(value) in (int, float, bool)} for group in groups
         ]
-        records = self.group.exchange({} if flushing else {"groups": numbers})
-        if flushing:
-            leading = next(one["groups"] for one in records if one)
-            for group, current in zip(groups, leading, strict=True):
+        records = self.group.exchange({"groups": numbers})
+        if joined:
+            for group, current in zip(groups, records[whole.leader]["groups"], strict=True):
                 group.update(current)
 
     def failed(self, error: BaseException) -> None:
