@@ -66,7 +66,8 @@ def profile(
     cost = optimizer_cost(optimizer) if optimizer is not None else OptimizerCost(0, 0, 0.0)
     with untouched(model):
         samples = _samples(model, loss_fn, sample_batch, total, cut, memory_bytes, cost)
-    return assemble(model, sample_batch, total, samples, cost, host_bandwidth=host_bandwidth)
+    known = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers(), *leaves(sample_batch))}
+    return assemble(model, sample_batch, total, samples, cost, host_bandwidth=host_bandwidth, static=known)
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -242,8 +243,13 @@ def assemble(
     cost: OptimizerCost,
     *,
     host_bandwidth: float = 0.0,
+    static: set[int] | None = None,
 ) -> Profile:
-    """Put one or two measurements together into a profile."""
+    """Put one or two measurements together into a profile.
+
+    `static` are the storages of parameters, buffers and the batch: what else the forward read without having made it
+    are constants.
+    """
     big = samples[-1]
     small = samples[0] if len(samples) > 1 and _same_structure(samples[0].trace, big.trace) else None
 
@@ -305,6 +311,7 @@ def assemble(
         optimizer_bytes=cost.state_bytes,
         optimizer_burst_bytes=cost.burst_bytes,
         batch_bytes=Linear(0.0, batch_bytes / rows),
+        constant_bytes=Linear() if static is None else line(lambda t: _constant_bytes(t, static)),
         optimizer_seconds=cost.seconds,
         overhead_seconds=max(0.0, plain - busy),
         replay_overhead_seconds=15e-6,
@@ -329,6 +336,10 @@ def _same_structure(a: Trace, b: Trace) -> bool:
         and [(op.name, op.inputs, op.outputs) for op in a.operations]
         == [(op.name, op.inputs, op.outputs) for op in b.operations]
     )
+
+
+def _constant_bytes(trace: Trace, static: set[int]) -> int:
+    return sum(value.nbytes for value in trace.values if value.operation is None and value.key not in static)
 
 
 def _module_of(trace: Trace, needs: list[int]) -> str:

@@ -132,6 +132,7 @@ class Profile:
     optimizer_bytes: int = 0
     optimizer_burst_bytes: int = 0  # temporaries of optimizer.step()
     batch_bytes: Linear = Linear()
+    constant_bytes: Linear = Linear()  # tensors that the forward brings along: from Python numbers, from NumPy
     optimizer_seconds: float = 0.0
     overhead_seconds: float = 0.0  # Python's, per micro-batch, outside the operations
     replay_overhead_seconds: float = 0.0  # the engine's, per replayed operation
@@ -182,6 +183,7 @@ class Profile:
             "buffers": self.buffer_bytes,
             "optimizer": self.optimizer_bytes,
             "batch": round(self.batch_bytes.at(max(batch_size, rows or 0))),
+            "constants": round(self.constant_bytes.at(batch_size)),
         }
         return Graph(
             nbytes=nbytes,

@@ -1,6 +1,6 @@
 """Watches one micro-batch run: every operation, what it makes, when that dies, and what each backward node asks for.
 
-The run is made with everything dropped and replayed (`_Quota`), for two reasons: values die when Python lets go of
+The run is made with everything dropped and replayed (`DropAll`), for two reasons: values die when Python lets go of
 them, which is what a planner must know, and a model can be watched in far less memory than it needs plainly.
 """
 
@@ -22,6 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import gradfit
 from gradfit._torch import DispatchMode, after_accumulation, current_node, graph_task_id
 from gradfit.tape import replay
+from gradfit.tape.drop import DropAll
 from gradfit.tape.graph import Segment
 from gradfit.tape.ops import info_of
 from gradfit.tape.record import Recorder, unpack
@@ -37,6 +38,7 @@ class TracedValue:
     storage: int
     dies: int = -1
     overwritten: bool = False
+    key: int = 0  # the storage's address, as long as it lives
 
 
 @dataclass
@@ -165,7 +167,7 @@ class Trace(DispatchMode):
         storage = self._storages
         self._storages += 1
         content = tensor.untyped_storage()
-        self.values.append(TracedValue(content.nbytes(), operation, storage))
+        self.values.append(TracedValue(content.nbytes(), operation, storage, key=key))
         self._versions[storage] = [number]
         self._newest[key] = number
         watcher = _Storage(content, self._died)
@@ -279,30 +281,11 @@ class Trace(DispatchMode):
                 hook.remove()
 
 
-class _Quota:
-    """Drops everything, in segments of at most `quota_bytes`, so that the burst of a replay stays below that."""
-
-    def __init__(self, quota_bytes: float) -> None:
-        self.recorder: Recorder | None = None
-        self._quota = quota_bytes
-        self._filled = 0.0
-
-    def choose(self, func: Any, results: list[torch.Tensor]) -> list[int] | None:
-        self._filled += sum(result.untyped_storage().nbytes() for result in results)
-        if self._filled > self._quota and self.recorder is not None:
-            self._filled = 0.0
-            self.recorder.segment = Segment(self.recorder.segment.parent)
-        return None
-
-    def offload(self, tensor: torch.Tensor) -> Any:
-        raise NotImplementedError  # `choose` never asks for it
-
-
 @contextmanager
 def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
     """Record what runs inside, forward and backward."""
     trace = Trace(model)
-    policy = _Quota(quota_bytes)
+    policy = DropAll(quota_bytes)
     recorder = policy.recorder = Recorder(Segment(Segment(None)), policy)
 
     def pack(tensor: torch.Tensor) -> Any:

@@ -12,6 +12,7 @@ import torch
 from gradfit.errors import MisuseError
 from gradfit.planning.record import Plan
 from gradfit.recompute.offload import Store
+from gradfit.tape.drop import DropAll
 from gradfit.tape.graph import Segment
 from gradfit.tape.record import DROP, KEEP, OFFLOAD, Recorder
 
@@ -24,7 +25,7 @@ class PlanPolicy:
     Where they are not (other shapes took another branch), `diverged` says where, and `afterwards` decides from there.
     """
 
-    def __init__(self, plan: Plan, afterwards: Any = None) -> None:
+    def __init__(self, plan: Plan, afterwards: DropAll | None = None) -> None:
         self.afterwards = afterwards
         self.diverged: str | None = None
         self.store: Store | None = Store() if "offload" in plan.actions else None
@@ -49,6 +50,8 @@ class PlanPolicy:
         for parent in self._parents[1:]:
             self._segments.append(Segment(self._segments[parent], root.scope))
         self._recorder = recorder
+        if self.afterwards is not None:
+            self.afterwards.recorder = recorder
 
     def choose(self, func: Any, results: list[torch.Tensor]) -> list[int] | None:
         position = self._operation
@@ -64,8 +67,7 @@ class PlanPolicy:
                     self._recorder.segment = self._segments[steps[0][1]]
                 return [choice for choice, _ in steps]
         if self.afterwards is not None:
-            chosen: list[int] | None = self.afterwards.choose(func, results)
-            return chosen
+            return self.afterwards.choose(func, results)
         return [KEEP] * len(results)
 
     def offload(self, tensor: torch.Tensor) -> Any:
@@ -86,8 +88,8 @@ def name_of(func: Any) -> str:
     return name
 
 
-def recording(plan: Plan, afterwards: Any = None) -> tuple[Recorder, PlanPolicy]:
-    """A recorder that follows the plan: enter it around the forward pass."""
+def recording(plan: Plan, afterwards: DropAll | None = None) -> tuple[Recorder, PlanPolicy]:
+    """A recorder that follows the plan, and `afterwards` where it ends: enter it around the forward pass."""
     policy = PlanPolicy(plan, afterwards)
     recorder = Recorder(Segment(None), policy)
     recorder.planned = True

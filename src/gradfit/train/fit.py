@@ -31,6 +31,7 @@ def fit(
     on_nonfinite: str = "raise",
     offload: bool = False,
     known: Iterable[Fitted] = (),
+    reproducible: bool = False,
 ) -> TrainStep:
     """Profile the model, plan for the budget, try the plan, and return the step that follows it.
 
@@ -39,6 +40,7 @@ def fit(
     budget covers all tensors of the step: parameters, gradients, optimizer state, the batch, activations, recomputation
     and temporaries. If it cannot be held, `BudgetInfeasible` says before anything is trained what could. `known` are
     the plans of an earlier step (`step.known`): a run that is resumed must add in the same order as before.
+    `reproducible` chooses the micro-batch by arithmetic, not by the clock, so that two runs add in the same order.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -53,7 +55,9 @@ def fit(
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise MisuseError(f"batch_size={batch_size!r} is not a number of rows. Pass an int of at least 1.")
     check_model(model)
-    planner = Planner(model, optimizer, loss_fn, budget, split=split, offload=offload, known=known)
+    planner = Planner(
+        model, optimizer, loss_fn, budget, split=split, offload=offload, known=known, reproducible=reproducible
+    )
     fitted = planner.fitted(sample_batch, batch_size)
     warn_about_batch_norm(model, fitted.plan.micro_batch, batch_size)
     accumulator = GradientAccumulator(optimizer, clip=clip, scaler=scaler, dtype=dtype, on_nonfinite=on_nonfinite)

@@ -19,6 +19,8 @@ from gradfit.profiling.state import untouched
 from gradfit.recompute.evict import Online
 from gradfit.recompute.offload import measure_bandwidth
 from gradfit.recompute.planned import recording
+from gradfit.tape.drop import DropAll
+from gradfit.train.nominal import nominal
 from gradfit.tree import leaves, repeat_rows, split_batch
 from gradfit.units import format_bytes
 
@@ -35,6 +37,7 @@ class Fitted:
     shape: Shape
     peak_bytes: int
     steady: bool  # the same operations whatever the data: what was measured once holds again
+    seen: bool = False  # the peak is that of a real step, not of a trial
 
 
 class Planner:
@@ -50,11 +53,13 @@ class Planner:
         split: Callable[[Any, int], Iterable[Any]] | None = None,
         offload: bool = False,
         known: Iterable[Fitted] = (),
+        reproducible: bool = False,
     ) -> None:
         self.budget_bytes = budget_bytes
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self._split = split
         self._offload = offload
+        self._reproducible = reproducible
         self._fitted: list[Fitted] = list(known)
 
     @property
@@ -83,28 +88,31 @@ class Planner:
         self._fitted.sort(key=lambda known: known.plan.peak_bytes)
         return found
 
-    def tighter(self, fitted: Fitted, batch: Any) -> Fitted:
-        """A plan that needs less than this one did, at the same micro-batch while there is one."""
-        limit = int(min(fitted.peak_bytes, self.budget_bytes) * 0.9)
-        if not fitted.steady:
-            if fitted.plan.micro_batch == 1:
-                raise BudgetInfeasible(
-                    f"Memory ran out at a micro-batch of 1 under a budget of {format_bytes(self.budget_bytes)}. "
-                    "Raise `memory`, or make an item of the batch smaller.",
-                    min_bytes=self.budget_bytes,
-                )
-            plan = smaller(fitted.plan)
-        else:
-            plan = _plan_at(fitted.profile, limit, fitted.plan.batch_size, fitted.plan.micro_batch)
-        new = Fitted(plan, fitted.profile, fitted.shape, plan.peak_bytes, fitted.steady)
-        self._fitted = [new if known is fitted else known for known in self._fitted]
-        if new not in self._fitted:
-            self._fitted.append(new)
-        return new
+    def tighter(self, fitted: Fitted) -> Fitted:
+        """A plan that needs less than this one did, at the same micro-batch while there is one.
 
-    def replace(self, old: Fitted, new: Fitted) -> None:
+        Where this one is the smallest there is, it is that one again: memory may have run out for another's sake.
+        """
+        if not fitted.steady:
+            return self.replace(fitted, plan=smaller(fitted.plan), seen=False)
+        plan = fitted.plan
+        limit = int(min(fitted.peak_bytes, self.budget_bytes) * 0.9)
+        try:
+            plan = _plan_at(fitted.profile, limit, plan.batch_size, plan.micro_batch)
+        except BudgetInfeasible as smallest:
+            if smallest.min_bytes < plan.peak_bytes:
+                plan = make_plan(fitted.profile, memory=smallest.min_bytes, batch_size=plan.batch_size)
+        return self.replace(fitted, plan=plan, peak_bytes=plan.peak_bytes, seen=False)
+
+    def rest_of(self, found: Profile) -> DropAll:
+        """What to do with operations that are not in the plan: keep nothing, and rebuild it piece by piece."""
+        return DropAll(max(1, self.budget_bytes - found.at(1).static_bytes) / 6)
+
+    def replace(self, old: Fitted, **changes: Any) -> Fitted:
         """Remember what a step has taught about a plan."""
+        new = dataclasses.replace(old, **changes)
         self._fitted = [new if known is old else known for known in self._fitted]
+        return new
 
     def _fit(self, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
         found = profile(
@@ -116,13 +124,19 @@ class Planner:
             split=self._split,
             host_bandwidth=measure_bandwidth(next(self._model.parameters()).device) if self._offload else 0.0,
         )
+        timed = nominal(found) if self._reproducible else found
         target = limit_bytes
         for _ in range(_TRIES):
-            plan = make_plan(found, memory=target, batch_size=batch_size)
+            plan = make_plan(timed, memory=target, batch_size=batch_size)
             measured, diverged = self._try_out(plan, batch, found)
             if diverged is not None:
                 return self._fit_online(plan, batch, found, shape, limit_bytes)
             if measured <= limit_bytes:
+                if self._reproducible:  # the micro-batch is chosen; what to keep in it changes no bit, so by the clock
+                    other = _plan_at(found, target, batch_size, plan.micro_batch)
+                    other_measured, _ = self._try_out(other, batch, found)
+                    if other.micro_batch == plan.micro_batch and other_measured <= limit_bytes:
+                        plan, measured = other, other_measured
                 return Fitted(plan, found, shape, measured, steady=True)
             target = min(target, plan.peak_bytes) - (measured - limit_bytes)
             if target <= 0:
@@ -154,7 +168,8 @@ class Planner:
         if self._split is None:
             part = repeat_rows(part, plan.micro_batch)
         waiting = max(0, found.optimizer_bytes - _state_bytes(self._optimizer))  # what its first step will allocate
-        rest = int(max(0, plan.batch_size - plan.micro_batch) * found.batch_bytes.per_item)
+        # A part is a view: it holds the whole batch it was cut from, which may still be less than a step's.
+        rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - meter(part).current_bytes)
         diverged = None
         with untouched(self._model), meter(self._model, self._optimizer, part) as live:
             for _ in range(min(2, plan.steps)):
@@ -164,7 +179,7 @@ class Planner:
                         loss, _ = run_loss(self._loss_fn, self._model, part)
                         torch.autograd.backward(loss)
                 else:
-                    recorder, policy = recording(plan)
+                    recorder, policy = recording(plan, self.rest_of(found))
                     with recorder:
                         loss, _ = run_loss(self._loss_fn, self._model, part)
                     torch.autograd.backward(loss)

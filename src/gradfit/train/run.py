@@ -28,6 +28,7 @@ from gradfit.train.planner import Fitted
 from gradfit.train.randomness import random_state, restore_random
 from gradfit.train.state import SavedState, StateStore, write_atomically
 from gradfit.train.step import Progress, TrainResult, TrainStep
+from gradfit.units import format_bytes
 
 _SAVE_SHARE = 0.1  # of the time may go into saving
 
@@ -133,6 +134,11 @@ class Run:
                 raise
             raise StateError(f"{saved.path.name} is not a state of gradfit train ({error!r}).") from None
         if state["settings"]["memory_bytes"] != self.settings.memory_bytes:
+            if state["progress"] is not None:
+                raise StateError(
+                    "The run was left in the middle of a step, which must be finished with the budget it had, "
+                    f"{format_bytes(state['settings']['memory_bytes'])}. Leave out --memory, or pass that."
+                )
             self.listener.note("The budget is another than before, so the plan is made anew.")
             fitted = []
         self._state = {**state, "plans": fitted}
@@ -197,6 +203,7 @@ class Run:
             rows,
             split=self.job.split,
             known=() if state is None else state["plans"],
+            reproducible=True,
         )
         del sample
         self.batches.restore(place["data"])
@@ -282,22 +289,26 @@ def _check_settings(saved: dict[str, Any], now: RunSettings) -> None:
             )
 
 
+_SCALARS = [field.name for field in dataclasses.fields(Fitted) if field.name not in ("plan", "profile", "shape")]
+
+
 def _write_fitted(fitted: Fitted, text: Callable[[Any], str]) -> dict[str, Any]:
     return {
         "plan": text(fitted.plan),
         "profile": text(fitted.profile),
         "shape": [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in fitted.shape],
-        "peak_bytes": fitted.peak_bytes,
-        "steady": fitted.steady,
+        **{name: getattr(fitted, name) for name in _SCALARS},
     }
 
 
 def _read_fitted(saved: dict[str, Any]) -> Fitted:
     types = {name: getattr(torch, name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
+    scalars: dict[str, Any] = {
+        name: int(saved[name]) if name.endswith("_bytes") else bool(saved[name]) for name in _SCALARS
+    }
     return Fitted(
         plan=Plan.from_json(saved["plan"]),
         profile=Profile.from_json(saved["profile"]),
         shape=tuple((tuple(int(n) for n in shape), types[dtype]) for shape, dtype in saved["shape"]),
-        peak_bytes=int(saved["peak_bytes"]),
-        steady=bool(saved["steady"]),
+        **scalars,
     )

@@ -8,7 +8,6 @@ state where the budget has room for one, which it usually has: all activations a
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -27,7 +26,7 @@ from gradfit.recompute.planned import recording
 from gradfit.train.planner import Fitted, Planner
 from gradfit.train.rollback import Snapshot, UpdateSnapshot
 
-_MOST_ATTEMPTS = 8
+_MOST_ATTEMPTS = 6
 
 
 class TrainResult(NamedTuple):
@@ -78,7 +77,6 @@ class TrainStep:
     ) -> None:
         self.model, self.optimizer, self.accumulator = model, optimizer, accumulator
         self._loss_fn, self._planner, self._fitted = loss_fn, planner, fitted
-        self._measured: set[int] = set()  # plans whose peak has been seen in a real step
 
     @property
     def plan(self) -> Plan:
@@ -135,23 +133,17 @@ class TrainStep:
             # Outside of the handler: the traceback holds every tensor of the failed attempt.
             _forget(failure)
             del failure
-            try:
-                fitted = self._fitted = self._planner.tighter(fitted, batch)
-            except BudgetInfeasible as smallest:
-                raise smallest from None
+            fitted = self._fitted = self._planner.tighter(self._fitted)
         raise AssertionError("unreachable")
 
     def _attempt(
         self, batch: Any, fitted: Fitted, attempt: int, progress: Progress | None, after: AfterMicroBatch | None
     ) -> TrainResult:
-        if id(fitted.plan) in self._measured and fitted.steady:
+        if fitted.seen and fitted.steady:
             return self._update(batch, fitted, attempt, None, progress, after)
         with meter(self.model, self.optimizer, batch) as live:
             result = self._update(batch, fitted, attempt, live, progress, after)
-        self._measured.add(id(fitted.plan))
-        seen = dataclasses.replace(fitted, peak_bytes=result.peak_bytes)
-        self._planner.replace(fitted, seen)
-        self._fitted = seen
+        self._fitted = self._planner.replace(self._fitted, peak_bytes=result.peak_bytes, seen=True)
         return result
 
     def _update(
@@ -173,10 +165,15 @@ class TrainStep:
             if after is not None and position > done:
                 after(Progress(position, plan.micro_batch, total, items))
             with contextlib.ExitStack() as around:
-                if not fitted.steady:  # its operations depend on the data: no plan can name them
+                if fitted.steady:
+                    recorder, policy = recording(plan, self._planner.rest_of(fitted.profile))
+                    with recorder:
+                        loss, count = run_loss(self._loss_fn, self.model, part)
+                    if policy.diverged is not None:
+                        self._fitted = fitted = self._planner.replace(fitted, steady=False)
+                else:  # its operations depend on the data: no plan can name them
                     online = around.enter_context(Online(self.budget_bytes))
                     online.evictor.watch(self.model, self.optimizer, batch)
-                with recording(plan)[0] if fitted.steady else contextlib.nullcontext():
                     loss, count = run_loss(self._loss_fn, self.model, part)
                 weight = count if count is not None else self._planner.rows(part)
                 number = float(weight)
