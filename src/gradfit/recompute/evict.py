@@ -1,10 +1,9 @@
 """Online eviction: a budget with no profile and no plan.
 
 Everything autograd saves is held, with the operations that could make it again. Before an operation would take live
-bytes past the limit, values are dropped, the cheapest first: least seconds to rebuild, per byte, per second since it was
-last used (the heuristic of Kirisame et al., Dynamic Tensor Rematerialization, ICLR 2021, with the rebuilding cost of a
-value counting the dropped values it would be rebuilt from). The backward pass and its replays are held to the same
-limit.
+bytes past the limit, values are dropped, the cheapest first: least seconds to rebuild, per byte, per second since they
+were last used (the heuristic of Kirisame et al., Dynamic Tensor Rematerialization, ICLR 2021, where the cost of a value
+includes the dropped values it would be rebuilt from). The backward pass and its replays are held to the same limit.
 
 Weaknesses: what is cheapest now may be what the next operation needs; near the smallest possible budget the same
 operations are replayed many times. A plan is better where one can be made.
@@ -140,8 +139,8 @@ class Evictor(Meter):
     def _infeasible(self, func: Any, need: int) -> BudgetInfeasible:
         total = self.current_bytes + need
         return BudgetInfeasible(
-            f"{func} needs {format_bytes(need)} beside {format_bytes(self.current_bytes)} that are in use and cannot be "
-            f"dropped: {format_bytes(total)} together, the limit is {format_bytes(self.limit_bytes)}. "
+            f"{func} needs {format_bytes(need)} beside {format_bytes(self.current_bytes)} that are in use and cannot "
+            f"be dropped: {format_bytes(total)} together, the limit is {format_bytes(self.limit_bytes)}. "
             "Use a smaller batch or raise the limit.",
             min_bytes=total,
             breakdown={"in use": self.current_bytes, "next operation": need},
