@@ -83,6 +83,7 @@ def test_fast_is_near_the_optimum() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_fast_is_near_the_optimum_at_length() -> None:
     real = [
         transformer(1).at(8),
