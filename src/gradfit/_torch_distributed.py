@@ -189,6 +189,11 @@ def initialise(modules: list[Any]) -> None:
         module._get_fsdp_state()._lazy_init()
 
 
+def never_gathered(unit: Any) -> bool:
+    """Whether a unit's full parameters have never been here."""
+    return not all(hasattr(kept, "_unsharded_param") for kept in unit.fsdp_params)
+
+
 def take_part(unit: Any) -> None:
     """Gather a unit's parameters because other ranks do, and let go of them at once."""
     unit._to_sharded()  # one that was left unsharded would not gather

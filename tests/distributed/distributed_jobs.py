@@ -1,4 +1,4 @@
-"""Training runs over ranks, each beside the same run on one rank with the full batch; they return the largest difference.
+"""Training runs over ranks, each beside the same run on one rank with the full batch: how far apart are they?
 
 Everything is drawn from a seed on every rank alike, so that each can do the full batch by itself.
 """

@@ -19,7 +19,7 @@ class JobFailed(AssertionError):
 
 
 class Pool:
-    """`size` processes in one gloo group; `run(job, *args)` calls `job(rank, size, *args)` on each and gives the results."""
+    """`size` processes in one gloo group; `run(job, *args)` gives each rank's `job(rank, size, *args)`."""
 
     def __init__(self, size: int, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self.size, self._timeout = size, timeout_seconds

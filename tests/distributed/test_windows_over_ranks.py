@@ -198,7 +198,7 @@ def test_half_a_micro_batch_stops_all_ranks_at_once(pair: Pool) -> None:
     (waiting, text, again), (failed, _, again_there) = pair.run(half_a_pass)
     assert (waiting, failed) == ("RankFailed", "MisuseError")
     assert "On rank 1" in text
-    assert again and again_there
+    assert (again, again_there) == (True, True)
 
 
 # -- flags -----------------------------------------------------------------------------------------------------------
@@ -297,4 +297,5 @@ def not_all_wrapped(rank: int, size: int) -> str:
 
 def test_a_parameter_outside_the_wrapper_is_named(pair: Pool) -> None:
     for text in pair.run(not_all_wrapped):
-        assert "shape (2, 2)" in text and "Wrap" in text
+        assert "shape (2, 2)" in text
+        assert "Wrap" in text

@@ -333,12 +333,25 @@ class GradientAccumulator:
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole window: {"tensors": gradients by name, "window": plain numbers}, for safetensors and JSON."""
-        return state.save(self)
+        """The whole window: {"tensors": gradients by name, "window": plain numbers}, for safetensors and JSON.
+
+        Over several processes it is the window of all, taken by all together: `torch.distributed.checkpoint` can write
+        it, and any number of processes can load it.
+        """
+        if self.ranks.size == 1 and not self.ranks.lockstep:
+            return state.save(self)
+        from gradfit.distributed.state import share
+
+        return share(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on in the middle of the window that `state_dict` was taken in, bit for bit."""
-        state.load(self, state_dict)
+        if not isinstance(state_dict.get("window"), str):
+            state.load(self, state_dict)
+            return
+        from gradfit.distributed.state import restore
+
+        restore(self, state_dict)
 
 
 def _plain_backward(scaler: Any, loss: Any) -> None:

@@ -37,25 +37,27 @@ def save(accumulator: GradientAccumulator) -> dict[str, Any]:
     window.require_intact()
     tensors: dict[str, Tensor] = {}
     sparse: dict[str, list[int]] = {}
-    for position, tensor in enumerate(window.tensors):
-        if tensor.grad is not None and window.accumulation_steps:
-            _put(tensors, sparse, f"grad.{position}", tensor.grad)
+    for position, source in enumerate(window.tensors if window.final else window.sources):
+        if source.grad is not None and window.accumulation_steps:
+            _put(tensors, sparse, f"grad.{position}", source.grad)
     for name, term in window.terms.items():
         for position, gradient in term.gradients.items():
             _put(tensors, sparse, f"term.{name}.{position}", gradient)
+    return {"tensors": tensors, "window": {**numbers_of(accumulator), "sparse": sparse}}
+
+
+def numbers_of(accumulator: GradientAccumulator) -> dict[str, Any]:
+    """The window without its gradients."""
+    window = accumulator.window
     return {
-        "tensors": tensors,
-        "window": {
-            "version": VERSION,
-            "shapes": [list(tensor.shape) for tensor in window.tensors],
-            "windows": accumulator.windows,
-            **{name: getattr(window, name) for name in _FIELDS},
-            "weight": window.main.weight,
-            "divisor": window.main.divisor,
-            "terms": {name: [term.weight, term.divisor] for name, term in window.terms.items()},
-            "strategy": window.strategy.state_dict(),
-            "sparse": sparse,
-        },
+        "version": VERSION,
+        "shapes": [list(tensor.shape) for tensor in window.tensors],
+        "windows": accumulator.windows,
+        **{name: getattr(window, name) for name in _FIELDS},
+        "weight": window.main.weight,
+        "divisor": window.main.divisor,
+        "terms": {name: [term.weight, term.divisor] for name, term in window.terms.items()},
+        "strategy": window.strategy.state_dict(),
     }
 
 
@@ -96,7 +98,7 @@ def load(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
     window.reset()
     accumulator._passes.begin_window()
     for position, gradient in placed.items():
-        window.tensors[position].grad = gradient
+        (window.tensors if fields["final"] else window.sources)[position].grad = gradient
     for name, value in fields.items():
         setattr(window, name, value)
     window.main, window.terms, accumulator._update.windows = main, terms, windows

@@ -44,11 +44,11 @@ class Replicated(Together):
         for module in self.modules:
             if private.broadcasts_buffers(module) and whole.active:
                 private.broadcast_buffers(module, whole.active[0])
-        if self.size == 1:
-            return factor
-        sparse = set(whole.sparse)
+        return super().reduce(window, whole, factor)
+
+    def add_up(self, window: Any, present: tuple[int, ...], sparse: tuple[int, ...], factor: float) -> None:
         with torch.no_grad():
-            dense = [window.tensors[at] for at in whole.present if at not in sparse]
+            dense = [window.tensors[at] for at in present if at not in set(sparse)]
             pending: tuple[Any, list[Tensor], Tensor] | None = None
             for bucket in _buckets(dense):
                 flat = _fill(bucket, factor)
@@ -58,9 +58,8 @@ class Replicated(Together):
                 pending = (work, bucket, flat)
             if pending is not None:
                 _take_out(*pending)
-            for at in whole.sparse:
+            for at in sparse:
                 _reduce_sparse(window.tensors[at], factor, self.group.handle)
-        return 1.0
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from gradfit import _torch_distributed as private
-from gradfit.accumulate.ranks import Part, Whole
 from gradfit.accumulate.scaling import gradient_norm
 from gradfit.distributed.group import Group
 from gradfit.distributed.silence import modules_of
@@ -141,13 +140,13 @@ class Sharded(Together):
 
     # -- at its end ---------------------------------------------------------------------------------------------------
 
-    def meet(self, part: Part) -> Whole:
+    def settle(self) -> None:
         if self.size > 1:
             self._gathers.wait()
-        return super().meet(part)
 
-    def reduce(self, window: Any, whole: Whole, factor: float) -> float:
-        present = {id(window.tensors[at]): window.tensors[at] for at in whole.present}
+    def add_up(self, window: Any, positions: tuple[int, ...], sparse: tuple[int, ...], factor: float) -> None:
+        present = {id(window.tensors[at]) for at in positions}
+        private.initialise(self.modules)
         with torch.no_grad(), window.counter.owned():
             for unit in reversed(self.units):
                 others, dtype = {}, None
@@ -164,10 +163,11 @@ class Sharded(Together):
                         gradient.mul_(factor)
                     private.set_unsharded_gradient(kept, gradient)
                 if dtype is not None:
+                    if private.never_gathered(unit):  # on this rank, and so on no other: they gather together
+                        private.take_part(unit)
                     private.reduce_group(unit, dtype)
                 for kept, gradient in others.items():  # another optimizer's
                     private.set_unsharded_gradient(kept, gradient)
-        return 1.0
 
     def norm(self, gradients: list[Tensor]) -> float:
         local = math.fsum(_squares(gradient) for gradient in gradients)

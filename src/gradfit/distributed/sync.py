@@ -62,10 +62,15 @@ class Together(Alone):
         self._window = weakref.ref(window)  # which holds this
         self._ear = Ear(modules, self)
 
+    def settle(self) -> None:
+        """This rank has come to a meeting: do what the others still need it for."""
+
     def meet(self, part: Part) -> Whole:
+        self.settle()
         window = self._window()
         count = 0 if window is None else len(window.tensors)
         record = {
+            "kind": "end of a window",
             "weights": part.weights,
             "counts": [part.micro_batches, part.skipped],
             "scales": [part.base, part.scale],
@@ -75,12 +80,12 @@ class Together(Alone):
             "parameters": count,
         }
         records = self.group.exchange(record)
-        self._check(records)
+        self.check(records)
         active = [rank for rank, one in enumerate(records) if sum(one["counts"])]
         names = dict.fromkeys(name for one in records for name in one["weights"])
         leading = [rank for rank, one in enumerate(records) if not one["flags"][1]]
         return Whole(
-            weights={name: _total([one["weights"].get(name, 0) for one in records]) for name in names},
+            weights={name: add_weights([one["weights"].get(name, 0) for one in records]) for name in names},
             micro_batches=sum(one["counts"][0] for one in records),
             skipped=sum(one["counts"][1] for one in records),
             base=records[active[0]]["scales"][0] if active else part.base,
@@ -92,7 +97,42 @@ class Together(Alone):
             active=tuple(active),
         )
 
-    def _check(self, records: list[dict[str, Any]]) -> None:
+    def reduce(self, window: Any, whole: Whole, factor: float) -> float:
+        if self.size == 1 and not self.lockstep:
+            return factor
+        self.add_up(window, whole.present, whole.sparse, factor)
+        return 1.0
+
+    def add_up(self, window: Any, present: tuple[int, ...], sparse: tuple[int, ...], factor: float) -> None:
+        """Make `.grad` the sum over the ranks of `factor` times each one's sources, for these parameters."""
+        raise NotImplementedError
+
+    def total(self, window: Any, gradients: dict[int, Tensor], factor: float) -> list[Tensor]:
+        """The sum over the ranks of other tensors than the window's, laid out as the parameters' gradients are."""
+        slots = [*window.tensors, *window.sources]
+        kept = [slot.grad for slot in slots]
+        try:
+            for slot in slots:
+                slot.grad = None
+            for at, gradient in gradients.items():
+                window.sources[at].grad = (gradient.to_dense() if gradient.is_sparse else gradient).clone()
+            self.add_up(window, tuple(range(len(window.tensors))), (), factor)
+            return [tensor.grad for tensor in window.tensors]
+        finally:
+            for slot in slots:
+                slot.grad = None
+            for slot, gradient in zip(slots, kept, strict=True):
+                if gradient is not None:
+                    slot.grad = gradient
+
+    def check(self, records: list[dict[str, Any]]) -> None:
+        """Refuse to go on unless all ranks do the same, and can."""
+        kinds = {one["kind"] for one in records}
+        if len(kinds) > 1:
+            raise RankFailed(
+                f"The ranks do different things: {', '.join(one['kind'] for one in records)}. Call step(), flush() and "
+                "state_dict() on all ranks in the same order."
+            )
         broken = [rank for rank, one in enumerate(records) if one["flags"][2]]
         if broken and broken != [self.group.rank]:
             others = ", ".join(str(rank) for rank in broken if rank != self.group.rank)
@@ -137,7 +177,8 @@ class Together(Alone):
         """A forward has ended."""
 
 
-def _total(weights: list[Number]) -> Number:
+def add_weights(weights: list[Number]) -> Number:
+    """The sum, exact for whole numbers, and for others the same in any order."""
     return sum(weights) if all(type(one) is int for one in weights) else math.fsum(weights)
 
 

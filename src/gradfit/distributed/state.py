@@ -1,0 +1,187 @@
+"""A window's state over several ranks: one sum, whoever holds which part of it, and so fit for any number of ranks.
+
+In the middle of a window each rank has sums of its own. A state that `torch.distributed.checkpoint` can write once and
+read at another world size holds their total: plain tensors under DDP, shards under FSDP2. It is taken and loaded by
+all ranks together, in the middle of a window too:
+
+    dcp.save({"accumulator": accumulator}, checkpoint_id=path)
+
+Whoever loads it gives the total to the first rank and goes on; the mean does not depend on who holds what.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from gradfit.accumulate import state as local
+from gradfit.accumulate.transaction import Total
+from gradfit.distributed.sync import Together, add_weights
+from gradfit.errors import StateError
+
+if TYPE_CHECKING:
+    from gradfit.accumulate.accumulator import GradientAccumulator
+
+_NAME = "accumulator"
+_SAME_ON_ALL = (
+    "version", "shapes", "windows", "strategy", "final", "scale", "rescaled", "had_plain", "plain_expected",
+    "delimited", "divisor",
+)  # fmt: skip
+
+
+def save(accumulator: GradientAccumulator, path: Any) -> None:
+    """Write the window through `torch.distributed.checkpoint`, on all ranks together; one process alone can, too."""
+    content = {_NAME: share(accumulator)}
+    with _one_process_is_enough():
+        state_dict_saver.save(content, checkpoint_id=path, no_dist=_alone(accumulator))
+
+
+def load(accumulator: GradientAccumulator, path: Any) -> None:
+    """Go on in the middle of the window that `save` has written, with any number of ranks."""
+    known = FileSystemReader(path).read_metadata().state_dict_metadata
+    tensors = share(accumulator)["tensors"]
+    prefix = f"{_NAME}.tensors."
+    template: dict[str, Any] = {}
+    for key, found in known.items():
+        if key.startswith(prefix):
+            name = key.removeprefix(prefix)
+            position = name.rpartition(".")[2]
+            like = tensors.get(f"grad.{position}")
+            if like is None or not isinstance(found, TensorStorageMetadata) or like.shape != found.size:
+                raise StateError(f"The state's {name!r} fits no parameter here. Load it with the same parameters.")
+            template[name] = torch.zeros_like(like, dtype=found.properties.dtype)
+    content: dict[str, Any] = {_NAME: {"tensors": template, "window": ""}}
+    with _one_process_is_enough():
+        state_dict_loader.load(content, checkpoint_id=path, no_dist=_alone(accumulator))
+    restore(accumulator, content[_NAME])
+
+
+@contextlib.contextmanager
+def _one_process_is_enough() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _alone(accumulator: GradientAccumulator) -> bool:
+    return not isinstance(accumulator.ranks, Together)
+
+
+def share(accumulator: GradientAccumulator) -> dict[str, Any]:
+    """The window as all ranks hold it: {"tensors": totals by name, "window": numbers as JSON}; on all ranks together.
+
+    There is a tensor for every parameter, zeros where nothing has come in: a state that is only made to be loaded into
+    has the same names.
+    """
+    window, ranks = accumulator.window, accumulator.ranks
+    numbers = local.numbers_of(accumulator)
+    shapes = numbers.pop("shapes")
+    numbers["steps"] = window.accumulation_steps
+    numbers["present"] = [at for at, slot in enumerate(_slots(window)) if slot.grad is not None]
+    if isinstance(ranks, Together):
+        ranks.settle()
+        records = ranks.group.exchange({"kind": "state", "flags": [0, 0, 0], "parameters": len(shapes), **numbers})
+        ranks.check(records)
+    else:
+        records = [numbers]
+    whole = {**_add(records), "shapes": shapes}
+    apart = not isinstance(ranks, Together) or window.final or not whole["steps"]  # nothing to add up
+    tensors = _total(window, ranks, window.main, whole["divisor"], "grad", apart)
+    for name, (_, divisor) in whole["terms"].items():
+        tensors.update(_total(window, ranks, window.terms.get(name, Total()), divisor, f"term.{name}", apart))
+    return {"tensors": tensors, "window": json.dumps(whole)}
+
+
+def _slots(window: Any) -> Any:
+    return window.tensors if window.final else window.sources
+
+
+def _total(window: Any, ranks: Any, part: Total, divisor: float | None, name: str, apart: bool) -> dict[str, Tensor]:
+    """One denominator's sums over the ranks, brought to one divisor."""
+    if name == "grad":
+        sums = {at: slot.grad for at, slot in enumerate(_slots(window)) if slot.grad is not None}
+    else:
+        sums = dict(part.gradients)
+    factor = part.divisor / divisor if part.divisor is not None and divisor is not None else 1.0
+    with torch.no_grad():
+        if not apart:
+            totals = dict(enumerate(ranks.total(window, sums, factor)))
+        else:
+            totals = {at: (one.to_dense() if one.is_sparse else one).clone() for at, one in sums.items()}
+        for at, tensor in enumerate(window.tensors):
+            if totals.get(at) is None:
+                totals[at] = torch.zeros_like(tensor, dtype=tensor.grad_dtype or tensor.dtype, requires_grad=False)
+    return {f"{name}.{at}": total.detach() for at, total in totals.items()}
+
+
+def _add(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the ranks hold, as the numbers of one window."""
+    holding = next((one for one in records if one["steps"]), records[0])
+    names = dict.fromkeys(name for one in records for name in one["terms"])
+    terms = {name: [one["terms"][name] for one in records if name in one["terms"]] for name in names}
+    return {
+        **{name: records[0][name] for name in ("version", "windows", "strategy", "final")},
+        "scale": holding["scale"],
+        "rescaled": any(one["rescaled"] for one in records),
+        "steps": sum(one["steps"] for one in records),
+        "skipped": sum(one["skipped"] for one in records),
+        "had_plain": any(one["had_plain"] for one in records),
+        "plain_expected": all(one["plain_expected"] for one in records),
+        "delimited": any(one["delimited"] for one in records),
+        "weight": add_weights([one["weight"] for one in records]),
+        "divisor": _first([one["divisor"] for one in records]),
+        "terms": {
+            name: [add_weights([weight for weight, _ in pairs]), _first([divisor for _, divisor in pairs])]
+            for name, pairs in terms.items()
+        },
+        "present": sorted({at for one in records for at in one["present"]}),
+    }
+
+
+def _first(divisors: list[float | None]) -> float | None:
+    return next((one for one in divisors if one is not None), None)
+
+
+def restore(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
+    """Put a shared state in the place of the window there is, on all ranks together: the sums go to the first."""
+    ranks = accumulator.ranks
+    rank, size = (ranks.group.rank, ranks.group.size) if isinstance(ranks, Together) else (0, 1)
+    try:
+        whole = json.loads(state["window"])
+        steps, skipped = (whole[name] // size + (rank < whole[name] % size) for name in ("steps", "skipped"))
+        final, holds = whole["final"], rank == 0 or whole["final"]
+        names = [f"grad.{at}" for at in whole["present"]]
+        names += [f"term.{name}.{at}" for name in whole["terms"] for at in range(len(whole["shapes"]))]
+        tensors = {}
+        for name in names:
+            tensor = state["tensors"][name]
+            if isinstance(tensor, DTensor) and not final:
+                tensor = tensor.full_tensor()  # by all ranks together
+            if holds:
+                tensors[name] = tensor
+        numbers = {
+            **{name: whole[name] for name in _SAME_ON_ALL},
+            "closed": steps,
+            "open": 0,
+            "open_plain": 0,
+            "skipped": min(skipped, steps),
+            "weight": whole["weight"] if holds else 0,
+            "terms": {name: [weight if holds else 0, divisor] for name, (weight, divisor) in whole["terms"].items()},
+            "sparse": {},
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(
+            f"The state is damaged, or not all of it was loaded: {error!r}. Load it with "
+            "gradfit.distributed.state.load(accumulator, path)."
+        ) from error
+    local.load(accumulator, {"tensors": tensors, "window": numbers})
