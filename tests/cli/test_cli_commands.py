@@ -1,0 +1,139 @@
+"""Each command on a user's file: what it prints, what --json gives, what it writes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from gradfit.cli import main
+from gradfit.planning.record import Plan
+from gradfit.profiling.record import Profile
+from gradfit.train.audit import AuditReport
+
+Call = Callable[..., subprocess.CompletedProcess[str]]
+MEMORY = "40 KiB"  # in which a step must be split or rebuilt
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def test_profile(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "job.py:make", "--json"]) == 0
+    found = Profile.from_json(capsys.readouterr().out)
+    assert found.batch_size == 16
+    assert any("job.py" in operation.source for operation in found.operations)
+    assert main(["profile", "job.py:make", "--batch-size", "8"]) == 0
+    assert "at batch 8" in capsys.readouterr().out
+
+
+def test_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "job.py:make", "--memory", MEMORY, "--json"]) == 0
+    made = Plan.from_json(capsys.readouterr().out)
+    assert made.peak_bytes <= made.budget_bytes == 40 * 1024
+    assert main(["plan", "job.py:make", "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["frontier"]
+    peaks = [Plan.from_json(json.dumps(plan)).peak_bytes for plan in plans]
+    assert len(peaks) > 1
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def test_audit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "job.py:make", "--memory", MEMORY, "--json"]) == 0
+    found = AuditReport.from_json(capsys.readouterr().out)
+    assert found.identical
+    assert found.compared["gradient"] == 4
+
+
+def test_train_writes_state_model_scalars_and_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--memory", MEMORY, "--epochs", "2", "--out", "run", "--log-every", "3", "--seed", "4"]
+    assert main(["train", "job.py:make", *options, "--tensorboard", "--report", "page.html", "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["step"] == 12  # 96 rows, 16 to an update, twice
+    assert len(found["losses"]) == 12
+    assert found["losses"][-1] < found["losses"][0]
+    assert found["peak_bytes"] <= found["budget_bytes"] == 40 * 1024
+    assert "step 3/12" in said.err
+    assert "step 4/12" not in said.err
+    model = load_file(folder / "run" / "model.safetensors")
+    assert set(model) == {"0.weight", "0.bias", "3.weight", "3.bias"}
+    assert list((folder / "run" / "tensorboard").iterdir())
+    assert "<svg" in (folder / "page.html").read_text()
+    assert not list((folder / "run").glob("*.pt")) + list((folder / "run").glob("*.pkl"))
+
+
+def test_the_same_seed_gives_the_same_parameters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = []
+    for number, seed in enumerate(("1", "1", "2")):
+        options = ["--memory", MEMORY, "--steps", "5", "--out", f"run{number}", "--seed", seed, "--json"]
+        assert main(["train", "job.py:make", *options]) == 0
+        found.append(json.loads(capsys.readouterr().out)["parameters_sha256"])
+    assert found[0] == found[1] != found[2]
+
+
+def test_resume_goes_on_and_extends(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    through = ["train", "job.py:make", "--memory", MEMORY, "--json"]
+    assert main([*through, "--steps", "9", "--out", "through"]) == 0
+    expected = json.loads(capsys.readouterr().out)["parameters_sha256"]
+    assert main([*through, "--steps", "4", "--out", "parts"]) == 0
+    assert main(["train", "job.py:make", "--out", "parts", "--resume", "--steps", "9", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out.splitlines()[-1])["parameters_sha256"] == expected
+    assert "Resuming at step 4" in said.err
+    newest = sorted((folder / "parts").glob("state-*.safetensors"))[-1]
+    newest.write_bytes(newest.read_bytes()[:-100])
+    assert main(["train", "job.py:make", "--out", "parts", "--resume", "--steps", "9", "--json"]) == 0
+    said = capsys.readouterr()
+    assert "Passed over state-00000009-0000" in said.err
+    assert "the one before" in said.err
+    assert json.loads(said.out)["parameters_sha256"] == expected
+
+
+def test_without_out_the_run_has_a_place(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("job-make", "job-make-2"):
+        assert main(["train", "job.py:make", "--steps", "1", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["out"] == f"runs/{name}"
+    assert main(["train", "job.py:make", "--steps", "2", "--resume", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["out"] == "runs/job-make-2"
+
+
+def test_a_module_is_a_target_and_json_is_all_of_stdout(gradfit: Call) -> None:
+    done = gradfit("plan", "job:make", "--memory", MEMORY, "--json")
+    assert done.returncode == 0, done.stderr
+    assert Plan.from_json(done.stdout).budget_bytes == 40 * 1024
+
+
+@pytest.mark.parametrize("name", ["gpt", "bert", "vit", "resnet"])
+def test_built_in_jobs_plan(name: str) -> None:
+    """The jobs at a fraction of their size: the same code, in seconds."""
+    import gradfit as gf
+    from gradfit.train import builtin
+    from gradfit.train.data import Batches
+
+    small = {
+        "gpt": {"layers": 1, "width": 24, "length": 16},
+        "bert": {"layers": 1, "width": 24, "length": 16},
+        "vit": {"layers": 1, "width": 16},
+        "resnet": {"blocks": 1, "width": 4},
+    }
+    job = getattr(builtin, name)(**small[name], batch_size=4)
+    batches = Batches(job.data, batch_size=4)
+    losses = []
+    for _ in range(3):
+        batch = batches.next()
+        result = job.loss_fn(job.model, batch)
+        loss = result[0] / result[1] if isinstance(result, tuple) else result
+        loss.backward()
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert all(loss > 0 for loss in losses)
+    assert gf.audit(job.model, job.loss_fn, batches.next()).identical

@@ -1,0 +1,97 @@
+"""A run that is killed again and again ends with the parameters of the run that never was."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from conftest import command, environment
+
+OPTIONS = ("--memory", "40 KiB", "--seed", "3", "--json")
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command("train", "job.py:slow", *OPTIONS, *options),
+        cwd=folder,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, errors = process.communicate(timeout=240)
+    return process.returncode, out, errors
+
+
+def wait_for_training(process: subprocess.Popen[str]) -> None:
+    """Until the plan is printed: from then on there is something to lose."""
+    for line in process.stderr or ():
+        if line.startswith("micro-batch"):
+            return
+
+
+@pytest.mark.parametrize(("kills", "steps"), [(5, 20), pytest.param(30, 60, marks=pytest.mark.slow)])
+def test_sigkill_at_random_moments(folder: Path, kills: int, steps: int) -> None:
+    code, out, errors = finish(start(folder, "--steps", str(steps), "--out", "through"))
+    assert code == 0, errors
+    expected = json.loads(out)
+    draw = random.Random(kills)
+    done = 0
+    while done < kills:
+        process = start(folder, "--steps", str(steps), "--out", "killed", "--resume")
+        if draw.random() < 0.2:
+            time.sleep(draw.uniform(0, 2))  # before it has begun, while it plans or reads
+        else:
+            wait_for_training(process)
+            time.sleep(draw.uniform(0, 60 / kills if kills < 30 else 0.5) * 0.1)
+        assert process.poll() is None, "the run was over before it could be killed"
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        done += 1
+    code, out, errors = finish(start(folder, "--steps", str(steps), "--out", "killed", "--resume"))
+    assert code == 0, errors
+    found = json.loads(out)
+    assert found["step"] == steps
+    assert found["parameters_sha256"] == expected["parameters_sha256"]
+    assert (folder / "killed/model.safetensors").read_bytes() == (folder / "through/model.safetensors").read_bytes()
+    assert found["losses"][-1] == expected["losses"][-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_finishes_the_micro_batch_saves_and_says_how_to_resume(folder: Path, number: signal.Signals) -> None:
+    code, out, errors = finish(start(folder, "--steps", "12", "--out", "through"))
+    assert code == 0, errors
+    expected = json.loads(out)["parameters_sha256"]
+    process = start(folder, "--steps", "12", "--out", "a run")
+    wait_for_training(process)
+    time.sleep(0.2)
+    process.send_signal(number)
+    code, out, errors = finish(process)
+    assert code == 130
+    assert json.loads(out)["interrupted"] is True
+    assert "Stopping after this micro-batch" in errors
+    assert "Resume with: gradfit train job.py:slow --out 'a run' --resume" in errors
+    assert "Traceback" not in errors
+    code, out, errors = finish(start(folder, "--out", "a run", "--resume"))
+    assert code == 0, errors
+    assert json.loads(out)["step"] == 12
+    assert json.loads(out)["parameters_sha256"] == expected
+
+
+def test_ctrl_c_before_there_is_anything_to_save(folder: Path) -> None:
+    process = start(folder, "--steps", "5", "--out", "run")
+    time.sleep(0.3)
+    while process.poll() is None and not (folder / "run").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    code, _, errors = finish(process)
+    assert code == 130
+    assert "Traceback" not in errors
