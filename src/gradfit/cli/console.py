@@ -31,7 +31,8 @@ def working(what: str, total: int | None = None) -> Iterator[Progress]:
     """A bar, or a spinner where the end is not known, while the block runs; only on a terminal, and gone afterwards."""
     columns: list[Any] = [SpinnerColumn(), TextColumn("{task.description}")]
     columns += [BarColumn(), MofNCompleteColumn()] if total is not None else []
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not console.is_terminal) as progress:
+    columns.append(TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         progress.add_task(what, total=total)
         yield progress
 

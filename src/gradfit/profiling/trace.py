@@ -28,7 +28,9 @@ from gradfit.tape.ops import info_of
 from gradfit.tape.record import Recorder, unpack
 from gradfit.tape.storage import Untrackable, flatten, fresh_results, key_of, written_tensors
 
-_LIBRARY = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(gradfit.__file__) + os.sep, "<")
+_OURS = os.path.dirname(gradfit.__file__) + os.sep
+_LIBRARY = (os.path.dirname(torch.__file__) + os.sep, _OURS, "<")
+_MODELS = tuple(os.path.join(_OURS, "train", name) for name in ("networks.py", "builtin.py"))  # read as a user's code
 
 
 @dataclass
@@ -304,7 +306,7 @@ def source_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_LIBRARY):
+        if not name.startswith(_LIBRARY) or name in _MODELS:
             return f"{_short(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
