@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cli_calls import command, environment
 
 JOB = """
 import time, torch, gradfit
@@ -53,14 +52,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "broken.py").write_text("def make(:\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "gradfit", *arguments]
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
 
 @pytest.fixture

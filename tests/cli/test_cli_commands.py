@@ -137,3 +137,21 @@ def test_built_in_jobs_plan(name: str) -> None:
         losses.append(float(loss.detach()))
     assert all(loss > 0 for loss in losses)
     assert gf.audit(job.model, job.loss_fn, batches.next()).identical
+
+
+def test_the_guide_s_job_works(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    guide = (Path(__file__).parents[2] / "docs/guides/cli.md").read_text()
+    (folder / "guide.py").write_text(guide.split("```python")[1].split("```")[0])
+    assert main(["train", "guide.py:make_job", "--memory", "4 MiB", "--steps", "3", "--out", "run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["batch_size"] == 512
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["profile", "plan", "train", "audit"])
+def test_the_hugging_face_example_works_with_every_command(gradfit: Call, command: str) -> None:
+    target = f"{Path(__file__).parents[2] / 'examples/huggingface_job.py'}:make_job"
+    more = {"profile": [], "train": ["--steps", "3", "--out", "run"]}.get(command, [])
+    budget = [] if command == "profile" else ["--memory", "48 MiB"]
+    done = gradfit(command, target, *budget, *more, "--report", "page.html", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import command, environment
+from cli_calls import command, environment
 
 OPTIONS = ("--memory", "40 KiB", "--seed", "3", "--json")
 
