@@ -135,6 +135,11 @@ class GradientAccumulator:
         """Who fills a window: this process alone, or a group of them."""
         return self.window.ranks
 
+    @property
+    def notes(self) -> dict[str, float]:
+        """What `window.notes` held at the end of the last window, added up over all processes."""
+        return self._update.notes
+
     # -- membership -----------------------------------------------------------------------------------------------
 
     def enable_accumulation(self, parameters: Iterable[Tensor]) -> None:
@@ -238,6 +243,19 @@ class GradientAccumulator:
     def _require_parameters(self) -> None:
         if not self.window.tensors:
             raise MisuseError("There are no parameters. Call enable_accumulation(model.parameters()) first.")
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Passes inside are trials: they do not count, and nobody communicates their gradients."""
+        enabled, self.enabled = self.enabled, False
+        try:
+            with self.ranks.rehearsal():
+                yield
+        except Exception as error:
+            self.ranks.failed(error)
+            raise
+        finally:
+            self.enabled = enabled
 
     # -- transactions ---------------------------------------------------------------------------------------------
 

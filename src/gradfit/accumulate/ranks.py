@@ -6,8 +6,9 @@ weighs, and then the gradients are added up. Between two meetings no process wai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +38,8 @@ class Part:
     present: tuple[int, ...] = ()
     """Positions of the parameters that have a gradient here."""
     sparse: tuple[int, ...] = ()
+    notes: dict[str, float] = field(default_factory=dict)
+    """Numbers to add up over all processes, such as losses."""
     broken: bool = False
     """It holds half a micro-batch: nobody can use this window."""
 
@@ -57,12 +60,15 @@ class Window(Protocol):
     tensors: list[Tensor]
     enabled: bool
     counter: BackwardCounter
+    sources: Sequence[Any]
 
 
 class Alone:
     """One process: its part is the whole, its gradients are the gradients."""
 
     size = 1
+    reserved_bytes = 0  # of communication buckets that are no tensors of Python's
+    reduce_bytes = 0  # what `reduce` takes for a moment
     lockstep = False  # whether a forward here needs a backward here, for the others' sake
 
     def sources(self, tensors: list[Tensor]) -> Sequence[Any]:
@@ -86,6 +92,11 @@ class Alone:
 
     def share_options(self, optimizer: Any, whole: Whole, joined: bool) -> None:
         """Let a process that only keeps up step with the learning rate of those that have data."""
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Passes inside are of no window; other processes need not run any."""
+        yield
 
     def failed(self, error: BaseException) -> None:
         """An error goes to the caller, who may or may not come back: leave word for those who wait."""

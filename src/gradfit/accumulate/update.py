@@ -32,6 +32,7 @@ class Update:
         self.window, self.optimizer, self.scaler, self.clip = window, optimizer, scaler, clip
         self.skip_nonfinite, self.widens = skip_nonfinite, widens
         self.windows = 0
+        self.notes: dict[str, float] = {}  # what was noted in the last window, added up over all processes
         self.all_flushing = True  # in the last window: nobody has more to give
         self._stepping = self._stepped = False
         self._widened: contextlib.ExitStack | None = None
@@ -47,7 +48,7 @@ class Update:
         if not window.enabled:
             return self._finish_plain(scaler)
         whole = window.meet(flushing=flushing, joined=joined, scale=1.0 if scaler is None else scaler.get_scale())
-        self.all_flushing = whole.flushing
+        self.all_flushing, self.notes = whole.flushing, whole.notes
         weight, skipped, taken = window.weight, whole.skipped, whole.micro_batches
         if not any(whole.weights.values()):
             self._end(None)

@@ -68,6 +68,7 @@ class AccumulationContext:
         self.broken = False
         self.had_plain = False
         self.scale = 1.0  # the loss scale that the sums carry
+        self.notes: dict[str, float] = {}  # for whoever ends the window: numbers to be added up over all processes
         self.whole: Whole | None = None  # what all processes hold, once they have met
         self.rescaled = False  # the scaler has another one by now
         self._marks: list[tuple[Tensor, weakref.ref[Tensor], int, int]] = []
@@ -327,6 +328,7 @@ class AccumulationContext:
                 joined=joined,
                 present=present,
                 sparse=sparse,
+                notes=self.notes,
                 broken=broken,
             )
             self.whole = self.ranks.meet(part)

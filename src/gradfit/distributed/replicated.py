@@ -31,6 +31,14 @@ class Replicated(Together):
     them at any other moment sees what the user has set.
     """
 
+    @property
+    def reserved_bytes(self) -> int:  # type: ignore[override]
+        return sum(private.ddp_bucket_bytes(module) for module in self.modules)
+
+    @property
+    def reduce_bytes(self) -> int:  # type: ignore[override]
+        return min(2 * BUCKET_BYTES, self.reserved_bytes)  # one bucket on its way, one being filled
+
     def before_forward(self, module: Any) -> None:
         if self.filling:
             _silent.setdefault(module, []).append(private.silence_ddp(module))

@@ -108,6 +108,15 @@ class Sharded(Together):
         self._depth = 0
         self._gathers = Gathers(self.group, modules, self.units)
 
+    @property
+    def reduce_bytes(self) -> int:  # type: ignore[override]
+        """What goes into the largest unit's reduction, and what comes out."""
+        full = [
+            sum(tensor.numel() * tensor.element_size() for tensor, _ in private.sharded_parameters(unit))
+            for unit in self.units
+        ]
+        return max(full) + -(-max(full) // self.size)
+
     def sources(self, tensors: list[Tensor]) -> list[Unsharded]:
         return [Unsharded(tensor, self._kept[id(tensor)]) for tensor in tensors]
 

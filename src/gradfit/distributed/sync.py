@@ -7,8 +7,10 @@ makes the sum over the ranks the mean over all items, and no rank needs to have 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -60,6 +62,7 @@ class Together(Alone):
     def __init__(self, modules: list[Any], group: Group, window: Window) -> None:
         self.modules, self.group, self.size = modules, group, group.size
         self._window = weakref.ref(window)  # which holds this
+        self._rehearsing = False
         self._ear = Ear(modules, self)
 
     def settle(self) -> None:
@@ -72,6 +75,7 @@ class Together(Alone):
         record = {
             "kind": "end of a window",
             "weights": part.weights,
+            "notes": part.notes,
             "counts": [part.micro_batches, part.skipped],
             "scales": [part.base, part.scale],
             "flags": [int(part.flushing), int(part.joined), int(part.broken)],
@@ -86,6 +90,7 @@ class Together(Alone):
         leading = [rank for rank, one in enumerate(records) if not one["flags"][1]]
         return Whole(
             weights={name: add_weights([one["weights"].get(name, 0) for one in records]) for name in names},
+            notes={name: math.fsum(one["notes"].get(name, 0.0) for one in records) for name in part.notes},
             micro_batches=sum(one["counts"][0] for one in records),
             skipped=sum(one["counts"][1] for one in records),
             base=records[active[0]]["scales"][0] if active else part.base,
@@ -165,9 +170,21 @@ class Together(Alone):
 
     @property
     def filling(self) -> bool:
-        """Whether a forward now is one of a window."""
+        """Whether a forward now is one of a window, or a trial for one."""
         window = self._window()
-        return window is not None and window.enabled
+        return self._rehearsing or (window is not None and window.enabled)
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        self._rehearsing = True
+        try:
+            yield
+        finally:
+            self._rehearsing = False
+            window = self._window()
+            for source in () if window is None else window.sources:
+                source.grad = None
+            self.release()
 
     def before_forward(self, module: Any) -> None:
         """Keep the module silent in this forward and its backward."""

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from gradfit.accumulate.accumulator import GradientAccumulator
-from gradfit.errors import MisuseError
+from gradfit.errors import BudgetInfeasible, MisuseError
 from gradfit.profiling.measure import LossFunction, check_batch, check_model
 from gradfit.train.batchnorm import warn_about_batch_norm
 from gradfit.train.planner import Fitted, Planner
 from gradfit.train.step import TrainStep
-from gradfit.units import parse_bytes
+from gradfit.units import format_bytes, parse_bytes
 
 
 def fit(
@@ -38,8 +38,9 @@ def fit(
     `loss_fn(model, batch)` returns the mean loss over the batch's rows, or `(loss_sum, count)` where the items are not
     the rows (tokens). A batch is any nest of tensors, split along dim 0; `split(batch, size)` says otherwise. The
     budget covers all tensors of the step: parameters, gradients, optimizer state, the batch, activations, recomputation
-    and temporaries. If it cannot be held, `BudgetInfeasible` says before anything is trained what could. `known` are
-    the plans of an earlier step (`step.known`): a run that is resumed must add in the same order as before.
+    and temporaries; under DDP and FSDP2 it is that of each rank, communication included. If it cannot be held,
+    `BudgetInfeasible` says before anything is trained what could. `known` are the plans of an earlier step
+    (`step.known`): a run that is resumed must add in the same order as before.
     `reproducible` chooses the micro-batch by arithmetic, not by the clock, so that two runs add in the same order.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
@@ -55,10 +56,27 @@ def fit(
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise MisuseError(f"batch_size={batch_size!r} is not a number of rows. Pass an int of at least 1.")
     check_model(model)
-    planner = Planner(
-        model, optimizer, loss_fn, budget, split=split, offload=offload, known=known, reproducible=reproducible
-    )
-    fitted = planner.fitted(sample_batch, batch_size)
-    warn_about_batch_norm(model, fitted.plan.micro_batch, batch_size)
     accumulator = GradientAccumulator(optimizer, clip=clip, scaler=scaler, dtype=dtype, on_nonfinite=on_nonfinite)
+    planner = Planner(
+        model,
+        optimizer,
+        loss_fn,
+        budget,
+        split=split,
+        offload=offload,
+        known=known,
+        reproducible=reproducible,
+        reserved_bytes=accumulator.ranks.reserved_bytes,
+        reduce_bytes=accumulator.ranks.reduce_bytes,
+    )
+    if planner.limit_bytes <= 0:
+        raise BudgetInfeasible(
+            f"DDP's communication buckets alone take {format_bytes(planner.reserved_bytes)}, the budget is "
+            f"{format_bytes(budget)}. Raise `memory`, or shard the model with fully_shard.",
+            min_bytes=planner.reserved_bytes,
+            breakdown={"communication buckets": planner.reserved_bytes},
+        )
+    with accumulator.rehearsal():
+        fitted = planner.fitted(sample_batch, batch_size)
+    warn_about_batch_norm(model, fitted.plan.micro_batch, batch_size)
     return TrainStep(model, optimizer, loss_fn, accumulator, planner, fitted)

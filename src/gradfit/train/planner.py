@@ -54,8 +54,13 @@ class Planner:
         offload: bool = False,
         known: Iterable[Fitted] = (),
         reproducible: bool = False,
+        reserved_bytes: int = 0,
+        reduce_bytes: int = 0,
     ) -> None:
         self.budget_bytes = budget_bytes
+        self.reserved_bytes = reserved_bytes  # of communication buckets, which no meter sees
+        self.reduce_bytes = reduce_bytes  # what adding up over the ranks takes for a moment
+        self.limit_bytes = budget_bytes - reserved_bytes
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self._split = split
         self._offload = offload
@@ -82,7 +87,7 @@ class Planner:
             for known in self._fitted:
                 if known.plan.batch_size >= batch_size and _covers(known.shape, shape):
                     return known
-        found = self._fit(batch, batch_size, shape, limit_bytes or self.budget_bytes)
+        found = self._fit(batch, batch_size, shape, limit_bytes or self.limit_bytes)
         self._fitted = [known for known in self._fitted if known.shape != shape]
         self._fitted.append(found)
         self._fitted.sort(key=lambda known: known.plan.peak_bytes)
@@ -96,7 +101,7 @@ class Planner:
         if not fitted.steady:
             return self.replace(fitted, plan=smaller(fitted.plan), seen=False)
         plan = fitted.plan
-        limit = int(min(fitted.peak_bytes, self.budget_bytes) * 0.9)
+        limit = int(min(fitted.peak_bytes, self.limit_bytes) * 0.9)
         try:
             plan = _plan_at(fitted.profile, limit, plan.batch_size, plan.micro_batch)
         except BudgetInfeasible as smallest:
@@ -106,7 +111,7 @@ class Planner:
 
     def rest_of(self, found: Profile) -> DropAll:
         """What to do with operations that are not in the plan: keep nothing, and rebuild it piece by piece."""
-        return DropAll(max(1, self.budget_bytes - found.at(1).static_bytes) / 6)
+        return DropAll(max(1, self.limit_bytes - found.at(1).static_bytes) / 6)
 
     def replace(self, old: Fitted, **changes: Any) -> Fitted:
         """Remember what a step has taught about a plan."""
@@ -120,7 +125,7 @@ class Planner:
             self._loss_fn,
             batch,
             self._optimizer,
-            memory_bytes=self.budget_bytes,
+            memory_bytes=self.limit_bytes,
             split=self._split,
             host_bandwidth=measure_bandwidth(next(self._model.parameters()).device) if self._offload else 0.0,
         )
@@ -186,7 +191,7 @@ class Planner:
                     diverged = diverged or policy.diverged
                 del loss
             passes = live.peak_bytes
-            update = live.current_bytes + found.optimizer_burst_bytes
+            update = live.current_bytes + max(found.optimizer_burst_bytes, self.reduce_bytes)
             for parameter in self._model.parameters():
                 parameter.grad = None
         return max(passes, update) + waiting + rest, diverged

@@ -114,11 +114,8 @@ class TrainStep:
             raise MisuseError("The accumulator is in the middle of a window. Call step.accumulator.flush() or reset().")
         if not self.model.training:
             raise MisuseError("The model is in evaluation mode. Call model.train() before step(batch).")
-        self.accumulator.enabled = False  # a new shape is profiled and tried out with backwards that do not count
-        try:
+        with self.accumulator.rehearsal():  # a new shape is profiled and tried out
             fitted = self._fitted = self._planner.fitted(batch, self._planner.rows(batch))
-        finally:
-            self.accumulator.enabled = True
         before = Snapshot(self.model)
         for attempt in range(1, _MOST_ATTEMPTS + 1):
             try:
@@ -143,7 +140,7 @@ class TrainStep:
             return self._update(batch, fitted, attempt, None, progress, after)
         with meter(self.model, self.optimizer, batch) as live:
             result = self._update(batch, fitted, attempt, live, progress, after)
-        self._fitted = self._planner.replace(self._fitted, peak_bytes=result.peak_bytes, seen=True)
+        self._fitted = self._planner.replace(self._fitted, peak_bytes=live.peak_bytes, seen=True)
         return result
 
     def _update(
@@ -172,7 +169,7 @@ class TrainStep:
                     if policy.diverged is not None:
                         self._fitted = fitted = self._planner.replace(fitted, steady=False)
                 else:  # its operations depend on the data: no plan can name them
-                    online = around.enter_context(Online(self.budget_bytes))
+                    online = around.enter_context(Online(self._planner.limit_bytes))
                     online.evictor.watch(self.model, self.optimizer, batch)
                     loss, count = run_loss(self._loss_fn, self.model, part)
                 weight = count if count is not None else self._planner.rows(part)
@@ -182,12 +179,14 @@ class TrainStep:
                 accumulator.backward(loss, weight=weight, reduction="mean" if count is None else "sum")
                 del loss
         with UpdateSnapshot(self.model, self.optimizer, self._room(fitted)):
+            accumulator.window.notes = {"loss": total, "items": items}
             result = accumulator.flush()
+        total, items = accumulator.notes["loss"], accumulator.notes["items"]
         return TrainResult(
             loss=total / items if items else 0.0,
             stepped=result.stepped,
             grad_norm=result.grad_norm,
-            peak_bytes=live.peak_bytes if live is not None else fitted.peak_bytes,
+            peak_bytes=(live.peak_bytes if live is not None else fitted.peak_bytes) + self._planner.reserved_bytes,
             micro_batches=result.micro_batches,
             weight=result.weight,
             reason=result.reason,
@@ -209,7 +208,8 @@ class TrainStep:
         """Bytes of the budget that are free while the optimizer steps."""
         static = fitted.profile.at(1)
         batch = int(fitted.profile.batch_bytes.at(fitted.plan.batch_size))
-        return self.budget_bytes - static.static_bytes - static.optimizer_burst_bytes - batch
+        burst = max(static.optimizer_burst_bytes, self._planner.reduce_bytes)
+        return self._planner.limit_bytes - static.static_bytes - burst - batch
 
 
 def _forget(failure: BaseException) -> None:
