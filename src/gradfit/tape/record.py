@@ -39,6 +39,7 @@ from gradfit.tape.storage import (
     place_of,
     written_tensors,
 )
+from gradfit.tape.units import watch_units
 
 __all__ = [
     "DROP", "HOLD", "KEEP", "OFFLOAD", "Policy", "Recorder", "Untrackable", "fresh_results", "key_of", "unpack",
@@ -82,10 +83,12 @@ class Recorder(Known, DispatchMode):
         self.tape = Tape(threading.RLock())
         self._kept: set[int] = set()  # storages that autograd has, for the statistics
         self._hooks: saved_tensors_hooks | None = None
+        self._units: list[torch.utils.hooks.RemovableHandle] = []
 
     def __enter__(self) -> Any:
         self._hooks = saved_tensors_hooks(self.pack, unpack)
         self._hooks.__enter__()
+        self._units = watch_units(self.keep)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -95,6 +98,8 @@ class Recorder(Known, DispatchMode):
             if self._hooks is not None:
                 self._hooks.__exit__(*error)
             self._hooks = None
+            while self._units:
+                self._units.pop().remove()
             self._made.clear()  # the graph's saved tensors hold `pack`, and so this object
             self._roots.clear()
             self.policy = self.watching = None
