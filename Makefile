@@ -32,7 +32,7 @@ bench: setup
 	set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
 docs: setup
-	$(BIN)/python docs/build.py
+	$(BIN)/python docs/figures.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -195,6 +196,7 @@ def _sample(
         again = _watch(model, loss_fn, batch, quota_bytes)
         trace = again if trace is None else _least(trace, again)
     assert trace is not None
+    _pool(trace)
     plain = None
     if timed:
         plain = min(_time_plain(model, loss_fn, batch) for _ in range(_ROUNDS))
@@ -233,6 +235,21 @@ def _least(first: Trace, second: Trace) -> Trace:
         for c, d in zip(second.nodes, first.nodes, strict=True):
             c.seconds = min(c.seconds, d.seconds)
     return second
+
+
+def _pool(trace: Trace) -> None:
+    """Give operations that do the same on the same sizes the same seconds: the blocks of a model measure each other."""
+    sizes = [value.nbytes for value in trace.values]
+    alike: dict[Any, list[Any]] = {}
+    for op in trace.operations:
+        alike.setdefault((op.name, *(sizes[v] for v in (*op.inputs, *op.outputs))), []).append(op)
+    for node in trace.nodes:
+        taken = node.peak_bytes - node.before_bytes
+        alike.setdefault((node.name, taken, *(sizes[v] for v in node.needs)), []).append(node)
+    for group in alike.values():
+        middle = statistics.median(item.seconds for item in group)
+        for item in group:
+            item.seconds = middle
 
 
 def assemble(
@@ -313,7 +330,8 @@ def assemble(
         batch_bytes=Linear(0.0, batch_bytes / rows),
         constant_bytes=Linear() if static is None else line(lambda t: _constant_bytes(t, static)),
         optimizer_seconds=cost.seconds,
-        overhead_seconds=max(0.0, plain - busy),
+        # Python's share; what is beyond any interpreter's is another process's.
+        overhead_seconds=min(max(0.0, plain - busy), 1e-4 * (len(operations) + len(nodes))),
         replay_overhead_seconds=15e-6,
         batch_size=big.size,
         host_bandwidth=host_bandwidth,
