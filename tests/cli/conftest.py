@@ -25,7 +25,7 @@ def make(pause=0.0):
     return gradfit.Job(model, loss, data, optimizer, 16)
 
 def slow():
-    return make(0.02)
+    return make(0.01)
 
 def raises():
     raise RuntimeError("no such\\ndata set")
