@@ -137,12 +137,11 @@ def count_operations(blocks: list[nn.Module], x: torch.Tensor) -> int:
     return count.found
 
 
-def contrastive(batch: int, size: int) -> None:
+def contrastive(batch: int, size: int, width: int, depth: int) -> None:
+    """The logits, batch × batch, are not chunked: a small encoder cannot gain as much as a large one."""
     torch.manual_seed(0)
-    encoder = nn.Sequential(
-        *[nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)) for _ in range(8)]
-    ).double()
-    encoder = encoder.double()
+    layers = [nn.Sequential(nn.Linear(128, width), nn.GELU(), nn.Linear(width, 128)) for _ in range(depth)]
+    encoder = nn.Sequential(*layers).double()
     left, right = torch.randn(batch, 128).double(), torch.randn(batch, 128).double()
 
     def loss(encode: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -156,7 +155,7 @@ def contrastive(batch: int, size: int) -> None:
         found.append((meter.peak_bytes, torch.cat([g.flatten() for g in gradients])))
     (plain, expected), (ours, gradient) = found
     error = ((gradient - expected).norm() / expected.norm()).item()
-    print(f"\nInfoNCE, batch {batch} in chunks of {size}, float64")
+    print(f"\nInfoNCE, batch {batch} in chunks of {size}, float64, encoder of {depth} blocks 128-{width}-128")
     print(f"  peak {plain / 2**20:.1f} -> {ours / 2**20:.1f} MiB ({ours / plain:.3f}), gradient error {error:.1e}")
 
 
@@ -173,12 +172,14 @@ def main() -> None:
         torch.randn(1, 16, 64),
         100 if quick else 200,
     )
-    contrastive(1024, 32)
+    contrastive(1024, 32, width=256, depth=8)
+    contrastive(1024, 32, width=512, depth=12)
     if quick:
         return
     compare("24 layers, width 128, batch 8 × 128", [Block(128, 4) for _ in range(24)], torch.randn(8, 128, 128), 5)
+    compare("small ResNet: 8 × 64 × 32²", [Bottleneck(64) for _ in range(8)], torch.randn(8, 64, 32, 32), 10)
     compare(
-        "ResNet: 8 bottlenecks, 8 × 64 × 32 × 32", [Bottleneck(64) for _ in range(8)], torch.randn(8, 64, 32, 32), 5
+        "ResNet: 8 bottlenecks, 16 × 256 × 28²", [Bottleneck(256) for _ in range(8)], torch.randn(16, 256, 28, 28), 5
     )
     compare("GPT-2: 12 × 256, batch 16 × 256", [Block(256, 8) for _ in range(12)], torch.randn(16, 256, 256), 3)
 
