@@ -89,7 +89,7 @@ def audit(
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
     >>> print(audit(model, lambda m, x: m(x).mean(), torch.ones(6, 4)))
-    bit-identical: 1 output, 4 gradients, 0 buffers, 1 generator, 4 activations compared
+    bit-identical: 1 output, 4 gradients, 0 buffers, 1 generator, 2 activations compared
 
     A function of tensors can be audited as well: `audit(fn, batch=(x, y))` differentiates the sum of what it returns.
     """
