@@ -13,12 +13,14 @@ import torch
 import typer
 from rich.progress import Progress as Bar
 
-from gradfit.cli.console import note, print_result, warnings_as_notes, working
+from gradfit.cli.console import console, note, print_result, warnings_as_notes, working
 from gradfit.cli.options import BatchSize, Debug, Json, Memory, Page, Target
 from gradfit.cli.stop import StopSignal
 from gradfit.cli.work import Work
+from gradfit.distributed.launch import Crew
 from gradfit.errors import MisuseError, StateError
 from gradfit.train.audit import audit
+from gradfit.train.randomness import seed_everything
 from gradfit.train.run import Listener, Run, RunReport, RunSettings
 from gradfit.train.state import SavedState, StateStore
 from gradfit.train.step import TrainResult, TrainStep
@@ -48,31 +50,40 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train within a budget. Ctrl-C finishes the micro-batch and saves; --resume goes on, bit-identically."""
-    store = StateStore(out if out is not None else _default_out(target, resume))
-    saved = _saved(store, resume)
+    crew = Crew.join()
+    console.quiet = crew.rank > 0
+    resume = resume or crew.restarted
+    base = Path(crew.first_says(str(out if out is not None else _default_out(target, resume))))
+    store = StateStore(crew.directory(base))
+    saved = _saved(store, resume, crew, base)
     before = saved.content["settings"] if saved is not None else {}
     seed = _first(seed, before.get("seed"), 0)
     work = Work.load(target, batch_size=_first(batch_size, before.get("batch_size")), seed=seed, page=report)
+    crew.share(work.job.model)
+    if crew.rank > 0:
+        seed_everything(seed + crew.rank)  # other rows, other dropout
     store.prepare()
     if steps is None and epochs is None:
         steps, epochs = before.get("steps"), before.get("epochs", 1)
-    budget = before["memory_bytes"] if memory is None and saved is not None else work.budget(memory)
+    budget = before["memory_bytes"] if memory is None and saved is not None else work.budget(memory, crew)
     settings = RunSettings(work.batch_size, budget, seed, steps, epochs)
-    command = f"gradfit train {shlex.quote(target)} --out {shlex.quote(str(store.directory))} --resume"
+    command = f"gradfit train {shlex.quote(target)} --out {shlex.quote(str(base))} --resume"
     with warnings_as_notes(), StopSignal() as stop, working("planning") as bar:
-        listener = _Listener(bar, stop, log_every, _writer(store, saved) if tensorboard else None)
-        run = Run(work.job, settings, store=store, listener=listener, stop=stop.asked)
+        listener = _Listener(bar, stop, log_every, _writer(store, saved) if tensorboard and crew.rank == 0 else None)
+        run = Run(work.job, settings, store=store, listener=listener, stop=stop.asked, crew=crew)
         if saved is not None:
             run.resume(saved)
             listener.note(f"Resuming at step {run.step_number} from {saved.path}.")
         elif resume:
             listener.note(f"There is no state in {store.directory}: starting from the beginning.")
         result = run.train()
-        result.out = str(store.directory)
+        result.out = str(base)
         listener.close()
-    if report is not None and run.step is not None and not result.interrupted:
-        _write_page(work, run.step, result, report)
-    print_result(_as_json(work, result) if json else _in_words(result))
+    crew.leave()
+    if crew.rank == 0:
+        if report is not None and run.step is not None and not result.interrupted:
+            _write_page(work, run.step, result, report)
+        print_result(_as_json(work, result) if json else _in_words(result))
     if result.interrupted:
         note(f"Interrupted; the state is saved. Resume with: {command}")
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -125,13 +136,19 @@ def _default_out(target: str, resume: bool) -> Path:
     return found
 
 
-def _saved(store: StateStore, resume: bool) -> SavedState | None:
+def _saved(store: StateStore, resume: bool, crew: Crew, base: Path) -> SavedState | None:
     names = store.names()
     if names and not resume:
         raise MisuseError(
             f"{str(store.directory)!r} holds a run at {names[0]}. Pass --resume to go on with it, or another --out."
         )
-    saved = store.load() if resume else None
+    if not resume:
+        return None
+    step, complete = crew.common(store.steps())
+    if step is not None and crew.size > 1:
+        saved = (store if complete or store.steps() else StateStore(base)).load(step)
+    else:
+        saved = store.load()
     if saved is None:
         return None
     for problem in saved.passed_over:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gradfit.cli.console import working
+from gradfit.distributed.launch import Crew
 from gradfit.errors import MisuseError
 from gradfit.planning.api import frontier
 from gradfit.planning.record import Plan
@@ -64,14 +65,14 @@ class Work:
         restore_random(before)
         return batch
 
-    def budget(self, memory: str | None) -> int:
-        """The budget in bytes; without one, most of what is free here."""
+    def budget(self, memory: str | None, crew: Crew | None = None) -> int:
+        """The budget in bytes; without one, most of what is free here, or this rank's share of it."""
         if memory is not None:
             return parse_bytes(memory, name="--memory")
         free = available_bytes(self.device)
         if free is None:
             raise MisuseError(f"How much memory {self.device} has free is not known. Pass --memory.")
-        return int(free * _SHARE)
+        return int(free * _SHARE / (1 if crew is None or self.device.type != "cpu" else crew.size_here))
 
     def profile(self, batch: Any) -> Profile:
         """Measure, in no more memory than there is."""

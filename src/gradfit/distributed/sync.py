@@ -25,6 +25,7 @@ from gradfit.errors import MisuseError, RankFailed
 
 def together(tensors: list[Tensor], window: Window) -> Alone:
     """The processes that share these parameters; nobody if no DDP or FSDP2 module holds them."""
+    from gradfit.distributed.replicas import replicas_of
     from gradfit.distributed.replicated import Replicated
     from gradfit.distributed.sharded import Sharded, is_sharded
 
@@ -39,7 +40,7 @@ def together(tensors: list[Tensor], window: Window) -> Alone:
         return Sharded(tensors, window)
     modules = modules_of(private.DistributedDataParallel, tensors)
     if not modules:
-        return ALONE
+        return replicas_of(tensors, window) or ALONE
     groups = {id(private.ddp_group(module)): private.ddp_group(module) for module in modules}
     if len(groups) > 1:
         raise MisuseError(

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from gradfit.accumulate import state as window_state
+from gradfit.distributed.launch import Crew
 from gradfit.errors import MisuseError, StateError
 from gradfit.planning.record import Plan
 from gradfit.profiling.record import Profile
@@ -28,6 +30,7 @@ from gradfit.train.planner import Fitted
 from gradfit.train.randomness import random_state, restore_random
 from gradfit.train.state import SavedState, StateStore, write_atomically
 from gradfit.train.step import Progress, TrainResult, TrainStep
+from gradfit.tree import split_batch
 from gradfit.units import format_bytes
 
 _SAVE_SHARE = 0.1  # of the time may go into saving
@@ -104,15 +107,22 @@ class Run:
         store: StateStore | None = None,
         listener: Listener | None = None,
         stop: Callable[[], bool] = lambda: False,
+        crew: Crew | None = None,
     ) -> None:
         if settings.steps is None and settings.epochs is None:
             raise MisuseError("Neither steps nor epochs is given. Pass steps=100 or epochs=1.")
         self.job, self.settings, self.store = job, settings, store
         self.listener = listener or Listener()
         self._stop = stop
+        self.crew = Crew() if crew is None else crew
         self.batches = Batches(
             job.data, batch_size=settings.batch_size, seed=settings.seed, as_they_come=job.split is not None
         )
+        if self.crew.size > 1 and self.batches.rows is None:
+            raise MisuseError(
+                f"data come as batches, which cannot be divided among {self.crew.size} ranks. Pass tensors or a "
+                "map-style Dataset as the job's data."
+            )
         self.step_number = 0
         self.step: TrainStep | None = None
         self._state: dict[str, Any] | None = None  # what to go on from
@@ -141,6 +151,12 @@ class Run:
                 )
             self.listener.note("The budget is another than before, so the plan is made anew.")
             fitted = []
+        if state.get("ranks", 1) != self.crew.size:
+            self.listener.note(
+                f"The run had {state.get('ranks', 1)} ranks and has {self.crew.size}: it goes on at the step."
+            )
+            state = {**state, "progress": None, "accumulator": None}
+            fitted = []
         self._state = {**state, "plans": fitted}
         snapshot.restore(self.job, state["job"])
         self.step_number = state["step"]
@@ -160,10 +176,15 @@ class Run:
                 if progress is not None:
                     restore_random(progress.pop("random"))
                 before = time.perf_counter()
-                result = step(
-                    batch,
-                    progress=None if progress is None else Progress(**progress),
-                    after_micro_batch=functools.partial(self._between, place),
+                part = self.crew.part(batch)
+                result = (
+                    step.idle()
+                    if part is None
+                    else step(
+                        part,
+                        progress=None if progress is None else Progress(**progress),
+                        after_micro_batch=functools.partial(self._between, place),
+                    )
                 )
                 progress = None
                 self._schedule(result)
@@ -173,11 +194,11 @@ class Run:
                 report.peak_bytes = max(report.peak_bytes, result.peak_bytes)
                 self.listener.stepped(self.step_number, result, time.perf_counter() - before)
                 place = self._place()
-                if self._stop():
+                stop, due = self.crew.any_of(self._stop(), self._is_due())
+                if stop or due:
                     self._save(place)
+                if stop:
                     raise Interrupted
-                if self._is_due():
-                    self._save(place)
             self._save(place)
             self._save_model()
         except Interrupted:
@@ -192,8 +213,11 @@ class Run:
         place = self._place() if state is None else state["place"]
         if state is not None:
             self.batches.restore(place["data"])
-        sample = self.batches.next()
-        rows = self.settings.batch_size if self.job.split is None else None
+        batch = self.batches.next()
+        sample = self.crew.part(batch)
+        if sample is None:
+            sample = next(iter(split_batch(batch, 1)))
+        rows = -(-self.settings.batch_size // self.crew.size) if self.job.split is None else None
         self.step = step = fit(
             self.job.model,
             self.job.optimizer,
@@ -205,11 +229,11 @@ class Run:
             known=() if state is None else state["plans"],
             reproducible=True,
         )
-        del sample
+        del sample, batch
         self.batches.restore(place["data"])
         restore_random(place["random"])
-        if state is not None and state["progress"] is None:
-            step.accumulator.load_state_dict(state["accumulator"])
+        if state is not None and state["progress"] is None and state["accumulator"] is not None:
+            window_state.load(step.accumulator, state["accumulator"])
         self.listener.planned(step, self._total())
         if state is None:
             self._save(self._place())  # what cannot be saved is found out now, not after the first hour
@@ -239,7 +263,12 @@ class Run:
     # ------------------------------------------------------------------------------------------------ saving
 
     def _between(self, place: dict[str, Any], done: Progress) -> None:
-        """After a micro-batch that is not the last of its window."""
+        """After a micro-batch that is not the last of its window.
+
+        Ranks save together, and so between two steps: a rank that is killed finds one state that all have.
+        """
+        if self.crew.size > 1:
+            return
         asked = self._stop()
         if asked or self._is_due():
             self._save(place, progress={**done._asdict(), "window": None, "random": random_state()})
@@ -259,7 +288,8 @@ class Run:
             "settings": dataclasses.asdict(self.settings),
             "place": place,
             "progress": progress,
-            "accumulator": self.step.accumulator.state_dict(),
+            "accumulator": window_state.save(self.step.accumulator),
+            "ranks": self.crew.size,
             "job": snapshot.capture(self.job),
             "plans": [_write_fitted(fitted, self._text) for fitted in self.step.known],
         }
@@ -276,7 +306,7 @@ class Run:
         return known[1]
 
     def _save_model(self) -> None:
-        if self.store is not None:
+        if self.store is not None and self.crew.rank == 0:
             write_atomically(self.store.directory / "model.safetensors", snapshot.capture(self.job)["model"])
 
 

@@ -104,10 +104,17 @@ class StateStore:
             (self.directory / f"{old}.safetensors").unlink(missing_ok=True)
         return target.with_suffix(".json")
 
-    def load(self) -> SavedState | None:
-        """The newest state that is whole; None where there is none at all, a `StateError` if all are damaged."""
+    def steps(self) -> list[int]:
+        """The steps there are states of."""
+        return [_order(match)[0] for name in self.names() if (match := _NAME.fullmatch(name))]
+
+    def load(self, step: int | None = None) -> SavedState | None:
+        """The newest state that is whole; None where there is none at all, a `StateError` if all are damaged.
+
+        `step`: the newest of that step.
+        """
         problems: list[str] = []
-        for name in self.names():
+        for name in self.names() if step is None else [n for n in self.names() if n.startswith(f"state-{step:08d}-")]:
             try:
                 content = _read(self.directory / name)
             except StateError as error:

@@ -133,6 +133,22 @@ class TrainStep:
             fitted = self._fitted = self._planner.tighter(self._fitted)
         raise AssertionError("unreachable")
 
+    def idle(self) -> TrainResult:
+        """Take part in a step for which this rank has no rows."""
+        self.accumulator.window.notes = {"loss": 0.0, "items": 0.0}
+        result = self.accumulator.flush()
+        total, items = self.accumulator.notes["loss"], self.accumulator.notes["items"]
+        return TrainResult(
+            loss=total / items if items else 0.0,
+            stepped=result.stepped,
+            grad_norm=result.grad_norm,
+            peak_bytes=self._fitted.peak_bytes,
+            micro_batches=result.micro_batches,
+            weight=result.weight,
+            reason=result.reason,
+            attempts=1,
+        )
+
     def _attempt(
         self, batch: Any, fitted: Fitted, attempt: int, progress: Progress | None, after: AfterMicroBatch | None
     ) -> TrainResult:

@@ -1,0 +1,106 @@
+"""Processes that `torchrun` has started: who they are, which rows are theirs, and what they decide together."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from gradfit.distributed.group import Group
+from gradfit.distributed.replicas import replicate
+from gradfit.errors import MisuseError
+from gradfit.tree import map_tensors, size_of_batch
+
+
+class Crew:
+    """The processes of one run; a process alone is a crew of one."""
+
+    def __init__(self, group: Group | None = None) -> None:
+        self._group = group
+        self.rank, self.size = (0, 1) if group is None else (group.rank, group.size)
+
+    @classmethod
+    def join(cls) -> Crew:
+        """The crew that `torchrun` has made this process a part of, if it has: gloo on CPUs, NCCL on GPUs."""
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2 or not dist.is_torchelastic_launched():
+            return cls()
+        if not dist.is_initialized():
+            if torch.cuda.is_available():
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        world = dist.group.WORLD
+        assert world is not None
+        return cls(Group(world))
+
+    @property
+    def size_here(self) -> int:
+        """How many of the ranks are on this machine."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._group is not None else 1
+
+    @property
+    def restarted(self) -> bool:
+        """Whether `torchrun` has started this process again after a failure."""
+        return self._group is not None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+    def leave(self) -> None:
+        """The run is over."""
+        if self._group is not None:
+            dist.destroy_process_group()
+
+    def share(self, model: torch.nn.Module) -> None:
+        """Make the model one over all ranks, unless the job has done so itself."""
+        if self.size == 1 or isinstance(model, DistributedDataParallel):
+            return
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise MisuseError(
+                "gradfit train cannot write the state of a fully_shard model yet. Train it with gf.fit, and save it "
+                "with torch.distributed.checkpoint."
+            )
+        replicate(model)
+
+    def part(self, batch: Any) -> Any:
+        """This rank's rows of a batch; None if there are fewer rows than ranks and none is left."""
+        if self.size == 1:
+            return batch
+        rows = size_of_batch(batch)
+        start, end = self.rank * rows // self.size, (self.rank + 1) * rows // self.size
+        if start == end:
+            return None
+        return map_tensors(batch, lambda tensor: tensor[start:end] if tensor.dim() else tensor)
+
+    def directory(self, out: Path) -> Path:
+        """Where this rank's state goes: the first one's where that of a process alone would."""
+        return out if self.rank == 0 else out / "ranks" / str(self.rank)
+
+    def first_says(self, text: str) -> str:
+        """What the first rank says."""
+        if self._group is None:
+            return text
+        said: str = self._group.exchange({"text": text})[0]["text"]
+        return said
+
+    def any_of(self, *wishes: bool) -> list[bool]:
+        """For each wish, whether any rank has it."""
+        if self._group is None:
+            return list(wishes)
+        records = self._group.exchange({"wishes": [int(wish) for wish in wishes]})
+        return [any(one["wishes"][at] for one in records) for at in range(len(wishes))]
+
+    def common(self, steps: list[int]) -> tuple[int | None, bool]:
+        """The newest step that all ranks have a state of, and whether each has one of its own.
+
+        After a restart with more ranks the new ones have none, and go on from the first rank's.
+        """
+        if self._group is None:
+            return max(steps, default=None), True
+        everybody = [set(one["steps"]) for one in self._group.exchange({"steps": steps})]
+        having = [one for one in everybody if one]
+        if not everybody[0]:
+            return None, True
+        shared = set.intersection(*having)
+        return max(shared, default=None), all(everybody)
