@@ -315,6 +315,8 @@ def source_line() -> str:
 def _short(path: str) -> str:
     """A library's file by its name in the library, the user's own from where they are."""
     marker = f"site-packages{os.sep}"
+    if path.startswith(_OURS):
+        return f"gradfit{os.sep}{path[len(_OURS) :]}"
     if marker in path:
         return path.split(marker, 1)[1]
     here = os.getcwd() + os.sep

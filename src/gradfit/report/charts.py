@@ -57,6 +57,7 @@ class Chart:
     points: Sequence[Point] = ()
     limit: tuple[float, str] | None = None
     y_from_zero: bool = True
+    log: bool = False  # both axes; every number must be above 0
 
 
 def draw(chart: Chart) -> str:
@@ -78,19 +79,21 @@ class _Frame:
         ys = [y for s in chart.series for _, y in s.points] + [p.y for p in chart.points]
         ys += [] if chart.limit is None else [chart.limit[0]]
         low = 0.0 if chart.y_from_zero else min(ys)
-        self.x_ticks = ticks(min(xs), max(xs), most_x_ticks, binary=chart.x_unit == "bytes")
-        self.y_ticks = ticks(low, max(ys), 6, binary=chart.y_unit == "bytes")
-        self._x = (min(xs), max(xs))
-        self._y = (low, max(ys))
+        find = log_ticks if chart.log else ticks
+        self.x_ticks = find(min(xs), max(xs), most_x_ticks, binary=chart.x_unit == "bytes")
+        self.y_ticks = find(low, max(ys), 6, binary=chart.y_unit == "bytes")
+        self._x, self._y = (min(xs), max(xs)), (low, max(ys))
+        self._scale: Callable[[float], float] = math.log if chart.log else float
 
     def x(self, number: float) -> float:
-        low, high = self._x
-        return self.left + (number - low) / ((high - low) or 1.0) * (self.width - self.left - self.right)
+        return self.left + self._share(number, self._x) * (self.width - self.left - self.right)
 
     def y(self, number: float) -> float:
-        low, high = self._y
-        share = (number - low) / ((high - low) or 1.0)
-        return self.height - self.bottom - share * (self.height - self.top - self.bottom)
+        return self.height - self.bottom - self._share(number, self._y) * (self.height - self.top - self.bottom)
+
+    def _share(self, number: float, ends: tuple[float, float]) -> float:
+        low, high = self._scale(ends[0]), self._scale(ends[1])
+        return (self._scale(number) - low) / ((high - low) or 1.0)
 
 
 def _svg(chart: Chart, size: tuple[int, int], variant: str) -> Iterator[str]:
@@ -161,3 +164,20 @@ def ticks(low: float, high: float, most: int, *, binary: bool = False) -> list[f
         step = next(power * f for f in (1, 2, 5, 10) if power * f >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)] or [low]
+
+
+def log_ticks(low: float, high: float, most: int, *, binary: bool = False) -> list[float]:
+    """Round numbers for a logarithmic axis: powers of two for bytes, else 1, 2, 5, 10, …; thinned to at most `most`.
+
+    >>> log_ticks(0.3, 30, 6)
+    [0.5, 1.0, 2.0, 5.0, 10.0, 20.0]
+    """
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    if binary:
+        found = [2.0**power for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)]
+    else:
+        found = [factor * 10.0**power for power in range(first, last + 1) for factor in (1, 2, 5)]
+    within = [number for number in found if low <= number <= high]
+    if len(within) < 2:
+        return ticks(low, high, most, binary=binary)
+    return within[:: -(-len(within) // most)]

@@ -146,13 +146,14 @@ def _frontier(report: Report) -> str:
         title="Peak memory against time of a step",
         summary=f"{len(plans)} plans from {_say(plans[0])} to {_say(plans[-1])}."
         + (f" Chosen: {_say(chosen)}." if chosen else ""),
-        x_label="peak memory",
-        y_label="time of a step",
+        x_label="peak memory (logarithmic)",
+        y_label="time of a step (logarithmic)",
         x_unit="bytes",
         y_unit="seconds",
         series=[Series("best plan for each budget", "frontier", line)],
         points=points,
         y_from_zero=False,
+        log=True,
     )
     rows = "".join(
         f"<tr><td>{format_bytes(p.peak_bytes)}</td><td>{format_seconds(p.step_seconds)}</td>"
