@@ -11,7 +11,7 @@ import torch
 
 from gradfit._torch import selective_policy, storage_key
 from gradfit.errors import MisuseError
-from gradfit.recompute.scope import CheckpointScope, KeepPolicy, current_recorder
+from gradfit.recompute.scope import CheckpointScope, KeepPolicy, current_recorder, inside_scope
 from gradfit.tree import join_chunks, size_of_batch, split_batch
 
 T = TypeVar("T")
@@ -119,6 +119,8 @@ def mark_checkpoint(tensor: torch.Tensor) -> torch.Tensor:
     """
     recorder = current_recorder()
     if recorder is None:
+        if inside_scope():  # a disabled one: everything is kept anyway
+            return tensor
         raise MisuseError(
             "mark_checkpoint() was called outside of an enabled CheckpointScope, where everything is kept anyway. "
             "Call it inside `with CheckpointScope(...):`."

@@ -6,10 +6,11 @@ so that rebuilding one inner scope does not hold what its neighbours made.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,6 +51,7 @@ class _Frames(threading.local):
         self.open: list[tuple[CheckpointScope, Segment | None, Recorder | None]] = []
         self.observers: list[Callable[[CheckpointScope], None]] = []  # told about every scope that is entered
         self.torn: list[CheckpointScope] = []  # closed because one around them was left first
+        self.suspended = False  # scopes that are entered do nothing
 
 
 _frames = _Frames()
@@ -102,6 +104,9 @@ class CheckpointScope:
             )
         for observer in _frames.observers:
             observer(self)
+        if _frames.suspended:
+            frames.append((self, None, None))
+            return self
         self._saved = [reference for reference in self._saved if reference() is not None]
         outer = _innermost()
         if outer is None:
@@ -203,6 +208,19 @@ def _leave(kind: Any, error: Any, trace: Any) -> None:
         active.segment = segment.parent
 
 
+@contextlib.contextmanager
+def suspended() -> Iterator[list[CheckpointScope]]:
+    """Inside, scopes do nothing; gives the list of those that were entered."""
+    entered: list[CheckpointScope] = []
+    before, _frames.suspended = _frames.suspended, True
+    add_observer(entered.append)
+    try:
+        yield entered
+    finally:
+        _frames.suspended = before
+        remove_observer(entered.append)
+
+
 class _Keep:
     """The keep policies of the open scopes: the innermost that has an opinion decides."""
 
@@ -226,6 +244,11 @@ def add_observer(observer: Callable[[CheckpointScope], None]) -> None:
 def remove_observer(observer: Callable[[CheckpointScope], None]) -> None:
     """Undo `add_observer`."""
     _frames.observers.remove(observer)
+
+
+def inside_scope() -> bool:
+    """Whether any scope, enabled or not, is open in this thread."""
+    return bool(_frames.open)
 
 
 def current_recorder() -> Recorder | None:

@@ -19,7 +19,7 @@ from gradfit.planning.record import Plan
 from gradfit.profiling.measure import LossFunction, run_loss
 from gradfit.profiling.state import generator_states, restore_generators, untouched
 from gradfit.recompute.planned import recording
-from gradfit.recompute.scope import CheckpointScope
+from gradfit.recompute.scope import suspended
 from gradfit.tape.graph import Handle, Operation, Segment
 from gradfit.tape.record import Recorder, unpack
 from gradfit.train.batchnorm import batch_norm_note, batch_norms
@@ -76,7 +76,7 @@ class AuditReport:
 
 
 def audit(
-    model: torch.nn.Module | CheckpointScope | Callable[..., Any],
+    model: torch.nn.Module | Callable[..., Any],
     loss_fn: LossFunction | None = None,
     batch: Any = None,
     plan: Plan | None = None,
@@ -84,8 +84,9 @@ def audit(
     """Run the batch plainly and with recomputation, from the same state, and compare bit by bit; nothing stays changed.
 
     Outputs, gradients, buffers and random generators are compared, and each activation that is rebuilt, with what it
-    was: the report names the first operation whose replay differs. With `plan` the batch is run as planned; without it,
-    everything is dropped and rebuilt, the harshest plan there is.
+    was: the report names the first operation whose replay differs. With `plan` the batch is run as planned. Without it,
+    the `CheckpointScope`s in the code are audited if there are any, else everything is dropped and rebuilt, the
+    harshest plan there is.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
     >>> print(audit(model, lambda m, x: m(x).mean(), torch.ones(6, 4)))
@@ -106,11 +107,17 @@ def audit(
     with untouched(model), _no_gradients(inputs):
         generators = generator_states()
         buffers = [buffer.clone() for buffer in model.buffers()]
-        plain = _run(model, loss_fn, parts, inputs, None)
+        with suspended() as scopes:
+            plain = _run(model, loss_fn, parts, inputs, None)
         _rewind(model, inputs, buffers, generators)
         checks = _Checks()
-        planned = _run(model, loss_fn, parts, inputs, lambda: _checked(checks, plan))
-        differences = [*_compare(plain, planned)]
+        if scopes and plan is None:  # the code has scopes of its own: those are audited
+            differences = [*_compare(plain, _run(model, loss_fn, parts, inputs, None))]
+            _rewind(model, inputs, buffers, generators)
+        with suspended() if scopes and plan is None else contextlib.nullcontext():
+            planned = _run(model, loss_fn, parts, inputs, lambda: _checked(checks, plan))
+        if not scopes or plan is not None:
+            differences = [*_compare(plain, planned)]
     if checks.worst is not None:
         differences.append(checks.worst)
     notes = [*_notes(model, loss_fn, batch, parts), *checks.notes]
