@@ -25,7 +25,7 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from gradfit._torch import DispatchMode, base_of, detached, graph_task_id, storage_key
 from gradfit.errors import ActivationOverwritten, UnsupportedOp
-from gradfit.tape import replay, rng
+from gradfit.tape import collector, replay, rng
 from gradfit.tape.graph import Handle, Leaf, Operation, Segment, Slice, Tape, Value, geometry_of, nothing, shaped
 from gradfit.tape.known import ATOMS, NO_KWARGS, UNCOUNTED, Known, save_before_write, version_of
 from gradfit.tape.ops import LOAD, OpInfo, info_of
@@ -89,12 +89,14 @@ class Recorder(Known, DispatchMode):
         self._hooks = saved_tensors_hooks(self.pack, unpack)
         self._hooks.__enter__()
         self._units = watch_units(self.keep)
+        collector.hold_back()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         try:
             super().__exit__(*error)
         finally:
+            collector.let_go()
             if self._hooks is not None:
                 self._hooks.__exit__(*error)
             self._hooks = None
