@@ -93,6 +93,9 @@ def current_node() -> Node | None:
     return node
 
 
+FUNCTORCH = "torch._functorch"  # where torch.func lives, as its frames say
+
+
 def inside_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, …) surrounds this call."""
     return torch._C._functorch.peek_interpreter_stack() is not None

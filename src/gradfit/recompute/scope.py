@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from gradfit._torch import inside_functorch
+from gradfit._torch import FUNCTORCH, inside_functorch
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.tape.graph import Segment, Value
 from gradfit.tape.record import DROP, KEEP, Recorder
@@ -270,7 +270,7 @@ def _raised_by_functorch(trace: Any) -> bool:
         modules.append(trace.tb_frame.f_globals.get("__name__", ""))
         trace = trace.tb_next
     for module in reversed(modules):
-        if module.startswith("torch._functorch"):
+        if module.startswith(FUNCTORCH):
             return True
         if not module.startswith(("torch", "contextlib")):
             return False

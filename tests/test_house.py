@@ -1,0 +1,104 @@
+"""The rules of the house that a machine can check: who imports whom, where private torch API is, links in the docs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "gradfit"
+
+# A room may import from these rooms (and itself); files at the top (errors, units, …) are open to all.
+ALLOWED = {
+    "tape": set(),
+    "autograd": {"tape"},
+    "accumulate": {"autograd", "distributed"},
+    "distributed": {"accumulate", "tape"},
+    "profiling": {"tape", "accumulate"},
+    "planning": {"profiling"},
+    "recompute": {"tape", "profiling", "planning"},
+    "train": {"tape", "recompute", "profiling", "planning", "accumulate", "distributed", "report"},
+    "report": {"profiling", "planning", "train", "recompute"},
+    "cli": {"train", "report", "profiling", "planning", "recompute", "accumulate", "distributed", "autograd", "tape"},
+}
+PRIVATE = re.compile(r"torch\._[^_]|from torch\.[a-z_.]*\._|torch\.utils\._")
+
+
+def modules() -> Iterator[Path]:
+    yield from sorted(SOURCE.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """The gradfit modules that a file imports when it is run."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("gradfit."):
+            found |= {node.module} | {f"{node.module}.{name.name}" for name in node.names}
+    return found
+
+
+@pytest.mark.parametrize("room", sorted(ALLOWED))
+def test_a_room_imports_from_earlier_rooms_only(room: str) -> None:
+    wrong = []
+    for path in sorted((SOURCE / room).rglob("*.py")):
+        for name in imported(path):
+            other = name.split(".")[1]
+            if (SOURCE / other).is_dir() and other != room and other not in ALLOWED[room]:
+                wrong.append(f"{path.relative_to(SOURCE)} imports {name}")
+    assert not wrong
+
+
+def test_planning_is_pure() -> None:
+    """It works on records: no torch, and of profiling nothing but the records."""
+    for path in sorted((SOURCE / "planning").glob("*.py")):
+        text = path.read_text()
+        assert "import torch" not in text, path.name
+        rooms = {name for name in imported(path) if name.startswith("gradfit.profiling.")}
+        assert all(name.split(".")[2] in ("record", "graph") for name in rooms), path.name
+
+
+def test_private_torch_api_is_in_one_place() -> None:
+    outside = [
+        f"{path.relative_to(SOURCE)}:{number}"
+        for path in modules()
+        if not path.name.startswith("_torch")
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if PRIVATE.search(line)
+    ]
+    assert not outside
+
+
+def test_links_in_the_docs_lead_somewhere() -> None:
+    broken = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose)
+        missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+        broken += [f"{page.relative_to(ROOT)}: {target}" for target in missing]
+    assert not broken
+
+
+def test_public_names_are_listed_once_and_exist() -> None:
+    import gradfit
+
+    assert len(gradfit.__all__) == len(set(gradfit.__all__))
+    assert all(hasattr(gradfit, name) for name in gradfit.__all__)
+
+
+def test_the_readme_shows_the_two_commands_and_make_knows_them() -> None:
+    readme, makefile = (ROOT / "README.md").read_text(), (ROOT / "Makefile").read_text()
+    for command in ("demo", "test"):
+        assert f"make {command}" in readme
+        assert re.search(rf"^{command}: setup", makefile, re.MULTILINE)
+
+
+def test_versions_agree() -> None:
+    import gradfit
+
+    declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert declared is not None
+    assert declared.group(1) == gradfit.__version__
