@@ -16,19 +16,19 @@ Rules, cited below where they are obeyed:
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from typing import Any, Protocol, cast
 
 import torch
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
-from gradfit._torch import DispatchMode, base_of, detached, graph_task_id, storage_key
-from gradfit.errors import ActivationOverwritten, UnsupportedOp
+from gradfit._torch import DispatchMode, base_of, graph_task_id, storage_key
+from gradfit.errors import UnsupportedOp
 from gradfit.tape import collector, replay, rng
-from gradfit.tape.graph import Handle, Leaf, Operation, Segment, Slice, Tape, Value, geometry_of, nothing, shaped
-from gradfit.tape.known import ATOMS, NO_KWARGS, UNCOUNTED, Known, save_before_write, version_of
+from gradfit.tape.graph import Leaf, Operation, Segment, Slice, Value, geometry_of, nothing
+from gradfit.tape.known import ATOMS, NO_KWARGS, UNCOUNTED, save_before_write
 from gradfit.tape.ops import LOAD, OpInfo, info_of
+from gradfit.tape.save import Saver, unpack
 from gradfit.tape.storage import (
     Untrackable,
     Watcher,
@@ -70,18 +70,16 @@ class OffloadingPolicy(Policy, Protocol):
         """Move a result out; returns the function that brings it back."""
 
 
-class Recorder(Known, DispatchMode):
+class Recorder(Saver, DispatchMode):
     """A dispatch mode plus saved-tensor hooks. Enter it around the code to record; `segment` is where it is."""
 
     def __init__(self, segment: Segment, policy: Policy | None = None) -> None:
         DispatchMode.__init__(self)
-        Known.__init__(self)
+        Saver.__init__(self)
         self.segment = segment
         self.policy = policy
         self.planned = False  # segments come from a plan and are not to be widened
         self.watching: Any = None  # called with every operation that is recorded
-        self.tape = Tape(threading.RLock())
-        self._kept: set[int] = set()  # storages that autograd has, for the statistics
         self._hooks: saved_tensors_hooks | None = None
         self._units: list[torch.utils.hooks.RemovableHandle] = []
 
@@ -375,89 +373,6 @@ class Recorder(Known, DispatchMode):
         self._adopt(op, fresh, None)
         self._register(op)
         return out
-
-    # ------------------------------------------------------------------------------------------ saved tensors
-
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Autograd saves `tensor`: give it a handle if the tape can make the tensor again."""
-        if tensor.requires_grad and tensor.is_leaf:  # it lives anyway, even if it was made inside
-            return (tensor, tensor._version)
-        try:
-            value = self._made.get(key_of(tensor))
-        except Untrackable:
-            return (tensor.detach() if tensor.grad_fn is not None else tensor, None)
-        if value is None:
-            return self._pack_root(tensor)
-        natural = value.natural()
-        geometry = None
-        if natural is not tensor:
-            try:
-                geometry = place_of(tensor)
-            except Untrackable:
-                return self._pack_root(tensor)
-            if geometry == value.geometry:
-                geometry = None
-        if value.seen != tensor._version or value.fragile is not None:
-            value = self._present(value.key, tensor)
-            if value is not None and value.fragile is not None:
-                self._settle(value, tensor, detached)
-            if value is None or value.op is None:
-                return self._pack_root(tensor)
-        if value.handles == 0:
-            self._first_pack(value, tensor, natural)
-        value.handles += 1
-        return Handle(self.tape, value, geometry)
-
-    def _pack_root(self, tensor: torch.Tensor) -> Any:
-        base = base_of(tensor)
-        if base is not None and base.is_leaf and base.requires_grad:
-            return (tensor, tensor._version)  # a parameter's view is no activation
-        self._note_kept(tensor)
-        return (detached(tensor), version_of(tensor))
-
-    def _first_pack(self, value: Value, tensor: torch.Tensor, natural: torch.Tensor | None) -> None:
-        if value.evictable and (natural is not None or tensor.dtype is value.geometry[3]):
-            value.tensor = shaped(detached(tensor), value.geometry) if natural is None else detached(natural)
-            value.version = tensor._version
-        elif self.segment.scope is not None:
-            self.segment.scope.note_freed(value, tensor.untyped_storage().nbytes())
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Make a value of the tape a root: it is held from now on, and replays start from it."""
-        try:
-            value = self._present(key_of(tensor), tensor)
-        except Untrackable:
-            return
-        if value is not None and value.op is not None:
-            self._made.pop(value.key, None)
-            natural = value.natural()
-            value.tensor = detached(natural) if natural is not None else shaped(detached(tensor), value.geometry)
-            value.version = tensor._version
-            value.gone = value.op = None
-            value.fragile = None
-            self._roots[value.key] = weakref.ref(value)
-            self._note_kept(tensor)
-
-    def _note_kept(self, tensor: torch.Tensor) -> None:
-        key = storage_key(tensor)
-        if key not in self._kept:  # autograd saves the same storage several times
-            self._kept.add(key)
-            if self.segment.scope is not None:
-                self.segment.scope.note_kept(tensor.untyped_storage().nbytes())
-
-
-def unpack(packed: Any) -> torch.Tensor:
-    """Autograd wants it back: the kept tensor, if nobody wrote to it, or a replay."""
-    if type(packed) is Handle:
-        return replay.take(packed)
-    tensor: torch.Tensor = packed[0]
-    if packed[1] is not None and packed[1] >= 0 and tensor._version != packed[1]:
-        raise ActivationOverwritten(
-            f"A tensor of shape {tuple(tensor.shape)} that backward needs was modified in place after it was saved "
-            f"(it is at version {tensor._version}, version {packed[1]} was expected). "
-            "Write `x = x + y` instead of `x += y` there."
-        )
-    return tensor
 
 
 def _results(out: Any) -> Any:

@@ -20,7 +20,7 @@ from gradfit._torch import graph_task_id
 
 
 def watch_units(keep: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
-    """Call `keep` for every tensor that enters or leaves a unit in this thread; nothing is done if there are no units."""
+    """Call `keep` for every tensor that enters or leaves a unit in this thread, if there are units at all."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not fsdp.FSDPModule.__subclasses__():
         return []

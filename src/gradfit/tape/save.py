@@ -1,0 +1,109 @@
+"""What autograd saves while a forward is recorded: the tensor itself, or a handle on a value that can be rebuilt.
+
+The rules that are cited are those of `record.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from gradfit._torch import base_of, detached, storage_key
+from gradfit.errors import ActivationOverwritten
+from gradfit.tape import replay
+from gradfit.tape.graph import Handle, Tape, Value, shaped
+from gradfit.tape.known import Known, version_of
+from gradfit.tape.storage import Untrackable, key_of, place_of
+
+
+class Saver(Known):
+    """Decides, at each tensor that autograd saves, whether it gets the tensor or a handle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tape = Tape(threading.RLock())
+        self._kept: set[int] = set()  # storages that autograd has, for the statistics
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Autograd saves `tensor`: give it a handle if the tape can make the tensor again."""
+        if tensor.requires_grad and tensor.is_leaf:  # it lives anyway, even if it was made inside
+            return (tensor, tensor._version)
+        try:
+            value = self._made.get(key_of(tensor))
+        except Untrackable:
+            return (tensor.detach() if tensor.grad_fn is not None else tensor, None)
+        if value is None:
+            return self._pack_root(tensor)
+        natural = value.natural()
+        geometry = None
+        if natural is not tensor:
+            try:
+                geometry = place_of(tensor)
+            except Untrackable:
+                return self._pack_root(tensor)
+            if geometry == value.geometry:
+                geometry = None
+        if value.seen != tensor._version or value.fragile is not None:
+            value = self._present(value.key, tensor)
+            if value is not None and value.fragile is not None:
+                self._settle(value, tensor, detached)
+            if value is None or value.op is None:
+                return self._pack_root(tensor)
+        if value.handles == 0:
+            self._first_pack(value, tensor, natural)
+        value.handles += 1
+        return Handle(self.tape, value, geometry)
+
+    def _pack_root(self, tensor: torch.Tensor) -> Any:
+        base = base_of(tensor)
+        if base is not None and base.is_leaf and base.requires_grad:
+            return (tensor, tensor._version)  # a parameter's view is no activation
+        self._note_kept(tensor)
+        return (detached(tensor), version_of(tensor))
+
+    def _first_pack(self, value: Value, tensor: torch.Tensor, natural: torch.Tensor | None) -> None:
+        if value.evictable and (natural is not None or tensor.dtype is value.geometry[3]):
+            value.tensor = shaped(detached(tensor), value.geometry) if natural is None else detached(natural)
+            value.version = tensor._version
+        elif self.segment.scope is not None:
+            self.segment.scope.note_freed(value, tensor.untyped_storage().nbytes())
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Make a value of the tape a root: it is held from now on, and replays start from it."""
+        try:
+            value = self._present(key_of(tensor), tensor)
+        except Untrackable:
+            return
+        if value is not None and value.op is not None:
+            self._made.pop(value.key, None)
+            natural = value.natural()
+            value.tensor = detached(natural) if natural is not None else shaped(detached(tensor), value.geometry)
+            value.version = tensor._version
+            value.gone = value.op = None
+            value.fragile = None
+            self._roots[value.key] = weakref.ref(value)
+            self._note_kept(tensor)
+
+    def _note_kept(self, tensor: torch.Tensor) -> None:
+        key = storage_key(tensor)
+        if key not in self._kept:  # autograd saves the same storage several times
+            self._kept.add(key)
+            if self.segment.scope is not None:
+                self.segment.scope.note_kept(tensor.untyped_storage().nbytes())
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """Autograd wants it back: the kept tensor, if nobody wrote to it, or a replay."""
+    if type(packed) is Handle:
+        return replay.take(packed)
+    tensor: torch.Tensor = packed[0]
+    if packed[1] is not None and packed[1] >= 0 and tensor._version != packed[1]:
+        raise ActivationOverwritten(
+            f"A tensor of shape {tuple(tensor.shape)} that backward needs was modified in place after it was saved "
+            f"(it is at version {tensor._version}, version {packed[1]} was expected). "
+            "Write `x = x + y` instead of `x += y` there."
+        )
+    return tensor
