@@ -38,7 +38,7 @@ def wait_for_training(process: subprocess.Popen[str]) -> None:
             return
 
 
-@pytest.mark.parametrize(("kills", "steps"), [(5, 60), pytest.param(30, 200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kills", "steps"), [(5, 50), pytest.param(30, 200, marks=pytest.mark.slow)])
 def test_sigkill_at_random_moments(folder: Path, kills: int, steps: int) -> None:
     code, out, errors = finish(start(folder, "--steps", str(steps), "--out", "through"))
     assert code == 0, errors
@@ -65,7 +65,7 @@ def test_sigkill_at_random_moments(folder: Path, kills: int, steps: int) -> None
     assert found["losses"][-1] == expected["losses"][-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_finishes_the_micro_batch_saves_and_says_how_to_resume(folder: Path, number: signal.Signals) -> None:
     code, out, errors = finish(start(folder, "--steps", "12", "--out", "through"))
     assert code == 0, errors
