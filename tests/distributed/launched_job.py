@@ -1,0 +1,36 @@
+"""A job for `torchrun -m gradfit train`; rank 1 kills itself in a step, once there is a state in KILL_AFTER."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gradfit as gf
+
+
+def tiny() -> gf.Job:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(90, 4, generator=generator, dtype=torch.float64)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(16, 1)
+    ).double()
+    calls = 0
+
+    def loss(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        nonlocal calls
+        trigger = os.environ.get("KILL_AFTER")
+        first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+        if trigger and first and os.environ.get("RANK") == "1" and any(Path(trigger).glob("state-*[1-9]-*.json")):
+            calls += 1
+            if calls == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(float(os.environ.get("STEP_SECONDS", "0")))
+        return (model(batch["x"]) - batch["y"]).square().mean()
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return gf.Job(model, loss, {"x": rows, "y": rows.sum(1, keepdim=True)}, optimizer, batch_size=13)
