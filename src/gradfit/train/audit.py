@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit import records
+from gradfit._torch import unseen_by_modes
 from gradfit.errors import MisuseError
 from gradfit.planning.record import Plan
 from gradfit.profiling.measure import LossFunction, run_loss
@@ -221,8 +222,11 @@ def _checked(checks: _Checks, plan: Plan | None) -> Iterator[None]:
 
     def pack(tensor: torch.Tensor) -> Any:
         packed = recorder.pack(tensor)
-        # A copy: the original's storage may be written to before backward, which a replay must not notice.
-        return packed, tensor.detach().clone() if isinstance(packed, Handle) else None
+        if not isinstance(packed, Handle):
+            return packed, None
+        with unseen_by_modes():  # else the copy would be an operation that the plan does not know
+            # A copy: the original's storage may be written to before backward, which a replay must not notice.
+            return packed, tensor.detach().clone()
 
     with recorder, saved_tensors_hooks(pack, _Checked(weakref.ref(checks))):
         yield
