@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import statistics
 import time
@@ -31,6 +32,7 @@ class Sample:
     size: int
     trace: Trace
     plain_seconds: float | None
+    refused_one: bool = False  # a single row cannot be run alone
 
 
 def profile(
@@ -40,6 +42,7 @@ def profile(
     optimizer: Any = None,
     *,
     memory_bytes: int | None = None,
+    rows: int | None = None,
     split: Callable[[Any, int], Iterable[Any]] | None = None,
     fake: bool = False,
     hardware: Hardware | None = None,
@@ -49,8 +52,8 @@ def profile(
 
     The batch and half of it are run, so that what grows with the micro-batch is measured and not assumed. Nothing stays
     changed: gradients, buffers and random generators are put back. With `memory_bytes` only as much of the batch is run
-    as fits, by estimate, into that many bytes. With a `host_bandwidth` (bytes per second out of the device's memory)
-    plans may offload. `fake=True` measures nothing: it predicts for `hardware`.
+    as fits, by estimate, into that many bytes; with `rows`, just that many rows. With a `host_bandwidth`, in bytes per
+    second out of the device's memory, plans may offload. `fake=True` measures nothing: it predicts for `hardware`.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
     >>> found = profile(model, lambda m, x: m(x).square().mean(), torch.ones(4, 8))
@@ -66,9 +69,16 @@ def profile(
     cut = split or split_batch
     cost = optimizer_cost(optimizer) if optimizer is not None else OptimizerCost(0, 0, 0.0)
     with untouched(model):
-        samples = _samples(model, loss_fn, sample_batch, total, cut, memory_bytes, cost)
+        if rows is not None:
+            room = _room(model, sample_batch, memory_bytes, cost)
+            samples = [_sample(model, loss_fn, next(iter(cut(sample_batch, rows))), rows, room / 6, timed=False)]
+        else:
+            samples = _samples(model, loss_fn, sample_batch, total, cut, memory_bytes, cost)
+        least = 2 if samples[0].refused_one else 1
     known = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers(), *leaves(sample_batch))}
-    return assemble(model, sample_batch, total, samples, cost, host_bandwidth=host_bandwidth, static=known)
+    return assemble(
+        model, sample_batch, total, samples, cost, host_bandwidth=host_bandwidth, static=known, min_batch=least
+    )
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -149,20 +159,34 @@ def _growing(
     cost: OptimizerCost,
 ) -> list[Sample]:
     """Double the micro-batch while the next one surely fits, so that measuring stays below the budget too."""
-    parameters = list(model.parameters())
-    static = sum(p.nbytes for p in parameters) + sum(p.nbytes for p in parameters if p.requires_grad)
-    static += sum(t.untyped_storage().nbytes() for t in leaves(batch)) + cost.state_bytes
-    room = max(1.0, float(memory_bytes - static))
+    room = _room(model, batch, memory_bytes, cost)
     samples: list[Sample] = []
-    size = 1
+    size, refused = 1, False
     while size <= total:
         part = next(iter(cut(batch, size)))
-        samples.append(_sample(model, loss_fn, part, size, room / 6, timed=_plain_bytes(samples, size) < room / 2))
+        try:
+            sample = _sample(model, loss_fn, part, size, room / 6, timed=_plain_bytes(samples, size) < room / 2)
+        except ValueError as error:
+            if size > 1 or isinstance(error, MisuseError):
+                raise
+            refused, size = True, 2  # BatchNorm refuses a single row
+            continue
+        samples.append(dataclasses.replace(sample, refused_one=refused))
         spent = sum(op.seconds for op in samples[-1].trace.operations)
         if _working_bytes(samples[-1].trace) * 2 > room / 2 or spent > 1.0 or size == total:
             break
         size = min(total, size * 2)
     return samples[-2:]
+
+
+def _room(model: torch.nn.Module, batch: Any, memory_bytes: int | None, cost: OptimizerCost) -> float:
+    """What is left for activations beside everything that is always there."""
+    if memory_bytes is None:
+        return float("inf")
+    parameters = list(model.parameters())
+    static = sum(p.nbytes for p in parameters) + sum(p.nbytes for p in parameters if p.requires_grad)
+    static += sum(t.untyped_storage().nbytes() for t in leaves(batch)) + cost.state_bytes
+    return max(1.0, float(memory_bytes - static))
 
 
 def _plain_bytes(samples: list[Sample], size: int) -> float:
@@ -261,6 +285,7 @@ def assemble(
     *,
     host_bandwidth: float = 0.0,
     static: set[int] | None = None,
+    min_batch: int = 1,
 ) -> Profile:
     """Put one or two measurements together into a profile.
 
@@ -334,6 +359,7 @@ def assemble(
         overhead_seconds=min(max(0.0, plain - busy), 1e-4 * (len(operations) + len(nodes))),
         replay_overhead_seconds=15e-6,
         batch_size=big.size,
+        min_batch=min_batch,
         host_bandwidth=host_bandwidth,
         device=str(next(iter(model.parameters())).device),
         versions={"torch": torch.__version__, "python": platform.python_version()},

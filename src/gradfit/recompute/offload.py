@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
-from typing import IO, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -14,11 +15,12 @@ import torch
 class Store:
     """Takes tensors that fill their storage out, and gives back functions that bring them in again.
 
-    On the CPU they go to an unnamed temporary file, which the system removes with the last thing that reads from it.
+    On the CPU they go to an unnamed temporary file, which is closed, and so removed, with the last thing that reads
+    from it.
     """
 
     def __init__(self) -> None:
-        self._file: IO[bytes] | None = None
+        self._file: _File | None = None
         self._end = 0
 
     def put(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -32,18 +34,27 @@ class Store:
 
     def _to_file(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         if self._file is None:
-            self._file = tempfile.TemporaryFile(prefix="gradfit-")  # noqa: SIM115 - lives as long as its readers
+            self._file = _File()
         file, position = self._file, self._end
         size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
-        _write_all(file.fileno(), _bytes_of(tensor), position)
+        _write_all(file.descriptor, _bytes_of(tensor), position)
         self._end += tensor.nbytes
 
         def load() -> torch.Tensor:
             result = torch.empty_strided(size, stride, dtype=dtype)
-            _read_all(file.fileno(), _bytes_of(result), position)
+            _read_all(file.descriptor, _bytes_of(result), position)
             return result
 
         return load
+
+
+class _File:
+    """An unnamed temporary file that is closed when nobody refers to it any more."""
+
+    def __init__(self) -> None:
+        file = tempfile.TemporaryFile(prefix="gradfit-")  # noqa: SIM115 - closed below
+        self.descriptor = file.fileno()
+        self._close = weakref.finalize(self, file.close)
 
 
 def measure_bandwidth(device: torch.device, nbytes: int = 16 << 20) -> float:

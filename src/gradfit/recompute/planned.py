@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,21 +13,25 @@ import torch
 from gradfit.errors import MisuseError
 from gradfit.planning.record import Plan
 from gradfit.recompute.offload import Store
-from gradfit.tape.drop import DropAll
 from gradfit.tape.graph import Segment
 from gradfit.tape.record import DROP, KEEP, OFFLOAD, Recorder
 
 _CHOICES = {"keep": KEEP, "rebuild": DROP, "offload": OFFLOAD}
 
 
+class Diverged(Exception):
+    """The forward pass is not the plan's; the text says where."""
+
+
 class PlanPolicy:
     """Gives each result of each operation what the plan says, as long as the operations are the plan's.
 
-    Where they are not (other shapes took another branch), `diverged` says where, and `afterwards` decides from there.
+    Where they are not (other shapes took another branch), `diverged` says where, and everything is kept from there.
+    With `sizes`, the bytes of each value, a result that is larger is another operation too; and since a budget would
+    not survive that, `Diverged` is raised at once.
     """
 
-    def __init__(self, plan: Plan, afterwards: DropAll | None = None) -> None:
-        self.afterwards = afterwards
+    def __init__(self, plan: Plan, sizes: Sequence[int] | None = None) -> None:
         self.diverged: str | None = None
         self.store: Store | None = Store() if "offload" in plan.actions else None
         self._names = plan.operations
@@ -35,6 +40,9 @@ class PlanPolicy:
             for action, segment in zip(plan.actions, plan.segments, strict=True)
             if action != "external"
         ]
+        self._sizes = None
+        if sizes is not None:
+            self._sizes = [size for size, action in zip(sizes, plan.actions, strict=True) if action != "external"]
         self._parents = plan.segment_parents
         self._operation = 0
         self._value = 0
@@ -50,8 +58,6 @@ class PlanPolicy:
         for parent in self._parents[1:]:
             self._segments.append(Segment(self._segments[parent], root.scope))
         self._recorder = recorder
-        if self.afterwards is not None:
-            self.afterwards.recorder = recorder
 
     def choose(self, func: Any, results: list[torch.Tensor]) -> list[int] | None:
         position = self._operation
@@ -59,16 +65,25 @@ class PlanPolicy:
         if self.diverged is None:
             if position >= len(self._names) or self._names[position] != name_of(func):
                 expected = self._names[position] if position < len(self._names) else "the end"
-                self.diverged = f"operation {position} is {name_of(func)}, the plan has {expected}"
+                self._leave(f"operation {position} is {name_of(func)}, the plan has {expected}")
             else:
-                steps = self._steps[self._value : self._value + len(results)]
-                self._value += len(results)
+                first, self._value = self._value, self._value + len(results)
+                steps = self._steps[first : self._value]
+                if self._sizes is not None:
+                    for result, size in zip(results, self._sizes[first : self._value], strict=True):
+                        if (found := result.untyped_storage().nbytes()) > size:
+                            self._leave(
+                                f"operation {position}, {name_of(func)}, made {found} bytes, the plan has {size}"
+                            )
                 if self._recorder is not None:
                     self._recorder.segment = self._segments[steps[0][1]]
                 return [choice for choice, _ in steps]
-        if self.afterwards is not None:
-            return self.afterwards.choose(func, results)
         return [KEEP] * len(results)
+
+    def _leave(self, where: str) -> None:
+        self.diverged = where
+        if self._sizes is not None:
+            raise Diverged(where)
 
     def offload(self, tensor: torch.Tensor) -> Any:
         """Copy a value out; returns the function that brings it back."""
@@ -88,9 +103,9 @@ def name_of(func: Any) -> str:
     return name
 
 
-def recording(plan: Plan, afterwards: DropAll | None = None) -> tuple[Recorder, PlanPolicy]:
-    """A recorder that follows the plan, and `afterwards` where it ends: enter it around the forward pass."""
-    policy = PlanPolicy(plan, afterwards)
+def recording(plan: Plan, sizes: Sequence[int] | None = None) -> tuple[Recorder, PlanPolicy]:
+    """A recorder that follows the plan: enter it around the forward pass. With `sizes` it insists on the plan."""
+    policy = PlanPolicy(plan, sizes)
     recorder = Recorder(Segment(None), policy)
     recorder.planned = True
     policy.attach(recorder)

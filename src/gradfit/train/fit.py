@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from gradfit.accumulate.accumulator import GradientAccumulator
-from gradfit.errors import BudgetInfeasible, MisuseError
+from gradfit.errors import MisuseError
 from gradfit.profiling.measure import LossFunction, check_batch, check_model
 from gradfit.train.batchnorm import warn_about_batch_norm
 from gradfit.train.planner import Fitted, Planner
 from gradfit.train.step import TrainStep
-from gradfit.units import format_bytes, parse_bytes
+from gradfit.units import parse_bytes
 
 
 def fit(
@@ -69,14 +69,11 @@ def fit(
         reserved_bytes=accumulator.ranks.reserved_bytes,
         reduce_bytes=accumulator.ranks.reduce_bytes,
     )
-    if planner.limit_bytes <= 0:
-        raise BudgetInfeasible(
-            f"DDP's communication buckets alone take {format_bytes(planner.reserved_bytes)}, the budget is "
-            f"{format_bytes(budget)}. Raise `memory`, or shard the model with fully_shard.",
-            min_bytes=planner.reserved_bytes,
-            breakdown={"communication buckets": planner.reserved_bytes},
-        )
-    with accumulator.rehearsal():
-        fitted = planner.fitted(sample_batch, batch_size)
+    try:
+        with accumulator.rehearsal():
+            fitted = planner.fitted(sample_batch, batch_size)
+    except BaseException:
+        accumulator.disable_accumulation()  # the model is as it was
+        raise
     warn_about_batch_norm(model, fitted.plan.micro_batch, batch_size)
     return TrainStep(model, optimizer, loss_fn, accumulator, planner, fitted)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,14 +22,14 @@ from gradfit.profiling.record import Profile
 from gradfit.profiling.state import untouched
 from gradfit.recompute.evict import Online
 from gradfit.recompute.offload import measure_bandwidth
-from gradfit.recompute.planned import recording
-from gradfit.tape.drop import DropAll
+from gradfit.recompute.planned import Diverged, recording
 from gradfit.train.nominal import nominal
 from gradfit.tree import leaves, repeat_rows, split_batch
 from gradfit.units import format_bytes
 
 Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of each tensor of a batch, without the rows
 _TRIES = 5
+_NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,11 @@ class Fitted:
     peak_bytes: int
     steady: bool  # the same operations whatever the data: what was measured once holds again
     seen: bool = False  # the peak is that of a real step, not of a trial
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The bytes that the plan reckons with for each value: more, and it is another computation."""
+        return [round(value.nbytes.at(self.plan.micro_batch)) for value in self.profile.values]
 
 
 class Planner:
@@ -60,7 +69,9 @@ class Planner:
         self.budget_bytes = budget_bytes
         self.reserved_bytes = reserved_bytes  # of communication buckets, which no meter sees
         self.reduce_bytes = reduce_bytes  # what adding up over the ranks takes for a moment
-        self.limit_bytes = budget_bytes - reserved_bytes
+        # A step holds copies of the buffers, to go back to, and a few numbers for the accumulator.
+        self._own_bytes = sum(buffer.nbytes for buffer in model.buffers()) + _NUMBERS_BYTES
+        self.limit_bytes = max(1, budget_bytes - reserved_bytes - self._own_bytes)
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self._split = split
         self._offload = offload
@@ -109,10 +120,6 @@ class Planner:
                 plan = make_plan(fitted.profile, memory=smallest.min_bytes, batch_size=plan.batch_size)
         return self.replace(fitted, plan=plan, peak_bytes=plan.peak_bytes, seen=False)
 
-    def rest_of(self, found: Profile) -> DropAll:
-        """What to do with operations that are not in the plan: keep nothing, and rebuild it piece by piece."""
-        return DropAll(max(1, self.limit_bytes - found.at(1).static_bytes) / 6)
-
     def replace(self, old: Fitted, **changes: Any) -> Fitted:
         """Remember what a step has taught about a plan."""
         new = dataclasses.replace(old, **changes)
@@ -120,81 +127,129 @@ class Planner:
         return new
 
     def _fit(self, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
-        found = profile(
+        found = self._profile(batch)
+        timed = nominal(found) if self._reproducible else found
+        target, size = limit_bytes, None
+        for _ in range(_TRIES):
+            try:
+                plan = make_plan(timed, memory=target, batch_size=batch_size, micro_batch=size)
+            except BudgetInfeasible:
+                break
+            made = Fitted(plan, found, shape, 0, steady=True)
+            measured = self._try_out(made, batch)
+            if measured is None:
+                if plan.micro_batch == found.batch_size or plan.micro_batch > self.rows(batch):
+                    return self._fit_online(made, batch, limit_bytes)
+                size = plan.micro_batch  # a batch of one row need not do what larger ones do: look at this very size
+                found = self._profile(batch, rows=size)
+                timed = nominal(found) if self._reproducible else found
+                continue
+            if measured <= limit_bytes and self._reproducible:
+                # The micro-batch is chosen; what to keep in it changes no bit, so that is chosen by the clock.
+                other = dataclasses.replace(made, plan=_plan_at(found, target, batch_size, plan.micro_batch))
+                again = self._try_out(other, batch) if other.plan.micro_batch == plan.micro_batch else None
+                if again is not None and again <= limit_bytes:
+                    made, measured = other, again
+            if measured <= limit_bytes:
+                return dataclasses.replace(made, peak_bytes=measured)
+            target = min(target, plan.peak_bytes) - (measured - limit_bytes)
+            if target <= 0:
+                break
+        return self._fit_smallest(found, batch, batch_size, shape, limit_bytes)
+
+    def _profile(self, batch: Any, *, rows: int | None = None) -> Profile:
+        bandwidth = 0.0
+        if self._offload:
+            device = next(self._model.parameters()).device
+            bandwidth = measure_bandwidth(device, min(16 << 20, 1024 + self.limit_bytes // 8))
+        return profile(
             self._model,
             self._loss_fn,
             batch,
             self._optimizer,
             memory_bytes=self.limit_bytes,
+            rows=rows,
             split=self._split,
-            host_bandwidth=measure_bandwidth(next(self._model.parameters()).device) if self._offload else 0.0,
-        )
-        timed = nominal(found) if self._reproducible else found
-        target = limit_bytes
-        for _ in range(_TRIES):
-            plan = make_plan(timed, memory=target, batch_size=batch_size)
-            measured, diverged = self._try_out(plan, batch, found)
-            if diverged is not None:
-                return self._fit_online(plan, batch, found, shape, limit_bytes)
-            if measured <= limit_bytes:
-                if self._reproducible:  # the micro-batch is chosen; what to keep in it changes no bit, so by the clock
-                    other = _plan_at(found, target, batch_size, plan.micro_batch)
-                    other_measured, _ = self._try_out(other, batch, found)
-                    if other.micro_batch == plan.micro_batch and other_measured <= limit_bytes:
-                        plan, measured = other, other_measured
-                return Fitted(plan, found, shape, measured, steady=True)
-            target = min(target, plan.peak_bytes) - (measured - limit_bytes)
-            if target <= 0:
-                break
-        raise BudgetInfeasible(
-            f"A plan predicted at {format_bytes(plan.peak_bytes)} was measured at {format_bytes(measured)}, above the "
-            f"budget of {format_bytes(limit_bytes)}, and no smaller one was found in {_TRIES} tries. "
-            f"Raise `memory` to {format_bytes(measured)}.",
-            min_bytes=measured,
-            breakdown=plan.breakdown,
+            host_bandwidth=bandwidth,
         )
 
-    def _fit_online(self, plan: Plan, batch: Any, found: Profile, shape: Shape, limit_bytes: int) -> Fitted:
+    def _fit_smallest(self, found: Profile, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
+        """The plan of the smallest peak, by seconds that are the same in every run: so `min_bytes` is always enough."""
+        alike = nominal(found)
+        try:
+            make_plan(alike, memory=1, batch_size=batch_size)
+        except BudgetInfeasible as smallest:
+            plan = make_plan(alike, memory=smallest.min_bytes, batch_size=batch_size)
+        made = Fitted(plan, found, shape, 0, steady=True)
+        measured = self._try_out(made, batch)
+        if measured is None:
+            return self._fit_online(made, batch, limit_bytes)
+        if measured <= limit_bytes:
+            return dataclasses.replace(made, peak_bytes=measured)
+        raise self._infeasible(plan, max(measured, plan.peak_bytes))
+
+    def _fit_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted:
         """The operations depend on the data, so no plan can name them: evict online, in micro-batches that fit."""
-        while True:
-            try:
-                measured, _ = self._try_out(plan, batch, found, online_bytes=limit_bytes)
-                return Fitted(plan, found, shape, measured, steady=False)
-            except BudgetInfeasible:
-                if plan.micro_batch == 1:
-                    raise
-            plan = smaller(plan)
+        made = dataclasses.replace(made, steady=False)
+        while (measured := self._try_out(made, batch, online_bytes=limit_bytes)) is None:
+            if made.plan.micro_batch == 1:
+                least = max(limit_bytes, made.plan.peak_bytes)
+                while self._try_out(made, batch, online_bytes=least) is None:
+                    least = int(least * 1.03) + 1024
+                raise self._infeasible(made.plan, int(least * 1.03))  # what is evicted depends on the clock
+            made = dataclasses.replace(made, plan=smaller(made.plan))
+        return dataclasses.replace(made, peak_bytes=measured)
 
-    def _try_out(
-        self, plan: Plan, batch: Any, found: Profile, *, online_bytes: int | None = None
-    ) -> tuple[int, str | None]:
-        """Run one or two micro-batches as planned: the peak of the whole step, and where they left the plan."""
-        part = next(iter(self.parts(batch, plan.micro_batch)))
-        if self._split is None:
-            part = repeat_rows(part, plan.micro_batch)
+    def _infeasible(self, plan: Plan, least: int) -> BudgetInfeasible:
+        parts = {name: count for name, count in plan.breakdown.items() if count}
+        parts |= {"copies of buffers": self._own_bytes, "communication buckets": self.reserved_bytes}
+        least += self._own_bytes + self.reserved_bytes
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(parts.items(), key=_size) if size)
+        return BudgetInfeasible(
+            f"Smallest feasible peak is {format_bytes(least)} ({listed}) at micro-batch {plan.micro_batch}, the budget "
+            f"is {format_bytes(self.budget_bytes)}. Raise `memory` to at least {least} bytes, or make the model or "
+            "an item of the batch smaller.",
+            min_bytes=least,
+            breakdown=parts,
+        )
+
+    def _try_out(self, made: Fitted, batch: Any, *, online_bytes: int | None = None) -> int | None:
+        """Run two micro-batches as planned, or each of them online: the peak of the whole step, or None if it left the
+        plan, or could not stay below `online_bytes`."""
+        with untouched(self._model):
+            try:
+                return self._rehearse(made, batch, online_bytes)
+            except (Diverged, BudgetInfeasible) as error:
+                traceback.clear_frames(error.__traceback__)  # they hold every tensor of the trial
+            finally:
+                for parameter in self._model.parameters():
+                    parameter.grad = None
+            gc.collect()
+            return None
+
+    def _rehearse(self, made: Fitted, batch: Any, online_bytes: int | None) -> int:
+        plan, found = made.plan, made.profile
         waiting = max(0, found.optimizer_bytes - _state_bytes(self._optimizer))  # what its first step will allocate
-        # A part is a view: it holds the whole batch it was cut from, which may still be less than a step's.
-        rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - meter(part).current_bytes)
-        diverged = None
-        with untouched(self._model), meter(self._model, self._optimizer, part) as live:
-            for _ in range(min(2, plan.steps)):
+        passes = update = 0
+        for cut in islice(self.parts(batch, plan.micro_batch), None if online_bytes is not None else 2):
+            part = repeat_rows(cut, plan.micro_batch) if self._split is None else cut
+            # A part is a view: it holds the whole batch it was cut from, which may still be less than a step's.
+            rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - meter(part).current_bytes)
+            with meter(self._model, self._optimizer, part) as live:
                 if online_bytes is not None:
                     with Online(online_bytes - waiting - rest) as online:
                         online.evictor.watch(self._model, self._optimizer, part)
                         loss, _ = run_loss(self._loss_fn, self._model, part)
                         torch.autograd.backward(loss)
                 else:
-                    recorder, policy = recording(plan, self.rest_of(found))
+                    recorder, _ = recording(plan, made.sizes)
                     with recorder:
                         loss, _ = run_loss(self._loss_fn, self._model, part)
                     torch.autograd.backward(loss)
-                    diverged = diverged or policy.diverged
                 del loss
-            passes = live.peak_bytes
-            update = live.current_bytes + max(found.optimizer_burst_bytes, self.reduce_bytes)
-            for parameter in self._model.parameters():
-                parameter.grad = None
-        return max(passes, update) + waiting + rest, diverged
+            passes = max(passes, live.peak_bytes + rest)
+            update = live.current_bytes + rest + max(found.optimizer_burst_bytes, self.reduce_bytes)
+        return max(passes, update) + waiting
 
 
 def smaller(plan: Plan) -> Plan:
@@ -222,6 +277,10 @@ def _plan_at(found: Profile, limit_bytes: int, batch_size: int, micro_batch: int
         return make_plan(found, memory=limit_bytes, batch_size=batch_size, micro_batch=micro_batch)
     except BudgetInfeasible:
         return make_plan(found, memory=limit_bytes, batch_size=batch_size)
+
+
+def _size(part: tuple[str, int]) -> int:
+    return -part[1]
 
 
 def _state_bytes(optimizer: Any) -> int:

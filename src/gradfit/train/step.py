@@ -22,9 +22,10 @@ from gradfit.profiling.measure import LossFunction, run_loss
 from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.record import Profile
 from gradfit.recompute.evict import Online
-from gradfit.recompute.planned import recording
+from gradfit.recompute.planned import Diverged, recording
 from gradfit.train.planner import Fitted, Planner
 from gradfit.train.rollback import Snapshot, UpdateSnapshot
+from gradfit.tree import leaves
 
 _MOST_ATTEMPTS = 6
 
@@ -77,6 +78,7 @@ class TrainStep:
     ) -> None:
         self.model, self.optimizer, self.accumulator = model, optimizer, accumulator
         self._loss_fn, self._planner, self._fitted = loss_fn, planner, fitted
+        self._astray: set[Any] = set()  # parts whose operations are not their plan's: what to drop is decided online
 
     @property
     def plan(self) -> Plan:
@@ -124,13 +126,15 @@ class TrainStep:
                 self.accumulator.reset()
                 before.restore()
                 short = is_out_of_memory(error) or isinstance(error, BudgetInfeasible)
-                if not short or attempt == _MOST_ATTEMPTS:
+                astray = isinstance(error, Diverged)
+                if not (short or astray) or attempt == _MOST_ATTEMPTS:
                     raise
                 failure: BaseException = error
             # Outside of the handler: the traceback holds every tensor of the failed attempt.
             _forget(failure)
             del failure
-            fitted = self._fitted = self._planner.tighter(self._fitted)
+            if not astray:
+                fitted = self._fitted = self._planner.tighter(self._fitted)
         raise AssertionError("unreachable")
 
     def idle(self) -> TrainResult:
@@ -178,13 +182,15 @@ class TrainStep:
             if after is not None and position > done:
                 after(Progress(position, plan.micro_batch, total, items))
             with contextlib.ExitStack() as around:
-                if fitted.steady:
-                    recorder, policy = recording(plan, self._planner.rest_of(fitted.profile))
-                    with recorder:
-                        loss, count = run_loss(self._loss_fn, self.model, part)
-                    if policy.diverged is not None:
-                        self._fitted = fitted = self._planner.replace(fitted, steady=False)
-                else:  # its operations depend on the data: no plan can name them
+                if fitted.steady and not (self._astray and _key(part) in self._astray):
+                    recorder, _ = recording(plan, fitted.sizes)
+                    try:
+                        with recorder:
+                            loss, count = run_loss(self._loss_fn, self.model, part)
+                    except Diverged:
+                        self._astray.add(_key(part))
+                        raise
+                else:
                     online = around.enter_context(Online(self._planner.limit_bytes))
                     online.evictor.watch(self.model, self.optimizer, batch)
                     loss, count = run_loss(self._loss_fn, self.model, part)
@@ -226,6 +232,10 @@ class TrainStep:
         batch = int(fitted.profile.batch_bytes.at(fitted.plan.batch_size))
         burst = max(static.optimizer_burst_bytes, self._planner.reduce_bytes)
         return self._planner.limit_bytes - static.static_bytes - burst - batch
+
+
+def _key(part: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tensor.shape) for tensor in leaves(part))
 
 
 def _forget(failure: BaseException) -> None:
