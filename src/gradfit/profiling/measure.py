@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gradfit._torch import storage_key
+from gradfit._torch import is_out_of_memory, storage_key
 from gradfit.errors import MisuseError
 from gradfit.profiling.meter import tensors_in
 from gradfit.profiling.optimizer import OptimizerCost, optimizer_cost
@@ -171,6 +171,10 @@ def _growing(
                 raise
             refused, size = True, 2  # BatchNorm refuses a single row
             continue
+        except Exception as error:
+            if not samples or not is_out_of_memory(error):
+                raise
+            break
         samples.append(dataclasses.replace(sample, refused_one=refused))
         spent = sum(op.seconds for op in samples[-1].trace.operations)
         if _working_bytes(samples[-1].trace) * 2 > room / 2 or spent > 1.0 or size == total:

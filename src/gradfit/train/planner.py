@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gradfit._torch import is_out_of_memory
 from gradfit.errors import BudgetInfeasible
 from gradfit.planning.api import plan as make_plan
 from gradfit.planning.record import Plan
@@ -219,13 +220,17 @@ class Planner:
         with untouched(self._model):
             try:
                 return self._rehearse(made, batch, online_bytes)
-            except (Diverged, BudgetInfeasible) as error:
+            except Exception as error:
+                short = is_out_of_memory(error)
+                if not short and not isinstance(error, Diverged | BudgetInfeasible):
+                    raise
                 traceback.clear_frames(error.__traceback__)  # they hold every tensor of the trial
             finally:
                 for parameter in self._model.parameters():
                     parameter.grad = None
             gc.collect()
-            return None
+            # Where memory ran out before the budget did: as if the trial had taken a tenth more than there is.
+            return self.limit_bytes * 11 // 10 if short and online_bytes is None else None
 
     def _rehearse(self, made: Fitted, batch: Any, online_bytes: int | None) -> int:
         plan, found = made.plan, made.profile
