@@ -62,14 +62,13 @@ def svg(curves: list[tuple[str, list[tuple[float, int]]]]) -> str:
         "<title>Live tensor bytes of one training step, plain and under three budgets</title>",
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" rx="8" fill="#ffffff"/>',
     ]
-    for tick in range(0, int(highest / unit) + step, step):
-        if tick * unit <= highest:
-            parts.append(
-                f'<line x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{y(tick * unit):.1f}" y2="{y(tick * unit):.1f}" '
-                f'stroke="#e5e7eb"/><text x="{_LEFT - 8}" y="{y(tick * unit) + 4:.1f}" text-anchor="end" '
-                f'fill="#374151">{tick}</text>'
-            )
-    parts.append(f'<text x="12" y="20" fill="#374151">MiB of live tensors</text>')
+    parts += [
+        f'<line x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{y(tick * unit):.1f}" y2="{y(tick * unit):.1f}" '
+        f'stroke="#e5e7eb"/><text x="{_LEFT - 8}" y="{y(tick * unit) + 4:.1f}" text-anchor="end" '
+        f'fill="#374151">{tick}</text>'
+        for tick in range(0, int(highest / unit) + 1, step)
+    ]
+    parts.append('<text x="12" y="20" fill="#374151">MiB of live tensors</text>')
     parts.append(
         f'<text x="{_LEFT}" y="{_HEIGHT - 14}" fill="#374151">forward</text>'
         f'<text x="{_WIDTH - 20}" y="{_HEIGHT - 14}" text-anchor="end" fill="#374151">backward, each step over its own '

@@ -1,4 +1,4 @@
-"""A Hugging Face model as a job for the command line: a small GPT-2 with random weights, on text that ships with gradfit.
+"""A Hugging Face model as a job for the command line: a small GPT-2, random weights, on text that ships with gradfit.
 
     gradfit profile examples/huggingface_job.py:make_job
     gradfit plan    examples/huggingface_job.py:make_job --memory '48 MiB'

@@ -49,7 +49,7 @@ class ActivationOverwritten(GradfitError, RuntimeError):
 
 
 class RankFailed(GradfitError, RuntimeError):
-    """Another process of the group failed or did not come, so this one cannot go on; the text names it and its error."""
+    """Another process of the group failed or did not come, so this one cannot go on; the text names it and why."""
 
 
 class BudgetInfeasible(GradfitError, RuntimeError):

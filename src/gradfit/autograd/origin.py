@@ -43,7 +43,7 @@ class Made:
         self.inputs = inputs
 
 
-class OriginRecorder(_torch.DispatchMode):  # type: ignore[no-untyped-call]
+class OriginRecorder(_torch.DispatchMode):
     """Notes, below autograd, for every node that autograd makes, where it came from. Holds no tensor and no graph.
 
     A node is known by its number: autograd makes the node before it runs the operation, so inside the operation the
