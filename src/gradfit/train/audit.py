@@ -24,6 +24,7 @@ from gradfit.recompute.scope import suspended
 from gradfit.tape.graph import Handle, Operation, Segment
 from gradfit.tape.record import Recorder, unpack
 from gradfit.train.batchnorm import batch_norm_note, batch_norms
+from gradfit.train.digest import Digests, as_bytes
 from gradfit.tree import leaves, size_of_batch, split_batch
 
 _COUPLING_TOLERANCE = 1e-3  # far above the rounding of a float sum, far below what a coupled loss changes
@@ -47,7 +48,8 @@ class AuditReport:
     compared: dict[str, int]  # how many tensors of each kind
     differences: tuple[Difference, ...]
     first_operation: str | None
-    """The first operation, in the order of the forward pass, whose replay is not what it was."""
+    """The first operation, in the order of the forward pass, whose replay is not what it was; or, where all replays
+    are, the first whose result in the planned run is not that of the plain one."""
     micro_batch: int
     micro_batches: int
     notes: tuple[str, ...]
@@ -108,21 +110,24 @@ def audit(
     with untouched(model), _no_gradients(inputs):
         generators = generator_states()
         buffers = [buffer.clone() for buffer in model.buffers()]
+        before, after = Digests(), Digests()
         with suspended() as scopes:
-            plain = _run(model, loss_fn, parts, inputs, None)
+            plain = _run(model, loss_fn, parts, inputs, lambda: before)
         _rewind(model, inputs, buffers, generators)
         checks = _Checks()
         if scopes and plan is None:  # the code has scopes of its own: those are audited
             differences = [*_compare(plain, _run(model, loss_fn, parts, inputs, None))]
             _rewind(model, inputs, buffers, generators)
         with suspended() if scopes and plan is None else contextlib.nullcontext():
-            planned = _run(model, loss_fn, parts, inputs, lambda: _checked(checks, plan))
+            planned = _run(model, loss_fn, parts, inputs, lambda: _checked(checks, plan, after))
         if not scopes or plan is not None:
             differences = [*_compare(plain, planned)]
     if checks.worst is not None:
         differences.append(checks.worst)
     notes = [*_notes(model, loss_fn, batch, parts), *checks.notes]
-    if differences and checks.first is None:
+    first = checks.first
+    if differences and first is None:
+        first = after.first_difference(before)
         notes.append(
             "Every rebuilt activation is what it was, so the model itself gives different results from the same state. "
             "Call torch.use_deterministic_algorithms(True) and look for state outside of parameters and buffers."
@@ -135,7 +140,7 @@ def audit(
         identical=not differences,
         compared=compared,
         differences=tuple(differences),
-        first_operation=checks.first,
+        first_operation=first,
         micro_batch=micro or (size_of_batch(batch) if parts == [batch] and next(leaves(batch)).dim() else 1),
         micro_batches=len(parts),
         notes=tuple(notes),
@@ -213,7 +218,7 @@ class _Checks:
 
 
 @contextlib.contextmanager
-def _checked(checks: _Checks, plan: Plan | None) -> Iterator[None]:
+def _checked(checks: _Checks, plan: Plan | None, digests: Digests) -> Iterator[None]:
     """Follow the plan, or drop everything, and hold what is dropped beside it to compare."""
     if plan is not None:
         recorder, policy = recording(plan)
@@ -228,7 +233,7 @@ def _checked(checks: _Checks, plan: Plan | None) -> Iterator[None]:
             # A copy: the original's storage may be written to before backward, which a replay must not notice.
             return packed, tensor.detach().clone()
 
-    with recorder, saved_tensors_hooks(pack, _Checked(weakref.ref(checks))):
+    with recorder, saved_tensors_hooks(pack, _Checked(weakref.ref(checks))), digests:
         yield
     if policy is not None and policy.diverged is not None:
         checks.notes.append(f"The plan is for another input: {policy.diverged}. From there on everything was kept.")
@@ -265,13 +270,7 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return a.layout == b.layout and _same(a.coalesce().values(), b.coalesce().values())
-    if a.numel() == 0:
-        return True
-    return (
-        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-        if a.dim()
-        else _same(a.reshape(1), b.reshape(1))
-    )
+    return torch.equal(as_bytes(a), as_bytes(b))
 
 
 def _largest(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -1,0 +1,47 @@
+"""What each operation of a forward pass returned, in a few bytes: to find the first that returns something else."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+
+from gradfit._torch import DispatchMode, unseen_by_modes
+from gradfit.tape.ops import info_of
+from gradfit.tape.storage import flatten
+
+
+class Digests(DispatchMode):
+    """Notes name, shape and digest of every result while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: list[tuple[str, bytes]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not info_of(func).uninitialised:
+            with unseen_by_modes():
+                for tensor in flatten([out]):
+                    if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                        self._noted.append((f"{func}, result of shape {tuple(tensor.shape)}", _digest(tensor)))
+        return out
+
+    def first_difference(self, other: Digests) -> str | None:
+        """The first operation whose result is not the other's; None if all are, or if there are none."""
+        for mine, its in zip(self._noted, other._noted, strict=False):
+            if mine != its:
+                return mine[0] if mine[0] == its[0] else f"{mine[0]}, where there was {its[0]}"
+        return None
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a dense tensor's elements, in order, as one row."""
+    content = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Not view(-1): with one element any stride counts as contiguous, but only 1 can be seen as bytes.
+    return content.as_strided((content.numel(),), (1,)).view(torch.uint8)
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    return hashlib.blake2b(memoryview(as_bytes(tensor).cpu().numpy()), digest_size=16).digest()  # type: ignore[arg-type]
