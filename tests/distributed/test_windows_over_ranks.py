@@ -299,3 +299,23 @@ def test_a_parameter_outside_the_wrapper_is_named(pair: Pool) -> None:
     for text in pair.run(not_all_wrapped):
         assert "shape (2, 2)" in text
         assert "Wrap" in text
+
+
+def wrapped_too_late(rank: int, size: int, plain: bool) -> str:
+    torch.manual_seed(0)
+    inner = Net().double()
+    acc = gf.GradientAccumulator(torch.optim.SGD(inner.parameters(), lr=0.1), steps=2)
+    model = DistributedDataParallel(inner)
+    loss = model(rows(rank, 2)).square().mean()
+    with pytest.raises(gf.MisuseError) as caught:
+        if plain:
+            loss.backward()
+        else:
+            acc.backward(loss)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_model_wrapped_after_the_accumulator_was_made_is_refused(pair: Pool, plain: bool) -> None:
+    for text in pair.run(wrapped_too_late, plain):
+        assert "Make the accumulator after" in text

@@ -48,6 +48,7 @@ class AccumulationContext:
         self.tensors: list[Tensor] = []
         self.ranks: Alone = ALONE
         self.sources: Sequence[Any] = self.tensors  # whose `.grad` autograd adds to
+        self._found_alone = True  # nobody shares the tensors, as far as was seen when they were registered
         self.lock = threading.RLock()
         self.counter = BackwardCounter(_bound(self, "_count_plain"), _bound(self, "break_off"))
         self.delimited = False  # step() was seen to end micro-batches, so passes between two calls are one
@@ -186,12 +187,27 @@ class AccumulationContext:
         self.ranks.close()
         self.ranks = ranks_of(self.tensors, self) if self.tensors else ALONE
         self.sources = self.ranks.sources(self.tensors)
+        self._found_alone = self.ranks is ALONE
+
+    def _look_again(self) -> None:
+        """Before the first pass: a model that was wrapped after its parameters came here would reduce by itself."""
+        self._found_alone = False
+        late = ranks_of(self.tensors, self)
+        late.close()
+        if late is not ALONE:
+            self.broken = True
+            raise MisuseError(
+                "The parameters were wrapped by DDP after the accumulator was made, so this backward is averaged over "
+                "the ranks by DDP itself. Make the accumulator after DistributedDataParallel(model)."
+            )
 
     # -- weighing -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Before a contribution: what a user has consumed is over, what is final and unused is taken up again."""
         self.require_intact()
+        if self._found_alone:
+            self._look_again()
         if not self.final:
             return
         if self._is_consumed(passes=0) or self.applied:
@@ -258,6 +274,8 @@ class AccumulationContext:
             if self.transaction is not None:
                 self.transaction.add_plain()
                 return
+            if self._found_alone:
+                self._look_again()
             if self.final:
                 if not self._is_consumed(passes=1):
                     self.broken = True
