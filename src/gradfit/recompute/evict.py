@@ -153,6 +153,7 @@ class Online:
     def __init__(self, limit_bytes: int) -> None:
         self.evictor = Evictor(limit_bytes)
         self._recorder = self.evictor.recorder()
+        self._counted: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def __enter__(self) -> Online:
         self.evictor.__enter__()
@@ -164,6 +165,12 @@ class Online:
             self._recorder.__exit__(*error)
         finally:
             self.evictor.__exit__(*error)
+
+    def count_module(self, module: torch.nn.Module, _: Any) -> None:
+        """Count all of a module; for a hook before its forward."""
+        if module not in self._counted:
+            self._counted.update(module.modules())
+            self.evictor.watch(module)
 
 
 class _HoldAll:

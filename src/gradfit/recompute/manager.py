@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from torch.nn.modules.module import register_module_forward_pre_hook
+
 from gradfit.errors import MisuseError
 from gradfit.recompute.node import CheckpointNode
 from gradfit.recompute.scope import CheckpointScope, ScopeStats, add_observer, remove_observer
@@ -19,7 +21,8 @@ class CheckpointManager:
 
     Inside `with manager:`, every scope that is entered is registered. With `auto_checkpoint=True` no scope is needed:
     activations are evicted while the forward runs, so that live bytes stay below the limit; keep the block open around
-    the backward pass too.
+    the backward pass too. Counted is what the block makes, what it reads, and the modules that it calls as a whole;
+    memory that it never meets (an optimizer's state) is not in `max_memory_mb`.
 
     >>> import torch
     >>> manager = CheckpointManager(max_memory_mb=64)
@@ -41,6 +44,7 @@ class CheckpointManager:
         self._scopes: list[CheckpointScope] = []
         self._nodes: list[CheckpointNode] = []
         self._online: Any = None
+        self._hook: Any = None
         self._entered = False
 
     def __repr__(self) -> str:
@@ -158,6 +162,8 @@ class CheckpointManager:
 
             self._online = Online(limit)
             self._online.__enter__()
+            # A module's last parameter is there when its first is used, so it must be counted from the beginning.
+            self._hook = register_module_forward_pre_hook(self._online.count_module)
         self._entered = True
         add_observer(self.register_scope)
         return self
@@ -166,6 +172,7 @@ class CheckpointManager:
         remove_observer(self.register_scope)
         self._entered = False
         if self._online is not None:
+            self._hook.remove()
             online, self._online = self._online, None
             online.__exit__(*error)
 
