@@ -47,6 +47,11 @@ def default_store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
+def tcp_store(host: str, port: int, hosts: bool) -> Any:
+    """A store that processes on other machines can reach."""
+    return torch._C._distributed_c10d.TCPStore(host, port, is_master=hosts, multi_tenant=True)
+
+
 # -- DDP ---------------------------------------------------------------------------------------------------------------
 
 _DDP_FLAGS = ("require_backward_grad_sync", "require_forward_param_sync", "_static_graph_delay_allreduce_enqueued")

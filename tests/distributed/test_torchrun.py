@@ -17,7 +17,7 @@ JOB = f"{Path(__file__).with_name('launched_job.py')}:tiny"
 def train(out: Path, *options: str, ranks: int = 2, **environment: str) -> dict[str, Any]:
     start = [sys.executable, "-m"]
     if ranks > 1:
-        start += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=4", "-m"]
+        start += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=2", "-m"]
     command = [*start, "gradfit", "train", JOB, "--out", str(out), "--memory", "2 MiB", "--json", *options]
     done = subprocess.run(
         command,
@@ -43,12 +43,14 @@ def test_a_rank_killed_in_a_step_is_restarted_and_the_end_is_the_same(straight: 
     assert killed["losses"] == straight["losses"][-len(killed["losses"]) :]
 
 
+@pytest.mark.slow
 def test_resumed_it_is_the_same(straight: dict[str, Any], tmp_path: Path) -> None:
     train(tmp_path, "--steps", "3")
     resumed = train(tmp_path, "--steps", "8", "--resume")
     assert resumed["parameters_sha256"] == straight["parameters_sha256"]
 
 
+@pytest.mark.slow
 def test_one_process_can_go_on(tmp_path: Path) -> None:
     train(tmp_path, "--steps", "2")
     resumed = train(tmp_path, "--steps", "4", "--resume", ranks=1)

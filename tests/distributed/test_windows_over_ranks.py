@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import time
 from typing import Any
 
@@ -164,7 +165,10 @@ def _refuse(gradient: torch.Tensor) -> torch.Tensor:
     raise ValueError("no gradient today")
 
 
-@pytest.mark.parametrize(("where", "says"), [("forward", "mat1 and mat2"), ("backward", "no gradient today")])
+@pytest.mark.parametrize(
+    ("where", "says"),
+    [pytest.param("forward", "mat1 and mat2", marks=pytest.mark.slow), ("backward", "no gradient today")],
+)
 def test_the_others_hear_which_rank_failed_and_why(where: str, says: str) -> None:
     with Pool(2, timeout_seconds=5) as pool:
         (name, text, seconds), (other, _, _) = pool.run(one_rank_raises, where)
@@ -307,11 +311,9 @@ def wrapped_too_late(rank: int, size: int, plain: bool) -> str:
     acc = gf.GradientAccumulator(torch.optim.SGD(inner.parameters(), lr=0.1), steps=2)
     model = DistributedDataParallel(inner)
     loss = model(rows(rank, 2)).square().mean()
+    run = loss.backward if plain else functools.partial(acc.backward, loss)
     with pytest.raises(gf.MisuseError) as caught:
-        if plain:
-            loss.backward()
-        else:
-            acc.backward(loss)
+        run()
     return str(caught.value)
 
 

@@ -8,13 +8,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from gradfit import _torch_distributed as private
 from gradfit.distributed.group import Group
 from gradfit.distributed.replicas import replicate
 from gradfit.errors import MisuseError
 from gradfit.tree import map_tensors, size_of_batch
+
+
+def _init(backend: str) -> None:
+    """Form the default group, in a part of the store of this attempt's own where that is possible.
+
+    torchrun keeps one store over all restarts, and torch's own start reads it as it is: the addresses of killed
+    processes are still there, and a restarted one may try to reach them. Restarts are counted per machine, so only on
+    one machine do all ranks know the same number.
+    """
+    size = int(os.environ["WORLD_SIZE"])
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) != size:
+        dist.init_process_group(backend)
+        return
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, attempt = int(os.environ["RANK"]), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and rank == 0
+    store = PrefixStore(f"gradfit/{attempt}", private.tcp_store(host, port, hosts))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
 class Crew:
@@ -32,7 +52,7 @@ class Crew:
         if not dist.is_initialized():
             if torch.cuda.is_available():
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+            _init("nccl" if torch.cuda.is_available() else "gloo")
         world = dist.group.WORLD
         assert world is not None
         return cls(Group(world))
