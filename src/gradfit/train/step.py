@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradfit._torch import is_out_of_memory
+from gradfit._torch import is_out_of_memory, unseen_by_modes
 from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.errors import BudgetInfeasible, MisuseError, StateError
 from gradfit.planning.record import Plan
@@ -180,7 +180,8 @@ class TrainStep:
             if position < done:
                 continue
             if after is not None and position > done:
-                after(Progress(position, plan.micro_batch, total, items))
+                with unseen_by_modes():  # what a save copies is not the step's memory
+                    after(Progress(position, plan.micro_batch, total, items))
             with contextlib.ExitStack() as around:
                 if fitted.steady and not (self._astray and _key(part) in self._astray):
                     recorder, _ = recording(plan, fitted.sizes)
