@@ -2,9 +2,10 @@
 
 `python benchmarks/frontier.py [--quick] [--full]` prints a table, writes benchmarks/results/frontier.txt and draws
 docs/images/frontier.svg. Memory is the peak of everything that the two passes allocate beside parameters, gradients
-and the batch (gradients exist before, as when accumulating), read by `gf.meter` in a run of its own. Seconds are CPU seconds of one
-thread, the least of several interleaved rounds, without the meter: another process changes them less than it changes
-the clock on the wall. Points of gradfit are plans for a budget, not tuned by hand.
+and the batch (gradients exist before, as when accumulating), read by `gf.meter` in a run of its own. Seconds are CPU
+seconds of one thread, the least of several interleaved rounds, without the meter: another process changes them less
+than it changes the clock on the wall. Points of gradfit are plans for a budget, not tuned by hand; beside their time
+stands what the plan predicted.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import copy
 import datetime
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ class Point:
     setting: str
     run: Callable[[], None]
     peak_bytes: int = 0
-    seconds: float = field(default=float("inf"))
+    seconds: float = float("inf")
+    predicted: float | None = None
 
 
 def keep_products(_: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -107,9 +109,10 @@ def plans(case: Case, plain_bytes: int) -> Iterator[Point]:
             plan = gf.plan(found, memory=budget, batch_size=2 * rows, micro_batch=rows)
         except gf.BudgetInfeasible as error:
             plan = gf.plan(found, memory=error.min_bytes, batch_size=2 * rows, micro_batch=rows)
-            yield Point("gradfit", "the least", partial(passes, case, plainly, plan))
+            yield Point("gradfit", "the least", partial(passes, case, plainly, plan), predicted=plan.extra_fraction)
             return
-        yield Point("gradfit", f"{share:.0%} budget", partial(passes, case, plainly, plan))
+        run = partial(passes, case, plainly, plan)
+        yield Point("gradfit", f"{share:.0%} budget", run, predicted=plan.extra_fraction)
 
 
 def measure(case: Case, *, rounds: int, full: bool) -> list[Point]:
@@ -151,11 +154,12 @@ def table(case: Case, found: list[Point]) -> list[str]:
     plain = found[0]
     lines = [
         f"{case.name}: plain {plain.peak_bytes / 1e6:.1f} MB, {plain.seconds:.3f} s",
-        f"  {'':24}{'':20}{'MB':>8}{'memory':>9}{'time':>9}",
+        f"  {'':24}{'':20}{'MB':>8}{'memory':>9}{'time':>9}{'predicted':>11}",
     ]
     for point in sorted(found, key=lambda p: (p.peer != "plain", p.peer, -p.peak_bytes)):
         memory, seconds = point.peak_bytes / plain.peak_bytes, point.seconds / plain.seconds - 1
-        lines.append(f"  {point.peer:24}{point.setting:20}{point.peak_bytes / 1e6:8.1f}{memory:9.1%}{seconds:+9.1%}")
+        line = f"  {point.peer:24}{point.setting:20}{point.peak_bytes / 1e6:8.1f}{memory:9.1%}{seconds:+9.1%}"
+        lines.append(line + (f"{point.predicted:+11.1%}" if point.predicted is not None else ""))
     behind = ahead(found)
     lines.append("  gradfit is below every peer" if not behind else f"  not below: {', '.join(behind)}")
     return lines
