@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import gradfit as gf
 from gradfit.tape.graph import Segment
 from gradfit.tape.ops import info_of
-from gradfit.tape.record import HOLD, Recorder
+from gradfit.tape.policy import HOLD
+from gradfit.tape.record import Recorder
 
 Step = Callable[[], None]
 

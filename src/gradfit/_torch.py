@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["DispatchMode", "FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
+__all__ = ["FakeTensor", "FakeTensorMode"]
 
 _make_subclass = torch.Tensor._make_subclass
 _plain_tensor = torch.Tensor
@@ -30,31 +30,6 @@ _plain_tensor = torch.Tensor
 storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 # the address of a tensor's StorageImpl: views share it
 graph_task_id = torch._C._current_graph_task_id  # -1 outside of a backward pass
-
-
-class DispatchMode(TorchDispatchMode):
-    """A dispatch mode with types, entered without the wrapper that torch puts around `__torch_dispatch__` for dynamo.
-
-    That wrapper costs as much as a small operation, and protects compiled frames, which do not run under such a mode.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()  # type: ignore[no-untyped-call]
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __enter__(self) -> Any:
-        return super().__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
 
 def direct(op: Any) -> Any:
@@ -119,9 +94,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-
-
-unseen_by_modes = torch._C._DisableTorchDispatch  # a guard: no dispatch mode sees what runs inside
 
 
 def storage_owners(tensor: torch.Tensor) -> int:

@@ -12,7 +12,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import gradfit as gf
-from gradfit._torch import DispatchMode, schema_of, storage_key
+from gradfit._torch import schema_of, storage_key
+from gradfit._torch_listen import DispatchMode
 from gradfit.profiling.meter import tensors_in
 from gradfit.profiling.optimizer import optimizer_cost
 from gradfit.profiling.state import untouched

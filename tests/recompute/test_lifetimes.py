@@ -14,7 +14,8 @@ from torch import nn
 
 import gradfit as gf
 from gradfit.tape.graph import Handle, Operation, Segment, Value
-from gradfit.tape.record import HOLD, Recorder
+from gradfit.tape.policy import HOLD
+from gradfit.tape.record import Recorder
 
 
 @pytest.fixture(autouse=True)

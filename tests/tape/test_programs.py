@@ -14,7 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import gradfit as gf
 from gradfit.tape.graph import Segment
-from gradfit.tape.record import DROP, HOLD, KEEP, Recorder
+from gradfit.tape.policy import DROP, HOLD, KEEP
+from gradfit.tape.record import Recorder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, about what random programs do
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from gradfit import _torch
+from gradfit import _torch, _torch_listen
 from gradfit.autograd.nodes import operation_name
 from gradfit.errors import MisuseError
 from gradfit.tape.ops import info_of
@@ -43,7 +43,7 @@ class Made:
         self.inputs = inputs
 
 
-class OriginRecorder(_torch.DispatchMode):
+class OriginRecorder(_torch_listen.DispatchMode):
     """Notes, below autograd, for every node that autograd makes, where it came from. Holds no tensor and no graph.
 
     A node is known by its number: autograd makes the node before it runs the operation, so inside the operation the

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from gradfit._torch import DispatchMode, storage_key
+from gradfit._torch import storage_key
+from gradfit._torch_listen import DispatchMode
 from gradfit.errors import MisuseError
 from gradfit.units import format_bytes
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from gradfit._torch import DispatchMode, overloads_of
+from gradfit._torch import overloads_of
+from gradfit._torch_listen import DispatchMode
 from gradfit.profiling.record import Hardware
 from gradfit.tape.ops import info_of
 from gradfit.tape.storage import flatten

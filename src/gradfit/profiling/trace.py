@@ -20,12 +20,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import gradfit
-from gradfit._torch import DispatchMode, after_accumulation, current_node, graph_task_id
+from gradfit._torch import after_accumulation, current_node, graph_task_id
+from gradfit._torch_listen import DispatchMode
 from gradfit.tape import replay
 from gradfit.tape.drop import DropAll
 from gradfit.tape.graph import Segment
 from gradfit.tape.ops import info_of
-from gradfit.tape.record import Recorder, unpack
+from gradfit.tape.record import Recorder
+from gradfit.tape.save import unpack
 from gradfit.tape.storage import Untrackable, flatten, fresh_results, key_of, written_tensors
 
 _OURS = os.path.dirname(gradfit.__file__) + os.sep

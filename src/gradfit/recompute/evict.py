@@ -22,7 +22,8 @@ from gradfit.errors import BudgetInfeasible
 from gradfit.profiling.meter import Meter
 from gradfit.tape.graph import Operation, Segment, Value
 from gradfit.tape.ops import info_of
-from gradfit.tape.record import HOLD, Recorder
+from gradfit.tape.policy import HOLD
+from gradfit.tape.record import Recorder
 from gradfit.units import format_bytes
 
 _CHAIN = 32  # how many dropped ancestors are looked at to see what rebuilding costs

@@ -19,7 +19,8 @@ import torch
 from gradfit._torch import FUNCTORCH, inside_functorch
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.tape.graph import Segment, Value
-from gradfit.tape.record import DROP, KEEP, Recorder
+from gradfit.tape.policy import DROP, KEEP
+from gradfit.tape.record import Recorder
 from gradfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

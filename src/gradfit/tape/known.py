@@ -5,29 +5,44 @@ The rules that are cited are those of `record.py`.
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from gradfit._torch import base_of, detached_in_dispatch
-from gradfit.tape.graph import Leaf, Operation, Segment, Slice, Value, nothing
-from gradfit.tape.ops import CONSTANT
-from gradfit.tape.storage import Untrackable, copy_storage, holds_only, key_of, parts_of, place_of
+from gradfit.tape.graph import Leaf, Operation, Segment, Slice, Value, geometry_of, nothing
+from gradfit.tape.ops import CONSTANT, LOAD, OpInfo
+from gradfit.tape.policy import DROP, HOLD, KEEP, OFFLOAD, OffloadingPolicy, Policy
+from gradfit.tape.storage import (
+    Untrackable,
+    Watcher,
+    copy_storage,
+    fills_storage,
+    holds_only,
+    key_of,
+    parts_of,
+    place_of,
+)
 
 NO_KWARGS: dict[str, Any] = {}
 UNCOUNTED = -2  # the version of a tensor made under inference mode
 # Arguments that are remembered as they are.
 ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+Fresh = list[tuple[int, torch.Tensor, int]]  # position among the results, the tensor, its storage
+next_index = itertools.count().__next__
 _Tensor = torch.Tensor
 
 
 class Known:
     """The newest version of every storage that is alive, by the storage's address."""
 
-    segment: Segment
-
-    def __init__(self) -> None:
+    def __init__(self, segment: Segment, policy: Policy | None) -> None:
+        self.segment = segment
+        self.policy = policy
+        self.planned = False  # segments come from a plan and are not to be widened
+        self.watching: Any = None  # called with every operation that is recorded
         self._made: dict[int, Value] = {}  # made by a recorded operation
         self._roots: dict[int, weakref.ref[Value]] = {}  # made by somebody else, and read
         made = self._made
@@ -112,6 +127,69 @@ class Known:
         value.natural = weakref.ref(tensor)
         value.version = value.seen = version_of(tensor)
         self._roots[value.key] = weakref.ref(value)
+
+    # ------------------------------------------------------------------------------------------ new values
+
+    def _open(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Operation | None:
+        inputs: list[Value] = []
+        try:
+            template = self._template(args, inputs)
+            named = self._template_kwargs(kwargs, inputs)
+        except Untrackable:  # rule 5
+            return None
+        return Operation(next_index(), func, info, template, named, inputs)
+
+    def _adopt(self, op: Operation, fresh: Fresh, choices: list[int] | None) -> None:
+        """Make a value of each new storage."""
+        for number, (position, tensor, key) in enumerate(fresh):
+            choice = DROP if choices is None else choices[number]
+            if choice == KEEP or key in self._made:  # two results may share a storage: then it is one value
+                op.outputs.append(None)
+                continue
+            value = self._new(op, tensor, key, position, choice)
+            if op.info.fragile is not None:
+                value.fragile = op.info.fragile
+            if choice == OFFLOAD and fills_storage(tensor):
+                load = cast(OffloadingPolicy, self.policy).offload(tensor)
+                value.op = Operation(op.index, load, LOAD, [], NO_KWARGS, [])
+                value.op.outputs.append(weakref.ref(value))
+                value.position = 0
+                op.outputs.append(None)
+            else:
+                op.outputs.append(weakref.ref(value))
+
+    def _new(self, op: Operation, tensor: torch.Tensor, key: int, position: int, choice: int) -> Value:
+        value = Value(key, geometry_of(tensor), self.segment)
+        value.op = op
+        value.position = position
+        if tensor.is_inference():
+            value.seen = UNCOUNTED
+        else:
+            value.seen = tensor._version
+            value.natural = weakref.ref(tensor)
+        if choice == HOLD:
+            value.evictable = True
+        watcher = Watcher(tensor.untyped_storage(), self._forget)
+        watcher.key = key
+        value.gone = watcher
+        self._made[key] = value
+        return value
+
+    def _register(self, op: Operation) -> None:
+        """Tell the operation's inputs of it."""
+        reference = weakref.ref(op)
+        segment = self.segment
+        for value in op.inputs:
+            if value.op is not None:
+                if value.users:
+                    value.users.append(reference)  # type: ignore[attr-defined]
+                else:
+                    value.users = [reference]
+                # It escapes from where it was made: whoever encloses both rebuilds it.
+                if value.segment is not segment and not self.planned:
+                    value.segment = value.segment.common(segment)
+        if self.watching is not None:
+            self.watching(op)
 
     def _lose(self, tensors: Any) -> None:
         """Somebody is about to write to these without being recorded: they will be roots."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import direct, is_operator, schema_of
+from gradfit._torch_listen import aten_schemas, full_name
 
 UNINITIALISED, CONSTANT = "uninitialised", "constant"  # no data yet; one number everywhere
 
@@ -95,6 +96,19 @@ def info_of(op: Any) -> OpInfo:
     return info
 
 
+def view_names() -> list[str]:
+    """The aten operators that only make views, without their namespace."""
+    return [full_name(schema).removeprefix("aten::") for schema in aten_schemas() if _is_view(schema)]
+
+
+def _is_view(schema: Any) -> bool:
+    namespace, name = schema.name.split("::")
+    if namespace == "aten" and (name in _METADATA or name in _UNDECLARED_VIEWS):
+        return name in _UNDECLARED_VIEWS
+    aliases = [argument.alias_info for argument in schema.arguments if argument.alias_info is not None]
+    return bool(aliases) and not any(alias.is_write for alias in aliases)
+
+
 def _describe(op: Any) -> OpInfo:
     if not is_operator(op):
         return OpInfo(
@@ -106,19 +120,13 @@ def _describe(op: Any) -> OpInfo:
     aten = namespace == "aten"
     scratch = _RUNNING_STATISTICS.get(name, ()) if aten else ()
     metadata = aten and name in _METADATA
-    writes: list[int | str] = []
-    aliased = False
-    for position, argument in enumerate(schema.arguments):
-        alias = argument.alias_info
-        if alias is None:
-            continue
-        if alias.is_write:
-            if position not in scratch:
-                writes.append(argument.name if argument.kwarg_only else position)
-        else:
-            aliased = True
+    writes: list[int | str] = [
+        argument.name if argument.kwarg_only else position
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write and position not in scratch
+    ]
     names = [argument.name for argument in schema.arguments]
-    view = (aliased and not writes and not metadata) or (aten and name in _UNDECLARED_VIEWS)
+    view = _is_view(schema)
     random = torch.Tag.nondeterministic_seeded in op.tags
     recordable = namespace in _REPLAYABLE and not metadata and name not in _RNN_WITH_HIDDEN_STATE
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)

@@ -14,16 +14,17 @@ import torch
 from gradfit._torch import base_of, detached, storage_key
 from gradfit.errors import ActivationOverwritten
 from gradfit.tape import replay
-from gradfit.tape.graph import Handle, Tape, Value, shaped
+from gradfit.tape.graph import Handle, Segment, Tape, Value, shaped
 from gradfit.tape.known import Known, version_of
+from gradfit.tape.policy import Policy
 from gradfit.tape.storage import Untrackable, key_of, place_of
 
 
 class Saver(Known):
     """Decides, at each tensor that autograd saves, whether it gets the tensor or a handle."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, segment: Segment, policy: Policy | None) -> None:
+        super().__init__(segment, policy)
         self.tape = Tape(threading.RLock())
         self._kept: set[int] = set()  # storages that autograd has, for the statistics
 

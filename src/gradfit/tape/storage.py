@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from gradfit._torch import FakeTensor, storage_key, unseen_by_modes
+from gradfit._torch import FakeTensor, storage_key
+from gradfit._torch_listen import unseen
 from gradfit.tape.graph import Geometry, geometry_of, shaped
 from gradfit.tape.ops import OpInfo
 
@@ -67,7 +68,7 @@ def holds_only(tensor: torch.Tensor, number: Any) -> bool:
     if isinstance(tensor, FakeTensor):  # it holds nothing; nobody can have written to it
         return True
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
-    with unseen_by_modes():  # looking is not an operation of the forward, and must not count as its memory
+    with unseen():  # looking is not an operation of the forward, and must not count as its memory
         flat = tensor.detach().as_strided((count,), (1,), 0)
         return all(bool((flat[at : at + _PART] == number).all()) for at in range(0, count, _PART))
 

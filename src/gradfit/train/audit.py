@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit import records
-from gradfit._torch import unseen_by_modes
+from gradfit._torch_listen import unseen
 from gradfit.errors import MisuseError
 from gradfit.planning.record import Plan
 from gradfit.profiling.measure import LossFunction, run_loss
@@ -22,7 +22,8 @@ from gradfit.profiling.state import generator_states, restore_generators, untouc
 from gradfit.recompute.planned import recording
 from gradfit.recompute.scope import suspended
 from gradfit.tape.graph import Handle, Operation, Segment
-from gradfit.tape.record import Recorder, unpack
+from gradfit.tape.record import Recorder
+from gradfit.tape.save import unpack
 from gradfit.train.batchnorm import batch_norm_note, batch_norms
 from gradfit.train.digest import Digests, as_bytes
 from gradfit.tree import leaves, size_of_batch, split_batch
@@ -229,7 +230,7 @@ def _checked(checks: _Checks, plan: Plan | None, digests: Digests) -> Iterator[N
         packed = recorder.pack(tensor)
         if not isinstance(packed, Handle):
             return packed, None
-        with unseen_by_modes():  # else the copy would be an operation that the plan does not know
+        with unseen():  # else the copy would be an operation that the plan does not know
             # A copy: the original's storage may be written to before backward, which a replay must not notice.
             return packed, tensor.detach().clone()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradfit._torch import DispatchMode, unseen_by_modes
+from gradfit._torch_listen import DispatchMode, unseen
 from gradfit.tape.ops import info_of
 from gradfit.tape.storage import flatten
 
@@ -22,7 +22,7 @@ class Digests(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not info_of(func).uninitialised:
-            with unseen_by_modes():
+            with unseen():
                 for tensor in flatten([out]):
                     if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                         self._noted.append((f"{func}, result of shape {tuple(tensor.shape)}", _digest(tensor)))

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradfit._torch import is_out_of_memory, unseen_by_modes
+from gradfit._torch import is_out_of_memory
+from gradfit._torch_listen import unseen
 from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.errors import BudgetInfeasible, MisuseError, StateError
 from gradfit.planning.record import Plan
@@ -59,6 +60,8 @@ class Progress(NamedTuple):
     items: float
     window: Mapping[str, Any] | None = None
     """The accumulator's `state_dict()`, which whoever saves this puts here."""
+    buffers: Mapping[str, torch.Tensor] = {}
+    """Running statistics as they were when the step began."""
 
 
 AfterMicroBatch = Callable[[Progress], object]
@@ -78,6 +81,7 @@ class TrainStep:
     ) -> None:
         self.model, self.optimizer, self.accumulator = model, optimizer, accumulator
         self._loss_fn, self._planner, self._fitted = loss_fn, planner, fitted
+        self._buffers: Mapping[str, torch.Tensor] = {}
         self._astray: set[Any] = set()  # parts whose operations are not their plan's: what to drop is decided online
 
     @property
@@ -119,6 +123,7 @@ class TrainStep:
         with self.accumulator.rehearsal():  # a new shape is profiled and tried out
             fitted = self._fitted = self._planner.fitted(batch, self._planner.rows(batch))
         before = Snapshot(self.model)
+        self._buffers = before.buffers if progress is None else progress.buffers
         for attempt in range(1, _MOST_ATTEMPTS + 1):
             try:
                 return self._attempt(batch, fitted, attempt, progress, after_micro_batch)
@@ -180,8 +185,8 @@ class TrainStep:
             if position < done:
                 continue
             if after is not None and position > done:
-                with unseen_by_modes():  # what a save copies is not the step's memory
-                    after(Progress(position, plan.micro_batch, total, items))
+                with unseen():  # what a save copies is not the step's memory
+                    after(Progress(position, plan.micro_batch, total, items, buffers=self._buffers))
             with contextlib.ExitStack() as around:
                 if fitted.steady and not (self._astray and _key(part) in self._astray):
                     recorder, _ = recording(plan, fitted.sizes)

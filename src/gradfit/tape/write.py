@@ -1,0 +1,120 @@
+"""Operations that write to what is there: rule 4 of `record.py`, a write makes a new value."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from gradfit._torch import base_of, storage_key
+from gradfit.errors import UnsupportedOp
+from gradfit.tape.graph import Operation, Value, nothing
+from gradfit.tape.known import next_index, save_before_write
+from gradfit.tape.ops import OpInfo
+from gradfit.tape.policy import DROP, HOLD, KEEP
+from gradfit.tape.save import Saver
+from gradfit.tape.storage import Untrackable, fresh_results, key_of, written_tensors
+
+
+class Writer(Saver):
+    """Records writes."""
+
+    def _write_self(self, func: Any, info: OpInfo, args: Any, kwargs: Any, state: Any) -> Any:
+        """`_write` for what nearly all writes are: a method on the very tensor that an operation has returned."""
+        target: torch.Tensor = args[0]
+        old = None if target.is_inference() else self._made.get(storage_key(target))
+        if (
+            old is None
+            or old.natural() is not target
+            or (old.seen != target._version and old.seen != -1)
+            or (old.fragile is not None and info.reads_written)
+        ):
+            return self._write(func, info, args, kwargs, state)
+        old.fragile = None
+        inputs = [old]
+        op: Operation | None = None
+        try:
+            template = [old, *self._template(args[1:], inputs)]
+            op = Operation(next_index(), func, info, template, self._template_kwargs(kwargs, inputs), inputs)
+        except Untrackable:  # rule 5
+            pass
+        if old.tensor is not None:
+            save_before_write(old)
+        out = info.call(*args, **kwargs)
+        choices = None if self.policy is None else self.policy.choose(func, [target])
+        key, watcher, natural = old.key, old.gone, old.natural
+        old.gone, old.natural = None, nothing
+        if op is None or (choices is not None and choices[0] == KEEP):
+            self._made.pop(key, None)
+            return out
+        op.rng = state
+        op.written = (old,)
+        value = Value(key, old.geometry, self.segment)
+        value.op = op
+        value.position = -1
+        value.natural = natural
+        value.gone = watcher
+        if choices is not None and choices[0] == HOLD:
+            value.evictable = True
+        self._made[key] = value
+        op.outputs.append(weakref.ref(value))
+        self._register(op)
+        return out
+
+    def _write(self, func: Any, info: OpInfo, args: Any, kwargs: Any, state: Any) -> Any:
+        """Rule 4."""
+        targets = written_tensors(info, args, kwargs)
+        if info.writes_lists:
+            _refuse_views(func, targets)
+        try:
+            keys = [key_of(target) for target in targets]
+        except Untrackable:
+            self._lose(targets)
+            return info.call(*args, **kwargs)
+        if not targets:
+            return info.call(*args, **kwargs)
+        olds = [self._present(key, target) for key, target in zip(keys, targets, strict=True)]
+        op: Operation | None = None
+        if info.recordable and None not in olds and len(set(keys)) == len(keys):
+            if not info.reads_written:
+                for old in olds:
+                    old.fragile = None  # type: ignore[union-attr]  # written to, not read
+            op = self._open(func, info, args, kwargs)
+        for old in olds:
+            if old is not None:
+                save_before_write(old)
+        out = info.call(*args, **kwargs)
+        if info.writes_lists:
+            increment_version(targets)  # torch does not, under a dispatch mode
+        fresh = [] if out is targets[0] else [entry for entry in fresh_results(out, args) if entry[2] not in keys]
+        choices = None
+        if self.policy is not None:
+            choices = self.policy.choose(func, [*targets, *(t for _, t, _ in fresh)])
+        for key, old in zip(keys, olds, strict=True):
+            self._made.pop(key, None)
+            self._roots.pop(key, None)
+            if old is not None:
+                old.gone = None
+                old.natural = nothing
+        if op is None or (choices is not None and KEEP in choices):
+            return out  # rule 5: from here on it is a root
+        op.rng = state
+        op.written = tuple(olds)  # type: ignore[arg-type]
+        for number, (target, key) in enumerate(zip(targets, keys, strict=True)):
+            value = self._new(op, target, key, -1 - number, DROP if choices is None else choices[number])
+            value.seen = -1  # autograd counts the version up when this has returned, or not at all
+            op.outputs.append(weakref.ref(value))
+        self._adopt(op, fresh, None)
+        self._register(op)
+        return out
+
+
+def _refuse_views(func: Any, targets: list[torch.Tensor]) -> None:
+    """torch forgets the history of a view that a `_foreach` operation writes to under any dispatch mode."""
+    if torch.is_grad_enabled() and any(t.requires_grad and base_of(t) is not None for t in targets):
+        raise UnsupportedOp(
+            f"{func} writes to a view of a tensor that requires a gradient, and torch loses that gradient inside a "
+            "scope. Call the operation on each tensor, or on copies."
+        )
