@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+
+from gradfit.errors import StateError
 
 __all__ = ["DistributedDataParallel"]
 
@@ -50,6 +53,31 @@ def default_store() -> Any:
 def tcp_store(host: str, port: int, hosts: bool) -> Any:
     """A store that processes on other machines can reach."""
     return torch._C._distributed_c10d.TCPStore(host, port, is_master=hosts, multi_tenant=True)
+
+
+# -- sharded tensors ---------------------------------------------------------------------------------------------------
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether a tensor is spread over ranks; does not load torch's module for that if nobody has."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
+    """This rank's part of a tensor that is spread over ranks, and where in the whole it begins; None for any other."""
+    if not is_dtensor(tensor):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    spread: Any = tensor.detach()
+    if any(type(one).__name__ == "_StridedShard" for one in spread.placements):
+        raise StateError(
+            f"A tensor of shape {tuple(tensor.shape)} is sharded by tensor parallelism and by fully_shard "
+            f"({spread.placements}), which a state file cannot hold. Save it with torch.distributed.checkpoint."
+        )
+    _, offset = compute_local_shape_and_global_offset(spread.shape, spread.device_mesh, spread.placements)
+    return spread.to_local(), tuple(int(at) for at in offset)
 
 
 # -- DDP ---------------------------------------------------------------------------------------------------------------

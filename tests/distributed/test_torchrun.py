@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-JOB = f"{Path(__file__).with_name('launched_job.py')}:tiny"
+JOBS = Path(__file__).with_name("launched_job.py")
 
 
-def train(out: Path, *options: str, ranks: int = 2, **environment: str) -> dict[str, Any]:
+def train(out: Path, *options: str, job: str = "tiny", ranks: int = 2, **environment: str) -> dict[str, Any]:
     start = [sys.executable, "-m"]
     if ranks > 1:
         start += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=2", "-m"]
-    command = [*start, "gradfit", "train", JOB, "--out", str(out), "--memory", "2 MiB", "--json", *options]
+    command = [*start, "gradfit", "train", f"{JOBS}:{job}", "--out", str(out), "--memory", "2 MiB", "--json", *options]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -31,28 +31,29 @@ def train(out: Path, *options: str, ranks: int = 2, **environment: str) -> dict[
     return {**answer, "stderr": done.stderr}
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return train(tmp_path_factory.mktemp("straight"), "--steps", "8")
-
-
-def test_a_rank_killed_in_a_step_is_restarted_and_the_end_is_the_same(straight: dict[str, Any], tmp_path: Path) -> None:
-    killed = train(tmp_path, "--steps", "8", KILL_AFTER=str(tmp_path / "ranks/1"), STEP_SECONDS="0.15")
+@pytest.mark.parametrize("job", ["tiny", "sharded"])
+def test_a_rank_killed_in_a_step_is_restarted_and_the_end_is_the_same(job: str, tmp_path: Path) -> None:
+    straight = train(tmp_path / "straight", "--steps", "8", job=job)
+    out = tmp_path / "killed"
+    killed = train(out, "--steps", "8", job=job, KILL_AFTER=str(out / "ranks/1"), STEP_SECONDS="0.15")
     assert "Resuming at step" in killed["stderr"]
     assert killed["parameters_sha256"] == straight["parameters_sha256"]
     assert killed["losses"] == straight["losses"][-len(killed["losses"]) :]
 
 
 @pytest.mark.slow
-def test_resumed_it_is_the_same(straight: dict[str, Any], tmp_path: Path) -> None:
-    train(tmp_path, "--steps", "3")
-    resumed = train(tmp_path, "--steps", "8", "--resume")
+@pytest.mark.parametrize("job", ["tiny", "sharded"])
+def test_resumed_it_is_the_same(job: str, tmp_path: Path) -> None:
+    straight = train(tmp_path / "straight", "--steps", "8", job=job)
+    train(tmp_path / "stopped", "--steps", "3", job=job)
+    resumed = train(tmp_path / "stopped", "--steps", "8", "--resume", job=job)
     assert resumed["parameters_sha256"] == straight["parameters_sha256"]
 
 
 @pytest.mark.slow
-def test_one_process_can_go_on(tmp_path: Path) -> None:
-    train(tmp_path, "--steps", "2")
-    resumed = train(tmp_path, "--steps", "4", "--resume", ranks=1)
+@pytest.mark.parametrize("job", ["tiny", "sharded"])
+def test_one_process_can_go_on(job: str, tmp_path: Path) -> None:
+    train(tmp_path, "--steps", "2", job=job)
+    resumed = train(tmp_path, "--steps", "4", "--resume", job=job, ranks=1)
     assert resumed["step"] == 4
     assert "had 2 ranks and has 1" in " ".join(resumed["stderr"].split())

@@ -18,13 +18,16 @@ from gradfit.cli.options import BatchSize, Debug, Json, Memory, Page, Target
 from gradfit.cli.stop import StopSignal
 from gradfit.cli.work import Work
 from gradfit.distributed.launch import Crew
+from gradfit.distributed.sharded import is_fully_sharded
 from gradfit.errors import MisuseError, StateError
 from gradfit.train.audit import audit
+from gradfit.train.pieces import whole
 from gradfit.train.randomness import seed_everything
 from gradfit.train.run import Listener, Run, RunReport, RunSettings
 from gradfit.train.state import SavedState, StateStore
 from gradfit.train.step import TrainResult, TrainStep
 from gradfit.train.target import target_name
+from gradfit.train.together import CrewStates
 from gradfit.units import format_bytes, format_seconds
 
 EXIT_INTERRUPTED = 130
@@ -54,12 +57,15 @@ def train(
     console.quiet = crew.rank > 0
     resume = resume or crew.restarted
     base = Path(crew.first_says(str(out if out is not None else _default_out(target, resume))))
-    store = StateStore(crew.directory(base))
-    saved = _saved(store, resume, crew, base)
+    states = CrewStates(base, crew)
+    store = states.store
+    saved = _saved(states, resume)
     before = saved.content["settings"] if saved is not None else {}
     seed = _first(seed, before.get("seed"), 0)
     work = Work.load(target, batch_size=_first(batch_size, before.get("batch_size")), seed=seed, page=report)
     crew.share(work.job.model)
+    if report is not None and is_fully_sharded(work.job.model):
+        raise MisuseError("--report runs the model on one rank, and a fully_shard model needs all. Leave out --report.")
     if crew.rank > 0:
         seed_everything(seed + crew.rank)  # other rows, other dropout
     store.prepare()
@@ -72,18 +78,19 @@ def train(
         listener = _Listener(bar, stop, log_every, _writer(store, saved) if tensorboard and crew.rank == 0 else None)
         run = Run(work.job, settings, store=store, listener=listener, stop=stop.asked, crew=crew)
         if saved is not None:
-            run.resume(saved)
+            run.resume(saved, lambda: states.everybody(saved))
             listener.note(f"Resuming at step {run.step_number} from {saved.path}.")
         elif resume:
             listener.note(f"There is no state in {store.directory}: starting from the beginning.")
         result = run.train()
         result.out = str(base)
         listener.close()
+    digest = _digest(work.job.model) if json else ""  # by all ranks together
     crew.leave()
     if crew.rank == 0:
         if report is not None and run.step is not None and not result.interrupted:
             _write_page(work, run.step, result, report)
-        print_result(_as_json(work, result) if json else _in_words(result))
+        print_result(_as_json(work, result, digest) if json else _in_words(result))
     if result.interrupted:
         note(f"Interrupted; the state is saved. Resume with: {command}")
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -136,19 +143,14 @@ def _default_out(target: str, resume: bool) -> Path:
     return found
 
 
-def _saved(store: StateStore, resume: bool, crew: Crew, base: Path) -> SavedState | None:
-    names = store.names()
+def _saved(states: CrewStates, resume: bool) -> SavedState | None:
+    names = states.store.names()
     if names and not resume:
         raise MisuseError(
-            f"{str(store.directory)!r} holds a run at {names[0]}. Pass --resume to go on with it, or another --out."
+            f"{str(states.store.directory)!r} holds a run at {names[0]}. Pass --resume to go on with it, or another "
+            "--out."
         )
-    if not resume:
-        return None
-    step, complete = crew.common(store.steps())
-    if step is not None and crew.size > 1:
-        saved = (store if complete or store.steps() else StateStore(base)).load(step)
-    else:
-        saved = store.load()
+    saved = states.load() if resume else None
     if saved is None:
         return None
     for problem in saved.passed_over:
@@ -189,11 +191,15 @@ def _in_words(result: RunReport) -> str:
     )
 
 
-def _as_json(work: Work, result: RunReport) -> str:
-    losses = [loss if math.isfinite(loss) else None for loss in result.losses]
+def _digest(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
-    for parameter in work.job.model.parameters():
-        digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    for parameter in model.parameters():
+        digest.update(whole(parameter).cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _as_json(work: Work, result: RunReport, digest: str) -> str:
+    losses = [loss if math.isfinite(loss) else None for loss in result.losses]
     return json_module.dumps(
         {
             "step": result.step,
@@ -207,7 +213,7 @@ def _as_json(work: Work, result: RunReport) -> str:
             "seconds": result.seconds,
             "interrupted": result.interrupted,
             "out": result.out,
-            "parameters_sha256": digest.hexdigest(),
+            "parameters_sha256": digest,
         }
     )
 

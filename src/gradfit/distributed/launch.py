@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from gradfit import _torch_distributed as private
 from gradfit.distributed.group import Group
 from gradfit.distributed.replicas import replicate
+from gradfit.distributed.sharded import data_parallel_size, is_fully_sharded
 from gradfit.errors import MisuseError
 from gradfit.tree import map_tensors, size_of_batch
 
@@ -46,8 +45,11 @@ class Crew:
 
     @classmethod
     def join(cls) -> Crew:
-        """The crew that `torchrun` has made this process a part of, if it has: gloo on CPUs, NCCL on GPUs."""
-        if int(os.environ.get("WORLD_SIZE", "1")) < 2 or not dist.is_torchelastic_launched():
+        """The crew that `torchrun` has made this process a part of, if it has: gloo on CPUs, NCCL on GPUs.
+
+        A crew of one is a group too: the job may call `fully_shard` whatever the number of ranks.
+        """
+        if not dist.is_torchelastic_launched():
             return cls()
         if not dist.is_initialized():
             if torch.cuda.is_available():
@@ -74,14 +76,17 @@ class Crew:
 
     def share(self, model: torch.nn.Module) -> None:
         """Make the model one over all ranks, unless the job has done so itself."""
-        if self.size == 1 or isinstance(model, DistributedDataParallel):
+        if isinstance(model, DistributedDataParallel):
             return
-        if any(isinstance(module, FSDPModule) for module in model.modules()):
-            raise MisuseError(
-                "gradfit train cannot write the state of a fully_shard model yet. Train it with gf.fit, and save it "
-                "with torch.distributed.checkpoint."
-            )
-        replicate(model)
+        if is_fully_sharded(model):
+            ranks = data_parallel_size(model)
+            if ranks != self.size:
+                raise MisuseError(
+                    f"The model is fully_shard over {ranks} ranks, the run has {self.size}: each rank takes rows of "
+                    f"its own. Make the mesh of all ranks, or start torchrun with --nproc-per-node {ranks}."
+                )
+        elif self.size > 1:
+            replicate(model)
 
     def part(self, batch: Any) -> Any:
         """This rank's rows of a batch; None if there are fewer rows than ranks and none is left."""
@@ -92,10 +97,6 @@ class Crew:
         if start == end:
             return None
         return map_tensors(batch, lambda tensor: tensor[start:end] if tensor.dim() else tensor)
-
-    def directory(self, out: Path) -> Path:
-        """Where this rank's state goes: the first one's where that of a process alone would."""
-        return out if self.rank == 0 else out / "ranks" / str(self.rank)
 
     def first_says(self, text: str) -> str:
         """What the first rank says."""
@@ -111,16 +112,6 @@ class Crew:
         records = self._group.exchange({"wishes": [int(wish) for wish in wishes]})
         return [any(one["wishes"][at] for one in records) for at in range(len(wishes))]
 
-    def common(self, steps: list[int]) -> tuple[int | None, bool]:
-        """The newest step that all ranks have a state of, and whether each has one of its own.
-
-        After a restart with more ranks the new ones have none, and go on from the first rank's.
-        """
-        if self._group is None:
-            return max(steps, default=None), True
-        everybody = [set(one["steps"]) for one in self._group.exchange({"steps": steps})]
-        having = [one for one in everybody if one]
-        if not everybody[0]:
-            return None, True
-        shared = set.intersection(*having)
-        return max(shared, default=None), all(everybody)
+    def tell_all(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """Everybody's record, in the order of the ranks."""
+        return [record] if self._group is None else self._group.exchange(record)

@@ -73,6 +73,17 @@ def is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def is_fully_sharded(model: torch.nn.Module) -> bool:
+    """Whether any part of a model is a `fully_shard` unit."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def data_parallel_size(model: torch.nn.Module) -> int:
+    """Over how many ranks a `fully_shard` model's gradients are added up."""
+    units = [unit for m in model.modules() if isinstance(m, FSDPModule) for unit in private.param_groups(m)]
+    return private.data_parallel_group(units[0]).size() if units else 1
+
+
 class Unsharded:
     """A parameter's full gradient on this rank, under the name that autograd's own would have."""
 

@@ -9,14 +9,25 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from gradfit._torch_distributed import shard_of
 from gradfit.errors import StateError
 
 _MAX_DEPTH = 64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's part of a tensor that is sharded over the ranks: `content`, which begins at `offset` of `shape`."""
+
+    content: Any
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
 
 
 def flatten(nest: Any, *, name: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
@@ -53,7 +64,10 @@ def _encode(value: Any, name: str, tensors: _Tensors) -> Any:
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"$float": str(float(value))}
     if isinstance(value, torch.Tensor):
-        return {"$tensor": tensors.add(value, name)}
+        shard = shard_of(value)
+        if shard is None:
+            return {"$tensor": tensors.add(value, name)}
+        return {"$piece": [tensors.add(shard[0], name), list(value.shape), list(shard[1])]}
     if isinstance(value, list | tuple):
         items = [_encode(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
@@ -110,10 +124,9 @@ def _decode(data: Any, tensors: Mapping[str, torch.Tensor], used: set[str], dept
         return {key: _decode(item, tensors, used, depth + 1) for key, item in data.items()}
     content = data[mark]
     if mark == "$tensor" and isinstance(content, str):
-        if content not in tensors:
-            raise StateError(f"The state refers to a tensor {content!r} that is not in its file.")
-        used.add(content)
-        return tensors[content]
+        return _look_up(content, tensors, used)
+    if mark == "$piece" and isinstance(content, list) and len(content) == 3:
+        return _piece(content, tensors, used)
     if mark == "$float" and content in ("nan", "inf", "-inf"):
         return float(content)
     if mark == "$tuple" and isinstance(content, list):
@@ -125,3 +138,23 @@ def _decode(data: Any, tensors: Mapping[str, torch.Tensor], used: set[str], dept
         except (TypeError, ValueError):
             raise StateError(f"The state has a {mark} that is not a list of pairs.") from None
     raise StateError(f"The state has an unknown mark {mark!r}.")
+
+
+def _look_up(name: Any, tensors: Mapping[str, Any], used: set[str]) -> Any:
+    if not isinstance(name, str) or name not in tensors:
+        raise StateError(f"The state refers to a tensor {name!r} that is not in its file.")
+    used.add(name)
+    return tensors[name]
+
+
+def _piece(data: list[Any], tensors: Mapping[str, Any], used: set[str]) -> Piece:
+    name, shape, offset = data
+    content = _look_up(name, tensors, used)
+    size = list(content.shape if isinstance(content, torch.Tensor) else content.get_shape())
+    numbers = [shape, offset, size]
+    whole = all(isinstance(one, list) and all(type(n) is int and n >= 0 for n in one) for one in numbers)
+    if not whole or not len(shape) == len(offset) == len(size):
+        raise StateError(f"The state's {name!r} is no piece of a tensor: {size} at {offset!r} of {shape!r}.")
+    if any(at + n > total for at, n, total in zip(offset, size, shape, strict=True)):
+        raise StateError(f"The state's {name!r} reaches beyond its tensor: {size} at {offset} of {shape}.")
+    return Piece(content, tuple(shape), tuple(offset))

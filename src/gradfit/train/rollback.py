@@ -14,13 +14,14 @@ class Snapshot:
     """Buffers and generators as they are now."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._live = dict(model.named_buffers())
+        self.buffers = {name: buffer.detach().clone() for name, buffer in self._live.items()}
         self._generators = generator_states()
 
     def restore(self) -> None:
         with torch.no_grad():
-            for buffer, content in self._buffers:
-                buffer.copy_(content)
+            for name, buffer in self._live.items():
+                buffer.copy_(self.buffers[name])
         restore_generators(self._generators)
 
 

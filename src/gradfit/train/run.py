@@ -26,10 +26,12 @@ from gradfit.train import snapshot
 from gradfit.train.data import Batches
 from gradfit.train.fit import fit
 from gradfit.train.job import Job
+from gradfit.train.pieces import Everybody
 from gradfit.train.planner import Fitted
-from gradfit.train.randomness import random_state, restore_random
+from gradfit.train.randomness import random_state, restore_random, seed_everything
 from gradfit.train.state import SavedState, StateStore, write_atomically
 from gradfit.train.step import Progress, TrainResult, TrainStep
+from gradfit.train.together import ranks_of
 from gradfit.tree import split_batch
 from gradfit.units import format_bytes
 
@@ -127,11 +129,15 @@ class Run:
         self.step: TrainStep | None = None
         self._state: dict[str, Any] | None = None  # what to go on from
         self._texts: dict[int, tuple[Any, str]] = {}  # with the record, so that its id stays its own
+        self._leaving = False  # was asked to stop, and has saved what it had by then
         self._saved_at = -1.0
         self._save_seconds = 0.0
 
-    def resume(self, saved: SavedState) -> None:
-        """Go on from a state; everything is checked before the job is touched."""
+    def resume(self, saved: SavedState, everybody: Everybody = list) -> None:
+        """Go on from a state; everything is checked before the job is touched.
+
+        `everybody` gives every rank's part of the job, for a model that was sharded over another number of ranks.
+        """
         state = saved.content
         try:
             _check_settings(state["settings"], self.settings)
@@ -151,15 +157,23 @@ class Run:
                 )
             self.listener.note("The budget is another than before, so the plan is made anew.")
             fitted = []
-        if state.get("ranks", 1) != self.crew.size:
-            self.listener.note(
-                f"The run had {state.get('ranks', 1)} ranks and has {self.crew.size}: it goes on at the step."
-            )
-            state = {**state, "progress": None, "accumulator": None}
+        if ranks_of(saved) != self.crew.size:
+            self.listener.note(f"The run had {ranks_of(saved)} ranks and has {self.crew.size}: it goes on at the step.")
+            state = self._at_its_step(state, ranks_of(saved))
             fitted = []
         self._state = {**state, "plans": fitted}
-        snapshot.restore(self.job, state["job"])
+        snapshot.restore(self.job, state["job"], everybody)
         self.step_number = state["step"]
+
+    def _at_its_step(self, state: dict[str, Any], ranks: int) -> dict[str, Any]:
+        """The state as it was when its step began: other ranks have other rows, and nobody's half can be used."""
+        job, place = state["job"], state["place"]
+        if state["progress"] is not None:
+            job = {**job, "model": {**job["model"], **state["progress"].get("buffers", {})}}
+        if self.crew.rank >= ranks:  # what it was given is another rank's, and so are its random numbers
+            seed_everything(self.settings.seed + self.crew.rank + 1_000_003 * state["step"])
+            place = {**place, "random": random_state()}
+        return {**state, "job": job, "place": place, "progress": None, "accumulator": None}
 
     def train(self) -> RunReport:
         """Train until the steps or epochs are done, or `stop()` says so."""
@@ -265,14 +279,14 @@ class Run:
     def _between(self, place: dict[str, Any], done: Progress) -> None:
         """After a micro-batch that is not the last of its window.
 
-        Ranks save together, and so between two steps: a rank that is killed finds one state that all have.
+        While a window fills no rank needs another, so each saves what it holds by itself: states of one step fit
+        together wherever in it they were taken. But all must end the step before any may leave.
         """
-        if self.crew.size > 1:
-            return
         asked = self._stop()
-        if asked or self._is_due():
+        if self._is_due() or (asked and not self._leaving):
             self._save(place, progress={**done._asdict(), "window": None, "random": random_state()})
-        if asked:
+            self._leaving = asked
+        if asked and self.crew.size == 1:
             raise Interrupted
 
     def _is_due(self) -> bool:
@@ -306,8 +320,11 @@ class Run:
         return known[1]
 
     def _save_model(self) -> None:
-        if self.store is not None and self.crew.rank == 0:
-            write_atomically(self.store.directory / "model.safetensors", snapshot.capture(self.job)["model"])
+        if self.store is None:
+            return
+        tensors = snapshot.whole_model(self.job.model, keep=self.crew.rank == 0)  # by all ranks together
+        if self.crew.rank == 0:
+            write_atomically(self.store.directory / "model.safetensors", tensors)
 
 
 def _check_settings(saved: dict[str, Any], now: RunSettings) -> None:

@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
+from gradfit._torch_distributed import is_dtensor
 from gradfit.errors import StateError
 from gradfit.train.job import Job
+from gradfit.train.nest import Piece
+from gradfit.train.pieces import Everybody, Filler, whole
 
 _EXTRA = "_extra_state"
 
@@ -42,17 +45,29 @@ def check(job: Job, state: dict[str, Any]) -> None:
     _check_optimizer(job.optimizer, _dict(state, "optimizer"))
 
 
-def restore(job: Job, state: dict[str, Any]) -> None:
-    """Put a state that `check` has passed into the job."""
-    saved = state["model"]
+def restore(job: Job, state: dict[str, Any], everybody: Everybody = list) -> None:
+    """Put a state that `check` has passed into the job; what other ranks have of it comes from `everybody`."""
+    filler = Filler(everybody)
     with torch.no_grad():
         for name, tensor in _tensors_of(job.model).items():
-            tensor.copy_(saved[name])
+            filler.fill(tensor, state["model"][name], ("model", name))
+        optimizer = _gathered(job.optimizer, state["optimizer"], filler)
+        filler.finish()
     if state["extra"]:
         job.model.load_state_dict({**job.model.state_dict(), **state["extra"]})
-    _restore_optimizer(job.optimizer, state["optimizer"])
+    _restore_optimizer(job.optimizer, optimizer)
     if job.scheduler is not None:
         job.scheduler.load_state_dict(state["scheduler"])
+
+
+def whole_model(model: torch.nn.Module, keep: bool) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, each one whole, for whoever wants to `keep` them; on all ranks together."""
+    found = {}
+    for name, tensor in _tensors_of(model).items():
+        content = whole(tensor)
+        if keep:
+            found[name] = content.cpu() if content is not tensor else content
+    return found
 
 
 def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -67,11 +82,12 @@ def _dict(state: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _same_kind(name: str, saved: Any, here: torch.Tensor) -> None:
-    if not isinstance(saved, torch.Tensor):
-        raise StateError(f"The state's {name} is a {type(saved).__name__}, not a tensor.")
-    if saved.shape != here.shape or saved.dtype != here.dtype:
+    content = saved.content if isinstance(saved, Piece) else saved
+    if not isinstance(content, torch.Tensor):
+        raise StateError(f"The state's {name} is a {type(content).__name__}, not a tensor.")
+    if tuple(saved.shape) != tuple(here.shape) or content.dtype != here.dtype:
         raise StateError(
-            f"The state's {name} is {tuple(saved.shape)} of {saved.dtype}, the job's {tuple(here.shape)} of "
+            f"The state's {name} is {tuple(saved.shape)} of {content.dtype}, the job's {tuple(here.shape)} of "
             f"{here.dtype}. Resume with the same model."
         )
 
@@ -93,20 +109,53 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) ->
         raise StateError(
             f"The state is that of another optimizer than {type(optimizer).__name__}. Resume with the same."
         )
-    by_index = _parameters_by_index(optimizer)
-    expected: dict[Any, dict[str, Any]] = {}
+    expected = _Expected(optimizer)
     for index, entries in states.items():
-        if index not in by_index or not isinstance(entries, dict):
+        if index not in expected.by_index or not isinstance(entries, dict):
             raise StateError(
                 f"The state's optimizer has an entry for parameter {index!r}, which the job does not have."
             )
-        group, parameter = by_index[index]
-        kind = (id(group), parameter.shape, parameter.dtype, parameter.device)
-        if kind not in expected:
-            expected[kind] = _state_after_one_step(optimizer, group, parameter)
-        for name, made in expected[kind].items():
+        for name, made in expected.of(index).items():
             if isinstance(made, torch.Tensor) and name in entries:
                 _same_kind(f"optimizer's {name!r} of parameter {index}", entries[name], made)
+
+
+class _Expected:
+    """What the optimizer will hold for each parameter, by the numbers that `state_dict` gives them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._known = optimizer, dict[Any, dict[str, Any]]()
+        self.by_index = _parameters_by_index(optimizer)
+
+    def of(self, index: int) -> dict[str, Any]:
+        group, parameter = self.by_index[index]
+        kind = (id(group), parameter.shape, parameter.dtype, parameter.device)
+        if kind not in self._known:
+            self._known[kind] = _state_after_one_step(self._optimizer, group, parameter)
+        return self._known[kind]
+
+
+def _gathered(optimizer: torch.optim.Optimizer, saved: dict[str, Any], filler: Filler) -> dict[str, Any]:
+    """The optimizer's state with tensors laid out as the job's own are; `filler.finish()` completes it."""
+    expected = _Expected(optimizer)
+    states: dict[Any, dict[str, Any]] = {}
+    for index, entries in saved["state"].items():
+        states[index] = dict(entries)
+        spread = is_dtensor(expected.by_index[index][1])
+        for name, value in entries.items():
+            if not isinstance(value, Piece) and not spread:
+                continue
+            made = expected.of(index).get(name)
+            if not isinstance(value, Piece) and not is_dtensor(made):
+                continue
+            if not isinstance(made, torch.Tensor):
+                raise StateError(
+                    f"The state's optimizer has a sharded {name!r} for parameter {index}, which "
+                    f"{type(optimizer).__name__} does not make in its first step. Resume at the world size it had."
+                )
+            states[index][name] = torch.empty_like(made)
+            filler.fill(states[index][name], value, ("optimizer", "state", index, name))
+    return {**saved, "state": states}
 
 
 def _state_after_one_step(

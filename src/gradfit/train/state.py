@@ -4,7 +4,8 @@ A state is two files of one name: `state-….safetensors` holds the tensors, `st
 checksum of the first and of itself. The rules:
 
 1. Each file is written under another name, synced to the disk, and renamed; the JSON comes last and makes it count.
-2. The last two states are kept. A state that is cut short or changed is not used, the one before it is, and it is said.
+2. The last two states are kept, and the last one of the step before: another rank may not have come further. A state
+   that is cut short or changed is not used, the one before it is, and it is said.
 3. A file is data. It is opened only if it is a regular file, its size is limited before it is read, and names inside
    it are compared with names the job has; none is ever used as a path.
 """
@@ -77,7 +78,7 @@ class StateStore:
         return [m.group() for m in sorted((m for m in found if m), key=_order, reverse=True)]
 
     def save(self, content: dict[str, Any], *, step: int, micro: int = 0) -> Path:
-        """Write one state, then remove all but the last two. Returns the JSON file's path."""
+        """Write one state, then remove those before the last (rule 2). Returns the JSON file's path."""
         data, tensors = flatten(content)
         name = f"state-{step:08d}-{micro:04d}"
         target = self.directory / name
@@ -99,24 +100,28 @@ class StateStore:
             _sync_directory(self.directory)
             os.replace(written, target.with_suffix(".json"))
             _sync_directory(self.directory)
-        for old in self.names()[_KEPT:]:
-            (self.directory / f"{old}.json").unlink(missing_ok=True)
-            (self.directory / f"{old}.safetensors").unlink(missing_ok=True)
+        names = self.names()
+        before = [other for other in names if _step_of(other) < _step_of(names[0])]
+        self._remove([old for old in names[_KEPT:] if old not in before[:1]])
         return target.with_suffix(".json")
 
     def steps(self) -> list[int]:
-        """The steps there are states of."""
-        return [_order(match)[0] for name in self.names() if (match := _NAME.fullmatch(name))]
+        """The steps there are states of, the newest first."""
+        return list(dict.fromkeys(_step_of(name) for name in self.names()))
 
-    def load(self, step: int | None = None) -> SavedState | None:
+    def forget_after(self, step: int) -> None:
+        """Remove the states of later steps: the run goes on from this one, perhaps in another way."""
+        self._remove([name for name in self.names() if _step_of(name) > step])
+
+    def load(self, step: int | None = None, *, lazily: bool = False) -> SavedState | None:
         """The newest state that is whole; None where there is none at all, a `StateError` if all are damaged.
 
-        `step`: the newest of that step.
+        `step`: the newest of that step. `lazily`: for a tensor there is a slice of its file, read when it is indexed.
         """
         problems: list[str] = []
-        for name in self.names() if step is None else [n for n in self.names() if n.startswith(f"state-{step:08d}-")]:
+        for name in [name for name in self.names() if step is None or _step_of(name) == step]:
             try:
-                content = _read(self.directory / name)
+                content = _read(self.directory / name, lazily)
             except StateError as error:
                 problems.append(f"{name}: {error}")
             else:
@@ -124,6 +129,11 @@ class StateStore:
         if problems:
             raise StateError(f"No state in {str(self.directory)!r} can be used. " + " ".join(problems))
         return None
+
+    def _remove(self, names: list[str]) -> None:
+        for name in names:
+            (self.directory / f"{name}.json").unlink(missing_ok=True)
+            (self.directory / f"{name}.safetensors").unlink(missing_ok=True)
 
     def _remove_leftovers(self) -> None:
         """What a killed process left: half-written files, and tensors whose JSON was never written."""
@@ -148,6 +158,10 @@ def write_atomically(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def _order(match: re.Match[str]) -> tuple[int, int]:
     return int(match.group(1)), int(match.group(2))
+
+
+def _step_of(name: str) -> int:
+    return int(name.split("-")[1])
 
 
 def _checksum(body: dict[str, Any]) -> str:
@@ -180,7 +194,7 @@ def _sync_directory(directory: Path) -> None:
 # ------------------------------------------------------------------------------------------------- reading
 
 
-def _read(base: Path) -> dict[str, Any]:
+def _read(base: Path, lazily: bool) -> dict[str, Any]:
     body = _read_json(base.with_suffix(".json"))
     path = base.with_suffix(".safetensors")
     with _open_regular(path) as file:
@@ -190,7 +204,7 @@ def _read(base: Path) -> dict[str, Any]:
     try:
         with safe_open(path, framework="pt", device="cpu") as opened:
             for name in opened.keys():  # noqa: SIM118 -- not a dict
-                tensors[name] = opened.get_tensor(name)
+                tensors[name] = opened.get_slice(name) if lazily else opened.get_tensor(name)
     except (SafetensorError, OSError, ValueError) as error:
         raise StateError(f"its tensors are not in the safetensors format ({error}).") from None
     content = unflatten(body["content"], tensors)
