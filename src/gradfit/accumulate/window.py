@@ -333,7 +333,7 @@ class AccumulationContext:
     def meet(self, *, flushing: bool = False, joined: bool = False, scale: float = 1.0) -> Whole:
         """Learn, once per window, what all processes hold; the totals are everybody's from here on."""
         if self.whole is None:
-            present, sparse = self._present() if self.ranks.size > 1 else ((), ())
+            present, sparse = self._present() if self.ranks.size > 1 or self.ranks.lockstep else ((), ())
             steps, base = self.accumulation_steps, self.scale
             broken = self.broken or self.counter.found_dead
             part = Part(
@@ -382,7 +382,7 @@ class AccumulationContext:
                         source.grad = add_scaled(source.grad, gradient, term.factor)
                     term.gradients = {}
             factor = 1.0
-        self.final = bool(self.terms) or self.ranks.size > 1
+        self.final = bool(self.terms) or self.ranks.size > 1 or self.ranks.lockstep
         return self.ranks.reduce(self, whole, factor)
 
     def finalise(self, *, normalised: bool = False) -> None:
