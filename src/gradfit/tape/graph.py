@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from gradfit.tape import process
 
 Geometry = tuple[torch.Size, tuple[int, ...], Any, torch.dtype]
 
@@ -70,44 +72,49 @@ def nothing() -> torch.Tensor | None:
 
 
 class Value:
-    """One version of one storage. `tensor` is there when it is kept or has been rebuilt, `op` when it can be rebuilt.
+    """One version of one storage: `tensor` is there when it is kept or was rebuilt, `op` when it can be rebuilt."""
 
-    Hundreds are made in every forward pass, so what most of them never set are defaults of the class.
-    """
+    __slots__ = (
+        "__weakref__", "evictable", "fragile", "gone", "handles", "key", "known_geometry", "natural", "op", "position",
+        "seen", "segment", "taken", "taken_pass", "tensor", "users", "version",
+    )  # fmt: skip
 
-    op: Operation | None = None
-    position = 0  # which of its operation's results
-    tensor: torch.Tensor | None = None
-    version = -1  # the version counter of `tensor` when it was kept; -1: it is private to the tape
-    seen = -1  # the version counter when the storage last passed by; -1: not known
-    natural: Callable[[], torch.Tensor | None] = staticmethod(
-        nothing
-    )  # the tensor that the forward saw, while it lives
-    gone: Any = None  # watches the storage, so that its address can be used again
-    fragile: str | None = None  # no recorded operation has filled it: somebody unseen may
-    users: Sequence[weakref.ref[Operation]] = ()  # not kept for roots, which nobody has to make again
-    evictable = False  # kept when autograd saves it, until somebody needs the memory
-    handles = 0
-    taken = 0  # handles unpacked in pass number `taken_pass`
-    taken_pass = 0
-
-    def __init__(self, key: int, geometry: Geometry | None, segment: Segment) -> None:
+    def __init__(
+        self,
+        key: int,
+        geometry: Geometry | None,
+        segment: Segment,
+        op: Operation | None = None,
+        position: int = 0,
+        seen: int = -1,
+        natural: Callable[[], torch.Tensor | None] = nothing,
+        gone: Any = None,
+    ) -> None:
         self.key = key
-        self._geometry = geometry
+        self.known_geometry = geometry  # None: that of `tensor`
         self.segment = segment
+        self.op = op
+        self.position = position  # which of its operation's results
+        self.seen = seen  # the version counter when the storage last passed by; -1: not known
+        self.natural = natural  # the tensor that the forward saw, while it lives
+        self.gone = gone  # watches the storage, so that its address can be used again
+        self.fragile: str | None = None  # no recorded operation has filled it: somebody unseen may
+        self.evictable = False  # kept when autograd saves it, until somebody needs the memory
+        self.tensor: torch.Tensor | None = None
+        self.version = -1  # the version counter of `tensor` when it was kept; -1: it is private to the tape
+        self.users: list[weakref.ref[Operation]] | None = None  # not kept for roots, which nobody has to make again
+        self.handles = 0
+        self.taken = 0  # handles unpacked in pass number `taken_pass`
+        self.taken_pass = 0
 
     @property
     def geometry(self) -> Geometry:
         """The tensor that `tensor`, when there, is."""
-        if self._geometry is None:
+        if self.known_geometry is None:
             if self.tensor is None:
                 raise RuntimeError("gradfit: a value without a tensor and without a geometry")
-            self._geometry = geometry_of(self.tensor)
-        return self._geometry
-
-    @geometry.setter
-    def geometry(self, geometry: Geometry | None) -> None:
-        self._geometry = geometry
+            self.known_geometry = geometry_of(self.tensor)
+        return self.known_geometry
 
     @property
     def root(self) -> bool:
@@ -153,13 +160,12 @@ class Slice:
 class Leaf:
     """A tensor argument that is a parameter, or a view of one: it is there anyway, and only checked at replay."""
 
-    __slots__ = ("geometry", "key", "tensor", "version")
+    __slots__ = ("key", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, version: int, key: int, geometry: Geometry | None) -> None:
+    def __init__(self, tensor: torch.Tensor, version: int, key: int) -> None:
         self.tensor = tensor
         self.version = version
         self.key = key
-        self.geometry = geometry
 
 
 class Tape:
@@ -170,6 +176,10 @@ class Tape:
     def __init__(self, lock: Any) -> None:
         self.lock = lock  # accelerators' backward passes unpack in threads of their own
         self.pass_number = 1
+        process.tape_begins()
+
+    def __del__(self) -> None:
+        process.tape_ends()
 
     @classmethod
     def alone(cls) -> Tape:

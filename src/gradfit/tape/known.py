@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from gradfit._torch import base_of, detached_in_dispatch
-from gradfit.tape.graph import Leaf, Operation, Segment, Slice, Value, geometry_of, nothing
+from gradfit.tape.graph import Leaf, Operation, Segment, Slice, Value, nothing
 from gradfit.tape.ops import CONSTANT, LOAD, OpInfo
 from gradfit.tape.policy import DROP, HOLD, KEEP, OFFLOAD, OffloadingPolicy, Policy
 from gradfit.tape.storage import (
@@ -33,6 +33,7 @@ ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device,
 Fresh = list[tuple[int, torch.Tensor, int]]  # position among the results, the tensor, its storage
 next_index = itertools.count().__next__
 _Tensor = torch.Tensor
+_reference_to = weakref.ref
 
 
 class Known:
@@ -76,7 +77,7 @@ class Known:
             base = base_of(tensor)
             owner = tensor if base is None else base
             if owner.requires_grad and owner.is_leaf:
-                return Leaf(owner, tensor._version, key, None if owner is tensor else place_of(tensor))
+                return Leaf(tensor, tensor._version, key)
             value = Value(key, None, self.segment)
             self._hold(value, tensor)
         elif value.fragile is not None:
@@ -117,7 +118,7 @@ class Known:
         self._made.pop(value.key, None)
         value.gone = None
         value.op = None
-        value.geometry = None
+        value.known_geometry = None
         self._hold(value, tensor, alias)
 
     def _hold(self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch) -> None:
@@ -141,50 +142,47 @@ class Known:
 
     def _adopt(self, op: Operation, fresh: Fresh, choices: list[int] | None) -> None:
         """Make a value of each new storage."""
+        made = self._made
+        fragile = op.info.fragile
         for number, (position, tensor, key) in enumerate(fresh):
             choice = DROP if choices is None else choices[number]
-            if choice == KEEP or key in self._made:  # two results may share a storage: then it is one value
+            if choice == KEEP or key in made:  # two results may share a storage: then it is one value
                 op.outputs.append(None)
                 continue
-            value = self._new(op, tensor, key, position, choice)
-            if op.info.fragile is not None:
-                value.fragile = op.info.fragile
-            if choice == OFFLOAD and fills_storage(tensor):
+            value = made[key] = self._new(op, tensor, key, position)
+            if fragile is not None:
+                value.fragile = fragile
+            if choice == HOLD:
+                value.evictable = True
+            elif choice == OFFLOAD and fills_storage(tensor):
                 load = cast(OffloadingPolicy, self.policy).offload(tensor)
                 value.op = Operation(op.index, load, LOAD, [], NO_KWARGS, [])
-                value.op.outputs.append(weakref.ref(value))
+                value.op.outputs.append(_reference_to(value))
                 value.position = 0
                 op.outputs.append(None)
-            else:
-                op.outputs.append(weakref.ref(value))
+                continue
+            op.outputs.append(_reference_to(value))
 
-    def _new(self, op: Operation, tensor: torch.Tensor, key: int, position: int, choice: int) -> Value:
-        value = Value(key, geometry_of(tensor), self.segment)
-        value.op = op
-        value.position = position
-        if tensor.is_inference():
-            value.seen = UNCOUNTED
-        else:
-            value.seen = tensor._version
-            value.natural = weakref.ref(tensor)
-        if choice == HOLD:
-            value.evictable = True
+    def _new(self, op: Operation, tensor: torch.Tensor, key: int, position: int) -> Value:
         watcher = Watcher(tensor.untyped_storage(), self._forget)
         watcher.key = key
-        value.gone = watcher
-        self._made[key] = value
-        return value
+        geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        try:
+            seen, natural = tensor._version, _reference_to(tensor)
+        except RuntimeError:  # made under inference mode
+            return Value(key, geometry, self.segment, op, position, UNCOUNTED, nothing, watcher)
+        return Value(key, geometry, self.segment, op, position, seen, natural, watcher)
 
     def _register(self, op: Operation) -> None:
         """Tell the operation's inputs of it."""
-        reference = weakref.ref(op)
+        reference = _reference_to(op)
         segment = self.segment
         for value in op.inputs:
             if value.op is not None:
-                if value.users:
-                    value.users.append(reference)  # type: ignore[attr-defined]
-                else:
+                if value.users is None:
                     value.users = [reference]
+                else:
+                    value.users.append(reference)
                 # It escapes from where it was made: whoever encloses both rebuilds it.
                 if value.segment is not segment and not self.planned:
                     value.segment = value.segment.common(segment)

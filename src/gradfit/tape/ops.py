@@ -83,15 +83,15 @@ _REPLAYABLE = {
 }
 _COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 
-_known: dict[int, OpInfo] = {}
-_alive: list[Any] = []  # the operators in `_known`: their addresses must not be used again
+infos: dict[int, OpInfo] = {}  # by address: hashing an operator runs Python code
+_alive: list[Any] = []  # the operators in `infos`: their addresses must not be used again
 
 
 def info_of(op: Any) -> OpInfo:
     """The (cached) description of an operator."""
-    info = _known.get(id(op))  # by address: hashing an operator runs Python code
+    info = infos.get(id(op))
     if info is None:
-        info = _known[id(op)] = _describe(op)
+        info = infos[id(op)] = _describe(op)
         _alive.append(op)
     return info
 

@@ -1,12 +1,12 @@
-"""What is set for the whole process while anything records, and set back after the last recording.
+"""What is set for the whole process while anything records, or while a tape lives.
 
-Python's garbage collector is held back. A tape is tens of thousands of small objects that all die in the backward pass,
-by reference counting. Collections in between find nothing, and move the tape into the oldest generation, where it makes
-Python look through everything there is, again and again. So while something records, a collection waits for a hundred
-thousand objects instead of seven hundred: cycles in the user's own code are still found, a little later.
+Python's garbage collector is held back while there is a tape. A tape is thousands of small objects that all die in the
+backward pass, by reference counting. Collections in between find nothing, and move the tape into the oldest generation,
+where it makes Python look through everything there is, again and again. So a collection waits for a hundred thousand
+objects instead of seven hundred: cycles in the user's own code are still found, a little later.
 
-Compiled functions run eagerly. Generated code writes to memory without telling anybody: a tape with such holes would
-rebuild something else.
+Compiled functions run eagerly while something records. Generated code writes to memory without telling anybody: a tape
+with such holes would rebuild something else.
 """
 
 from __future__ import annotations
@@ -18,34 +18,48 @@ from collections.abc import Callable
 from gradfit._torch_listen import run_compiled_functions_eagerly
 
 _PATIENCE = 100_000
-_lock = threading.Lock()
-_recordings = 0
+_lock = threading.RLock()  # a tape may die while one is being counted
+_tapes = 0
 _threshold: tuple[int, int, int] | None = None
+_recordings = 0
 _compile_again: Callable[[], None] | None = None
 
 
 def recording_begins() -> None:
     """In this thread or another."""
-    global _recordings, _threshold, _compile_again
+    global _recordings, _compile_again
     with _lock:
         _recordings += 1
         if _recordings == 1:
             _compile_again = run_compiled_functions_eagerly()
-            if 0 < gc.get_threshold()[0] < _PATIENCE:
-                _threshold = gc.get_threshold()
-                gc.set_threshold(_PATIENCE, *_threshold[1:])
 
 
 def recording_ends() -> None:
-    """After the last one all is as it was, unless somebody else has changed it since."""
-    global _recordings, _threshold, _compile_again
+    """After the last one, functions are compiled again."""
+    global _recordings, _compile_again
     with _lock:
         _recordings -= 1
-        if _recordings == 0:
-            if _compile_again is not None:
-                _compile_again()
-                _compile_again = None
-            if _threshold is not None:
-                if gc.get_threshold()[0] == _PATIENCE:
-                    gc.set_threshold(*_threshold)
-                _threshold = None
+        if _recordings == 0 and _compile_again is not None:
+            _compile_again()
+            _compile_again = None
+
+
+def tape_begins() -> None:
+    """Hold the collector back."""
+    global _tapes, _threshold
+    with _lock:
+        _tapes += 1
+        if _tapes == 1 and 0 < gc.get_threshold()[0] < _PATIENCE:
+            _threshold = gc.get_threshold()
+            gc.set_threshold(_PATIENCE, *_threshold[1:])
+
+
+def tape_ends() -> None:
+    """After the last one the collector is as it was, unless somebody else has set it since."""
+    global _tapes, _threshold
+    with _lock:
+        _tapes -= 1
+        if _tapes == 0 and _threshold is not None:
+            if gc.get_threshold()[0] == _PATIENCE:
+                gc.set_threshold(*_threshold)
+            _threshold = None

@@ -25,7 +25,7 @@ from gradfit._torch_listen import listening
 from gradfit.tape import process, replay, rng
 from gradfit.tape.graph import Leaf, Operation, Segment, Slice, Value
 from gradfit.tape.known import ATOMS, NO_KWARGS, Fresh, next_index
-from gradfit.tape.ops import OpInfo, info_of, view_names
+from gradfit.tape.ops import OpInfo, info_of, infos, view_names
 from gradfit.tape.policy import KEEP, Policy
 from gradfit.tape.save import unpack
 from gradfit.tape.storage import Untrackable, flatten, fresh_results, place_of, written_tensors
@@ -70,7 +70,7 @@ class Recorder(Writer):
 
     def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and write it down."""
-        info = info_of(func)
+        info = infos.get(id(func)) or info_of(func)
         if info.simple and graph_task_id() == -1:
             out = info.call(*args, **kwargs)
             self._record_simple(func, info, args, kwargs, out)
@@ -87,61 +87,75 @@ class Recorder(Writer):
         return self._special(func, info, args, kwargs)
 
     def _record_simple(self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any) -> None:
-        """`_record` for what nearly all operations are; every microsecond here is paid hundreds of times per step."""
+        """`_record` for what nearly all operations are, written out: it runs hundreds of times per step."""
         made = self._made
         inputs: list[Value] = []
         template: list[Any] = []
-        fresh: Fresh = []
         try:
             for argument in args:
                 kind = type(argument)
                 if kind is _Tensor:
-                    value = made.get(storage_key(argument))
-                    if value is not None and value.fragile is None and 0 <= value.seen == argument._version:
+                    key = storage_key(argument)
+                    value = made.get(key)
+                    if value is None:
+                        base = argument._base
+                        if type(base) is _Parameter and base.requires_grad:
+                            template.append(Leaf(argument, argument._version, key))
+                        else:
+                            template.append(self._reference(argument, inputs))
+                    elif value.fragile is not None or not 0 <= value.seen == argument._version:
+                        template.append(self._reference(argument, inputs))
+                    else:
                         if value not in inputs:
                             inputs.append(value)
-                        if value.natural() is argument:
-                            template.append(value)
-                        else:
-                            geometry = place_of(argument)
-                            template.append(value if geometry == value.geometry else Slice(value, geometry))
-                    else:
-                        template.append(self._reference(argument, inputs))
+                        template.append(value if value.natural() is argument else Slice(value, place_of(argument)))
                 elif kind in ATOMS:
                     template.append(argument)
                 elif kind is _Parameter and argument.requires_grad:
-                    template.append(Leaf(argument, argument._version, storage_key(argument), None))
+                    template.append(Leaf(argument, argument._version, storage_key(argument)))
                 else:
                     template.append(self._template((argument,), inputs)[0])
             named = self._template_kwargs(kwargs, inputs) if kwargs else NO_KWARGS
-            for position, tensor in enumerate((out,) if type(out) is _Tensor else _results(out)):
-                if type(tensor) is _Tensor:
-                    key = storage_key(tensor)
-                    for value in inputs:
-                        if value.key == key:
-                            break
-                    else:
-                        fresh.append((position, tensor, key))
-                elif isinstance(tensor, _Tensor):
-                    raise Untrackable
+            fresh = self._fresh(out, inputs)
         except (Untrackable, NotImplementedError):  # rule 5
             found = fresh_results(out, args)
             if found and self.policy is not None:
                 self.policy.choose(func, [tensor for _, tensor, _ in found])
             return
-        if not fresh:
-            return
         choices = None
-        if self.policy is not None:
+        if self.policy is not None and fresh:
             choices = self.policy.choose(func, [tensor for _, tensor, _ in fresh])
             if choices is not None and choices.count(KEEP) == len(choices):
                 return
         for _, _, key in fresh:
-            if key in made or self._root(key) is not None:
+            if key in made or (key in self._roots and self._root(key) is not None):
                 return  # it gave back a tensor that was there before: nothing new was made
-        op = Operation(next_index(), func, info, template, named, inputs)
-        self._adopt(op, fresh, choices)
-        self._register(op)
+        if fresh:
+            op = Operation(next_index(), func, info, template, named, inputs)
+            self._adopt(op, fresh, choices)
+            self._register(op)
+
+    @staticmethod
+    def _fresh(out: Any, inputs: list[Value]) -> Fresh:
+        """The results that do not lie in an input's storage."""
+        if type(out) is _Tensor:
+            key = storage_key(out)
+            for value in inputs:
+                if value.key == key:
+                    return []
+            return [(0, out, key)]
+        fresh: Fresh = []
+        for position, tensor in enumerate(flatten((out,))):
+            if type(tensor) is _Tensor:
+                key = storage_key(tensor)
+                for value in inputs:
+                    if value.key == key:
+                        break
+                else:
+                    fresh.append((position, tensor, key))
+            elif isinstance(tensor, _Tensor):
+                raise Untrackable
+        return fresh
 
     def _special(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
         if info.collective:
@@ -182,13 +196,6 @@ class Recorder(Writer):
         op.rng = state
         self._adopt(op, fresh, choices)
         self._register(op)
-
-
-def _results(out: Any) -> Any:
-    """The results of an operation, in order."""
-    if type(out) is tuple and list not in map(type, out):
-        return out
-    return flatten((out,))
 
 
 def _all_tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ replayed twice in a pass, and no more is held than the rest of the pass asks for
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 import time
 from typing import Any
@@ -30,6 +31,9 @@ class Scratch:
 
     def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
+
+
+_index = operator.attrgetter("index")
 
 
 class _Depth(threading.local):
@@ -62,7 +66,7 @@ def take(handle: Handle) -> torch.Tensor:
         if value.taken_pass != number:
             value.taken_pass, value.taken = number, 0
         value.taken += 1
-        tensor = content(value) if value.tensor is not None else rebuild(value, tape)
+        tensor = rebuild(value, tape) if value.tensor is None else content(value)
         release_if_done(value, number)
     return tensor if handle.geometry is None else shaped(tensor, handle.geometry)
 
@@ -80,14 +84,17 @@ def rebuild(target: Value, tape: Tape, *, retain: bool = True) -> torch.Tensor:
     made = {value: content(value) for value in uses if value.tensor is not None and value.op is not None}
     with _context_of(target.segment), below_autograd(), Rewound() as rewound, _Sweep():
         for op in operations:
-            _run(op, made, uses, retained, target, rewound)
+            if op.written:
+                _write_again(op, made, uses, retained, target, rewound)
+            else:
+                _run_again(op, made, uses, retained, target, rewound)
             for value in op.inputs:
-                uses[value] -= 1
-                if not uses[value] and value in made and value is not target:
-                    del made[value]
+                left = uses[value] = uses[value] - 1
+                if left == 0 and value is not target:
+                    made.pop(value, None)
     if retain:
-        for op in operations:
-            for value in op.inputs:
+        for value in uses:
+            if value.tensor is not None and value.op is not None:
                 release_if_done(value, tape.pass_number)
     scope = target.segment.scope
     if scope is not None:
@@ -108,7 +115,7 @@ def release_if_done(value: Value, number: int) -> None:
     """Drop a rebuilt value once nothing in pass `number` will ask for it."""
     if value.tensor is None or value.op is None or value.handles > (value.taken if value.taken_pass == number else 0):
         return
-    for user in value.users:
+    for user in value.users or ():
         reader = user()
         if reader is not None:
             for reference in reader.outputs:
@@ -152,7 +159,7 @@ def _needed(target: Value) -> list[Operation]:
             continue
         found.add(op)
         stack.extend(value for value in op.inputs if value.tensor is None)
-    return sorted(found, key=lambda op: op.index)
+    return sorted(found, key=_index)
 
 
 def _wanted(value: Value, number: int, there: set[Value], known: dict[Value, bool]) -> bool:
@@ -163,7 +170,7 @@ def _wanted(value: Value, number: int, there: set[Value], known: dict[Value, boo
     stack, seen = [value], [value]
     wanted = value.pending(number)
     while stack and not wanted:
-        for user in stack.pop().users:
+        for user in stack.pop().users or ():
             reader = user()
             if reader is None:
                 continue
@@ -192,41 +199,22 @@ def _retained(operations: list[Operation], target: Value, number: int) -> set[Va
     there = {target}
     if _wanted(target, number, retained, known):
         retained.add(target)
+    segment = target.segment
     for op in reversed(operations):
         for reference in op.outputs:
             value = reference() if reference is not None else None
-            if value is None or value in there or value.tensor is not None:
+            if value is None or value.tensor is not None or value in there:
                 continue
-            if _wanted(value, number, there, known) and value.segment.encloses(target.segment):
+            if (value.segment is segment or value.segment.encloses(segment)) and (
+                value.handles > (value.taken if value.taken_pass == number else 0)
+                or _wanted(value, number, there, known)
+            ):
                 retained.add(value)
                 there.add(value)
     return retained
 
 
-def _argument(
-    reference: Any, op: Operation, private: dict[Value, torch.Tensor], made: dict[Value, torch.Tensor]
-) -> Any:
-    """An argument as it was: what stands for a tensor becomes one."""
-    kind = type(reference)
-    if kind is Value:
-        tensor = private.get(reference)
-        if tensor is None:
-            tensor = made.get(reference)
-        return content(reference) if tensor is None else tensor
-    if kind is Leaf:
-        _check(reference.tensor, reference.version, reference.key)
-        return reference.tensor if reference.geometry is None else shaped(reference.tensor, reference.geometry)
-    if kind is Slice:
-        return shaped(_argument(reference.value, op, private, made), reference.geometry)
-    if kind is list:
-        return [_argument(item, op, private, made) for item in reference]
-    if kind is Scratch:
-        size, _, _, dtype = reference.geometry
-        return torch.zeros(size, dtype=dtype, device=_argument(op.args[0], op, private, made).device)
-    return reference
-
-
-def _run(
+def _run_again(
     op: Operation,
     made: dict[Value, torch.Tensor],
     uses: dict[Value, int],
@@ -235,6 +223,45 @@ def _run(
     rewound: Rewound,
 ) -> None:
     """Run one operation again and put its results into `made`."""
+    args = []
+    for argument in op.args:
+        kind = type(argument)
+        if kind is Value:
+            found = made.get(argument)
+            args.append(content(argument) if found is None else found)
+        elif kind in ATOMS:
+            args.append(argument)
+        else:
+            args.append(_argument(argument, op, made))
+    out = _call(op, args, made, rewound)
+    results = (out,) if type(out) is torch.Tensor else None
+    for reference in op.outputs:
+        value = None if reference is None else reference()
+        if value is None or value.tensor is not None:
+            continue
+        stays, read = value in retained, value in uses
+        if not (stays or read or value is target):
+            continue
+        if results is None:
+            results = tuple(flatten((out,)))
+        result = results[value.position]
+        if (result.size(), result.stride(), result.storage_offset(), result.dtype) != value.geometry:
+            _refuse(op, value, result)
+        if read or value is target:
+            made[value] = result
+        if stays:
+            value.tensor, value.version = result, result._version
+
+
+def _write_again(
+    op: Operation,
+    made: dict[Value, torch.Tensor],
+    uses: dict[Value, int],
+    retained: set[Value],
+    target: Value,
+    rewound: Rewound,
+) -> None:
+    """The same for one that writes: on a private copy, if somebody else wants what it writes over."""
     private: dict[Value, torch.Tensor] = {}
     for old in op.written:
         tensor = made.get(old)
@@ -242,46 +269,70 @@ def _run(
             private[old] = tensor  # nobody else wants the old version: write over it
         else:
             private[old] = copy_storage(content(old) if tensor is None else tensor, old.geometry)
-
-    args = []
-    for argument in op.args:
-        kind = type(argument)
-        if kind in ATOMS:
-            args.append(argument)
-        elif kind is Value and (found := made.get(argument)) is not None and argument not in private:
-            args.append(found)
+    seen = {**made, **private}
+    out = _call(op, [_argument(argument, op, seen) for argument in op.args], seen, rewound)
+    del seen
+    results: list[Any] | None = None
+    for reference in op.outputs:
+        value = None if reference is None else reference()
+        if value is None or value.tensor is not None:
+            continue
+        stays, read = value in retained, value in uses
+        if not (stays or read or value is target):
+            continue
+        if value.position < 0:
+            written = op.written[-1 - value.position]
+            result = private[written]
+            if value.geometry != written.geometry:
+                result = shaped(result, value.geometry)
         else:
-            args.append(_argument(argument, op, private, made))
-    kwargs = {name: _argument(argument, op, private, made) for name, argument in op.kwargs.items()}
+            if results is None:
+                results = list(flatten((out,)))
+            result = results[value.position]
+            if geometry_of(result) != value.geometry:
+                _refuse(op, value, result)
+        if read or value is target:
+            made[value] = result
+        if stays:
+            value.tensor, value.version = result, result._version
+
+
+def _call(op: Operation, args: list[Any], made: dict[Value, torch.Tensor], rewound: Rewound) -> Any:
+    call = op.info.call or op.func
+    if not op.kwargs and op.rng is None and not op.info.grad_mode:
+        return call(*args)
+    kwargs = {name: _argument(argument, op, made) for name, argument in op.kwargs.items()}
     if op.rng is not None:
         kwargs.update(rewound.start(op.rng, op.info.generator))
     if op.info.grad_mode:
         with torch.enable_grad():
-            out = op.info.call(*args, **kwargs)
-    else:
-        out = (op.info.call or op.func)(*args, **kwargs)
-    results: list[Any] | None = None
-    for reference in op.outputs:
-        value = reference() if reference is not None else None
-        if value is None or value.tensor is not None:
-            continue
-        if value is not target and value not in retained and value not in uses:
-            continue
-        if value.position < 0:
-            old = op.written[-1 - value.position]
-            made[value] = shaped(private[old], value.geometry)
-        else:
-            if results is None:
-                results = [out] if isinstance(out, torch.Tensor) else list(flatten(out))
-            result = results[value.position]
-            if geometry_of(result) != value.geometry:
-                raise UnsupportedOp(
-                    f"{op.name} gave {tuple(result.shape)} {result.dtype} in the forward pass's place of "
-                    f"{tuple(value.geometry[0])} {value.geometry[3]}: a setting (the default dtype, a backend's flags) "
-                    "has changed since. Call backward() under the settings of the forward pass."
-                )
-            made[value] = result
-        if value in retained:
-            value.tensor, value.version = made[value], made[value]._version
-            if value not in uses and value is not target:
-                del made[value]
+            return call(*args, **kwargs)
+    return call(*args, **kwargs)
+
+
+def _argument(reference: Any, op: Operation, made: dict[Value, torch.Tensor]) -> Any:
+    """An argument as it was: what stands for a tensor becomes one."""
+    kind = type(reference)
+    if kind is Value:
+        tensor = made.get(reference)
+        return content(reference) if tensor is None else tensor
+    if kind is Leaf:
+        _check(reference.tensor, reference.version, reference.key)
+        return reference.tensor
+    if kind is Slice:
+        tensor = made.get(reference.value)
+        return shaped(content(reference.value) if tensor is None else tensor, reference.geometry)
+    if kind is list:
+        return [_argument(item, op, made) for item in reference]
+    if kind is Scratch:
+        size, _, _, dtype = reference.geometry
+        return torch.zeros(size, dtype=dtype, device=_argument(op.args[0], op, made).device)
+    return reference
+
+
+def _refuse(op: Operation, value: Value, result: torch.Tensor) -> None:
+    raise UnsupportedOp(
+        f"{op.name} gave {tuple(result.shape)} {result.dtype} in the forward pass's place of "
+        f"{tuple(value.geometry[0])} {value.geometry[3]}: a setting (the default dtype, a backend's flags) "
+        "has changed since. Call backward() under the settings of the forward pass."
+    )

@@ -13,7 +13,7 @@ from gradfit.errors import UnsupportedOp
 from gradfit.tape.graph import Operation, Value, nothing
 from gradfit.tape.known import next_index, save_before_write
 from gradfit.tape.ops import OpInfo
-from gradfit.tape.policy import DROP, HOLD, KEEP
+from gradfit.tape.policy import HOLD, KEEP
 from gradfit.tape.save import Saver
 from gradfit.tape.storage import Untrackable, fresh_results, key_of, written_tensors
 
@@ -51,11 +51,7 @@ class Writer(Saver):
             return out
         op.rng = state
         op.written = (old,)
-        value = Value(key, old.geometry, self.segment)
-        value.op = op
-        value.position = -1
-        value.natural = natural
-        value.gone = watcher
+        value = Value(key, old.geometry, self.segment, op, -1, -1, natural, watcher)
         if choices is not None and choices[0] == HOLD:
             value.evictable = True
         self._made[key] = value
@@ -103,8 +99,9 @@ class Writer(Saver):
         op.rng = state
         op.written = tuple(olds)  # type: ignore[arg-type]
         for number, (target, key) in enumerate(zip(targets, keys, strict=True)):
-            value = self._new(op, target, key, -1 - number, DROP if choices is None else choices[number])
+            value = self._made[key] = self._new(op, target, key, -1 - number)
             value.seen = -1  # autograd counts the version up when this has returned, or not at all
+            value.evictable = choices is not None and choices[number] == HOLD
             op.outputs.append(weakref.ref(value))
         self._adopt(op, fresh, None)
         self._register(op)
