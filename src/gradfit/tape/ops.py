@@ -28,7 +28,6 @@ class OpInfo:
     scratch: tuple[int, ...]  # positions of hidden state it updates: replayed on copies
     recordable: bool
     simple: bool = False  # none of the above but recordable: the fast path
-    dry: bool = False  # simple when it draws nothing
     call: Any = None
     generator: bool = False  # takes a generator
     dropout: int | None = None  # the position of a probability that, when zero, means that nothing is drawn
@@ -142,7 +141,6 @@ def _describe(op: Any) -> OpInfo:
         scratch=scratch,
         recordable=recordable,
         simple=plain and not random,
-        dry=plain,
         call=direct(op),
         generator="generator" in names,
         dropout=names.index("dropout_p") if "dropout_p" in names else None,

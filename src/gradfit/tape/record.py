@@ -15,7 +15,7 @@ Rules, cited in this room where they are obeyed:
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version, saved_tensors_hooks
@@ -23,7 +23,7 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from gradfit._torch import graph_task_id, storage_key
 from gradfit._torch_listen import listening
 from gradfit.tape import process, replay, rng
-from gradfit.tape.graph import Leaf, Operation, Segment, Slice, Value
+from gradfit.tape.graph import Leaf, Operation, Segment, Slice, Value, geometry_of
 from gradfit.tape.known import ATOMS, NO_KWARGS, Fresh, next_index
 from gradfit.tape.ops import OpInfo, info_of, infos, view_names
 from gradfit.tape.policy import KEEP, Policy
@@ -73,7 +73,7 @@ class Recorder(Writer):
         info = infos.get(id(func)) or info_of(func)
         if info.simple and graph_task_id() == -1:
             out = info.call(*args, **kwargs)
-            self._record_simple(func, info, args, kwargs, out)
+            self._record(func, info, args, kwargs, out, None)
             return out
         if info.view:  # rule 2
             return info.call(*args, **kwargs)
@@ -86,8 +86,29 @@ class Recorder(Writer):
             return info.call(*args, **kwargs)
         return self._special(func, info, args, kwargs)
 
-    def _record_simple(self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any) -> None:
-        """`_record` for what nearly all operations are, written out: it runs hundreds of times per step."""
+    def _special(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
+        if info.collective:
+            self._lose(_all_tensors(args, kwargs))
+        state = rng.capture(args, kwargs) if info.random and rng.draws(info, args, kwargs) else None
+        if info.writes:
+            if info.writes_self and type(args[0]) is _Tensor:
+                return self._write_self(func, info, args, kwargs, state)
+            return self._write(func, info, args, kwargs, state)
+        if info.scratch and _in_training(args):
+            self._lose([args[position] for position in info.scratch if isinstance(args[position], _Tensor)])
+        out = info.call(*args, **kwargs)
+        if not info.recordable:  # rule 5
+            self._choose(func, fresh_results(out, args))
+            return out
+        if info.scratch and _in_training(args):
+            args = [_scratch(each) if at in info.scratch else each for at, each in enumerate(args)]
+        if info.dtype and "dtype" not in kwargs and isinstance(out, _Tensor):
+            kwargs = {**kwargs, "dtype": out.dtype}  # the default dtype may be another one at replay
+        self._record(func, info, args, kwargs, out, state)
+        return out
+
+    def _record(self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any, state: Any) -> None:
+        """Every microsecond here is paid hundreds of times per step: what is common is written out."""
         made = self._made
         inputs: list[Value] = []
         template: list[Any] = []
@@ -116,86 +137,49 @@ class Recorder(Writer):
                 else:
                     template.append(self._template((argument,), inputs)[0])
             named = self._template_kwargs(kwargs, inputs) if kwargs else NO_KWARGS
-            fresh = self._fresh(out, inputs)
+            fresh = _fresh(out, inputs)
         except (Untrackable, NotImplementedError):  # rule 5
-            found = fresh_results(out, args)
-            if found and self.policy is not None:
-                self.policy.choose(func, [tensor for _, tensor, _ in found])
+            self._choose(func, fresh_results(out, args))
             return
-        choices = None
-        if self.policy is not None and fresh:
-            choices = self.policy.choose(func, [tensor for _, tensor, _ in fresh])
-            if choices is not None and choices.count(KEEP) == len(choices):
-                return
+        if not fresh:
+            return
+        choices = self._choose(func, fresh)
+        if choices is not None and choices.count(KEEP) == len(choices):
+            return
         for _, _, key in fresh:
             if key in made or (key in self._roots and self._root(key) is not None):
                 return  # it gave back a tensor that was there before: nothing new was made
-        if fresh:
-            op = Operation(next_index(), func, info, template, named, inputs)
-            self._adopt(op, fresh, choices)
-            self._register(op)
-
-    @staticmethod
-    def _fresh(out: Any, inputs: list[Value]) -> Fresh:
-        """The results that do not lie in an input's storage."""
-        if type(out) is _Tensor:
-            key = storage_key(out)
-            for value in inputs:
-                if value.key == key:
-                    return []
-            return [(0, out, key)]
-        fresh: Fresh = []
-        for position, tensor in enumerate(flatten((out,))):
-            if type(tensor) is _Tensor:
-                key = storage_key(tensor)
-                for value in inputs:
-                    if value.key == key:
-                        break
-                else:
-                    fresh.append((position, tensor, key))
-            elif isinstance(tensor, _Tensor):
-                raise Untrackable
-        return fresh
-
-    def _special(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
-        if info.collective:
-            self._lose(_all_tensors(args, kwargs))
-        state = None
-        if info.random:
-            if rng.draws(info, args, kwargs):
-                state = rng.capture(args, kwargs)
-            elif info.dry:
-                out = info.call(*args, **kwargs)
-                self._record_simple(func, info, args, kwargs, out)
-                return out
-        if info.writes:
-            if info.writes_self and type(args[0]) is _Tensor:
-                return self._write_self(func, info, args, kwargs, state)
-            return self._write(func, info, args, kwargs, state)
-        if info.scratch and _in_training(args):
-            self._lose([args[position] for position in info.scratch if isinstance(args[position], _Tensor)])
-        out = info.call(*args, **kwargs)
-        fresh = fresh_results(out, args)
-        if fresh:
-            if info.dtype and "dtype" not in kwargs:
-                kwargs = {**kwargs, "dtype": fresh[0][1].dtype}  # the default dtype may be another one at replay
-            self._record(func, info, args, kwargs, state, fresh)
-        return out
-
-    def _record(self, func: Any, info: OpInfo, args: Any, kwargs: Any, state: Any, fresh: Fresh) -> None:
-        choices = None
-        if self.policy is not None:
-            choices = self.policy.choose(func, [tensor for _, tensor, _ in fresh])
-        if not info.recordable or (choices is not None and choices.count(KEEP) == len(choices)):
-            return
-        op = self._open(func, info, args, kwargs)
-        if op is None or any(key in self._made or self._root(key) is not None for _, _, key in fresh):
-            return  # not replayable, or it gave back a tensor that was there before: nothing new was made
-        if info.scratch and _in_training(args):
-            _replace_running_statistics(op)
+        op = Operation(next_index(), func, info, template, named, inputs)
         op.rng = state
         self._adopt(op, fresh, choices)
         self._register(op)
+
+    def _choose(self, func: Any, fresh: Fresh) -> list[int] | None:
+        if self.policy is None or not fresh:
+            return None
+        return self.policy.choose(func, [tensor for _, tensor, _ in fresh])
+
+
+def _fresh(out: Any, inputs: list[Value]) -> Fresh:
+    """The results that do not lie in an input's storage."""
+    if type(out) is _Tensor:
+        key = storage_key(out)
+        for value in inputs:
+            if value.key == key:
+                return []
+        return [(0, out, key)]
+    fresh: Fresh = []
+    for position, tensor in enumerate(flatten((out,))):
+        if type(tensor) is _Tensor:
+            key = storage_key(tensor)
+            for value in inputs:
+                if value.key == key:
+                    break
+            else:
+                fresh.append((position, tensor, key))
+        elif isinstance(tensor, _Tensor):
+            raise Untrackable
+    return fresh
 
 
 def _all_tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -206,12 +190,6 @@ def _in_training(args: Any) -> bool:
     return not (len(args) > 5 and args[5] is False)  # in evaluation mode running statistics are ordinary inputs
 
 
-def _replace_running_statistics(op: Operation) -> None:
-    """Replay must not update running statistics a second time: give it scratch tensors, whose content is not read."""
-    for position in op.info.scratch:
-        reference = op.args[position]
-        if reference is not None:
-            value = reference.value if isinstance(reference, Slice) else reference
-            op.args[position] = replay.Scratch(reference.geometry or place_of(cast(torch.Tensor, value.tensor)))
-            if value in op.inputs:
-                op.inputs.remove(value)
+def _scratch(statistics: Any) -> Any:
+    """Replay must not update running statistics a second time: it gets tensors whose content is not read."""
+    return replay.Scratch(geometry_of(statistics)) if isinstance(statistics, _Tensor) else statistics

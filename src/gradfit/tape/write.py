@@ -25,6 +25,11 @@ class Writer(Saver):
         """`_write` for what nearly all writes are: a method on the very tensor that an operation has returned."""
         target: torch.Tensor = args[0]
         old = None if target.is_inference() else self._made.get(storage_key(target))
+        if old is None and not target.is_inference() and self._root(storage_key(target)) is None:
+            out = info.call(*args, **kwargs)  # unknown before, unknown after: a counter of batches, mostly
+            if self.policy is not None:
+                self.policy.choose(func, [target])
+            return out
         if (
             old is None
             or old.natural() is not target
