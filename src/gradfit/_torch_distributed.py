@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,6 +63,11 @@ def is_dtensor(tensor: Any) -> bool:
     """Whether a tensor is spread over ranks; does not load torch's module for that if nobody has."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What of a tensor is on this rank, without a graph."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
@@ -134,6 +140,109 @@ def is_non_overlapping_and_dense(tensor: Tensor) -> bool:
 def param_groups(module: Any) -> list[Any]:
     """The groups of parameters that one `fully_shard` unit gathers and reduces together."""
     return list(module._get_fsdp_state()._fsdp_param_groups)
+
+
+def units_of(model: torch.nn.Module) -> list[Any]:
+    """All groups of parameters of all `fully_shard` units of a model; does not load torch's module if nobody has."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not fsdp.FSDPModule.__subclasses__():
+        return []
+    return [group for one in model.modules() if isinstance(one, fsdp.FSDPModule) for group in param_groups(one)]
+
+
+def is_unit(module: torch.nn.Module) -> bool:
+    """Whether a module is a `fully_shard` unit."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def unit_bytes(unit: Any) -> int:
+    """What a unit's full parameters take, padded as they are communicated, in the wider of the types involved."""
+    return sum(
+        kept.padded_sharded_param_size.numel()
+        * shard_ranks(unit)
+        * max(tensor.dtype.itemsize, (tensor.grad_dtype or tensor.dtype).itemsize)
+        for tensor, kept in sharded_parameters(unit)
+    )
+
+
+def shard_ranks(unit: Any) -> int:
+    """Over how many ranks a unit's parameters are sharded."""
+    return int(getattr(unit.mesh_info, "shard_mesh_size", 1))
+
+
+def gathered_tensors(units: list[Any]) -> list[Tensor]:
+    """Full parameters and full gradients that are on this rank now, and are none of the model's."""
+    full = [tensor for unit in units for kept in unit.fsdp_params for tensor in kept.all_gather_outputs]
+    return full + gathered_gradients(units)
+
+
+def gathered_gradients(units: list[Any]) -> list[Tensor]:
+    """Full gradients that are on this rank now, not reduced yet."""
+    found = [unsharded_gradient(kept) for unit in units for kept in unit.fsdp_params]
+    return [gradient for gradient in found if gradient is not None]
+
+
+def drop_gradients(model: torch.nn.Module) -> None:
+    """Set all gradients to None, those that are not reduced yet, too."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    for unit in units_of(model):
+        for kept in unit.fsdp_params:
+            set_unsharded_gradient(kept, None)
+
+
+def gradient_bytes(unit: Any) -> int:
+    """What the gradients of a unit take once a backward has run: shards, or all of them where nothing is reduced."""
+    total = 0
+    for tensor, kept in sharded_parameters(unit):
+        if tensor.requires_grad and unit.reduce_grads:
+            total += local_part(tensor).numel() * (tensor.grad_dtype or tensor.dtype).itemsize
+        elif tensor.requires_grad:
+            wide = getattr(kept, "reduce_dtype", None) or getattr(kept, "param_dtype", None) or tensor.dtype
+            total += tensor.numel() * wide.itemsize
+    return total
+
+
+_resize_ears: list[Callable[[Tensor], None]] = []
+_resizers = [
+    (f"torch.distributed.fsdp._fully_shard.{module}", name)
+    for module in ("_fsdp_param", "_fsdp_param_group")
+    for name in ("alloc_storage", "free_storage")
+]
+_original_resizers: dict[tuple[str, str], Any] = {}
+
+
+def hear_resizes(ear: Callable[[Tensor], None]) -> Callable[[], None]:
+    """Call `ear(tensor)` when FSDP2 has given a full parameter its memory, or taken it away; returns what ends that.
+
+    It resizes storages, which is no operation: no dispatch mode sees it.
+    """
+    if not _resize_ears:
+        for where, name in _resizers:
+            call = getattr(sys.modules.get(where), name, None)
+            if call is not None:
+                _original_resizers[where, name] = call
+                setattr(sys.modules[where], name, _telling_of_resizes(call))
+    _resize_ears.append(ear)
+
+    def end() -> None:
+        _resize_ears.remove(ear)
+        if not _resize_ears:
+            for (where, name), call in _original_resizers.items():
+                setattr(sys.modules[where], name, call)
+            _original_resizers.clear()
+
+    return end
+
+
+def _telling_of_resizes(call: Any) -> Any:
+    def telling(tensor: Tensor) -> None:
+        call(tensor)
+        for ear in tuple(_resize_ears):
+            ear(tensor)
+
+    return telling
 
 
 def sharded_parameters(group: Any) -> list[tuple[Tensor, Any]]:

@@ -93,6 +93,8 @@ class BackwardCounter:
             self.passes.pop(task, None)
 
     def _begin(self, task: int) -> None:
+        if task == -1:  # no backward: another accumulator of the same FSDP2 module has reduced, which runs hooks, too
+            return
         thread = threading.get_ident()
         running = _torch.running_backward()
         with self._lock:

@@ -121,12 +121,9 @@ class Sharded(Together):
 
     @property
     def reduce_bytes(self) -> int:  # type: ignore[override]
-        """What goes into the largest unit's reduction, and what comes out."""
-        full = [
-            sum(tensor.numel() * tensor.element_size() for tensor, _ in private.sharded_parameters(unit))
-            for unit in self.units
-        ]
-        return max(full) + -(-max(full) // self.size)
+        """The largest unit twice: what goes into its reduction and what comes out, or, for a rank that waits at the
+        end of its window while others gather, what was sent and the parameters made of it."""
+        return 2 * max(private.unit_bytes(unit) for unit in self.units)
 
     def sources(self, tensors: list[Tensor]) -> list[Unsharded]:
         return [Unsharded(tensor, self._kept[id(tensor)]) for tensor in tensors]

@@ -188,7 +188,7 @@ class _Program:
                 if graph.node_needs
                 else {}
             )
-            self.at_most(terms, self.room - live - graph.op_workspace[op])
+            self.at_most(terms, self.room - live - graph.op_workspace[op] - graph.op_gathered[op])
             live -= sum(graph.held_bytes[v] for v in dying[op])
             gone += dying[op]
         event = -1

@@ -194,7 +194,7 @@ class _Run:
                     kept += held[value]
             for value in graph.op_overwrites[op]:
                 live -= held[value]
-            now = static + live + graph.op_workspace[op]
+            now = static + live + graph.op_workspace[op] + graph.op_gathered[op]
             if now > peak or timeline is not None:
                 self.see("forward", op, now, kept, 0)
                 peak = self.peak

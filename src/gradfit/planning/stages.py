@@ -133,6 +133,7 @@ class Anatomy:
                 tuple(near(v) for v in graph.op_inputs[op]),
                 tuple(near(v) for v in graph.op_overwrites[op]),
                 graph.op_workspace[op],
+                graph.op_gathered[op],
                 graph.op_replayable[op],
                 tuple(
                     (
@@ -192,6 +193,7 @@ class Anatomy:
             optimizer_burst_bytes=0,
             plain_seconds=0.0,
             transfer_seconds_per_byte=graph.transfer_seconds_per_byte,
+            op_gathered=graph.op_gathered[start:end],
         )
         leaving = [i for i in range(inner) if last[values[i]] >= end]
         forced = [

@@ -36,11 +36,14 @@ class Graph:
     plain_seconds: float  # one micro-batch with everything kept, Python's overhead included
     transfer_seconds_per_byte: float = 0.0  # to the host or the disk, one way; 0 means no offloading
     static_breakdown: dict[str, int] = field(default_factory=dict)
+    op_gathered: list[int] = field(default_factory=list)  # of other ranks' parameters, there while it first runs
 
     consumers: list[list[int]] = field(init=False)
     last_need: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        if not self.op_gathered:
+            object.__setattr__(self, "op_gathered", [0] * len(self.op_inputs))
         consumers: list[list[int]] = [[] for _ in self.nbytes]
         for op, inputs in enumerate(self.op_inputs):
             for value in dict.fromkeys(inputs):

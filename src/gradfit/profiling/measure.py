@@ -13,15 +13,18 @@ from typing import Any
 import torch
 
 from gradfit._torch import is_out_of_memory, storage_key
+from gradfit._torch_distributed import drop_gradients
 from gradfit.errors import MisuseError
 from gradfit.profiling.meter import tensors_in
 from gradfit.profiling.optimizer import OptimizerCost, optimizer_cost
 from gradfit.profiling.record import BackwardNode, Hardware, Linear, Operation, Profile, Value
+from gradfit.profiling.resident import gradient_bytes, storage_bytes
 from gradfit.profiling.state import untouched
 from gradfit.profiling.trace import Trace, watching
 from gradfit.tree import leaves, size_of_batch, split_batch
 
 LossFunction = Callable[[torch.nn.Module, Any], Any]
+_Cut = Callable[[Any, int], Iterable[Any]]
 _ROUNDS = 2  # the least of so many measurements: a machine is never alone
 
 
@@ -75,7 +78,8 @@ def profile(
         else:
             samples = _samples(model, loss_fn, sample_batch, total, cut, memory_bytes, cost)
         least = 2 if samples[0].refused_one else 1
-    known = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers(), *leaves(sample_batch))}
+    resident = tensors_in([*model.parameters(), *model.buffers(), *leaves(sample_batch)])
+    known = {storage_key(tensor) for tensor in resident}
     return assemble(
         model, sample_batch, total, samples, cost, host_bandwidth=host_bandwidth, static=known, min_batch=least
     )
@@ -133,14 +137,9 @@ def run_loss(loss_fn: LossFunction, model: torch.nn.Module, batch: Any) -> tuple
 
 
 def _samples(
-    model: torch.nn.Module,
-    loss_fn: LossFunction,
-    batch: Any,
-    total: int,
-    cut: Callable[[Any, int], Iterable[Any]],
-    memory_bytes: int | None,
-    cost: OptimizerCost,
-) -> list[Sample]:
+    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, total: int, cut: _Cut,
+    memory_bytes: int | None, cost: OptimizerCost,
+) -> list[Sample]:  # fmt: skip
     if total == 1:
         return [_sample(model, loss_fn, batch, 1, float("inf"))]
     if memory_bytes is None:
@@ -150,14 +149,9 @@ def _samples(
 
 
 def _growing(
-    model: torch.nn.Module,
-    loss_fn: LossFunction,
-    batch: Any,
-    total: int,
-    cut: Callable[[Any, int], Iterable[Any]],
-    memory_bytes: int,
-    cost: OptimizerCost,
-) -> list[Sample]:
+    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, total: int, cut: _Cut,
+    memory_bytes: int, cost: OptimizerCost,
+) -> list[Sample]:  # fmt: skip
     """Double the micro-batch while the next one surely fits, so that measuring stays below the budget too."""
     room = _room(model, batch, memory_bytes, cost)
     samples: list[Sample] = []
@@ -176,8 +170,12 @@ def _growing(
                 raise
             break
         samples.append(dataclasses.replace(sample, refused_one=refused))
-        spent = sum(op.seconds for op in samples[-1].trace.operations)
-        if _working_bytes(samples[-1].trace) * 2 > room / 2 or spent > 1.0 or size == total:
+        trace = samples[-1].trace
+        spent = sum(op.seconds for op in trace.operations)
+        free = room - trace.gathered_peak_bytes
+        # Beside the working set there is a sixth for what is rebuilt. Two sizes must be seen to tell what grows.
+        most = free / 2 if len(samples) > 1 else free * 5 / 6
+        if _working_bytes(trace) * 2 > most or spent > 1.0 or size == total:
             break
         size = min(total, size * 2)
     return samples[-2:]
@@ -187,8 +185,7 @@ def _room(model: torch.nn.Module, batch: Any, memory_bytes: int | None, cost: Op
     """What is left for activations beside everything that is always there."""
     if memory_bytes is None:
         return float("inf")
-    parameters = list(model.parameters())
-    static = sum(p.nbytes for p in parameters) + sum(p.nbytes for p in parameters if p.requires_grad)
+    static = storage_bytes(model.parameters()) + gradient_bytes(model)
     static += sum(t.untyped_storage().nbytes() for t in leaves(batch)) + cost.state_bytes
     return max(1.0, float(memory_bytes - static))
 
@@ -203,17 +200,18 @@ def _plain_bytes(samples: list[Sample], size: int) -> float:
 
 
 def _working_bytes(trace: Trace) -> int:
-    """The most that was live at once when everything was dropped: forward working set, or gradients in flight."""
+    """The most that was live at once when everything was dropped: forward working set, and gradients in flight."""
     change = [0] * (len(trace.operations) + 2)
+    external = {value.storage for value in trace.values if value.operation is None}
     for value in trace.values:
-        if value.operation is not None:
+        if value.operation is not None and value.storage not in external:
             change[value.operation] += value.nbytes
             change[value.dies + 1] -= value.nbytes
     live = peak = 0
     for step in change:
         live += step
         peak = max(peak, live)
-    return peak + max((node.peak_bytes for node in trace.nodes), default=0)
+    return peak + max(0, max((node.peak_bytes for node in trace.nodes), default=0) - trace.gathered_peak_bytes)
 
 
 def _sample(
@@ -237,8 +235,7 @@ def _watch(model: torch.nn.Module, loss_fn: LossFunction, batch: Any, quota_byte
         trace.finish_forward()
         torch.autograd.backward(loss)
     trace.finish_backward()
-    for parameter in model.parameters():
-        parameter.grad = None
+    drop_gradients(model)
     return trace
 
 
@@ -249,8 +246,7 @@ def _time_plain(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) -> fl
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
     seconds = time.perf_counter() - started
-    for parameter in model.parameters():
-        parameter.grad = None
+    drop_gradients(model)
     return seconds
 
 
@@ -327,6 +323,7 @@ def assemble(
             op.random,
             op.module,
             op.source,
+            op.gathered_bytes,
         )
         for i, op in enumerate(trace.operations)
     )
@@ -346,14 +343,13 @@ def assemble(
     busy = sum(op.seconds for op in trace.operations) + sum(node.seconds for node in trace.nodes)
     plain = big.plain_seconds if big.plain_seconds is not None else busy + 6e-6 * (len(operations) + len(nodes))
     batch_bytes = sum(tensor.nbytes for tensor in leaves(batch))
-    parameters = {id(p): p for p in model.parameters()}.values()
     return Profile(
         values=values,
         operations=operations,
         nodes=nodes,
-        parameter_bytes=_storage_bytes(parameters),
-        gradient_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
-        buffer_bytes=_storage_bytes(model.buffers()),
+        parameter_bytes=storage_bytes(model.parameters()),
+        gradient_bytes=gradient_bytes(model),
+        buffer_bytes=storage_bytes(model.buffers()),
         optimizer_bytes=cost.state_bytes,
         optimizer_burst_bytes=cost.burst_bytes,
         batch_bytes=Linear(0.0, batch_bytes / rows),
@@ -387,7 +383,8 @@ def _same_structure(a: Trace, b: Trace) -> bool:
 
 
 def _constant_bytes(trace: Trace, static: set[int]) -> int:
-    return sum(value.nbytes for value in trace.values if value.operation is None and value.key not in static)
+    known = static | trace.gathered.keys()
+    return sum(value.nbytes for value in trace.values if value.operation is None and value.key not in known)
 
 
 def _module_of(trace: Trace, needs: list[int]) -> str:
@@ -396,11 +393,3 @@ def _module_of(trace: Trace, needs: list[int]) -> str:
         if operation is not None:
             return trace.operations[operation].module
     return ""
-
-
-def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    storages = {}
-    for tensor in tensors:
-        for part in tensors_in(tensor.detach()):
-            storages[storage_key(part)] = part.untyped_storage().nbytes()
-    return sum(storages.values())

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from gradfit import _torch_distributed as distributed
 from gradfit._torch import storage_key
 from gradfit._torch_listen import DispatchMode
 from gradfit.errors import MisuseError
@@ -36,6 +37,7 @@ class Meter(DispatchMode):
         self.device = torch.device(device) if device is not None else None
         self._live: dict[int, _Storage] = {}
         self._started = time.perf_counter()
+        self._stop_hearing: list[Callable[[], None]] = []
         live = self._live
         this = weakref.ref(self)
 
@@ -47,6 +49,14 @@ class Meter(DispatchMode):
                     meter._change(-storage.nbytes)
 
         self._dead = dead
+
+    def __enter__(self) -> Any:
+        self._stop_hearing.append(distributed.hear_resizes(self._see))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stop_hearing.pop()()
 
     def __repr__(self) -> str:
         return f"<meter: {format_bytes(self.current_bytes)} live, peak {format_bytes(self.peak_bytes)}>"
@@ -81,6 +91,8 @@ class Meter(DispatchMode):
         return out
 
     def _see(self, tensor: torch.Tensor) -> None:
+        if type(tensor) is not torch.Tensor:
+            tensor = distributed.local_part(tensor)
         try:
             key = storage_key(tensor)
         except (RuntimeError, NotImplementedError):
@@ -129,15 +141,20 @@ def meter(*watch: Any, timeline: bool = False, device: str | torch.device | None
 
 
 def tensors_in(nest: Any) -> Iterable[torch.Tensor]:
-    """Every tensor of a nest of modules, optimizers, mappings, sequences and tensors, gradients included."""
+    """Every tensor of a nest of modules, optimizers, mappings, sequences and tensors, gradients included.
+
+    Of a tensor that is sharded over ranks it is the part on this one; of a `fully_shard` module also what it has
+    gathered, and gradients that are not reduced yet.
+    """
     if isinstance(nest, torch.Tensor):
-        yield nest
+        yield distributed.local_part(nest)
         if nest.is_leaf and nest.grad is not None:
-            yield nest.grad
+            yield distributed.local_part(nest.grad)
     elif isinstance(nest, torch.nn.Module):
         for parameter in nest.parameters():
             yield from tensors_in(parameter)
         yield from nest.buffers()
+        yield from distributed.gathered_tensors(distributed.units_of(nest))
     elif isinstance(nest, torch.optim.Optimizer):
         for group in nest.param_groups:
             for parameter in group["params"]:

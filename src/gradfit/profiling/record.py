@@ -68,14 +68,16 @@ class Operation:
     random: bool = False
     module: str = ""
     source: str = ""
+    gathered_bytes: int = 0  # of parameters that FSDP2 has gathered and not yet let go when it first runs
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardNode:
     """One node of the backward pass: what it unpacks, in order, and the bytes of gradients around it.
 
-    The three byte counts are of tensors that are neither values of the tape nor static. `gradient_bytes` is what of the
-    parameters' gradients is there once this node has run and was not before, if the step starts without gradients.
+    The three byte counts are of tensors that are neither values of the tape nor static: gradients on their way, and
+    parameters that FSDP2 has gathered. `gradient_bytes` is what of the parameters' gradients is there once this node
+    has run and was not before, if the step starts without gradients.
     """
 
     name: str
@@ -207,6 +209,7 @@ class Profile:
             plain_seconds=self.forward_seconds(batch_size) + self.backward_seconds(batch_size) + self.overhead_seconds,
             transfer_seconds_per_byte=1.0 / self.host_bandwidth if self.host_bandwidth > 0 else 0.0,
             static_breakdown=static,
+            op_gathered=[op.gathered_bytes for op in self.operations],
         )
 
     def forward_seconds(self, batch_size: int) -> float:

@@ -20,7 +20,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import gradfit
-from gradfit._torch import after_accumulation, current_node, graph_task_id
+from gradfit import _torch_distributed as distributed
+from gradfit._torch import after_accumulation, current_node, graph_task_id, storage_key
 from gradfit._torch_listen import DispatchMode
 from gradfit.tape import replay
 from gradfit.tape.drop import DropAll
@@ -29,6 +30,7 @@ from gradfit.tape.ops import info_of
 from gradfit.tape.record import Recorder
 from gradfit.tape.save import unpack
 from gradfit.tape.storage import Untrackable, flatten, fresh_results, key_of, written_tensors
+from gradfit.tree import leaves
 
 _OURS = os.path.dirname(gradfit.__file__) + os.sep
 _LIBRARY = (os.path.dirname(torch.__file__) + os.sep, _OURS, "<")
@@ -56,6 +58,7 @@ class TracedOp:
     outputs: tuple[int, ...] = ()
     overwrites: tuple[int, ...] = ()
     seconds: float = 0.0
+    gathered_bytes: int = 0
 
 
 @dataclass
@@ -95,7 +98,12 @@ class Trace(DispatchMode):
         self._forward = True
         self._node: Any = None
         self._other: dict[int, _Storage] = {}  # gradients in flight
-        self._other_bytes = 0
+        self._other_bytes = 0  # of these, and of what FSDP2 has gathered
+        self._units = distributed.units_of(model)
+        self._parameters = list(model.parameters()) if self._units else []
+        self.gathered: dict[int, int] = {}  # by storage address: the bytes of a parameter that FSDP2 gathers, now
+        self.gathered_peak_bytes = 0
+        self._boundaries: set[int] = set()  # values that enter or leave a unit
         self._devices = {parameter.device for parameter in model.parameters()}
         self._wait = any(device.type != "cpu" for device in self._devices)
 
@@ -125,6 +133,7 @@ class Trace(DispatchMode):
             str(func), inputs, trackable and info.recordable and known, info.random, self._module(), source_line()
         )
         op.seconds = seconds
+        op.gathered_bytes = self._other_bytes
         outputs = []
         for key, old, target in zip(keys, before, targets, strict=True):
             storage = self.values[old].storage if old is not None else self._external(key, target)
@@ -195,6 +204,7 @@ class Trace(DispatchMode):
         """Close the last node, and let go of everything that watches."""
         if self.nodes:
             self.nodes[-1].after_bytes = self._other_bytes
+        self._let_boundaries_go()
         for value in self.values:
             if value.dies < 0:  # after the last operation, which is backward's own: it makes the loss's gradient, 1
                 value.dies = len(self.operations)
@@ -223,6 +233,8 @@ class Trace(DispatchMode):
         node = current_node()
         if node is not self._node or not self.nodes:
             self._node = node
+            if self._units:
+                self._take_unit_gradients()
             if self.nodes:
                 self.nodes[-1].after_bytes = self._other_bytes
             name = node.name() if node is not None else ""
@@ -242,6 +254,47 @@ class Trace(DispatchMode):
             self._other_bytes -= watcher.nbytes
             if self.nodes:
                 self.nodes[-1].gradient_bytes += watcher.nbytes
+
+    # ------------------------------------------------------------------------------------------ FSDP2
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        """FSDP2 has given a gathered parameter its memory, or taken it away: there while a unit runs, and no value."""
+        key, now = storage_key(tensor), tensor.untyped_storage().nbytes()
+        self._other_bytes += now - self.gathered.get(key, 0)
+        self.gathered[key] = now
+        self.gathered_peak_bytes = max(self.gathered_peak_bytes, sum(self.gathered.values()))
+        if self.nodes:
+            self.nodes[-1].peak_bytes = max(self.nodes[-1].peak_bytes, self._other_bytes)
+
+    def _take_unit_gradients(self) -> None:
+        """As `gradient_accumulated`, for gradients that FSDP2 moves about by itself: shards, or what is not reduced."""
+        held = [p.grad for p in self._parameters if p.grad is not None]
+        staying = [unit for unit in self._units if not unit.reduce_grads]
+        for gradient in (*held, *distributed.gathered_gradients(staying)):
+            watcher = self._other.pop(storage_key(distributed.local_part(gradient)), None)
+            if watcher is not None:
+                self._other_bytes -= watcher.nbytes
+                self.nodes[-1].gradient_bytes += watcher.nbytes
+
+    def _keep_boundary(self, nest: Any) -> None:
+        """What enters or leaves a unit is kept, whatever a plan says: a replay must not cross there."""
+        for tensor in leaves(nest):
+            value = self._newest.get(storage_key(tensor)) if tensor.layout is torch.strided else None
+            made = None if value is None else self.values[value].operation
+            if value is not None and made is not None:
+                self.operations[made].replayable = False
+                self._boundaries.add(value)
+
+    def _let_boundaries_go(self) -> None:
+        """It is the tape that held these through the forward: reckon that Python drops them once they were read."""
+        last = dict.fromkeys(self._boundaries, -1)
+        for index, op in enumerate(self.operations if last else ()):
+            for value in op.inputs:
+                if value in last:
+                    last[value] = index
+        for value, index in last.items():
+            if self.values[value].dies < 0:
+                self.values[value].dies = max(index, self.values[value].operation or 0)
 
     # ------------------------------------------------------------------------------------------ saved tensors
 
@@ -263,24 +316,34 @@ class Trace(DispatchMode):
     def _module(self) -> str:
         return self._modules[-1] if self._modules else ""
 
-    def enter_module(self, module: torch.nn.Module, _: Any) -> None:
+    def enter_module(self, module: torch.nn.Module, inputs: Any) -> None:
+        if self._units and graph_task_id() == -1 and distributed.is_unit(module):
+            self._keep_boundary(inputs)
         self._modules.append(self._names.get(id(module), type(module).__name__))
 
-    def leave_module(self, module: torch.nn.Module, *_: Any) -> None:
+    def leave_module(self, module: torch.nn.Module, _: Any, results: Any) -> None:
+        if self._units and graph_task_id() == -1 and distributed.is_unit(module):
+            self._keep_boundary(results)
         if self._modules:
             self._modules.pop()
 
     @contextmanager
     def listening(self, model: torch.nn.Module) -> Iterator[None]:
-        """Know which module is running, and when a parameter gets its gradient."""
+        """Know which module is running, when a parameter gets its gradient, and when a unit's are gathered."""
+        stop_hearing = distributed.hear_resizes(self.resized)
         hooks = [
             torch.nn.modules.module.register_module_forward_pre_hook(self.enter_module),
             torch.nn.modules.module.register_module_forward_hook(self.leave_module, always_call=True),
-            *(after_accumulation(p, self.gradient_accumulated) for p in model.parameters() if p.requires_grad),
+            *(
+                after_accumulation(p, self.gradient_accumulated)
+                for p in model.parameters()
+                if p.requires_grad and not distributed.is_dtensor(p)
+            ),
         ]
         try:
             yield
         finally:
+            stop_hearing()
             for hook in hooks:
                 hook.remove()
 

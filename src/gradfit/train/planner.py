@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import is_out_of_memory
+from gradfit._torch_distributed import drop_gradients, local_part
 from gradfit.errors import BudgetInfeasible
 from gradfit.planning.api import plan as make_plan
 from gradfit.planning.record import Plan
@@ -121,6 +122,10 @@ class Planner:
                 plan = make_plan(fitted.profile, memory=smallest.min_bytes, batch_size=plan.batch_size)
         return self.replace(fitted, plan=plan, peak_bytes=plan.peak_bytes, seen=False)
 
+    def has_optimizer_state(self, fitted: Fitted) -> bool:
+        """Whether the optimizer holds by now all that it will hold."""
+        return _state_bytes(self._optimizer) >= fitted.profile.optimizer_bytes
+
     def replace(self, old: Fitted, **changes: Any) -> Fitted:
         """Remember what a step has taught about a plan."""
         new = dataclasses.replace(old, **changes)
@@ -226,8 +231,7 @@ class Planner:
                     raise
                 traceback.clear_frames(error.__traceback__)  # they hold every tensor of the trial
             finally:
-                for parameter in self._model.parameters():
-                    parameter.grad = None
+                drop_gradients(self._model)
             gc.collect()
             # Where memory ran out before the budget did: as if the trial had taken a tenth more than there is.
             return self.limit_bytes * 11 // 10 if short and online_bytes is None else None
@@ -291,7 +295,7 @@ def _size(part: tuple[str, int]) -> int:
 def _state_bytes(optimizer: Any) -> int:
     states = getattr(optimizer, "state", {})
     return sum(
-        tensor.untyped_storage().nbytes()
+        local_part(tensor).untyped_storage().nbytes()
         for state in states.values()
         if isinstance(state, dict)
         for tensor in state.values()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gradfit._torch_distributed import local_part
 from gradfit.profiling.state import generator_states, restore_generators
 
 
@@ -35,7 +36,7 @@ class UpdateSnapshot:
         self._optimizer = optimizer
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._states = getattr(optimizer, "state", {})
-        needed = sum(p.nbytes for p in self._parameters) + sum(_bytes(state) for state in self._states.values())
+        needed = sum(map(_bytes, (*self._parameters, *self._states.values())))
         self._taken = needed <= room_bytes
         self._copies: list[torch.Tensor] = []
         self._old_states: dict[Any, Any] = {}
@@ -67,4 +68,4 @@ def _clone(state: Any) -> Any:
 def _bytes(state: Any) -> int:
     if isinstance(state, dict):
         return sum(_bytes(item) for item in state.values())
-    return state.nbytes if isinstance(state, torch.Tensor) else 0
+    return local_part(state).nbytes if isinstance(state, torch.Tensor) else 0

@@ -39,7 +39,7 @@ class TrainResult(NamedTuple):
     stepped: bool
     grad_norm: float | None
     peak_bytes: int
-    """Of all tensors, measured: in this step if it is the first with its plan, else in that one."""
+    """Of all tensors, measured: in this step if it is one of the first two with its plan, else in the second."""
     micro_batches: int
     weight: int | float
     reason: str
@@ -163,9 +163,10 @@ class TrainStep:
     ) -> TrainResult:
         if fitted.seen and fitted.steady:
             return self._update(batch, fitted, attempt, None, progress, after)
+        whole = self._planner.has_optimizer_state(fitted)  # else it comes on top in the next step
         with meter(self.model, self.optimizer, batch) as live:
             result = self._update(batch, fitted, attempt, live, progress, after)
-        self._fitted = self._planner.replace(self._fitted, peak_bytes=live.peak_bytes, seen=True)
+        self._fitted = self._planner.replace(self._fitted, peak_bytes=live.peak_bytes, seen=whole)
         return result
 
     def _update(

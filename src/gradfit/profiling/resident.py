@@ -1,0 +1,38 @@
+"""Bytes on this rank that a step holds from its beginning to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from gradfit import _torch_distributed as distributed
+from gradfit._torch import storage_key
+from gradfit.profiling.meter import tensors_in
+
+
+def gradient_bytes(model: torch.nn.Module) -> int:
+    """What the gradients take once all are there; of a sharded parameter what a backward leaves on this rank.
+
+    >>> gradient_bytes(torch.nn.Linear(3, 2, dtype=torch.float32))
+    32
+    """
+    units = distributed.units_of(model)
+    sharded = {id(tensor) for unit in units for tensor, _ in distributed.sharded_parameters(unit)}
+    plain = {id(p): p for p in model.parameters() if p.requires_grad and id(p) not in sharded}
+    sizes = [p.numel() * (p.grad_dtype or p.dtype).itemsize for p in plain.values()]
+    return sum(sizes) + sum(distributed.gradient_bytes(unit) for unit in units)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """What these tensors take here, each storage once; of a sharded one this rank's part.
+
+    >>> x = torch.zeros(4, dtype=torch.float64)
+    >>> storage_bytes([x, x[1:]])
+    32
+    """
+    storages = {}
+    for tensor in tensors:
+        for part in tensors_in(tensor.detach()):
+            storages[storage_key(part)] = part.untyped_storage().nbytes()
+    return sum(storages.values())
