@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -177,7 +178,7 @@ class GradientAccumulator:
         if self._given or (now := parameters_of(self.optimizer)) is None:
             return
         known = self.window.tensors
-        if len(now) == len(known) and all(a is b for a, b in zip(now, known, strict=True)):
+        if len(now) == len(known) and all(map(operator.is_, now, known)):
             return
         ids, old = {id(tensor) for tensor in now}, {id(tensor) for tensor in known}
         self.window.forget_all([tensor for tensor in known if id(tensor) not in ids])
@@ -230,19 +231,16 @@ class GradientAccumulator:
         if window.transaction is not None:
             return
         with window.lock:
-            if not window.accumulation_steps or window.final:
+            if window.final or not (window.open or window.closed):
                 self._update.narrow_again()
                 self._follow_optimizer()
                 window.begin()
-                if not window.accumulation_steps:
+                if not (window.open or window.closed):
                     self._passes.begin_window()
             else:
                 window.require_intact()
-        self._require_parameters()
-
-    def _require_parameters(self) -> None:
-        if not self.window.tensors:
-            raise MisuseError("There are no parameters. Call enable_accumulation(model.parameters()) first.")
+        if not window.tensors:
+            raise MisuseError(_NO_PARAMETERS)
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -290,14 +288,14 @@ class GradientAccumulator:
     def step(self) -> StepResult:
         """End a micro-batch; when the window is full, normalise, clip, step and clear. True if it really stepped."""
         window = self.window
-        if not self.enabled:
+        if not window.enabled:
             return self._update.finish()
         with window.lock:
             if window.end_micro_batch():
                 self._follow_optimizer()
                 return self._update.finish()
             if not window.tensors:
-                self._require_parameters()
+                raise MisuseError(_NO_PARAMETERS)
             skipped = window.skipped
             return StepResult(False, "accumulating", None, window.weight, window.closed - skipped, skipped)
 
@@ -370,6 +368,9 @@ class GradientAccumulator:
         from gradfit.distributed.state import restore
 
         restore(self, state_dict)
+
+
+_NO_PARAMETERS = "There are no parameters. Call enable_accumulation(model.parameters()) first."
 
 
 def _plain_backward(scaler: Any, loss: Any) -> None:

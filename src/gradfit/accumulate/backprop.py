@@ -38,6 +38,8 @@ class Backpropagator:
         self.can_take_back = isolate or dtype is not None
         self.exclusive = threading.RLock()  # held while `.grad` is not the window's sums
         self.narrow = False
+        self._own = window.counter.own
+        # Factors as gradients of a loss, made once per value.
         self._seeds: dict[tuple[float, torch.dtype, torch.device, torch.Size], Tensor] = {}
 
     def begin_window(self) -> None:
@@ -54,7 +56,15 @@ class Backpropagator:
     def backward(self, loss: Tensor | None, weight: Number, reduction: str) -> None:
         """One loss, the mean over `weight` items or their sum; a weight of 0 is booked, and nothing is run."""
         window, transaction = self.window, self.window.transaction
-        if not weight or loss is None:
+        if not self.can_take_back and weight and loss is not None:  # the usual case
+            divisor = window.main.divisor
+            if divisor is None:
+                with window.lock:
+                    divisor = window.divisor_for(weight, narrow=loss.dtype in _NARROW or self.narrow)
+            self._run(loss, (weight if reduction == "mean" else 1) / divisor)
+            with window.lock:
+                window.add(weight)
+        elif not weight or loss is None:
             if window.ranks.lockstep and loss is not None and loss.requires_grad:
                 with self.exclusive, _separate_gradients(window.sources, {}):
                     self._run(loss, 0.0)
@@ -66,17 +76,12 @@ class Backpropagator:
         elif self.isolate:
             self._backward_apart(loss, weight, reduction)
         else:
-            divisor = window.main.divisor
-            if divisor is None:
-                with window.lock:
-                    divisor = window.divisor_for(weight, narrow=loss.dtype in _NARROW or self.narrow)
-            factor = (weight if reduction == "mean" else 1) / divisor
-            if self.can_take_back:
-                factor *= self._rescale()
-                if self.narrow and math.frexp(factor)[0] != 0.5:
-                    # Only a power of two passes through a narrow type unrounded: multiply the others in at the sums.
-                    self._backward_apart(loss, weight, reduction)
-                    return
+            divisor = window.divisor_for(weight, narrow=loss.dtype in _NARROW or self.narrow)
+            factor = (weight if reduction == "mean" else 1) / divisor * self._rescale()
+            if self.narrow and math.frexp(factor)[0] != 0.5:
+                # Only a power of two passes through a narrow type unrounded: multiply the others in at the sums.
+                self._backward_apart(loss, weight, reduction)
+                return
             self._run(loss, factor)
             with window.lock:
                 window.add(weight)
@@ -112,32 +117,28 @@ class Backpropagator:
                 transaction.had_pass = True
 
     def _run(self, loss: Tensor, factor: float, retain_graph: bool = False) -> None:
-        """One pass with a factor; if it fails the window holds half of it, and says so from then on."""
+        """One pass with a factor as the loss's gradient; if it fails the window holds half of it, and says so then."""
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        own, thread = self.window.counter.own, threading.get_ident()
-        own.add(thread)
-        try:
-            if type(loss) is Tensor:
-                _torch.run_backward(loss, self._seed(loss, factor), retain_graph)
-            else:  # a subclass has its own say
-                torch.autograd.backward(loss, self._seed(loss, factor), retain_graph=retain_graph)
-        except BaseException as error:
-            self.window.broken = True
-            self.window.ranks.failed(error)
-            raise
-        finally:
-            own.discard(thread)
-
-    def _seed(self, loss: Tensor, factor: float) -> Tensor:
-        """The factor as a gradient for the loss, made once per value."""
         key = (factor, loss.dtype, loss.device, loss.shape)
         seed = self._seeds.get(key)
         if seed is None:
             if len(self._seeds) >= _SEEDS_KEPT:
                 self._seeds.clear()
             seed = self._seeds[key] = torch.full(loss.shape, factor, dtype=loss.dtype, device=loss.device)
-        return seed
+        own, thread = self._own, threading.get_ident()
+        own.add(thread)
+        try:
+            if type(loss) is Tensor:
+                _torch.run_backward(loss, seed, retain_graph)
+            else:  # a subclass has its own say
+                torch.autograd.backward(loss, seed, retain_graph=retain_graph)
+        except BaseException as error:
+            self.window.broken = True
+            self.window.ranks.failed(error)
+            raise
+        finally:
+            own.discard(thread)
 
     def _rescale(self) -> float:
         """What brings gradients at the present loss scale to the scale the window began with; 1 but after a skip."""

@@ -142,6 +142,18 @@ def _make_hook(
     return hook
 
 
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A bound method that does not keep its object alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: object) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args)
+
+    return call
+
+
 def _remove_all(handles: _Handles) -> None:
     while handles:
         handles.popitem()[1].remove()

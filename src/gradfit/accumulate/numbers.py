@@ -48,6 +48,8 @@ def read_count(value: Any, name: str, *, minimum: int = 1) -> int:
 
 def check_loss(loss: Any, name: str = "loss") -> Tensor:
     """A loss that can be differentiated: one real number with a graph behind it."""
+    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and loss.is_floating_point():
+        return loss
     if not isinstance(loss, Tensor):
         raise MisuseError(
             f"{name} is a {type(loss).__name__}, not a tensor. Pass the tensor the loss function returned."
@@ -59,6 +61,4 @@ def check_loss(loss: Any, name: str = "loss") -> Tensor:
             f"{name} has no graph: it does not require a gradient. Compute it outside torch.no_grad() and without "
             ".detach()."
         )
-    if not loss.is_floating_point():
-        raise MisuseError(f"{name} is {loss.dtype}, expected a real number. Pass {name}.abs() or .real.")
-    return loss
+    raise MisuseError(f"{name} is {loss.dtype}, expected a real number. Pass {name}.abs() or .real.")

@@ -46,7 +46,22 @@ def check_optimizer(optimizer: Any) -> None:
 def parameters_of(optimizer: Any) -> list[Tensor] | None:
     """An optimizer's parameters in its own order; None for one that does not say."""
     groups = getattr(optimizer, "param_groups", None)
-    return None if groups is None else [parameter for group in groups for parameter in group["params"]]
+    if groups is None:
+        return None
+    return groups[0]["params"] if len(groups) == 1 else [tensor for group in groups for tensor in group["params"]]
+
+
+def stepper_of(optimizer: Any) -> torch.optim.Optimizer | None:
+    """The torch optimizer whose hooks will tell of a step: this one, or the one that it wraps; None if there is none.
+
+    Wrappers (accelerate's, Lightning Fabric's, a Lookahead) are torch optimizers by name, but only the inner one runs
+    hooks, and some of them leave steps out.
+    """
+    while optimizer is not None:
+        if isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer).step, "hooked", False):
+            return optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
+    return None
 
 
 @contextlib.contextmanager
@@ -85,6 +100,9 @@ def _convert_state(state: Any, tensor: Tensor, dtype: torch.dtype) -> None:
 class StepWatcher(Protocol):
     """Whoever wants to know that an optimizer steps."""
 
+    stepping: bool
+    """It steps one itself, and asks only whether that was done."""
+
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """A torch optimizer is about to step."""
 
@@ -98,7 +116,7 @@ def watch_steps(watcher: StepWatcher) -> None:
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         alive = reference()
-        if alive is not None:
+        if alive is not None and not alive.stepping:
             alive.before_step(optimizer)
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -77,6 +77,23 @@ def read_parameters(parameters: Any) -> list[Tensor]:
     if not tensors:
         raise MisuseError("parameters is empty: there are no parameters. Pass model.parameters().")
     return tensors
+
+
+def read_members(tensors: Iterable[Any], known: Set[int], name: str) -> list[Tensor]:
+    """Tensors that gradients can add up in, none of them among those whose ids are known, and none twice."""
+    new: dict[int, Tensor] = {}
+    for position, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            raise MisuseError(f"{name} holds a {type(tensor).__name__}, not a tensor. Pass model.parameters().")
+        if id(tensor) in known or id(tensor) in new:
+            raise MisuseError(
+                f"{name}: the tensor at {position}, of shape {tuple(tensor.shape)}, is there twice. Pass it once."
+            )
+        if not tensor.is_leaf or not (tensor.is_floating_point() or tensor.is_complex()):
+            kind = "not a leaf" if not tensor.is_leaf else f"of type {tensor.dtype}"
+            raise MisuseError(f"{name}: the tensor at {position} is {kind}. Pass model.parameters().")
+        new[id(tensor)] = tensor
+    return list(new.values())
 
 
 def require_members(optimizer: Any, tensors: list[Tensor]) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,16 +16,18 @@ from torch import Tensor
 from gradfit.accumulate.counting import BackwardCounter
 from gradfit.accumulate.numbers import Number
 from gradfit.accumulate.scaling import gradient_norm
+from gradfit.accumulate.transaction import Total
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """What one process brings to the end of a window."""
 
     weights: dict[str, Number]
     """Every denominator by its term's name; that of the main loss is ""."""
     micro_batches: int
     skipped: int
+    notes: dict[str, float]
+    """Numbers to add up over all processes, such as losses."""
     base: float = 1.0
     """The loss scale that the sums carry."""
     scale: float = 1.0
@@ -38,20 +39,18 @@ class Part:
     present: tuple[int, ...] = ()
     """Positions of the parameters that have a gradient here."""
     sparse: tuple[int, ...] = ()
-    notes: dict[str, float] = field(default_factory=dict)
-    """Numbers to add up over all processes, such as losses."""
     broken: bool = False
     """It holds half a micro-batch: nobody can use this window."""
+    leader: int | None = None
+    """Of a whole: a rank that others, which only keep up, must follow; None if nobody does."""
+    active: tuple[int, ...] = ()
+    """Of a whole: the ranks that have brought anything."""
 
 
-@dataclass(frozen=True)
 class Whole(Part):
     """What all processes have brought together; `flushing` if nobody has more to give."""
 
-    leader: int | None = None
-    """A rank that others, which only keep up, must follow; None if nobody does."""
-    active: tuple[int, ...] = ()
-    """The ranks that have brought anything."""
+    __slots__ = ()
 
 
 class Window(Protocol):
@@ -75,9 +74,9 @@ class Alone:
         """Where each parameter's gradient adds up during a window."""
         return tensors
 
-    def meet(self, part: Part) -> Whole:
-        """Learn what all processes hold."""
-        return Whole(**vars(part))
+    def meet(self, part: Whole) -> Whole:
+        """Learn what all processes hold, from what this one does."""
+        return part
 
     def reduce(self, window: Any, whole: Whole, factor: float) -> float:
         """Add up `factor` times the gradients of all processes in `.grad`; gives the factor that is still missing."""
@@ -109,6 +108,16 @@ class Alone:
 
 
 ALONE = Alone()
+
+
+def present_in(sources: Sequence[Any], terms: Iterable[Total]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which parameters have a gradient, and which a sparse one."""
+    found = {at: source.grad for at, source in enumerate(sources) if source.grad is not None}
+    for term in terms:
+        for at, gradient in term.gradients.items():
+            if at not in found or not gradient.is_sparse:
+                found[at] = gradient
+    return tuple(sorted(found)), tuple(sorted(at for at, gradient in found.items() if gradient.is_sparse))
 
 
 def ranks_of(tensors: Iterable[Tensor], window: Window) -> Alone:

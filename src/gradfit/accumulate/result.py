@@ -15,7 +15,8 @@ class StepResult(NamedTuple):
 
     stepped: bool
     reason: str
-    """"stepped", "accumulating", "empty window", "no weight", "non-finite gradient" or "no optimizer"."""
+    """"stepped", "accumulating", "empty window", "no weight", "non-finite gradient", "no optimizer", or, of a wrapper
+    whose `step()` did nothing, "left out by the optimizer"."""
     grad_norm: float | None
     """The norm of the normalised gradient before clipping; None while the window is still filling."""
     weight: int | float

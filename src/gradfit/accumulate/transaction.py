@@ -27,6 +27,13 @@ class Total:
         """What turns the sums into a mean; 1 if there is nothing to divide."""
         return self.divisor / self.weight if self.weight and self.divisor is not None else 1.0
 
+    def pour_into(self, sources: Sequence[Any]) -> None:
+        """Add the mean to the sources' `.grad`, and give up the sums."""
+        for position, gradient in self.gradients.items():
+            source = sources[position]
+            source.grad = add_scaled(source.grad, gradient, self.factor)
+        self.gradients = {}
+
 
 class Transaction:
     """Takes the window's sums out of `.grad`, so that what comes in there is one micro-batch's alone.

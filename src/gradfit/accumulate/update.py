@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradfit.accumulate.optimizers import AnyOptimizer, full_precision, parameters_of
+from gradfit.accumulate.optimizers import AnyOptimizer, full_precision, stepper_of
 from gradfit.accumulate.result import StepResult
 from gradfit.accumulate.scaling import nonfinite_gradient
 from gradfit.accumulate.window import AccumulationContext
@@ -29,12 +29,15 @@ class Update:
         skip_nonfinite: bool,
         widens: bool,
     ) -> None:
-        self.window, self.optimizer, self.scaler, self.clip = window, optimizer, scaler, clip
+        self.window, self.optimizer, self.scaler = window, optimizer, scaler
+        by_norm = isinstance(clip, int | float)
+        self.max_norm, self.clipper = clip if by_norm else None, None if by_norm else clip
         self.skip_nonfinite, self.widens = skip_nonfinite, widens
+        self._stepper = stepper_of(optimizer)
         self.windows = 0
         self.notes: dict[str, float] = {}  # what was noted in the last window, added up over all processes
         self.all_flushing = True  # in the last window: nobody has more to give
-        self._stepping = self._stepped = False
+        self.stepping = self._stepped = False
         self._widened: contextlib.ExitStack | None = None
 
     def finish(self, *, flushing: bool = False, joined: bool = False) -> StepResult:
@@ -44,7 +47,9 @@ class Update:
         """
         window, optimizer, ranks = self.window, self.optimizer, self.window.ranks
         self.narrow_again()
-        scaler = self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
+        scaler = self.scaler
+        if scaler is not None and not scaler.is_enabled():
+            scaler = None
         if not window.enabled:
             return self._finish_plain(scaler)
         whole = window.meet(flushing=flushing, joined=joined, scale=1.0 if scaler is None else scaler.get_scale())
@@ -55,7 +60,7 @@ class Update:
             return StepResult(False, "no weight" if taken or skipped else "empty window", None, 0, taken, skipped)
         ranks.share_options(optimizer, whole, joined)
         factor = window.combine()
-        gradients = [tensor.grad for tensor in window.tensors if tensor.grad is not None]
+        gradients = [one for tensor in window.tensors if (one := tensor.grad) is not None]
         if scaler is not None:
             if ranks.size > 1:
                 scaler.scale(torch.zeros((), device=gradients[0].device))  # else it has no scale where nothing was run
@@ -73,40 +78,39 @@ class Update:
                 raise nonfinite_gradient(window.tensors, "the window", "reset() drops it, on_nonfinite='skip' always.")
             self._end(None)
             return StepResult(False, "non-finite gradient", norm, weight, taken, taken + skipped)
-        by_norm = isinstance(self.clip, int | float)
-        if by_norm and norm > self.clip:
-            factor *= self.clip / norm
+        if self.max_norm is not None and norm > self.max_norm:
+            factor *= self.max_norm / norm
         window.scale_gradients(factor)
-        if self.clip is not None and not by_norm:
-            self.clip.clip_grads(window.tensors)
+        if self.clipper is not None:
+            self.clipper.clip_grads(window.tensors)
         if optimizer is None:
             window.finalise(normalised=True)
             return StepResult(False, "no optimizer", norm, weight, taken, skipped)
         stepped = self._step(optimizer, scaler)
         self._end(norm**2)
-        return StepResult(stepped, "stepped" if stepped else "non-finite gradient", norm, weight, taken, skipped)
+        return StepResult(stepped, _reason(stepped, scaler), norm, weight, taken, skipped)
 
     def _finish_plain(self, scaler: Any) -> StepResult:
         """A step while the accumulator is disabled: clip and step with what is in `.grad`."""
         window, optimizer = self.window, self.optimizer
         if scaler is not None:
             scaler.unscale_(optimizer)
-        gradients = [tensor.grad for tensor in window.tensors if tensor.grad is not None]
+        gradients = [one for tensor in window.tensors if (one := tensor.grad) is not None]
         norm = window.ranks.norm(gradients)
-        if isinstance(self.clip, int | float):
-            window.scale_gradients(self.clip / norm if norm > self.clip else 1.0)
-        elif self.clip is not None:
-            self.clip.clip_grads(window.tensors)
+        if self.max_norm is not None and norm > self.max_norm:
+            window.scale_gradients(self.max_norm / norm)
+        if self.clipper is not None:
+            self.clipper.clip_grads(window.tensors)
         if optimizer is None:
             window.finalise(normalised=True)
             return StepResult(False, "no optimizer", norm, window.weight, 0, 0)
         stepped = self._step(optimizer, scaler)
         self._end(norm**2)
-        return StepResult(stepped, "stepped" if stepped else "non-finite gradient", norm, 0, 0, 0)
+        return StepResult(stepped, _reason(stepped, scaler), norm, 0, 0, 0)
 
     def _step(self, optimizer: AnyOptimizer, scaler: Any) -> bool:
         """Step, and say whether that really happened: a scaler looks at parameters that are not ours, too."""
-        self._stepping, self._stepped = True, not isinstance(optimizer, torch.optim.Optimizer)
+        self.stepping, self._stepped = True, self._stepper is None
         try:
             with full_precision(optimizer, self.window.tensors) if self.widens else _NOTHING:
                 if scaler is None:
@@ -115,12 +119,15 @@ class Update:
                     scaler.step(optimizer)
                     scaler.update()
         finally:
-            self._stepping = False
+            self.stepping = False
         return self._stepped
 
     def _end(self, squared_norm: float | None) -> None:
         if self.optimizer is not None:
             self.optimizer.zero_grad()
+        else:  # nothing was handed to the user
+            for tensor in self.window.tensors:
+                tensor.grad = None
         self._count(squared_norm)
 
     def _count(self, squared_norm: float | None) -> None:
@@ -134,7 +141,7 @@ class Update:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """A torch optimizer is about to step: if it was not us, the window's gradients become final now."""
-        if self._stepping or not self.window.enabled or not self._holds(optimizer):
+        if not self.window.enabled or not self._holds(optimizer):
             return
         self.narrow_again()
         if self.window.accumulation_steps or self.window.ranks.size > 1:
@@ -145,20 +152,26 @@ class Update:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """It has stepped: the window is over. Clearing the gradients is up to whoever stepped."""
-        if self._stepping:
-            self._stepped = self._stepped or optimizer is self.optimizer
+        if self.stepping:
+            self._stepped = self._stepped or optimizer is self._stepper
         elif self.window.enabled and self._holds(optimizer):
             self.narrow_again()
             self._count(None)
 
     def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        if optimizer is self.optimizer:
+        if optimizer is self._stepper:
             return True
-        mine = {id(tensor) for tensor in self.window.tensors}
-        return any(id(tensor) in mine for tensor in parameters_of(optimizer) or ())
+        mine = self.window.ids
+        return any(not mine.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
 
     def narrow_again(self) -> None:
         """Take back the widening of a step by hand, also one that failed."""
         if self._widened is not None:
             self._widened.close()
             self._widened = None
+
+
+def _reason(stepped: bool, scaler: Any) -> str:
+    if stepped:
+        return "stepped"
+    return "left out by the optimizer" if scaler is None else "non-finite gradient"

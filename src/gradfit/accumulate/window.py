@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import math
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradfit import _torch
-from gradfit.accumulate.counting import BackwardCounter
+from gradfit.accumulate.counting import BackwardCounter, weakly
+from gradfit.accumulate.finals import FinalGradients
 from gradfit.accumulate.marks import mark, unmark
 from gradfit.accumulate.numbers import Number, read_count
-from gradfit.accumulate.ranks import ALONE, Alone, Part, Whole, ranks_of
+from gradfit.accumulate.options import read_members
+from gradfit.accumulate.ranks import ALONE, Alone, Whole, present_in, ranks_of
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
-from gradfit.accumulate.transaction import Total, Transaction, add_scaled
+from gradfit.accumulate.transaction import Total, Transaction
 from gradfit.errors import MisuseError
 
 
@@ -46,11 +47,12 @@ class AccumulationContext:
     def __init__(self, target_steps: int, *, strategy: Strategy | None = None) -> None:
         self.strategy = FixedStepCount(read_count(target_steps, "target_steps")) if strategy is None else strategy
         self.tensors: list[Tensor] = []
+        self.ids: set[int] = set()  # of the tensors
         self.ranks: Alone = ALONE
         self.sources: Sequence[Any] = self.tensors  # whose `.grad` autograd adds to
         self._found_alone = True  # nobody shares the tensors, as far as was seen when they were registered
         self.lock = threading.RLock()
-        self.counter = BackwardCounter(_bound(self, "_count_plain"), _bound(self, "break_off"))
+        self.counter = BackwardCounter(weakly(self._count_plain), weakly(self.break_off))
         self.delimited = False  # step() was seen to end micro-batches, so passes between two calls are one
         self.enabled = True
         self.transaction: Transaction | None = None
@@ -72,7 +74,7 @@ class AccumulationContext:
         self.notes: dict[str, float] = {}  # for whoever ends the window: numbers to be added up over all processes
         self.whole: Whole | None = None  # what all processes hold, once they have met
         self.rescaled = False  # the scaler has another one by now
-        self._marks: list[tuple[Tensor, weakref.ref[Tensor], int, int]] = []
+        self._finals: FinalGradients | None = None
         self.counter.end_micro_batch()
         self.ranks.release()
 
@@ -134,7 +136,7 @@ class AccumulationContext:
         """Stop counting; the tensors and their `.grad` are left as they are."""
         self.counter.close()
         unmark(self, self.tensors)
-        self.tensors = []
+        self.tensors, self.ids = [], set()
         self._find_ranks()
         self._clear()
 
@@ -154,21 +156,9 @@ class AccumulationContext:
 
     def register_all(self, tensors: Iterable[Tensor], name: str) -> None:
         """Register tensors, all or none."""
-        known = {id(tensor) for tensor in self.tensors}
-        new = []
-        for position, tensor in enumerate(tensors):
-            if not isinstance(tensor, Tensor):
-                raise MisuseError(f"{name} holds a {type(tensor).__name__}, not a tensor. Pass model.parameters().")
-            if id(tensor) in known:
-                raise MisuseError(
-                    f"{name}: the tensor at {position}, of shape {tuple(tensor.shape)}, is there twice. Pass it once."
-                )
-            if not tensor.is_leaf or not (tensor.is_floating_point() or tensor.is_complex()):
-                kind = "not a leaf" if not tensor.is_leaf else f"of type {tensor.dtype}"
-                raise MisuseError(f"{name}: the tensor at {position} is {kind}. Pass model.parameters().")
-            known.add(id(tensor))
-            new.append(tensor)
+        new = read_members(tensors, self.ids, name)
         self.tensors += new
+        self.ids.update(map(id, new))
         mark(self, new)
         for tensor in new:
             self.counter.watch(tensor)
@@ -181,6 +171,7 @@ class AccumulationContext:
             self.counter.forget(tensor)
         unmark(self, gone.values())
         self.tensors = [tensor for tensor in self.tensors if id(tensor) not in gone]
+        self.ids -= gone.keys()
         self._find_ranks()
 
     def _find_ranks(self) -> None:
@@ -210,16 +201,15 @@ class AccumulationContext:
             self._look_again()
         if not self.final:
             return
-        if self._is_consumed(passes=0) or self.applied:
-            if self.applied:
-                for tensor, gradient, *_ in self._marks:
-                    if tensor.grad is gradient():
-                        tensor.grad = None
+        finals = self._finals
+        if finals is None or self.applied or finals.are_used():
+            if finals is not None and self.applied:
+                finals.clear()
             self._clear()
         elif self.terms:
             raise MisuseError(_UNUSED)
         else:  # the gradients are now Σ/total: as if the total had been the divisor from the start
-            self.main.divisor, self.final, self._marks = float(self.main.weight), False, []
+            self.main.divisor, self.final, self._finals = float(self.main.weight), False, None
 
     def divisor_for(self, weight: Number, *, narrow: bool) -> float:
         """The provisional divisor, chosen now if this is the window's first weight.
@@ -277,7 +267,7 @@ class AccumulationContext:
             if self._found_alone:
                 self._look_again()
             if self.final:
-                if not self._is_consumed(passes=1):
+                if self._finals is not None and not self._finals.are_used(passes=1):
                     self.broken = True
                     raise MisuseError(_UNUSED)
                 self._clear()
@@ -317,52 +307,33 @@ class AccumulationContext:
                 self.main.divisor = 1.0
             by_hand = self.ranks.size == 1 or any(source.grad is not None for source in self.sources)
             self.add(1 if by_hand else 0)  # gradients put there by hand, or a process that has none
-        full = self.is_full
-        if self.delimited or not full:
-            self.delimited = True
-            if self.open > 1:
-                self.main.weight -= max(0, self.open_plain - 1)
-                self.open = 1
-                full = self.is_full
+        if not self.delimited:
+            self.delimited = not self.is_full
+        if self.open > 1 and self.delimited:
+            self.main.weight -= max(0, self.open_plain - 1)
+            self.open = 1
         self.closed += self.open
         self.open = self.open_plain = 0
-        return full
+        return self.strategy.is_complete(self.closed, self.weight)
 
     # -- ending ---------------------------------------------------------------------------------------------------
 
     def meet(self, *, flushing: bool = False, joined: bool = False, scale: float = 1.0) -> Whole:
         """Learn, once per window, what all processes hold; the totals are everybody's from here on."""
         if self.whole is None:
-            present, sparse = self._present() if self.ranks.size > 1 or self.ranks.lockstep else ((), ())
-            steps, base = self.accumulation_steps, self.scale
-            broken = self.broken or self.counter.found_dead
-            part = Part(
-                self.totals(),
-                steps - self.skipped,
-                self.skipped,
-                base=base,
-                scale=scale,
-                flushing=flushing,
-                joined=joined,
-                present=present,
-                sparse=sparse,
-                notes=self.notes,
-                broken=broken,
-            )
-            self.whole = self.ranks.meet(part)
-            self.scale = self.whole.base
-            for name, total in self.whole.weights.items():
-                (self.terms.setdefault(name, Total()) if name else self.main).weight = total
+            ranks = self.ranks
+            present, sparse = present_in(self.sources, self.terms.values()) if ranks.size > 1 else ((), ())
+            steps, skipped, broken = self.accumulation_steps, self.skipped, self.broken or self.counter.found_dead
+            part = Whole(
+                self.totals(), steps - skipped, skipped, self.notes, self.scale, scale, flushing, joined, present,
+                sparse, broken,
+            )  # fmt: skip
+            self.whole = ranks.meet(part)
+            if self.whole is not part:
+                self.scale = self.whole.base
+                for name, total in self.whole.weights.items():
+                    (self.terms.setdefault(name, Total()) if name else self.main).weight = total
         return self.whole
-
-    def _present(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Which parameters have a gradient, and which a sparse one."""
-        found = {at: source.grad for at, source in enumerate(self.sources) if source.grad is not None}
-        for term in self.terms.values():
-            for at, gradient in term.gradients.items():
-                if at not in found or not gradient.is_sparse:
-                    found[at] = gradient
-        return tuple(sorted(found)), tuple(sorted(at for at, gradient in found.items() if gradient.is_sparse))
 
     def combine(self) -> float:
         """Bring every sum of every process into `.grad`; gives the factor that is still to be multiplied by."""
@@ -377,27 +348,18 @@ class AccumulationContext:
                     if factor != 1.0 and source.grad is not None:
                         source.grad.mul_(factor)
                 for term in self.terms.values():
-                    for position, gradient in term.gradients.items():
-                        source = self.sources[position]
-                        source.grad = add_scaled(source.grad, gradient, term.factor)
-                    term.gradients = {}
+                    term.pour_into(self.sources)
             factor = 1.0
         self.final = bool(self.terms) or self.ranks.size > 1 or self.ranks.lockstep
         return self.ranks.reduce(self, whole, factor)
 
     def finalise(self, *, normalised: bool = False) -> None:
         """Make `.grad` the mean over the window, once; `normalised` if it is already."""
-        if self.final and self._marks:
+        if self.final and self._finals:
             return
         if not normalised:
             self.scale_gradients(self.combine())
-        self.final = True
-        version = _torch.version_of
-        self._marks = [
-            (tensor, weakref.ref(tensor.grad), version(tensor.grad), version(tensor))
-            for tensor in self.tensors
-            if tensor.grad is not None
-        ]
+        self.final, self._finals = True, FinalGradients(self.tensors)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the gradients in place; nothing is read or written for a factor of 1."""
@@ -427,30 +389,8 @@ class AccumulationContext:
                 "it; with isolate=True, `with accumulator.micro_batch():` leaves the window as it was before."
             )
 
-    def _is_consumed(self, *, passes: int) -> bool:
-        """Whether anybody has used the final gradients: replaced or changed them, or changed the tensors."""
-        version = _torch.version_of
-        for tensor, gradient, gradient_version, tensor_version in self._marks:
-            if tensor.grad is None or tensor.grad is not gradient() or version(tensor) != tensor_version:
-                return True
-            if version(tensor.grad) - gradient_version > passes:
-                return True
-        return not self._marks
-
 
 _UNUSED = (
     "The window is full and its gradients are final, but neither a step nor zero_grad came before the next backward. "
     "Step the optimizer and zero the gradients once is_ready is true, or call reset()."
 )
-
-
-def _bound(window: AccumulationContext, method: str) -> Callable[..., None]:
-    """A method that does not keep its window alive."""
-    reference = weakref.ref(window)
-
-    def call(*args: object) -> None:
-        alive = reference()
-        if alive is not None:
-            getattr(alive, method)(*args)
-
-    return call
