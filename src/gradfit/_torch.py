@@ -57,7 +57,7 @@ def direct(op: Any) -> Any:
     """What does the work behind an operator's Python object."""
     if type(op) is not torch._ops.OpOverload:
         return op
-    return _BINDINGS.get(op._name.removesuffix(".default"), op._op)
+    return _BINDINGS.get(op._name, op._op)
 
 
 def is_operator(op: Any) -> bool:

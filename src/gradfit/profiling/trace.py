@@ -24,6 +24,7 @@ from gradfit import _torch_distributed as distributed
 from gradfit._torch import after_accumulation, current_node, graph_task_id, storage_key
 from gradfit._torch_listen import DispatchMode
 from gradfit.tape import replay
+from gradfit.tape.allocate import without_content
 from gradfit.tape.drop import DropAll
 from gradfit.tape.graph import Segment
 from gradfit.tape.ops import info_of
@@ -127,6 +128,8 @@ class Trace(DispatchMode):
         made = [entry for entry in fresh_results(out, args) if entry[2] not in keys]
         if not made and not keys:
             return out
+        if info.shape_only and without_content(info, args, kwargs, out) is not None:
+            inputs = ()
         index = len(self.operations)
         known = all(value is not None for value in before) and len(set(keys)) == len(keys)
         op = TracedOp(

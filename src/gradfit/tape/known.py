@@ -216,7 +216,7 @@ def _constant_of(op: Operation | None) -> Any:
     name = op.func.__name__
     if "full" not in name:
         return 1 if "ones" in name else 0
-    return op.kwargs["fill_value"] if "fill_value" in op.kwargs else op.args[2 if name.startswith("new_full") else 1]
+    return op.kwargs["fill_value"] if "fill_value" in op.kwargs else op.args[-1]
 
 
 def save_before_write(old: Value) -> None:

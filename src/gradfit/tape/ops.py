@@ -35,6 +35,7 @@ class OpInfo:
     grad_mode: bool = False  # its results depend on whether gradients are enabled
     writes_self: bool = False  # one result, which is the first argument, and nothing else is written
     writes_lists: bool = False
+    shape_only: str = ""  # the name of one that does not read what is in its tensors: see allocate.py
     collective: bool = False  # talks to other processes, and writes to what it is given
 
     @property
@@ -63,6 +64,11 @@ _RUNNING_STATISTICS = {
 _METADATA = {"set_", "resize_", "resize_as_", "as_strided_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapdims_",
              "swapaxes_", "_resize_output_", "detach_", "requires_grad_", "rename_", "set_data", "record_stream",
              "_reshape_copy_", "resize", "set", "squeeze_.dims"}  # fmt: skip
+# These look at the shape of their tensor, not at what is in it.
+_SHAPE_ONLY = {
+    "empty_like", "new_empty", "new_empty_strided", "zeros_like", "new_zeros", "ones_like", "new_ones", "full_like",
+    "new_full", "rand_like", "randn_like",
+}  # fmt: skip
 _RNN_WITH_HIDDEN_STATE = {"_cudnn_rnn", "miopen_rnn", "_cudnn_init_dropout_state"}
 # Makes the workspace that its backward needs only where gradients are enabled.
 _GRAD_MODE = {"mkldnn_rnn_layer"}
@@ -131,6 +137,7 @@ def _describe(op: Any) -> OpInfo:
     takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
     makes_from_nothing = aten and not takes_tensors and "dtype" in names
     collective = namespace in _COLLECTIVES
+    shape_only = name if aten and name in _SHAPE_ONLY else ""
     plain = recordable and not (view or writes or scratch or makes_from_nothing or collective)
     return OpInfo(
         view=view,
@@ -140,7 +147,7 @@ def _describe(op: Any) -> OpInfo:
         fragile=UNINITIALISED if aten and name in _EMPTY else CONSTANT if aten and name in _CONSTANT else None,
         scratch=scratch,
         recordable=recordable,
-        simple=plain and not random,
+        simple=plain and not random and not shape_only,
         call=direct(op),
         generator="generator" in names,
         dropout=names.index("dropout_p") if "dropout_p" in names else None,
@@ -156,5 +163,6 @@ def _describe(op: Any) -> OpInfo:
             argument.alias_info is not None and argument.alias_info.is_write and "List" in str(argument.type)
             for argument in schema.arguments
         ),
+        shape_only=shape_only,
         collective=collective,
     )

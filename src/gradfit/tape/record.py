@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version, saved_tensors_hooks
 from gradfit._torch import graph_task_id, storage_key
 from gradfit._torch_listen import listening
 from gradfit.tape import process, replay, rng
+from gradfit.tape.allocate import without_content
 from gradfit.tape.graph import Leaf, Operation, Segment, Slice, Value, geometry_of
 from gradfit.tape.known import ATOMS, NO_KWARGS, Fresh, next_index
 from gradfit.tape.ops import OpInfo, info_of, infos, view_names
@@ -104,6 +105,8 @@ class Recorder(Writer):
             args = [_scratch(each) if at in info.scratch else each for at, each in enumerate(args)]
         if info.dtype and "dtype" not in kwargs and isinstance(out, _Tensor):
             kwargs = {**kwargs, "dtype": out.dtype}  # the default dtype may be another one at replay
+        if info.shape_only and (instead := without_content(info, args, kwargs, out)) is not None:
+            info, args, kwargs = instead
         self._record(func, info, args, kwargs, out, state)
         return out
 

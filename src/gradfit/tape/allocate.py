@@ -1,0 +1,37 @@
+"""Operations that look at a tensor's shape and not at what is in it: replayed without the tensor.
+
+On the CPU a dropout mask begins as `empty_like(x)`. Recorded as it was called, rebuilding the mask would first rebuild
+`x`, with the matrix product that made it, only to ask for its size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gradfit.tape.ops import OpInfo, info_of
+from gradfit.tape.storage import PLAIN
+
+_aten = torch.ops.aten
+_EMPTY = {"empty_like", "new_empty", "new_empty_strided"}
+_FILLED = {"zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1, "full_like": None, "new_full": None}
+_RANDOM = {"rand_like": _aten.rand.default, "randn_like": _aten.randn.default}
+
+
+def without_content(info: OpInfo, args: Any, kwargs: Any, out: Any) -> tuple[OpInfo, Any, dict[str, Any]] | None:
+    """An operator and arguments, no tensor among them, that make what `info` made; None if it read its arguments."""
+    if not info.shape_only or type(out) not in PLAIN:
+        return None
+    options = {"dtype": out.dtype, "device": out.device}
+    name = info.shape_only
+    if name in _EMPTY:
+        return info_of(_aten.empty_strided.default), (out.size(), out.stride()), options
+    if not out.is_contiguous():
+        return None
+    if name in _RANDOM:
+        return info_of(_RANDOM[name]), (out.size(),), options
+    number = _FILLED[name]
+    if number is None:
+        number = kwargs["fill_value"] if "fill_value" in kwargs else args[-1]
+    return info_of(_aten.full.default), (out.size(), number), options
