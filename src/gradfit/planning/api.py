@@ -62,7 +62,7 @@ def frontier(profile: Profile, *, batch_size: int | None = None, points: int = 1
         share = index / (points - 1)
         even = smallest.solution.peak_bytes + share * (fastest - smallest.solution.peak_bytes)
         budget = int((even + smallest.solution.peak_bytes * ratio**share) / 2)
-        choice = search.best(max(budget, smallest.solution.peak_bytes))
+        choice = search.best(max(budget, smallest.solution.peak_bytes), effort="fill")
         if choice is not None:
             found.append(choice)
     front: list[Choice] = []
@@ -182,7 +182,7 @@ def _with_alternatives(made: Plan, choice: Choice) -> Plan:
     found: list[Alternative | None] = []
     for target in (peak - step, peak + step):
         plain = target > peak and choice.solution.extra_seconds == 0
-        other = None if plain else solver.solve(target, polish=False)
+        other = None if plain else solver.solve(target, effort="chain")
         if other is None or other.peak_bytes == peak:
             found.append(None)
             continue

@@ -22,14 +22,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 
 from gradfit.planning.chain import best_chain
-from gradfit.planning.menus import Option, menu
+from gradfit.planning.menus import Option, Way, menu, ways
 from gradfit.planning.mincut import PricedCut
 from gradfit.planning.polish import anneal, fill
-from gradfit.planning.simulate import KEEP, Segments, Simulation, simulate
+from gradfit.planning.simulate import KEEP, Segments, Simulation, Simulator
 from gradfit.planning.stages import Anatomy, find_cuts, keep_needed
 from gradfit.profiling.graph import Graph
 
@@ -39,7 +40,11 @@ _NESTED_SPANS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
 _LONGEST_NESTED = 1500  # operations
 _MEDIUM = 300  # operations up to which nested segments are tried where flat ones would do
 _KEPT_CUTS = (0, 1, 3)
-_ANNEALED = 64  # operations up to which local search is worth its time
+_ANNEALED = 100  # operations up to which local search is worth its time
+
+
+Effort = Literal["chain", "fill", "anneal"]
+Book = dict[tuple[int, ...], list[Way]]  # by whether nested, and the cuts of the piece
 
 
 @dataclass(frozen=True)
@@ -60,10 +65,15 @@ class Solution:
 
 
 class FastSolver:
-    """Plans for one graph; menus are made once, so that many budgets cost little more than one."""
+    """Plans for one graph; menus are made once, so that many budgets cost little more than one.
 
-    def __init__(self, graph: Graph) -> None:
+    Solvers of one profile at several micro-batch sizes share a `book`: what is worth doing with a piece at one size is
+    worth looking at for the others, and finding it takes longer than to see what it costs.
+    """
+
+    def __init__(self, graph: Graph, book: Book | None = None) -> None:
         self.graph = graph
+        self._simulator = Simulator(graph)
         self.plain = self._simulated(keep_needed(graph), Segments([0] * len(graph.nbytes)))
         self._anatomy = Anatomy(graph)
         self._cuts = find_cuts(graph, most=_MOST_UNITS)
@@ -72,6 +82,7 @@ class FastSolver:
         self._hull_units = 4 if len(self._mean_seconds) <= 12 else 2  # menus are many where nothing repeats
         self._menus: dict[tuple[int, int, bool], tuple[list[Option], int]] = {}
         self._alike: dict[tuple[object, ...], list[Option]] = {}
+        self._book: Book = {} if book is None else book
         self._networks: dict[int, PricedCut] = {}
         self._at_prices: dict[tuple[int, float], Solution] = {}
         self._smallest: Solution | None = None
@@ -79,8 +90,11 @@ class FastSolver:
         self._cheapest_price = min(densities, default=1.0) / 2
         self._dearest_price = max(densities, default=1.0) * 100
 
-    def solve(self, budget_bytes: int, *, polish: bool = True) -> Solution | None:
-        """The fastest plan found whose simulated peak is at most the budget, or None."""
+    def solve(self, budget_bytes: int, *, effort: Effort = "anneal") -> Solution | None:
+        """The fastest plan found whose simulated peak is at most the budget, or None.
+
+        With less `effort` the chain's plan as it is, or with the room filled that it leaves.
+        """
         if self.plain.peak_bytes <= budget_bytes:
             return self.plain
         starts = [self._fitted(budget_bytes, nested=False), _fastest(self._priced(budget_bytes))]
@@ -91,10 +105,10 @@ class FastSolver:
             starts.append(self._fitted(budget_bytes, nested=True))
             if _fastest(starts) is None and self.smallest().peak_bytes <= budget_bytes:
                 starts.append(self.smallest())
-        if not polish:
+        if effort == "chain":
             return _fastest(starts)
         filled = _fastest([self._filled(start, budget_bytes) for start in starts if start is not None])
-        return filled and self._annealed(filled, budget_bytes)
+        return self._annealed(filled, budget_bytes) if filled is not None and effort == "anneal" else filled
 
     def _priced(self, budget_bytes: int) -> list[Solution]:
         """One price per byte for the whole graph, with what crosses every n-th cut kept to bound the burst."""
@@ -104,7 +118,7 @@ class FastSolver:
             for _ in range(8):
                 price = math.sqrt(low * high)
                 trial = self._at_price(every, price)
-                if trial.peak_bytes <= budget_bytes:
+                if trial.peak_bytes <= budget_bytes and math.isfinite(trial.extra_seconds):
                     found.append(trial)
                     high = price
                 else:
@@ -188,10 +202,13 @@ class FastSolver:
             first, end = self._cuts[start], self._cuts[stop]
             usual = [seconds for kind, _ in units for seconds in self._mean_seconds[kind]]
             if alike not in self._alike:
-                cuts = [cut - first for cut in self._cuts[start : stop + 1]]
-                self._alike[alike] = menu(
-                    self._anatomy.piece(first, end, usual), cuts, nested=nested, hull_units=self._hull_units
-                )
+                piece = self._anatomy.piece(first, end, usual)
+                place = (nested, *self._cuts[start : stop + 1])
+                if place not in self._book:
+                    cuts = [cut - first for cut in place[1:]]
+                    self._book[place] = ways(piece, cuts, nested=nested, hull_units=self._hull_units)
+                options = self._alike[alike] = menu(piece, self._book[place])
+                self._book[place] = [(option.actions, option.segments) for option in options]
             # The menu is for all pieces alike; the seconds are this one's.
             differs = np.array(self.graph.op_seconds[first:end]) - usual
             self._menus[key] = (
@@ -218,7 +235,8 @@ class FastSolver:
                     segment = option.segments.of[index]
                     segment_of[value] = segment + shift if segment else 0
                 parent += [p + shift if p > 0 else 0 for p in option.segments.parent[1:]]
-        return self._simulated(actions, Segments(segment_of, parent))
+        found = self._simulated(actions, Segments(segment_of, parent))
+        return found if math.isfinite(found.extra_seconds) else None  # it would replay what cannot be replayed
 
     def _seconds_by_kind(self) -> dict[int, list[float]]:
         """The mean over the units of a kind: one measurement of a short operation says little."""
@@ -236,24 +254,23 @@ class FastSolver:
         ]
 
     def _simulated(self, actions: Sequence[int], segments: Segments) -> Solution:
-        return Solution(tuple(actions), segments, simulate(self.graph, actions, segments))
+        return Solution(tuple(actions), segments, self._simulator.run(actions, segments))
 
     def _filled(self, solution: Solution, budget_bytes: int) -> Solution:
         evaluations = max(10, min(400, 80_000 // len(self.graph.op_inputs)))
-        actions = fill(self.graph, solution.actions, solution.segments, budget_bytes, evaluations=evaluations)
+        actions = fill(self._simulator, solution.actions, solution.segments, budget_bytes, evaluations=evaluations)
         return self._simulated(actions, solution.segments)
 
     def _annealed(self, best: Solution, budget_bytes: int) -> Solution:
         operations = len(self.graph.op_inputs)
         if operations > _ANNEALED:
             return best
-        # Nested segments were the chain's choice; a keep-set without them may be as good where it fits at all.
-        tries, root = min(2500, 100_000 // operations), Segments([0] * len(best.actions))
-        for seed in range(3):
-            tree = root if seed == 1 else best.segments
-            found = anneal(self.graph, best.actions, tree, budget_bytes, evaluations=tries, seed=seed)
+        # Nested segments were the chain's choice; a keep-set without them is often faster where it fits at all.
+        tries, chosen = min(2000, 100_000 // operations), best.segments
+        for seed, tree in enumerate((chosen, Segments([0] * len(best.actions)), chosen)):
+            found = anneal(self._simulator, best.actions, tree, budget_bytes, evaluations=tries, seed=seed)
             if found is not None:
-                found = fill(self.graph, found, tree, budget_bytes, evaluations=100)
+                found = fill(self._simulator, found, tree, budget_bytes, evaluations=100)
                 best = min(best, self._simulated(found, tree), key=lambda s: (s.extra_seconds, s.peak_bytes))
         return best
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from gradfit.planning.mincut import hull
-from gradfit.planning.simulate import KEEP, REBUILD, Segments, simulate
+from gradfit.planning.simulate import KEEP, REBUILD, Segments, Simulator
 from gradfit.planning.stages import Piece, last_readers, nest
 
 _LONG = 600  # operations; trees over more are few, since each is simulated
@@ -25,8 +25,11 @@ class Option:
     replays: tuple[int, ...]  # how often each of its operations runs again
 
 
-def menu(piece: Piece, units: Sequence[int], *, nested: bool, hull_units: int) -> list[Option]:
-    """The options worth having: keep-sets on the hull, and (`nested`) everything rebuilt in segments inside segments.
+Way = tuple[Sequence[int], Segments | None]  # what to do with each value of a piece
+
+
+def ways(piece: Piece, units: Sequence[int], *, nested: bool, hull_units: int) -> list[Way]:
+    """What may be worth doing: keep-sets on the hull, and (`nested`) everything rebuilt in segments inside segments.
 
     `units` are the piece's cuts, as positions in it. A piece of more than `hull_units` units only serves to drop
     everything in it.
@@ -36,17 +39,22 @@ def menu(piece: Piece, units: Sequence[int], *, nested: bool, hull_units: int) -
     nothing = [KEEP if p < 0 or v in forced else REBUILD for v, p in enumerate(graph.producer)]
     many = len(units) - 1
     flat = hull(graph, piece.forced, most=12 if many == 1 else 8) if many <= hull_units else [nothing]
-    options = [evaluate(piece, actions, None) for actions in flat]
+    found: list[Way] = [(actions, None) for actions in flat]
     if nested:
         last = last_readers(graph)
-        trees = [nest(graph, last, levels) for levels in nestings(units, len(graph.op_inputs))]
-        options += [evaluate(piece, nothing, tree) for tree in trees]
-    return prune(options)
+        found += [(nothing, nest(graph, last, levels)) for levels in nestings(units, len(graph.op_inputs))]
+    return found
 
 
-def evaluate(piece: Piece, actions: Sequence[int], segments: Segments | None) -> Option:
+def menu(piece: Piece, found: Sequence[Way]) -> list[Option]:
+    """The ways that are worth having, with what they cost."""
+    simulator = Simulator(piece.graph)
+    return prune([evaluate(piece, simulator, actions, segments) for actions, segments in found])
+
+
+def evaluate(piece: Piece, simulator: Simulator, actions: Sequence[int], segments: Segments | None) -> Option:
     graph = piece.graph
-    result = simulate(graph, actions, segments)
+    result = simulator.run(actions, segments)
     leaving = set(piece.leaving)
     kept = sum(
         graph.held_bytes[value]

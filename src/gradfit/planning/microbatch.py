@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from gradfit.planning.fast import FastSolver, Solution
+from gradfit.planning.fast import Book, Effort, FastSolver, Solution
 from gradfit.profiling.record import Profile
 
 
@@ -38,8 +38,9 @@ class MicrobatchSearch:
         smallest = max(1, min(profile.min_batch, batch_size)) if split and profile.splittable else batch_size
         self.least, self.largest = (smallest, batch_size) if micro_batch is None else (micro_batch, micro_batch)
         self._solvers: dict[int, FastSolver] = {}
+        self._book: Book = {}
 
-    def best(self, budget_bytes: int) -> Choice | None:
+    def best(self, budget_bytes: int, *, effort: Effort = "anneal") -> Choice | None:
         """The fastest step found, or None if nothing fits."""
         sizes = _grid(self.batch_size, self.least) if self.least < self.largest else [self.least]
         best: Choice | None = None
@@ -48,24 +49,24 @@ class MicrobatchSearch:
         for size in sizes[start::-1]:
             if idle == 2 or (best is not None and self._plain_step_seconds(size) >= best.step_seconds):
                 break
-            found = self.at_size(size, budget_bytes, polish=False)
+            found = self.at_size(size, budget_bytes, effort="chain")
             if found is None and best is not None:
                 break  # larger ones need more
             idle = idle + 1 if best is not None and _faster(best, found) is best else 0
             best = _faster(best, found)
         if best is None and self.least < self.largest:
             # In one piece there are no gradients to hold during the forward, so it can fit where two pieces do not.
-            best = self.at_size(self.largest, budget_bytes, polish=False)
+            best = self.at_size(self.largest, budget_bytes, effort="chain")
         if best is None:
             return None
         for size in self._between(sizes, best.micro_batch):
             if self._plain_step_seconds(size) < best.step_seconds:
-                best = _faster(best, self.at_size(size, budget_bytes, polish=False)) or best
-        return _faster(best, self.at_size(best.micro_batch, budget_bytes))
+                best = _faster(best, self.at_size(size, budget_bytes, effort="chain")) or best
+        return _faster(best, self.at_size(best.micro_batch, budget_bytes, effort=effort))
 
-    def at_size(self, micro_batch: int, budget_bytes: int, *, polish: bool = True) -> Choice | None:
+    def at_size(self, micro_batch: int, budget_bytes: int, *, effort: Effort = "anneal") -> Choice | None:
         """The best plan for this very micro-batch."""
-        solution = self.solver(micro_batch).solve(budget_bytes, polish=polish)
+        solution = self.solver(micro_batch).solve(budget_bytes, effort=effort)
         return None if solution is None else self._choice(micro_batch, solution)
 
     def smallest(self) -> Choice:
@@ -77,7 +78,7 @@ class MicrobatchSearch:
         if micro_batch not in self._solvers:
             accumulates = micro_batch < self.batch_size
             graph = self.profile.at(micro_batch, accumulates=accumulates, rows=self.batch_size)
-            self._solvers[micro_batch] = FastSolver(graph)
+            self._solvers[micro_batch] = FastSolver(graph, self._book)
         return self._solvers[micro_batch]
 
     def _largest_plain(self, sizes: list[int], budget_bytes: int) -> int:

@@ -3,8 +3,8 @@
 Kirkpatrick, Gelatt & Vecchi 1983, with bytes over the budget priced instead of forbidden, so that the search can pass
 through plans that do not fit. Its random numbers are its own: the same graph and budget give the same plan.
 
-Weakness: it changes keep bits only, not the tree of segments. Graphs of more than some sixty operations get the fill
-only.
+Weakness: it changes keep bits only, not the tree of segments, and one by one: on graphs of more than some hundred
+operations it finds little in the time there is, so these get the fill only.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ import math
 import random
 from collections.abc import Sequence
 
-from gradfit.planning.simulate import KEEP, REBUILD, Segments, Simulation, simulate
+from gradfit.planning.simulate import KEEP, REBUILD, Segments, Simulation, Simulator
 from gradfit.profiling.graph import Graph
 
+_DEARER = 30.0  # how much a byte too many rises in price while annealing: near the floor only that finds a fit
 
-def fill(graph: Graph, actions: Sequence[int], segments: Segments, budget_bytes: int, *, evaluations: int) -> list[int]:
+
+def fill(
+    simulator: Simulator, actions: Sequence[int], segments: Segments, budget_bytes: int, *, evaluations: int
+) -> list[int]:
     """Keep more, best seconds per byte first, while the budget holds; never slower than what it was given."""
+    graph = simulator.graph
     best = list(actions)
-    result = simulate(graph, best, segments)
+    result = simulator.run(best, segments)
     groups = _groups(graph)
     while evaluations > 0:
         worth = []
@@ -34,7 +39,7 @@ def fill(graph: Graph, actions: Sequence[int], segments: Segments, budget_bytes:
             evaluations -= 1
             for value in dropped:
                 best[value] = KEEP
-            trial = simulate(graph, best, segments)
+            trial = simulator.run(best, segments)
             if trial.peak_bytes <= budget_bytes and trial.extra_seconds < result.extra_seconds:
                 result = trial
             else:
@@ -46,35 +51,42 @@ def fill(graph: Graph, actions: Sequence[int], segments: Segments, budget_bytes:
 
 
 def anneal(
-    graph: Graph, actions: Sequence[int], segments: Segments, budget_bytes: int, *, evaluations: int, seed: int = 0
+    simulator: Simulator,
+    actions: Sequence[int],
+    segments: Segments,
+    budget_bytes: int,
+    *,
+    evaluations: int,
+    seed: int = 0,
 ) -> list[int] | None:
     """Flip and exchange keep bits at a falling temperature; the fastest plan seen that fits, or None if none did."""
+    graph = simulator.graph
     # All results of an operation together: keeping one of two saves nothing.
     by_op = _groups(graph)
     groups = list(by_op.values())
     beside = _neighbours(graph, list(by_op))
     current = list(actions)
-    result = simulate(graph, current, segments)
+    result = simulator.run(current, segments)
     best = list(current) if result.peak_bytes <= budget_bytes else None
     least = (result.extra_seconds, result.peak_bytes) if best else (math.inf, 0)
     if len(groups) < 2 or result.extra_seconds <= 0:
         return best
     rng = random.Random(seed)
     sizes = [sum(graph.held_bytes[value] for value in group) for group in groups]
-    # A byte too many costs some times what a byte saved has cost so far.
+    # A byte too many costs some times what a byte saved has cost so far, and in the end many times that.
     price = 4.0 * max(result.extra_seconds, sum(graph.op_seconds) / 4) / max(1, sum(sizes))
 
-    def cost(of: Simulation) -> float:
-        return of.extra_seconds + price * max(0, of.peak_bytes - budget_bytes)
+    def cost(of: Simulation, dearer: float) -> float:
+        return of.extra_seconds + dearer * price * max(0, of.peak_bytes - budget_bytes)
 
     def kept(number: int) -> bool:
         return current[groups[number][0]] == KEEP
 
     hot, cold = 0.2 * result.extra_seconds, 0.002 * result.extra_seconds
-    energy = cost(result)
     everything = range(len(groups))
     for step in range(evaluations):
         temperature = hot * (cold / hot) ** (step / evaluations)
+        dearer = _DEARER ** (step / evaluations)
         changed = [rng.choice(everything)]
         move = rng.random()
         if move < 0.3:  # move the cut: keep what a value is made of, or what is made of it, instead of it
@@ -95,10 +107,10 @@ def anneal(
             for value in groups[number]:
                 undo.append((value, current[value]))
                 current[value] = to
-        trial = simulate(graph, current, segments)
-        found = cost(trial)
-        if found <= energy or rng.random() < math.exp((energy - found) / temperature):
-            energy = found
+        trial = simulator.run(current, segments)
+        loss = cost(trial, dearer) - cost(result, dearer)
+        if loss <= 0 or rng.random() < math.exp(-loss / temperature):
+            result = trial
             if trial.peak_bytes <= budget_bytes and (trial.extra_seconds, trial.peak_bytes) < least:
                 best, least = list(current), (trial.extra_seconds, trial.peak_bytes)
         else:

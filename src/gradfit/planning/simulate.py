@@ -22,6 +22,8 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import add
 
 from gradfit.profiling.graph import Graph
 
@@ -75,18 +77,7 @@ class Simulation:
 
 def alive_until(graph: Graph, actions: Sequence[int]) -> list[int]:
     """The last node up to whose end each value is alive; -1 if nothing needs it (rule 2)."""
-    until = list(graph.last_need)
-    outputs, inputs = graph.op_outputs, graph.op_inputs
-    for op in range(len(outputs) - 1, -1, -1):
-        last = -1
-        for value in outputs[op]:
-            if actions[value] == REBUILD and until[value] > last:
-                last = until[value]
-        if last >= 0:
-            for value in inputs[op]:
-                if until[value] < last:
-                    until[value] = last
-    return until
+    return Simulator(graph).alive_until(actions)
 
 
 def simulate(
@@ -97,26 +88,78 @@ def simulate(
     timeline: list[tuple[str, int, int]] | None = None,
 ) -> Simulation:
     """Run one micro-batch and the optimizer on paper; a `timeline` list gets (phase, index, bytes) of each moment."""
-    run = _Run(graph, actions, segments, timeline)
-    run.forward()
-    saved = run.kept
-    for node in range(len(graph.node_needs)):
-        run.backward(node)
-    run.see("optimizer", 0, graph.static_bytes + run.surviving + graph.optimizer_burst_bytes, 0, 0)
-    phase, index, kept, rebuilt, target, operation = run.where
-    return Simulation(
-        peak_bytes=run.peak,
-        extra_seconds=run.extra_seconds,
-        phase=phase,
-        index=index,
-        kept_bytes=kept,
-        rebuilt_bytes=rebuilt,
-        other_bytes=run.peak - graph.static_bytes - kept - rebuilt,
-        replays=run.replays,
-        saved_bytes=saved,
-        target=target,
-        operation=operation,
-    )
+    return Simulator(graph).run(actions, segments, timeline=timeline)
+
+
+class Simulator:
+    """What is the same for every plan of a graph, worked out once: solvers ask thousands of times."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        operations, producer = len(graph.op_inputs), graph.producer
+        self.pending = [0] * len(graph.nbytes)  # handles not yet unpacked
+        for needs in graph.node_needs:
+            for value in needs:
+                self.pending[value] += 1
+        self.needs = [tuple([v for v in needs if producer[v] >= 0]) for needs in graph.node_needs]
+        self.external = [value for value, op in enumerate(producer) if op < 0]
+        self.latest_first = sorted((v for v, op in enumerate(producer) if op >= 0), key=lambda v: -producer[v])
+        # Forward: the curve if nothing is kept, and after which operation each value would go.
+        self.dies = [max(dies, op) if op >= 0 else -1 for dies, op in zip(graph.dies, producer, strict=True)]
+        dying = [0] * (operations + 1)
+        for value, op in enumerate(producer):
+            if op >= 0 and not graph.overwritten[value]:  # an overwritten value's bytes pass to its next version
+                dying[min(self.dies[value], operations)] += graph.held_bytes[value]
+        self.curve: list[int] = []
+        live = graph.static_bytes
+        for op, outputs in enumerate(graph.op_outputs):
+            live += sum([graph.held_bytes[v] for v in outputs]) - sum(
+                [graph.held_bytes[v] for v in graph.op_overwrites[op]]
+            )
+            self.curve.append(live + graph.op_workspace[op] + graph.op_gathered[op])
+            live -= dying[op]
+        self.surviving = live - graph.static_bytes
+
+    def alive_until(self, actions: Sequence[int]) -> list[int]:
+        graph = self.graph
+        until, inputs, producer = list(graph.last_need), graph.op_inputs, graph.producer
+        for value in self.latest_first:
+            if actions[value] == REBUILD and (last := until[value]) >= 0:
+                for source in inputs[producer[value]]:
+                    if until[source] < last:
+                        until[source] = last
+        return until
+
+    def run(
+        self,
+        actions: Sequence[int],
+        segments: Segments | None = None,
+        *,
+        timeline: list[tuple[str, int, int]] | None = None,
+    ) -> Simulation:
+        graph = self.graph
+        run = _Run(self, actions, segments, timeline)
+        run.forward()
+        saved = run.kept
+        run.backward()
+        run.see("optimizer", 0, graph.static_bytes + run.surviving + graph.optimizer_burst_bytes, 0, 0)
+        phase, index, kept, rebuilt, target, operation = run.where
+        return Simulation(
+            peak_bytes=run.peak,
+            extra_seconds=run.extra_seconds,
+            phase=phase,
+            index=index,
+            kept_bytes=kept,
+            rebuilt_bytes=rebuilt,
+            other_bytes=run.peak - graph.static_bytes - kept - rebuilt,
+            replays=run.replays,
+            saved_bytes=saved,
+            target=target,
+            operation=operation,
+        )
+
+
+_IS_KEPT = bytes([1]) + bytes(255)  # for bytes.translate
 
 
 class _Run:
@@ -124,14 +167,15 @@ class _Run:
 
     def __init__(
         self,
-        graph: Graph,
+        of: Simulator,
         actions: Sequence[int],
         segments: Segments | None,
         timeline: list[tuple[str, int, int]] | None,
     ) -> None:
+        graph = of.graph
         count = len(graph.nbytes)
-        self.graph, self.actions, self.timeline = graph, actions, timeline
-        self.until = alive_until(graph, actions)
+        self.of, self.graph, self.actions, self.timeline = of, graph, actions, timeline
+        self.until = of.alive_until(actions)
         self.peak, self.where = -1, ("forward", 0, 0, 0, -1, -1)
         self.extra_seconds = 0.0
         self.replays = [0] * len(graph.op_inputs)
@@ -139,15 +183,11 @@ class _Run:
         self.surviving = 0  # bytes of other values that the caller holds through the backward
         self.cached = 0  # bytes of values rebuilt and still there
         # What a sweep can start from: external, kept or cached values.
-        self.present = bytearray(p < 0 or a == KEEP for p, a in zip(graph.producer, actions, strict=True))
-        self.pending = [0] * count  # handles not yet unpacked
-        for needs in graph.node_needs:
-            for value in needs:
-                self.pending[value] += 1
+        self.present = bytearray(bytes(actions).translate(_IS_KEPT))
+        for value in of.external:
+            self.present[value] = 1
+        self.pending = list(of.pending)
         self.drops: list[list[int]] = [[] for _ in graph.node_needs]  # values not alive after this node
-        for value, last in enumerate(self.until):
-            if last >= 0 and graph.producer[value] >= 0:
-                self.drops[last].append(value)
         self.first: list[int] | None = None
         self.end: list[int] = []
         if segments is not None and len(segments.parent) > 1:
@@ -170,66 +210,65 @@ class _Run:
             self.peak, self.where = now, (phase, index, kept, rebuilt, target, operation)
 
     def forward(self) -> None:
-        """Rule 1."""
-        graph, actions, until, held = self.graph, self.actions, self.until, self.graph.held_bytes
-        operations = len(graph.op_inputs)
-        dying: list[list[int]] = [[] for _ in range(operations + 1)]
-        stays = bytearray(len(held))
-        for value, op in enumerate(graph.producer):
-            if op < 0 or graph.overwritten[value]:
-                continue  # an overwritten value's bytes pass to its next version
-            if actions[value] == KEEP and until[value] >= 0:
-                stays[value] = 1
+        """Rule 1: the curve of keeping nothing, plus each kept value from where it would have gone."""
+        graph, actions, until, held, dies = self.graph, self.actions, self.until, self.graph.held_bytes, self.of.dies
+        operations, drops = len(graph.op_inputs), self.drops
+        longer = [0] * (operations + 1)
+        stays = []
+        kept, surviving = 0, self.of.surviving
+        for value in self.of.latest_first:
+            if (last := until[value]) < 0:
                 continue
-            if actions[value] == OFFLOAD and until[value] >= 0:
-                self.extra_seconds += graph.nbytes[value] * graph.transfer_seconds_per_byte
-            dies = graph.dies[value]
-            dying[dies if dies > op else op].append(value)
-        static, live, kept = graph.static_bytes, 0, 0
-        peak, timeline = self.peak, self.timeline
-        for op in range(operations):
-            for value in graph.op_outputs[op]:
-                live += held[value]
-                if stays[value]:
-                    kept += held[value]
-            for value in graph.op_overwrites[op]:
-                live -= held[value]
-            now = static + live + graph.op_workspace[op] + graph.op_gathered[op]
-            if now > peak or timeline is not None:
-                self.see("forward", op, now, kept, 0)
-                peak = self.peak
-            for value in dying[op]:
-                live -= held[value]
-        self.kept, self.surviving = kept, live - kept
-
-    def backward(self, node: int) -> None:
-        """Rules 3 to 5 for one node."""
-        graph, present, actions, nbytes = self.graph, self.present, self.actions, self.graph.nbytes
-        producer, survivor = graph.producer, len(graph.op_inputs)
-        unpacked: dict[int, None] = {}  # these live while the node runs, cached or not
-        for value in graph.node_needs[node]:
-            self.pending[value] -= 1
-            if producer[value] < 0 or actions[value] == KEEP:
+            drops[last].append(value)
+            if graph.overwritten[value]:
                 continue
-            self.sweep += 1
-            if present[value]:
-                present[value] = self.wanted(value, node)
-            elif value not in unpacked:
-                present[value] = self.rebuild(value, node, unpacked)
-            unpacked[value] = None
-        now = graph.static_bytes + self.surviving + self.kept + self.cached + graph.node_peak[node]
-        if now > self.peak or self.timeline is not None:
-            self.see("backward", node, now, self.kept, self.cached)
-        for value in unpacked:
-            if not present[value]:
-                self.cached -= nbytes[value]
-        for value in self.drops[node]:
             if actions[value] == KEEP:
-                if graph.dies[value] < survivor:
-                    self.kept -= graph.held_bytes[value]
-            elif present[value]:
-                present[value] = 0
-                self.cached -= nbytes[value]
+                stays.append(value)
+                kept += held[value]
+                if dies[value] < operations:
+                    longer[dies[value] + 1] += held[value]
+                else:
+                    surviving -= held[value]
+            elif actions[value] == OFFLOAD:
+                self.extra_seconds += graph.nbytes[value] * graph.transfer_seconds_per_byte
+        curve = list(map(add, self.of.curve, accumulate(longer)))
+        moments = range(operations) if self.timeline is not None else [curve.index(max(curve))] if curve else []
+        for op in moments:
+            self.see("forward", op, curve[op], sum([held[v] for v in stays if graph.producer[v] <= op]), 0)
+        self.kept, self.surviving = kept, surviving
+
+    def backward(self) -> None:
+        """Rules 3 to 5, node by node."""
+        graph, present, actions, nbytes = self.graph, self.present, self.actions, self.graph.nbytes
+        pending, survivor = self.pending, len(graph.op_inputs)
+        always = graph.static_bytes + self.surviving
+        unpacked: dict[int, None] = {}  # these live while the node runs, cached or not
+        for node, needs in enumerate(self.of.needs):
+            for value in needs:
+                if actions[value] == KEEP:
+                    continue
+                pending[value] -= 1
+                self.sweep += 1
+                if present[value]:
+                    present[value] = self.wanted(value, node)
+                elif value not in unpacked:
+                    present[value] = self.rebuild(value, node, unpacked)
+                unpacked[value] = None
+            now = always + self.kept + self.cached + graph.node_peak[node]
+            if now > self.peak or self.timeline is not None:
+                self.see("backward", node, now, self.kept, self.cached)
+            if unpacked:
+                for value in unpacked:
+                    if not present[value]:
+                        self.cached -= nbytes[value]
+                unpacked.clear()
+            for value in self.drops[node]:
+                if actions[value] == KEEP:
+                    if graph.dies[value] < survivor:
+                        self.kept -= graph.held_bytes[value]
+                elif present[value]:
+                    present[value] = 0
+                    self.cached -= nbytes[value]
 
     def wanted(self, value: int, node: int) -> bool:
         """Rule 4: can a handle that is not yet unpacked be reached through rebuilt values that are not there?"""
