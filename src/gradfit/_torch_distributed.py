@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from gradfit._torch import is_out_of_memory
 from gradfit.errors import StateError
 
 __all__ = ["DistributedDataParallel"]
@@ -71,19 +72,22 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
-    """This rank's part of a tensor that is spread over ranks, and where in the whole it begins; None for any other."""
+    """This rank's part of a tensor that is spread over ranks, and where in the whole it begins; None for any other.
+
+    Runs no operation on the whole: a step is saved where such are not to be seen.
+    """
     if not is_dtensor(tensor):
         return None
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    spread: Any = tensor.detach()
+    spread: Any = tensor
     if any(type(one).__name__ == "_StridedShard" for one in spread.placements):
         raise StateError(
             f"A tensor of shape {tuple(tensor.shape)} is sharded by tensor parallelism and by fully_shard "
             f"({spread.placements}), which a state file cannot hold. Save it with torch.distributed.checkpoint."
         )
     _, offset = compute_local_shape_and_global_offset(spread.shape, spread.device_mesh, spread.placements)
-    return spread.to_local(), tuple(int(at) for at in offset)
+    return local_part(tensor).detach(), tuple(int(at) for at in offset)
 
 
 # -- DDP ---------------------------------------------------------------------------------------------------------------
@@ -331,6 +335,14 @@ def initialise(modules: list[Any]) -> None:
         module._get_fsdp_state()._lazy_init()
 
 
+def forget_pass(modules: list[Any]) -> None:
+    """Let FSDP2 forget a pass that failed half-way: parameters are sharded again, gradients stay as they are."""
+    for module in modules:
+        state = module._get_fsdp_state()
+        if state._is_root and hasattr(state, "_reset_iter_state"):
+            state._reset_iter_state()
+
+
 def never_gathered(unit: Any) -> bool:
     """Whether a unit's full parameters have never been here."""
     return not all(hasattr(kept, "_unsharded_param") for kept in unit.fsdp_params)
@@ -368,6 +380,12 @@ def _telling(reference: weakref.ref[Any], unshard: Any) -> Any:
                 alive = listener()
                 if alive is not None:
                     alive.gathering(number)
-        unshard(unit, async_op)
+        try:
+            unshard(unit, async_op)
+        except RuntimeError as error:
+            hearing = [alive for listener, _ in _before_gather[unit] if (alive := listener()) is not None]
+            if not hearing or is_out_of_memory(error):
+                raise
+            raise hearing[0].failed(error) from error
 
     return telling

@@ -22,9 +22,10 @@ from gradfit.distributed.launch import Crew
 from gradfit.errors import StateError
 from gradfit.train.nest import unflatten
 from gradfit.train.run import Run, RunSettings
+from gradfit.train.state import StateStore
 from gradfit.train.together import CrewStates
 
-ROWS, BATCH, MEMORY = 50, 13, 4 * 2**20
+ROWS, BATCH, MEMORY = 60, 13, 4 * 2**20
 
 
 def make_job(how: str, size: int) -> gf.Job:
@@ -34,20 +35,53 @@ def make_job(how: str, size: int) -> gf.Job:
     rows = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
-    return gf.Job(model, lambda m, x: (m(x) - x[:, :3]).square().mean(), rows, optimizer, BATCH, scheduler)
+    scales = torch.linspace(0.5, 1.5, 32, dtype=torch.float64)[:, None]  # many activations, few parameters
+
+    def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return (model(x[:, None] * scales) - x[:, None, :3]).square().mean()
+
+    return gf.Job(model, loss, rows, optimizer, BATCH, scheduler)
 
 
-def go_on(rank: int, size: int, how: str, out: str, steps: int) -> list[torch.Tensor]:
-    """Train up to `steps`, from whatever state there is."""
+class Killed(Exception):
+    pass
+
+
+class Dying(StateStore):
+    """Dies when a certain state is written, or would be."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        super().__init__(directory)
+        self.name = name
+
+    def save(self, content: dict[str, Any], *, step: int, micro: int = 0) -> Path:
+        if self.name == f"before {step}-{micro}":
+            raise Killed
+        path = super().save(content, step=step, micro=micro)
+        if self.name == f"after {step}-{micro}":
+            raise Killed
+        return path
+
+
+def go_on(
+    rank: int, size: int, how: str, out: str, steps: int, memory: int = MEMORY, kill: tuple[str, ...] = ()
+) -> list[torch.Tensor]:
+    """Train up to `steps`, from whatever state there is; `kill` says for each rank at which state it dies, if any."""
     crew = Crew(Group(dist.group.WORLD)) if dist.is_initialized() else Crew()
     job = make_job(how, size)
     crew.share(job.model)
     states = CrewStates(Path(out), crew)
     saved = states.load()
     states.store.prepare()
-    run = Run(job, RunSettings(BATCH, MEMORY, steps=steps), store=states.store, crew=crew)
+    store = Dying(states.store.directory, kill[rank]) if kill else states.store
+    run = Run(job, RunSettings(BATCH, memory, steps=steps), store=store, crew=crew)
     if saved is not None:
         run.resume(saved, lambda: states.everybody(saved))
+    if kill:
+        run._is_due = lambda: True  # type: ignore[method-assign]
+        with pytest.raises(Killed):
+            run.train()
+        return []
     assert run.train().step == steps
     return [full(parameter).clone() for parameter in job.model.parameters()]
 
@@ -105,6 +139,37 @@ def test_a_rank_whose_directory_is_gone_is_named(pair: Pool, tmp_path: Path) -> 
     shutil.rmtree(tmp_path / "ranks")
     with pytest.raises(StateError, match="rank 1 has no state of step"):
         go_on(0, 1, "plain", str(tmp_path), 3)
+
+
+def least_bytes(rank: int, size: int, how: str) -> int:
+    crew = Crew(Group(dist.group.WORLD))
+    job = make_job(how, size)
+    crew.share(job.model)
+    with pytest.raises(gf.BudgetInfeasible) as caught:
+        gf.fit(job.model, job.optimizer, job.loss_fn, crew.part(job.data[:BATCH]), memory=1)
+    return caught.value.min_bytes
+
+
+@pytest.mark.parametrize(
+    ("how", "kill"),
+    [
+        ("fsdp", ("after 1-2", "after 1-2")),
+        pytest.param("replicas", ("before 2-1", "after 2-1"), marks=pytest.mark.slow),  # while a window fills, alone
+        ("replicas", ("after 3-1", "before 3-0")),  # one has gone further
+    ],
+)
+def test_killed_in_the_middle_of_a_step(
+    pair: Pool, straight: list[torch.Tensor], tmp_path: Path, how: str, kill: tuple[str, ...]
+) -> None:
+    steps, memory = 2 if how == "fsdp" else 4, max(pair.run(least_bytes, how))  # a few rows at a time
+    through = pair.run(go_on, how, str(tmp_path / "through"), steps, memory)
+    out = tmp_path / "killed"
+    pair.run(go_on, how, str(out), steps, memory, kill)
+    shutil.copytree(out, tmp_path / "by one")
+    killed = pair.run(go_on, how, str(out), steps, memory)
+    for first, second in zip(through, killed, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert agree(go_on(0, 1, "plain", str(tmp_path / "by one"), 6), straight)
 
 
 def over_some_of_the_ranks(rank: int, size: int) -> str:

@@ -37,7 +37,8 @@ class Group:
         try:
             texts = self._gather(text)
         except RuntimeError as error:
-            raise self._explain(error) from error
+            self.meetings -= 1
+            raise self.explain(error, f"the end of window {self.meetings + 1}") from error
         return [json.loads(one) for one in texts]
 
     def _gather(self, text: bytes) -> list[bytes]:
@@ -63,7 +64,7 @@ class Group:
         """Write down why this process may not come to the next meeting; read only if it does not."""
         self._write(f"{type(error).__name__}: {error}".split("\n")[0][:500])
 
-    def _explain(self, error: RuntimeError) -> RankFailed:
+    def explain(self, error: RuntimeError, where: str) -> RankFailed:
         """Who did not come, and what they said."""
         self._write("")  # this one came
         time.sleep(_PATIENCE_SECONDS)
@@ -71,26 +72,26 @@ class Group:
         failed = [f"rank {rank} raised {text}" for rank, text in said.items() if text]
         missing = [str(rank) for rank, text in said.items() if text is None]
         if not failed and missing:
-            failed = [f"rank {', '.join(missing)} did not come to the end of window {self.meetings} and left no word"]
+            failed = [f"rank {', '.join(missing)} did not come to {where} and left no word"]
         first = str(error).split("\n")[0]
         return RankFailed(
             f"{'; '.join(failed) or 'The processes lost each other'}. Rank {self.rank} waited for it: {first} "
             "Restart from the last saved state."
         )
 
-    def _key(self, rank: int, meeting: int) -> str:
-        return f"gradfit/{private.group_name(self.handle)}/{meeting}/{rank}"
+    def _key(self, rank: int) -> str:
+        """Where a rank writes why it may not come to the next meeting."""
+        return f"gradfit/{private.group_name(self.handle)}/{self.meetings + 1}/{rank}"
 
     def _write(self, text: str) -> None:
         with contextlib.suppress(RuntimeError):  # the store may have died with its process
             store = private.default_store()
-            meeting = self.meetings + 1 if text else self.meetings
-            store.set(self._key(self.rank, meeting), text)
+            store.set(self._key(self.rank), text)
 
     def _read(self, rank: int) -> str | None:
         with contextlib.suppress(RuntimeError):
             store = private.default_store()
-            key = self._key(rank, self.meetings)
+            key = self._key(rank)
             if store.check([key]):
                 store.set_timeout(datetime.timedelta(seconds=_PATIENCE_SECONDS))
                 text: str = store.get(key).decode()

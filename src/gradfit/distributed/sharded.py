@@ -3,9 +3,8 @@
 `fully_shard` keeps unreduced gradients apart from the parameters, full and on every rank; they are this window's
 *sources*. At the end FSDP2's own reduction runs once, by the policy the units were given, as a sum.
 
-The units' parameters are gathered in every forward and backward, by all ranks together. So that ranks may hold
-different numbers of micro-batches, each announces its gathers: a rank that waits at the end of its window takes part in
-those of the others, and lets go of what it got.
+The units' parameters are gathered in every forward and backward, by all ranks together; `gathers.py` lets them run
+different numbers of passes all the same.
 """
 
 from __future__ import annotations
@@ -21,51 +20,11 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from gradfit import _torch_distributed as private
 from gradfit.accumulate.scaling import gradient_norm
+from gradfit.distributed.gathers import Gathers
 from gradfit.distributed.group import Group
 from gradfit.distributed.silence import modules_of
 from gradfit.distributed.sync import Together
-from gradfit.errors import MisuseError, RankFailed
-
-
-class Gathers:
-    """Lets ranks run different numbers of passes, though each pass gathers parameters from all ranks.
-
-    A rank announces which unit it is about to gather, and goes on without waiting for an answer. A rank that waits at
-    the end of its window answers instead, and takes part in each gather, until all wait.
-    """
-
-    def __init__(self, group: Group, modules: list[Any], units: list[Any]) -> None:
-        self._group, self._modules, self._units = group, modules, units
-        self.announces = False
-        self._words = torch.arange(len(units) + 1, dtype=torch.int32, device=group.device)
-        private.before_gather(units, self)
-
-    def gathering(self, number: int) -> None:
-        """A unit is about to gather."""
-        if self.announces:
-            self._say(number + 1)
-
-    def wait(self) -> None:
-        """This rank has no more passes in this window: take part in those of the others."""
-        self.announces = False
-        while True:
-            everybody, work = self._say(0)
-            work.wait()
-            wanted = set(everybody.tolist()) - {0}
-            if not wanted:
-                return
-            if len(wanted) > 1:
-                raise RankFailed(
-                    f"The ranks gather different fully_shard units at once: {everybody.tolist()} (0 for a rank at the "
-                    "end of its window). Let all ranks run the same modules in the same order."
-                )
-            private.initialise(self._modules)
-            private.take_part(self._units[wanted.pop() - 1])
-
-    def _say(self, word: int) -> tuple[Tensor, Any]:
-        everybody = torch.empty(self._group.size, dtype=torch.int32, device=self._group.device)
-        mine = self._words[word : word + 1]
-        return everybody, private.all_gather_flat(everybody, mine, self._group.handle, async_op=True)
+from gradfit.errors import MisuseError
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -135,7 +94,7 @@ class Sharded(Together):
         if self._depth > 1 or not self.filling:
             return
         self._silenced += [unit for unit in self.units if private.set_reduces(unit, False)]
-        self._gathers.announces = self.size > 1
+        self._gathers.begin_pass()
 
     def after_forward(self, module: Any) -> None:
         self._depth -= 1
@@ -150,6 +109,10 @@ class Sharded(Together):
             if tensor.grad_dtype is not None and tensor.grad_dtype != tensor.dtype:
                 private.accumulate_in(kept, tensor.grad_dtype)
 
+    def failed(self, error: BaseException) -> None:
+        super().failed(error)
+        self._gathers.lost = True  # in the middle of a pass, perhaps
+
     def release(self) -> None:
         self._gathers.announces = False
         while self._silenced:
@@ -158,8 +121,7 @@ class Sharded(Together):
     # -- at its end ---------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        if self.size > 1:
-            self._gathers.wait()
+        self._gathers.wait()
 
     def add_up(self, window: Any, positions: tuple[int, ...], sparse: tuple[int, ...], factor: float) -> None:
         present = {id(window.tensors[at]) for at in positions}

@@ -150,6 +150,15 @@ class Together(Alone):
         if len(set(counts)) > 1:
             raise MisuseError(f"The ranks accumulate {counts} parameters. Pass the same parameters on every rank.")
 
+    def agree(self, error: Exception | None) -> None:
+        """Each rank has tried something that may fail on it alone: if it did anywhere, nobody goes on."""
+        self.settle()
+        said = "" if error is None else f"{type(error).__name__}: {error}"
+        records = self.group.exchange({"kind": "fit", "failed": said})
+        failed = [f"rank {rank} raised {one['failed']}" for rank, one in enumerate(records) if one.get("failed")]
+        if failed and error is None:
+            raise RankFailed("; ".join(failed))
+
     def share_options(self, optimizer: Any, whole: Whole, joined: bool) -> None:
         groups = getattr(optimizer, "param_groups", None)
         if whole.leader is None or groups is None:

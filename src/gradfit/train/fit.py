@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from gradfit.accumulate.accumulator import GradientAccumulator
-from gradfit.errors import MisuseError
+from gradfit.distributed.sync import Together
+from gradfit.errors import MisuseError, RankFailed
 from gradfit.profiling.measure import LossFunction, check_batch, check_model
 from gradfit.train.batchnorm import warn_about_batch_norm
 from gradfit.train.planner import Fitted, Planner
@@ -38,9 +39,9 @@ def fit(
     `loss_fn(model, batch)` returns the mean loss over the batch's rows, or `(loss_sum, count)` where the items are not
     the rows (tokens). A batch is any nest of tensors, split along dim 0; `split(batch, size)` says otherwise. The
     budget covers all tensors of the step: parameters, gradients, optimizer state, the batch, activations, recomputation
-    and temporaries; under DDP and FSDP2 it is that of each rank, communication included. If it cannot be held,
-    `BudgetInfeasible` says before anything is trained what could. `known` are the plans of an earlier step
-    (`step.known`): a run that is resumed must add in the same order as before.
+    and temporaries. Under DDP and FSDP2 it is that of each rank, communication included, and all ranks call `fit`. If
+    it cannot be held, `BudgetInfeasible` says before anything is trained what could. `known` are the plans of an
+    earlier step (`step.known`): a run that is resumed must add in the same order as before.
     `reproducible` chooses the micro-batch by arithmetic, not by the clock, so that two runs add in the same order.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
@@ -69,9 +70,17 @@ def fit(
         reserved_bytes=accumulator.ranks.reserved_bytes,
         reduce_bytes=accumulator.ranks.reduce_bytes,
     )
+    ranks = accumulator.ranks
     try:
-        with accumulator.rehearsal():
-            fitted = planner.fitted(sample_batch, batch_size)
+        try:
+            with accumulator.rehearsal():
+                fitted = planner.fitted(sample_batch, batch_size)
+        except Exception as error:
+            if isinstance(ranks, Together) and not isinstance(error, RankFailed):
+                ranks.agree(error)
+            raise
+        if isinstance(ranks, Together):
+            ranks.agree(None)
     except BaseException:
         accumulator.disable_accumulation()  # the model is as it was
         raise

@@ -149,6 +149,10 @@ class Run:
             if isinstance(error, StateError):
                 raise
             raise StateError(f"{saved.path.name} is not a state of gradfit train ({error!r}).") from None
+        if ranks_of(saved) != self.crew.size:
+            self.listener.note(f"The run had {ranks_of(saved)} ranks and has {self.crew.size}: it goes on at the step.")
+            state = self._at_its_step(state, ranks_of(saved))
+            fitted = []
         if state["settings"]["memory_bytes"] != self.settings.memory_bytes:
             if state["progress"] is not None:
                 raise StateError(
@@ -156,10 +160,6 @@ class Run:
                     f"{format_bytes(state['settings']['memory_bytes'])}. Leave out --memory, or pass that."
                 )
             self.listener.note("The budget is another than before, so the plan is made anew.")
-            fitted = []
-        if ranks_of(saved) != self.crew.size:
-            self.listener.note(f"The run had {ranks_of(saved)} ranks and has {self.crew.size}: it goes on at the step.")
-            state = self._at_its_step(state, ranks_of(saved))
             fitted = []
         self._state = {**state, "plans": fitted}
         snapshot.restore(self.job, state["job"], everybody)

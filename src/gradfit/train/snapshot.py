@@ -71,7 +71,8 @@ def whole_model(model: torch.nn.Module, keep: bool) -> dict[str, torch.Tensor]:
 
 
 def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor if is_dtensor(tensor) else tensor.detach() for name, tensor in named}
 
 
 def _dict(state: dict[str, Any], name: str) -> dict[str, Any]:

@@ -133,6 +133,7 @@ class TrainStep:
                 short = is_out_of_memory(error) or isinstance(error, BudgetInfeasible)
                 astray = isinstance(error, Diverged)
                 if not (short or astray) or attempt == _MOST_ATTEMPTS:
+                    self.accumulator.ranks.failed(error)
                     raise
                 failure: BaseException = error
             # Outside of the handler: the traceback holds every tensor of the failed attempt.
