@@ -202,9 +202,9 @@ class GradientAccumulator:
         if terms is not None:
             read = options.read_terms(terms, loss, weight, reduction)
             if not self.enabled:
-                _plain_backward(
-                    self.scaler, torch.stack([loss / number for loss, number in read.values() if number]).sum()
-                )
+                live = [term / number for term, number in read.values() if number]
+                if live:
+                    _plain_backward(self.scaler, torch.stack(live).sum())
                 return
             with self._passes.exclusive:
                 self._begin()
@@ -216,7 +216,8 @@ class GradientAccumulator:
         loss = check_loss(loss) if number else loss
         window, passes = self.window, self._passes
         if not window.enabled:
-            _plain_backward(self.scaler, loss)
+            if loss is not None:
+                _plain_backward(self.scaler, loss)
         elif passes.can_take_back:
             with passes.exclusive:  # no pass may run beside one whose gradients are apart
                 self._begin()
@@ -290,12 +291,12 @@ class GradientAccumulator:
         window = self.window
         if not window.enabled:
             return self._update.finish()
+        if not window.tensors:
+            raise MisuseError(_NO_PARAMETERS)
         with window.lock:
             if window.end_micro_batch():
                 self._follow_optimizer()
                 return self._update.finish()
-            if not window.tensors:
-                raise MisuseError(_NO_PARAMETERS)
             skipped = window.skipped
             return StepResult(False, "accumulating", None, window.weight, window.closed - skipped, skipped)
 
@@ -362,7 +363,7 @@ class GradientAccumulator:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on in the middle of the window that `state_dict` was taken in, bit for bit."""
-        if not isinstance(state_dict.get("window"), str):
+        if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("window"), str):
             state.load(self, state_dict)
             return
         from gradfit.distributed.state import restore

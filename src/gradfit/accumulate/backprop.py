@@ -112,9 +112,10 @@ class Backpropagator:
                     self._run(loss, factor, retain_graph=name != live[-1])
                 sums.weight += weight
             if transaction is None:
-                window.add_terms(next(iter(terms.values()))[1])
+                window.add_terms(next(iter(terms.values()))[1], set(terms))
             else:
                 transaction.had_pass = True
+                transaction.names.update(terms)
 
     def _run(self, loss: Tensor, factor: float, retain_graph: bool = False) -> None:
         """One pass with a factor as the loss's gradient; if it fails the window holds half of it, and says so then."""
@@ -194,7 +195,8 @@ class Backpropagator:
             window.add(transaction.weight, squared_norm=(norm / scale * reference / transaction.weight) ** 2)
         else:
             transaction.roll_back()
-            window.add_terms(next((term.weight for term in transaction.terms.values()), 0))
+            first = next((term.weight for term in transaction.terms.values()), 0)
+            window.add_terms(first, transaction.names or {""})
         for name, term in transaction.terms.items():
             known = window.terms[name]
             known.weight += term.weight

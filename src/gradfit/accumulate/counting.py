@@ -25,20 +25,20 @@ _Handles = dict[int, torch.utils.hooks.RemovableHandle]
 
 
 class BackwardCounter:
-    """Calls `on_backward(joins)` for each plain backward pass that reaches a watched tensor.
+    """Calls `on_backward(joins, tensor)` for each plain backward pass that reaches a watched tensor, the first such.
 
     `joins` says that the pass belongs to the same micro-batch as the one before it. `on_failure()` is called when a
     pass is found to have died half-way.
 
     >>> seen = []
-    >>> counter = BackwardCounter(seen.append, lambda: None)
+    >>> counter = BackwardCounter(lambda joins, tensor: seen.append(joins), lambda: None)
     >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     >>> counter.watch(a); counter.watch(b)
     >>> (a * b).sum().backward(); a.sum().backward(); seen
     [False, False]
     """
 
-    def __init__(self, on_backward: Callable[[bool], None], on_failure: Callable[[], None]) -> None:
+    def __init__(self, on_backward: Callable[[bool, Tensor], None], on_failure: Callable[[], None]) -> None:
         self._on_backward, self._on_failure = on_backward, on_failure
         self.own: set[int] = set()  # threads that run a pass of the owner's, which puts them here
         self.passes: dict[int, int] = {}  # pass → thread, for plain passes that have begun and not ended
@@ -92,7 +92,7 @@ class BackwardCounter:
         for task in [task for task, where in list(self.passes.items()) if where == thread]:
             self.passes.pop(task, None)
 
-    def _begin(self, task: int) -> None:
+    def _begin(self, task: int, tensor: Tensor) -> None:
         if task == -1:  # no backward: another accumulator of the same FSDP2 module has reduced, which runs hooks, too
             return
         thread = threading.get_ident()
@@ -121,7 +121,7 @@ class BackwardCounter:
         self._nested = _reference(root) if running is not None and running.nested else None
         joins = self._retained is not None and (root is None or self._retained() is not root)
         self._retained = _reference(root) if running is not None and running.retains_graph else None
-        self._on_backward(joins)
+        self._on_backward(joins, tensor)
 
 
 def _make_hook(
@@ -137,7 +137,7 @@ def _make_hook(
         if task not in open_passes:
             alive = counter()
             if alive is not None:
-                alive._begin(task)
+                alive._begin(task, tensor)
 
     return hook
 

@@ -45,6 +45,8 @@ def check(
             raise MisuseError(f"clip={clip!r} is not a norm. Pass clip=1.0 or a GradientClipper.")
         if not clip > 0:
             raise MisuseError(f"clip={clip!r} must be more than 0. Pass for example clip=1.0.")
+    if not isinstance(isolate, bool):
+        raise MisuseError(f"isolate={isolate!r} is not True or False. Pass isolate=True to hold micro-batches apart.")
     if on_nonfinite not in ("raise", "skip"):
         raise MisuseError(f"on_nonfinite={on_nonfinite!r} is not known. Pass on_nonfinite='raise' or 'skip'.")
 

@@ -17,6 +17,7 @@ from gradfit.accumulate.counting import BackwardCounter
 from gradfit.accumulate.numbers import Number
 from gradfit.accumulate.scaling import gradient_norm
 from gradfit.accumulate.transaction import Total
+from gradfit.errors import MisuseError
 
 
 class Part(NamedTuple):
@@ -127,3 +128,15 @@ def ranks_of(tensors: Iterable[Tensor], window: Window) -> Alone:
     from gradfit.distributed.sync import together  # which needs this module
 
     return together(list(tensors), window)
+
+
+def wrapped_since(tensors: Iterable[Tensor], window: Window) -> MisuseError | None:
+    """What to raise if a model was wrapped after its parameters came to the window: it would reduce by itself."""
+    late = ranks_of(tensors, window)
+    late.close()
+    if late is ALONE:
+        return None
+    return MisuseError(
+        "The parameters were wrapped by DDP after the accumulator was made, so this backward is averaged over the "
+        "ranks by DDP itself. Make the accumulator after DistributedDataParallel(model)."
+    )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from gradfit import _torch
 from gradfit.accumulate.numbers import Number, read_weight
 from gradfit.autograd.stats import total_norm, values_of
 from gradfit.errors import MisuseError, NonFiniteGradient
@@ -67,6 +68,18 @@ def gradient_norm(gradients: list[Tensor]) -> float:
         if all(bool(one.isfinite().all()) for one in values):  # only the squares have overflowed
             value = total_norm([one.to(torch.promote_types(one.dtype, torch.float64)) for one in values]).item()
     return value
+
+
+def scale_gradients(tensors: Iterable[Tensor], factor: float) -> None:
+    """Multiply the tensors' `.grad` in place; nothing is read or written for a factor of 1."""
+    if factor == 1.0:
+        return
+    gradients = [one for tensor in tensors if (one := tensor.grad) is not None]
+    with torch.no_grad():
+        _torch.multiply_all([one for one in gradients if not one.is_sparse], factor)
+        for one in gradients:
+            if one.is_sparse:
+                one.mul_(factor)
 
 
 def nonfinite_gradient(tensors: Sequence[Any], what: str, remedy: str) -> NonFiniteGradient:

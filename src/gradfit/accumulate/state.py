@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradfit.accumulate.numbers import read_count, read_weight
 from gradfit.accumulate.transaction import Total
 from gradfit.errors import MisuseError, StateError
 
@@ -15,18 +16,8 @@ if TYPE_CHECKING:
     from gradfit.accumulate.accumulator import GradientAccumulator
 
 VERSION = 1
-_FIELDS = (
-    "closed",
-    "open",
-    "open_plain",
-    "skipped",
-    "had_plain",
-    "plain_expected",
-    "delimited",
-    "scale",
-    "rescaled",
-    "final",
-)
+_COUNTS = ("closed", "open", "open_plain", "skipped")
+_FLAGS = ("had_plain", "plain_expected", "delimited", "rescaled", "final")
 
 
 def save(accumulator: GradientAccumulator) -> dict[str, Any]:
@@ -53,7 +44,7 @@ def numbers_of(accumulator: GradientAccumulator) -> dict[str, Any]:
         "version": VERSION,
         "shapes": [list(tensor.shape) for tensor in window.tensors],
         "windows": accumulator.windows,
-        **{name: getattr(window, name) for name in _FIELDS},
+        **{name: getattr(window, name) for name in (*_COUNTS, *_FLAGS, "scale")},
         "weight": window.main.weight,
         "divisor": window.main.divisor,
         "terms": {name: [term.weight, term.divisor] for name, term in window.terms.items()},
@@ -75,15 +66,17 @@ def load(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
                 "accumulator of the same parameters in the same order."
             )
         gradients = {name: _take(tensors, numbers["sparse"], name) for name in _names(tensors)}
-        fields = {name: numbers[name] for name in _FIELDS}
-        terms = {name: Total(*pair) for name, pair in numbers["terms"].items()}
-        main, windows, strategy = Total(numbers["weight"], numbers["divisor"]), numbers["windows"], numbers["strategy"]
+        fields: dict[str, Any] = {name: read_count(numbers[name], name, minimum=0) for name in _COUNTS}
+        fields.update({name: bool(numbers[name]) for name in _FLAGS}, scale=_positive(numbers["scale"], "scale"))
+        terms = {name: _total(*pair) for name, pair in numbers["terms"].items()}
+        main, strategy = _total(numbers["weight"], numbers["divisor"]), numbers["strategy"]
+        windows = read_count(numbers["windows"], "windows", minimum=0)
         placed: dict[int, Tensor] = {}
         for name, gradient in gradients.items():
             kind, _, rest = name.partition(".")
             term, _, number = rest.rpartition(".")
             position = int(number)
-            tensor = window.tensors[position]
+            tensor = window.tensors[read_count(position, name, minimum=0)]
             if gradient.shape != tensor.shape:
                 raise StateError(f"The state's {name!r} has shape {tuple(gradient.shape)}, not {tuple(tensor.shape)}.")
             gradient = gradient.to(device=tensor.device, dtype=tensor.grad_dtype or gradient.dtype, copy=True)
@@ -104,6 +97,17 @@ def load(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
     window.main, window.terms, accumulator._update.windows = main, terms, windows
     if window.final:
         window.finalise(normalised=True)
+
+
+def _total(weight: Any, divisor: Any) -> Total:
+    return Total(read_weight(weight), None if divisor is None else _positive(divisor, "divisor"))
+
+
+def _positive(value: Any, name: str) -> float:
+    number = float(read_weight(value, name))
+    if not number:
+        raise StateError(f"The state's {name} is 0. Pass what state_dict() gave.")
+    return number
 
 
 def _put(tensors: dict[str, Tensor], sparse: dict[str, list[int]], name: str, gradient: Tensor) -> None:

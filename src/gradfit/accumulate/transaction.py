@@ -49,6 +49,7 @@ class Transaction:
         self.counted: Number = 0
         self.had_pass = False
         self.terms: dict[str, Total] = {}
+        self.names: set[str] = set()  # of all terms, those without weight included
         self._had_plain = False
         self._sums = [tensor.grad for tensor in tensors]
         for tensor in tensors:

@@ -10,7 +10,7 @@ import torch
 
 from gradfit.accumulate.optimizers import AnyOptimizer, full_precision, stepper_of
 from gradfit.accumulate.result import StepResult
-from gradfit.accumulate.scaling import nonfinite_gradient
+from gradfit.accumulate.scaling import nonfinite_gradient, scale_gradients
 from gradfit.accumulate.window import AccumulationContext
 
 _NOTHING = contextlib.nullcontext()
@@ -80,13 +80,17 @@ class Update:
             return StepResult(False, "non-finite gradient", norm, weight, taken, taken + skipped)
         if self.max_norm is not None and norm > self.max_norm:
             factor *= self.max_norm / norm
-        window.scale_gradients(factor)
-        if self.clipper is not None:
-            self.clipper.clip_grads(window.tensors)
-        if optimizer is None:
-            window.finalise(normalised=True)
-            return StepResult(False, "no optimizer", norm, weight, taken, skipped)
-        stepped = self._step(optimizer, scaler)
+        scale_gradients(window.tensors, factor)
+        try:
+            if self.clipper is not None:
+                self.clipper.clip_grads(window.tensors)
+            if optimizer is None:
+                window.finalise(normalised=True)
+                return StepResult(False, "no optimizer", norm, weight, taken, skipped)
+            stepped = self._step(optimizer, scaler)
+        except BaseException:
+            self._keep(scaler)
+            raise
         self._end(norm**2)
         return StepResult(stepped, _reason(stepped, scaler), norm, weight, taken, skipped)
 
@@ -98,7 +102,7 @@ class Update:
         gradients = [one for tensor in window.tensors if (one := tensor.grad) is not None]
         norm = window.ranks.norm(gradients)
         if self.max_norm is not None and norm > self.max_norm:
-            window.scale_gradients(self.max_norm / norm)
+            scale_gradients(window.tensors, self.max_norm / norm)
         if self.clipper is not None:
             self.clipper.clip_grads(window.tensors)
         if optimizer is None:
@@ -121,6 +125,15 @@ class Update:
         finally:
             self.stepping = False
         return self._stepped
+
+    def _keep(self, scaler: Any) -> None:
+        """The update has failed, out of memory, say: leave the gradients so that the caller can try again."""
+        window = self.window
+        if scaler is not None:  # it would refuse to unscale them a second time
+            window.scale = scaler.get_scale()
+            scaler.update(window.scale)
+            scale_gradients(window.tensors, window.scale)
+        window.finalise(normalised=True)
 
     def _end(self, squared_norm: float | None) -> None:
         if self.optimizer is not None:

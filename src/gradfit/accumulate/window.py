@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfit import _torch
 from gradfit.accumulate.counting import BackwardCounter, weakly
 from gradfit.accumulate.finals import FinalGradients
 from gradfit.accumulate.marks import mark, unmark
 from gradfit.accumulate.numbers import Number, read_count
 from gradfit.accumulate.options import read_members
-from gradfit.accumulate.ranks import ALONE, Alone, Whole, present_in, ranks_of
+from gradfit.accumulate.ranks import ALONE, Alone, Whole, present_in, ranks_of, wrapped_since
+from gradfit.accumulate.scaling import scale_gradients
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
 from gradfit.accumulate.transaction import Total, Transaction
 from gradfit.errors import MisuseError
@@ -63,6 +63,8 @@ class AccumulationContext:
         self.closed = 0  # micro-batches ended by step()
         self.open = 0  # backward passes since
         self.open_plain = 0
+        self.reached: set[int] = set()  # the first tensor of each of those that were plain
+        self.losses: set[str] = set()  # the loss terms among them; "" is the main loss
         self.skipped = 0
         self.main = Total()
         self.terms: dict[str, Total] = {}
@@ -181,16 +183,12 @@ class AccumulationContext:
         self._found_alone = self.ranks is ALONE
 
     def _look_again(self) -> None:
-        """Before the first pass: a model that was wrapped after its parameters came here would reduce by itself."""
+        """Before the first pass: are the tensors still nobody else's?"""
         self._found_alone = False
-        late = ranks_of(self.tensors, self)
-        late.close()
-        if late is not ALONE:
+        error = wrapped_since(self.tensors, self)
+        if error is not None:
             self.broken = True
-            raise MisuseError(
-                "The parameters were wrapped by DDP after the accumulator was made, so this backward is averaged over "
-                "the ranks by DDP itself. Make the accumulator after DistributedDataParallel(model)."
-            )
+            raise error
 
     # -- weighing -------------------------------------------------------------------------------------------------
 
@@ -239,14 +237,22 @@ class AccumulationContext:
 
     def add(self, weight: Number, *, squared_norm: float | None = None) -> None:
         """A micro-batch of that weight is in the gradients now."""
-        self.open += 1
+        if not (self.terms and self._joins({""})):
+            self.open += 1
         self.main.weight += weight
         self.strategy.observe(weight, squared_norm)
 
-    def add_terms(self, weight: Number) -> None:
+    def add_terms(self, weight: Number, names: set[str]) -> None:
         """A micro-batch of terms is in; their totals are kept apart, `weight` is what the first one adds."""
-        self.open += 1
+        if not self._joins(names):
+            self.open += 1
         self.strategy.observe(weight)
+
+    def _joins(self, names: set[str]) -> bool:
+        """Whether losses of these names are of the micro-batch that is open: it has each loss once."""
+        joins = bool(self.open) and names.isdisjoint(self.losses or {""})
+        self.losses = (self.losses or {""}) | names if joins else names
+        return joins
 
     def totals(self) -> dict[str, Number]:
         """Every denominator by its term's name; that of the main loss is ""."""
@@ -257,7 +263,7 @@ class AccumulationContext:
         self.open += 1
         self.skipped += 1
 
-    def _count_plain(self, joins: bool) -> None:
+    def _count_plain(self, joins: bool, first: Tensor) -> None:
         if not self.enabled:
             return
         with self.lock:
@@ -289,6 +295,7 @@ class AccumulationContext:
             if joins and self.open_plain:
                 return
             self.open_plain += 1
+            self.reached.add(id(first))
             self.add(1)
 
     def end_micro_batch(self) -> bool:
@@ -300,20 +307,22 @@ class AccumulationContext:
             self.require_intact()
         self.counter.end_micro_batch()
         if not self.open:
-            if self.final and self.is_full:
+            if self.is_full:  # and the update failed
                 return True
             self.begin()
             if self.main.divisor is None:
                 self.main.divisor = 1.0
             by_hand = self.ranks.size == 1 or any(source.grad is not None for source in self.sources)
             self.add(1 if by_hand else 0)  # gradients put there by hand, or a process that has none
-        if not self.delimited:
-            self.delimited = not self.is_full
+        if not self.delimited:  # passes that began at different tensors are parts of one micro-batch
+            parts = self.open == self.open_plain == len(self.reached) > 1
+            self.delimited = parts or not self.is_full
         if self.open > 1 and self.delimited:
             self.main.weight -= max(0, self.open_plain - 1)
             self.open = 1
         self.closed += self.open
         self.open = self.open_plain = 0
+        self.reached, self.losses = set(), set()
         return self.strategy.is_complete(self.closed, self.weight)
 
     # -- ending ---------------------------------------------------------------------------------------------------
@@ -358,19 +367,8 @@ class AccumulationContext:
         if self.final and self._finals:
             return
         if not normalised:
-            self.scale_gradients(self.combine())
+            scale_gradients(self.tensors, self.combine())
         self.final, self._finals = True, FinalGradients(self.tensors)
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients in place; nothing is read or written for a factor of 1."""
-        if factor == 1.0:
-            return
-        gradients = [tensor.grad for tensor in self.tensors if tensor.grad is not None]
-        with torch.no_grad():
-            _torch.multiply_all([one for one in gradients if not one.is_sparse], factor)
-            for one in gradients:
-                if one.is_sparse:
-                    one.mul_(factor)
 
     def end(self) -> None:
         """The window was used: count from zero. The gradients are the caller's."""
