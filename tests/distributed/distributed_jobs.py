@@ -176,6 +176,49 @@ def against_one_rank(rank: int, size: int, setting: Setting) -> dict[str, Any]:
     return {"difference": largest_difference(model, reference), "norm": result.grad_norm}
 
 
+def narrow_sums(rank: int, size: int, how: str) -> tuple[dict[str, float], dict[str, float]]:
+    """One update of bfloat16 parameters from 24 micro-batches per rank: how far are we, and a bfloat16 sum, off?"""
+    torch.manual_seed(3)
+    inner = Net(2, 32).bfloat16()
+    reference = copy.deepcopy(inner)
+    policy = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)} if how == "fsdp, its own policy" else {}
+    model = wrap(inner, how[:4], size, **policy)
+    generator = torch.Generator().manual_seed(1)
+    data = [torch.randn(1 + i % 5, 4, generator=generator).bfloat16() for i in range(24 * size)]
+    rows = sum(map(len, data))
+
+    def loss(model: nn.Module, part: torch.Tensor) -> torch.Tensor:
+        return model(part).float().square().mean()
+
+    sums = [torch.zeros_like(p, dtype=torch.float64) for p in reference.parameters()]
+    native = copy.deepcopy(reference)
+    for part in data:
+        gradients = torch.autograd.grad(loss(reference, part), list(reference.parameters()))
+        for total, gradient in zip(sums, gradients, strict=True):
+            total += gradient.double() * len(part) / rows
+        (loss(native, part) * (len(part) / rows)).backward()
+    stepped = [
+        (p.detach().double() - 0.1 * total).bfloat16() for p, total in zip(reference.parameters(), sums, strict=True)
+    ]
+
+    seen: list[torch.Tensor] = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(full(p.grad).double() for p in model.parameters()))
+    acc = gf.GradientAccumulator(optimizer, steps=1000, dtype=torch.float32)
+    for part in data[rank::size]:
+        acc.backward(loss(model, part), weight=len(part))
+    assert acc.flush().stepped
+    narrow = [p.grad.double() for p in native.parameters()]
+    torch.optim.SGD(native.parameters(), lr=0.1).step()
+
+    def off(gradients: list[torch.Tensor], parameters: list[torch.Tensor]) -> dict[str, float]:
+        worst = max(((g - s).abs().max() / s.abs().max()).item() for g, s in zip(gradients, sums, strict=True))
+        wrong = sum(int((p != s).sum()) for p, s in zip(parameters, stepped, strict=True))
+        return {"gradient": worst, "parameters": wrong / sum(s.numel() for s in stepped)}
+
+    return off(seen, [full(p) for p in model.parameters()]), off(narrow, list(native.parameters()))
+
+
 class CountCalls:
     """Counts collectives by name while it is entered, below everything that calls them."""
 

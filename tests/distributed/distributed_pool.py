@@ -91,6 +91,7 @@ def _work(pipe: Any, rank: int, size: int, port: int, timeout_seconds: float) ->
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = False  # its bfloat16 kernels are illegal instructions on some virtual machines
     warnings.simplefilter("error")
     for text in ("Full backward hook is firing", "FSDP2-wrapped module", "This function should only be used"):
         warnings.filterwarnings("ignore", message=f".*{text}")
