@@ -118,7 +118,11 @@ def _plan(profile: Profile, search: MicrobatchSearch, choice: Choice, budget: in
     until = alive_until(graph, actions)
     saved = {v for needs in graph.node_needs for v in needs if graph.producer[v] >= 0}
     kept = [v for v, a in enumerate(actions) if graph.producer[v] >= 0 and a == KEEP and until[v] >= 0]
-    names = tuple("external" if p < 0 else ACTION_NAMES[a] for p, a in zip(graph.producer, actions, strict=True))
+    # What nothing will ask for costs nothing to "keep", and need not be written down to be rebuilt.
+    names = tuple(
+        "external" if p < 0 else ACTION_NAMES[a if last >= 0 else KEEP]
+        for p, a, last in zip(graph.producer, actions, until, strict=True)
+    )
     operation = profile.operations[result.index] if result.phase == "forward" else None
     node = profile.nodes[result.index] if result.phase in ("sweep", "backward") else None
     where = {
@@ -186,6 +190,6 @@ def _with_alternatives(made: Plan, choice: Choice) -> Plan:
         if other is None or other.peak_bytes == peak:
             found.append(None)
             continue
-        extra = other.extra_seconds * made.batch_size / choice.micro_batch
-        found.append(Alternative(choice.micro_batch, choice.steps, other.peak_bytes, choice.plain_seconds + extra))
+        change = (other.extra_seconds - choice.solution.extra_seconds) * made.batch_size / choice.micro_batch
+        found.append(Alternative(choice.micro_batch, choice.steps, other.peak_bytes, choice.step_seconds + change))
     return dataclasses.replace(made, less_memory=found[0], more_memory=found[1])

@@ -47,7 +47,7 @@ class MicrobatchSearch:
         start = self._largest_plain(sizes, budget_bytes)
         idle = 0
         for size in sizes[start::-1]:
-            if idle == 2 or (best is not None and self._plain_step_seconds(size) >= best.step_seconds):
+            if idle == 2 or (best is not None and self._least_seconds(size) >= best.step_seconds):
                 break
             found = self.at_size(size, budget_bytes, effort="chain")
             if found is None and best is not None:
@@ -60,7 +60,7 @@ class MicrobatchSearch:
         if best is None:
             return None
         for size in self._between(sizes, best.micro_batch):
-            if self._plain_step_seconds(size) < best.step_seconds:
+            if self._least_seconds(size) < best.step_seconds:
                 best = _faster(best, self.at_size(size, budget_bytes, effort="chain")) or best
         return _faster(best, self.at_size(best.micro_batch, budget_bytes, effort=effort))
 
@@ -110,10 +110,19 @@ class MicrobatchSearch:
                 )
         return seconds
 
+    def _recording_seconds(self, micro_batch: int) -> float:
+        """What writing down every forward of the step takes, whatever is kept."""
+        profile = self.profile
+        return -(-self.batch_size // micro_batch) * len(profile.operations) * profile.record_overhead_seconds
+
+    def _least_seconds(self, micro_batch: int) -> float:
+        """A step of such micro-batches cannot be faster, whatever is kept."""
+        return self._plain_step_seconds(micro_batch) + self._recording_seconds(micro_batch)
+
     def _choice(self, micro_batch: int, solution: Solution) -> Choice:
         plain = self._plain_step_seconds(micro_batch)
         # The last micro-batch may be smaller; its recomputation is in proportion.
-        extra = solution.extra_seconds * self.batch_size / micro_batch
+        extra = solution.extra_seconds * self.batch_size / micro_batch + self._recording_seconds(micro_batch)
         steps = -(-self.batch_size // micro_batch)
         return Choice(micro_batch, steps, solution, plain + extra, plain, self.solver(micro_batch))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from gradfit._torch_distributed import drop_gradients
 from gradfit.errors import MisuseError
 from gradfit.profiling.meter import tensors_in
 from gradfit.profiling.optimizer import OptimizerCost, optimizer_cost
+from gradfit.profiling.overhead import tape_overhead
 from gradfit.profiling.record import BackwardNode, Hardware, Linear, Operation, Profile, Value
 from gradfit.profiling.resident import gradient_bytes, storage_bytes
 from gradfit.profiling.state import untouched
@@ -25,7 +25,8 @@ from gradfit.tree import leaves, size_of_batch, split_batch
 
 LossFunction = Callable[[torch.nn.Module, Any], Any]
 _Cut = Callable[[Any, int], Iterable[Any]]
-_ROUNDS = 2  # the least of so many measurements: a machine is never alone
+_ROUNDS, _MORE_ROUNDS = 2, 5  # the least of so many measurements: a machine is never alone
+_SHORT_SECONDS = 0.1  # what takes less than this is measured more often
 
 
 @dataclass(frozen=True)
@@ -217,15 +218,14 @@ def _working_bytes(trace: Trace) -> int:
 def _sample(
     model: torch.nn.Module, loss_fn: LossFunction, batch: Any, size: int, quota_bytes: float, *, timed: bool = True
 ) -> Sample:
-    trace: Trace | None = None
-    for _ in range(_ROUNDS):
-        again = _watch(model, loss_fn, batch, quota_bytes)
-        trace = again if trace is None else _least(trace, again)
-    assert trace is not None
+    trace = _watch(model, loss_fn, batch, quota_bytes)
+    rounds = _MORE_ROUNDS if sum(op.seconds for op in trace.operations) < _SHORT_SECONDS else _ROUNDS
+    for _ in range(rounds - 1):
+        trace = _least(trace, _watch(model, loss_fn, batch, quota_bytes))
     _pool(trace)
     plain = None
     if timed:
-        plain = min(_time_plain(model, loss_fn, batch) for _ in range(_ROUNDS))
+        plain = min(_time_plain(model, loss_fn, batch) for _ in range(rounds))
     return Sample(size, trace, plain)
 
 
@@ -271,9 +271,10 @@ def _pool(trace: Trace) -> None:
         taken = node.peak_bytes - node.before_bytes
         alike.setdefault((node.name, taken, *(sizes[v] for v in node.needs)), []).append(node)
     for group in alike.values():
-        middle = statistics.median(item.seconds for item in group)
+        # The lower quartile: what disturbs a measurement makes it longer, never shorter.
+        usual = sorted(item.seconds for item in group)[(len(group) - 1) // 4]
         for item in group:
-            item.seconds = middle
+            item.seconds = usual
 
 
 def assemble(
@@ -343,6 +344,7 @@ def assemble(
     busy = sum(op.seconds for op in trace.operations) + sum(node.seconds for node in trace.nodes)
     plain = big.plain_seconds if big.plain_seconds is not None else busy + 6e-6 * (len(operations) + len(nodes))
     batch_bytes = sum(tensor.nbytes for tensor in leaves(batch))
+    overhead = tape_overhead()
     return Profile(
         values=values,
         operations=operations,
@@ -357,7 +359,8 @@ def assemble(
         optimizer_seconds=cost.seconds,
         # Python's share; what is beyond any interpreter's is another process's.
         overhead_seconds=min(max(0.0, plain - busy), 1e-4 * (len(operations) + len(nodes))),
-        replay_overhead_seconds=15e-6,
+        record_overhead_seconds=overhead.record,
+        replay_overhead_seconds=overhead.replay,
         batch_size=big.size,
         min_batch=min_batch,
         host_bandwidth=host_bandwidth,

@@ -137,7 +137,8 @@ class Profile:
     constant_bytes: Linear = Linear()  # tensors that the forward brings along: from Python numbers, from NumPy
     optimizer_seconds: float = 0.0
     overhead_seconds: float = 0.0  # Python's, per micro-batch, outside the operations
-    replay_overhead_seconds: float = 0.0  # the engine's, per replayed operation
+    record_overhead_seconds: float = 0.0  # the tape's, per operation of the forward
+    replay_overhead_seconds: float = 0.0  # the tape's, per replayed operation
     batch_size: int = 1  # at which it was measured
     min_batch: int = 1
     splittable: bool = True  # False: the batch cannot be cut, so its size is the only micro-batch

@@ -36,6 +36,7 @@ def nominal(profile: Profile) -> Profile:
         nodes=tuple(dataclasses.replace(node, seconds=back) for node in profile.nodes),
         optimizer_seconds=0.0,
         overhead_seconds=call * (len(profile.operations) + len(profile.nodes)) + 3 * profile.gradient_bytes / bandwidth,
+        record_overhead_seconds=call / 2,
         replay_overhead_seconds=call,
     )
 
