@@ -105,11 +105,18 @@ for _name in dir(torch._C.DispatchKey):
         _AUTOCAST_KEYS = _AUTOCAST_KEYS | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _name))
 
 
-@contextlib.contextmanager
-def below_autograd() -> Iterator[None]:
-    """Run operations where a dispatch mode saw them: below autograd and autocast, so that nothing is cast twice."""
-    with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
-        yield
+class below_autograd:  # noqa: N801  (as torch.no_grad)
+    """Run operations where the recorder heard them: below autograd and autocast, so that nothing is cast twice."""
+
+    def __enter__(self) -> None:
+        self._autograd: Any = torch._C._AutoDispatchBelowAutograd()
+        self._autocast: Any = torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
+        self._autograd.__enter__()  # type: ignore[no-untyped-call]
+        self._autocast.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._autocast.__exit__(*error)
+        self._autograd.__exit__(*error)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

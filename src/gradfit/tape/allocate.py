@@ -26,7 +26,7 @@ def without_content(info: OpInfo, args: Any, kwargs: Any, out: Any) -> tuple[OpI
     options = {"dtype": out.dtype, "device": out.device}
     name = info.shape_only
     if name in _EMPTY:
-        return info_of(_aten.empty_strided.default), (out.size(), out.stride()), options
+        return info_of(_aten.empty_strided.default), (out.size(), torch.Size(out.stride())), options
     if not out.is_contiguous():
         return None
     if name in _RANDOM:

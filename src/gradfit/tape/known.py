@@ -29,7 +29,9 @@ from gradfit.tape.storage import (
 NO_KWARGS: dict[str, Any] = {}
 UNCOUNTED = -2  # the version of a tensor made under inference mode
 # Arguments that are remembered as they are.
-ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
+ATOMS = frozenset(
+    {int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
 Fresh = list[tuple[int, torch.Tensor, int]]  # position among the results, the tensor, its storage
 next_index = itertools.count().__next__
 _Tensor = torch.Tensor
@@ -144,12 +146,27 @@ class Known:
         """Make a value of each new storage."""
         made = self._made
         fragile = op.info.fragile
+        outputs = op.outputs
+        segment = self.segment
+        forget = self._forget
+        choice = DROP
         for number, (position, tensor, key) in enumerate(fresh):
-            choice = DROP if choices is None else choices[number]
-            if choice == KEEP or key in made:  # two results may share a storage: then it is one value
-                op.outputs.append(None)
+            if choices is not None:
+                choice = choices[number]
+                if choice == KEEP:
+                    outputs.append(None)
+                    continue
+            if key in made:  # two results may share a storage: then it is one value
+                outputs.append(None)
                 continue
-            value = made[key] = self._new(op, tensor, key, position)
+            watcher = Watcher(tensor.untyped_storage(), forget)
+            watcher.key = key
+            try:
+                seen, natural = tensor._version, _reference_to(tensor)
+            except RuntimeError:  # made under inference mode
+                seen, natural = UNCOUNTED, nothing  # type: ignore[assignment]
+            geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+            value = made[key] = Value(key, geometry, segment, op, position, seen, natural, watcher)
             if fragile is not None:
                 value.fragile = fragile
             if choice == HOLD:
@@ -159,22 +176,13 @@ class Known:
                 value.op = Operation(op.index, load, LOAD, [], NO_KWARGS, [])
                 value.op.outputs.append(_reference_to(value))
                 value.position = 0
-                op.outputs.append(None)
+                outputs.append(None)
                 continue
-            op.outputs.append(_reference_to(value))
-
-    def _new(self, op: Operation, tensor: torch.Tensor, key: int, position: int) -> Value:
-        watcher = Watcher(tensor.untyped_storage(), self._forget)
-        watcher.key = key
-        geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
-        try:
-            seen, natural = tensor._version, _reference_to(tensor)
-        except RuntimeError:  # made under inference mode
-            return Value(key, geometry, self.segment, op, position, UNCOUNTED, nothing, watcher)
-        return Value(key, geometry, self.segment, op, position, seen, natural, watcher)
+            outputs.append(_reference_to(value))
+        self._register(op)
 
     def _register(self, op: Operation) -> None:
-        """Tell the operation's inputs of it."""
+        """Tell an operation's inputs of it."""
         reference = _reference_to(op)
         segment = self.segment
         for value in op.inputs:

@@ -146,16 +146,17 @@ class Recorder(Writer):
             return
         if not fresh:
             return
-        choices = self._choose(func, fresh)
-        if choices is not None and choices.count(KEEP) == len(choices):
-            return
+        choices = None
+        if self.policy is not None:
+            choices = self.policy.choose(func, [tensor for _, tensor, _ in fresh])
+            if choices is not None and choices.count(KEEP) == len(choices):
+                return
         for _, _, key in fresh:
             if key in made or (key in self._roots and self._root(key) is not None):
                 return  # it gave back a tensor that was there before: nothing new was made
         op = Operation(next_index(), func, info, template, named, inputs)
         op.rng = state
         self._adopt(op, fresh, choices)
-        self._register(op)
 
     def _choose(self, func: Any, fresh: Fresh) -> list[int] | None:
         if self.policy is None or not fresh:
@@ -172,7 +173,7 @@ def _fresh(out: Any, inputs: list[Value]) -> Fresh:
                 return []
         return [(0, out, key)]
     fresh: Fresh = []
-    for position, tensor in enumerate(flatten((out,))):
+    for position, tensor in enumerate(out if type(out) is tuple and list not in map(type, out) else flatten((out,))):
         if type(tensor) is _Tensor:
             key = storage_key(tensor)
             for value in inputs:

@@ -263,15 +263,17 @@ def _write_again(
 ) -> None:
     """The same for one that writes: on a private copy, if somebody else wants what it writes over."""
     private: dict[Value, torch.Tensor] = {}
+    seen = made
     for old in op.written:
         tensor = made.get(old)
         if tensor is not None and uses[old] == 1 and old.tensor is None and old is not target:
             private[old] = tensor  # nobody else wants the old version: write over it
         else:
             private[old] = copy_storage(content(old) if tensor is None else tensor, old.geometry)
-    seen = {**made, **private}
-    out = _call(op, [_argument(argument, op, seen) for argument in op.args], seen, rewound)
-    del seen
+            seen = {**seen, old: private[old]}
+    args = [each if type(each) in ATOMS else _argument(each, op, seen) for each in op.args]
+    out = _call(op, args, seen, rewound)
+    del seen, args
     results: list[Any] | None = None
     for reference in op.outputs:
         value = None if reference is None else reference()
@@ -301,7 +303,10 @@ def _call(op: Operation, args: list[Any], made: dict[Value, torch.Tensor], rewou
     call = op.info.call or op.func
     if not op.kwargs and op.rng is None and not op.info.grad_mode:
         return call(*args)
-    kwargs = {name: _argument(argument, op, made) for name, argument in op.kwargs.items()}
+    kwargs = {
+        name: argument if type(argument) in ATOMS else _argument(argument, op, made)
+        for name, argument in op.kwargs.items()
+    }
     if op.rng is not None:
         kwargs.update(rewound.start(op.rng, op.info.generator))
     if op.info.grad_mode:

@@ -33,9 +33,10 @@ class Saver(Known):
         if tensor.requires_grad and tensor.is_leaf:  # it lives anyway, even if it was made inside
             return (tensor, tensor._version)
         try:
-            value = self._made.get(key_of(tensor))
-        except Untrackable:
+            key = storage_key(tensor) if type(tensor) is torch.Tensor else key_of(tensor)
+        except (Untrackable, RuntimeError, NotImplementedError):
             return (tensor.detach() if tensor.grad_fn is not None else tensor, None)
+        value = self._made.get(key)
         if value is None:
             return self._pack_root(tensor)
         natural = value.natural()
@@ -47,7 +48,7 @@ class Saver(Known):
                 return self._pack_root(tensor)
             if geometry == value.geometry:
                 geometry = None
-        if value.seen != tensor._version or value.fragile is not None:
+        if value.fragile is not None or value.seen != tensor._version:
             value = self._present(value.key, tensor)
             if value is not None and value.fragile is not None:
                 self._settle(value, tensor, detached)

@@ -13,7 +13,7 @@ from gradfit.errors import UnsupportedOp
 from gradfit.tape.graph import Operation, Value, nothing
 from gradfit.tape.known import next_index, save_before_write
 from gradfit.tape.ops import OpInfo
-from gradfit.tape.policy import HOLD, KEEP
+from gradfit.tape.policy import DROP, HOLD, KEEP
 from gradfit.tape.save import Saver
 from gradfit.tape.storage import Untrackable, fresh_results, key_of, written_tensors
 
@@ -103,13 +103,11 @@ class Writer(Saver):
             return out  # rule 5: from here on it is a root
         op.rng = state
         op.written = tuple(olds)  # type: ignore[arg-type]
-        for number, (target, key) in enumerate(zip(targets, keys, strict=True)):
-            value = self._made[key] = self._new(op, target, key, -1 - number)
-            value.seen = -1  # autograd counts the version up when this has returned, or not at all
-            value.evictable = choices is not None and choices[number] == HOLD
-            op.outputs.append(weakref.ref(value))
-        self._adopt(op, fresh, None)
-        self._register(op)
+        written = [(-1 - number, target, key) for number, (target, key) in enumerate(zip(targets, keys, strict=True))]
+        held = [HOLD if choice == HOLD else DROP for choice in choices or ()][: len(written)]
+        self._adopt(op, [*written, *fresh], [*held, *[DROP] * (len(written) + len(fresh) - len(held))])
+        for key in keys:
+            self._made[key].seen = -1  # autograd counts the version up when this has returned, or not at all
         return out
 
 
