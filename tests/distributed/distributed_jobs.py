@@ -49,10 +49,13 @@ class Net(nn.Module):
 
 
 def wrap(model: nn.Module, how: str, size: int, **options: Any) -> nn.Module:
-    """The model as DDP or FSDP2 would have it; each block is a unit."""
+    """The model as DDP or FSDP2 would have it; each block is a unit. HSDP: shards over 2 ranks, each pair a replica."""
     if how == "ddp":
         return DistributedDataParallel(model, **options)
-    mesh = init_device_mesh("cpu", (size,))
+    if how == "hsdp":
+        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (size,))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)

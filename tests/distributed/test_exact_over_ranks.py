@@ -29,7 +29,13 @@ def test_two_ranks(pair: Pool, case: str, how: str) -> None:
         assert answer["difference"] < 1e-10
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_a_sharded_model_on_one_rank() -> None:
+    with Pool(1) as pool:
+        for setting in (Setting(how="fsdp", clip=0.05), Setting(how="fsdp", terms=True)):
+            assert pool.run(against_one_rank, setting)[0]["difference"] < 1e-10
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "hsdp"])
 def test_four_ranks(four: Pool, how: str) -> None:
     for answer in four.run(against_one_rank, Setting(how=how, clip=0.05, scaler=True, seed=4)):
         assert answer["difference"] < 1e-10

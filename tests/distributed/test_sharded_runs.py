@@ -31,7 +31,7 @@ ROWS, BATCH, MEMORY = 60, 13, 4 * 2**20
 def make_job(how: str, size: int) -> gf.Job:
     torch.manual_seed(5)
     inner = Net(2, 7).double()  # 7 rows over 4 ranks: the last shard is smaller, and the root's last one is empty
-    model = wrap(inner, "fsdp", size) if how == "fsdp" else inner
+    model = wrap(inner, how, size) if how in ("fsdp", "hsdp") else inner
     rows = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
@@ -100,7 +100,7 @@ def test_the_number_of_ranks_may_change_at_every_resume(
     four: Pool, pair: Pool, straight: list[torch.Tensor], tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    four.run(go_on, "fsdp", str(out), 2)
+    four.run(go_on, "hsdp", str(out), 2)
     shutil.copytree(out, tmp_path / "by one")
     assert agree(go_on(0, 1, "plain", str(tmp_path / "by one"), 6), straight)
     pair.run(go_on, "fsdp", str(out), 4)  # ranks 2 and 3 leave old states behind

@@ -103,7 +103,7 @@ def test_saved_at_four_resumed_at_two_and_at_one(four: Pool, pair: Pool, tmp_pat
     assert agree(second_half(0, 1, "alone", path, terms, "state"), expected)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("ddp", "ddp"), ("fsdp", "fsdp"), ("ddp", "fsdp")])
+@pytest.mark.parametrize(("saved", "loaded"), [("ddp", "ddp"), ("fsdp", "fsdp"), ("ddp", "fsdp"), ("hsdp", "ddp")])
 def test_it_is_a_stateful_of_torch(four: Pool, pair: Pool, tmp_path: Path, saved: str, loaded: str) -> None:
     path, expected = str(tmp_path / "window"), never_stopped(False)
     four.run(first_half, saved, path, False, "dcp")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradfit import _torch_distributed as private
+from gradfit._torch_listen import unseen
 from gradfit.distributed.group import Group
 from gradfit.errors import RankFailed
 
@@ -36,8 +37,10 @@ class Gathers:
 
     def begin_pass(self) -> None:
         """A forward begins, and its backward will follow."""
+        self.announces = False
         if self._find_again():
-            self._follow(self._follows)
+            with unseen():  # it is none of this pass's operations
+                self._follow(self._follows)
         elif self._group.size > 1:
             self._say(self._begins)
         self.announces = self._group.size > 1
@@ -87,6 +90,7 @@ class Gathers:
                 private.take_part(self._units[number - 1])
 
     def _say(self, word: int) -> tuple[Tensor, Any]:
-        everybody = torch.empty(self._group.size, dtype=torch.int32, device=self._group.device)
-        mine = self._words[word : word + 1]
-        return everybody, private.all_gather_flat(everybody, mine, self._group.handle, async_op=True)
+        with unseen():
+            everybody = torch.empty(self._group.size, dtype=torch.int32, device=self._group.device)
+            mine = self._words[word : word + 1]
+            return everybody, private.all_gather_flat(everybody, mine, self._group.handle, async_op=True)

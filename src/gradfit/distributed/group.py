@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import sys
 import time
+import weakref
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,6 +22,23 @@ _LENGTH_BYTES = 4
 _PATIENCE_SECONDS = 2.0  # for the others to write down where they are, once something has failed
 
 
+_groups: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def _hear_what_is_not_caught(group: Group) -> None:
+    """Let an error that ends this process, wherever it comes from, be known to those who will wait for it."""
+    if getattr(sys.excepthook, "__module__", None) != __name__:
+        before = sys.excepthook
+
+        def leave_word(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            for one in _groups:
+                one.leave_word(error)
+            before(kind, error, trace)
+
+        sys.excepthook = leave_word
+    _groups.add(group)
+
+
 class Group:
     """The processes that fill windows together."""
 
@@ -27,6 +47,7 @@ class Group:
         self.size, self.rank = group.size(), group.rank()
         self.device = private.default_device(group)
         self.meetings = 0
+        _hear_what_is_not_caught(self)
 
     def exchange(self, record: dict[str, Any]) -> list[dict[str, Any]]:
         """Everybody's record, in the order of the ranks."""
