@@ -11,11 +11,11 @@ from torch.autograd.graph import increment_version
 from gradfit._torch import base_of, storage_key
 from gradfit.errors import UnsupportedOp
 from gradfit.tape.graph import Operation, Value, nothing
-from gradfit.tape.known import next_index, save_before_write
-from gradfit.tape.ops import OpInfo
-from gradfit.tape.policy import DROP, HOLD, KEEP
+from gradfit.tape.known import NO_KWARGS, next_index, save_before_write
+from gradfit.tape.ops import LOAD, OpInfo
+from gradfit.tape.policy import HOLD, KEEP, OFFLOAD
 from gradfit.tape.save import Saver
-from gradfit.tape.storage import Untrackable, fresh_results, key_of, written_tensors
+from gradfit.tape.storage import Untrackable, fills_storage, fresh_results, key_of, written_tensors
 
 
 class Writer(Saver):
@@ -27,8 +27,8 @@ class Writer(Saver):
         old = None if target.is_inference() else self._made.get(storage_key(target))
         if old is None and not target.is_inference() and self._root(storage_key(target)) is None:
             out = info.call(*args, **kwargs)  # unknown before, unknown after: a counter of batches, mostly
-            if self.policy is not None:
-                self.policy.choose(func, [target])
+            if self.policy is not None and (choices := self.policy.choose(func, [target])) is not None:
+                self._offload([target], choices)
             return out
         if (
             old is None
@@ -51,8 +51,9 @@ class Writer(Saver):
         choices = None if self.policy is None else self.policy.choose(func, [target])
         key, watcher, natural = old.key, old.gone, old.natural
         old.gone, old.natural = None, nothing
-        if op is None or (choices is not None and choices[0] == KEEP):
+        if op is None or (choices is not None and choices[0] in (KEEP, OFFLOAD)):
             self._made.pop(key, None)
+            self._offload([target], choices)
             return out
         op.rng = state
         op.written = (old,)
@@ -99,16 +100,25 @@ class Writer(Saver):
             if old is not None:
                 old.gone = None
                 old.natural = nothing
-        if op is None or (choices is not None and KEEP in choices):
-            return out  # rule 5: from here on it is a root
+        if op is None or (choices is not None and (KEEP in choices or OFFLOAD in choices)):
+            self._offload(targets, choices)
+            return out  # rule 5: from here on it is a root, or lies elsewhere
         op.rng = state
         op.written = tuple(olds)  # type: ignore[arg-type]
         written = [(-1 - number, target, key) for number, (target, key) in enumerate(zip(targets, keys, strict=True))]
-        held = [HOLD if choice == HOLD else DROP for choice in choices or ()][: len(written)]
-        self._adopt(op, [*written, *fresh], [*held, *[DROP] * (len(written) + len(fresh) - len(held))])
+        self._adopt(op, [*written, *fresh], choices)
         for key in keys:
             self._made[key].seen = -1  # autograd counts the version up when this has returned, or not at all
         return out
+
+    def _offload(self, targets: list[torch.Tensor], choices: list[int] | None) -> None:
+        """What was written moves out, if the policy says so; how it was written need not be known."""
+        for target, choice in zip(targets, choices or (), strict=False):
+            if choice == OFFLOAD and fills_storage(target):
+                key = storage_key(target)
+                self._roots.pop(key, None)
+                self._adopt(Operation(next_index(), None, LOAD, [], NO_KWARGS, []), [(0, target, key)], [OFFLOAD])
+                self._made[key].seen = -1  # as in `_write`
 
 
 def _refuse_views(func: Any, targets: list[torch.Tensor]) -> None:
