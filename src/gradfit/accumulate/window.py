@@ -331,7 +331,8 @@ class AccumulationContext:
         """Learn, once per window, what all processes hold; the totals are everybody's from here on."""
         if self.whole is None:
             ranks = self.ranks
-            present, sparse = present_in(self.sources, self.terms.values()) if ranks.size > 1 else ((), ())
+            reduces = ranks.size > 1 or ranks.lockstep
+            present, sparse = present_in(self.sources, self.terms.values()) if reduces else ((), ())
             steps, skipped, broken = self.accumulation_steps, self.skipped, self.broken or self.counter.found_dead
             part = Whole(
                 self.totals(), steps - skipped, skipped, self.notes, self.scale, scale, flushing, joined, present,
