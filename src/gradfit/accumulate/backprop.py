@@ -37,10 +37,12 @@ class Backpropagator:
         self.skip_nonfinite = skip_nonfinite or scaler is not None
         self.can_take_back = isolate or dtype is not None
         self.exclusive = threading.RLock()  # held while `.grad` is not the window's sums
+        self.one_at_a_time = self.can_take_back  # no pass may run beside one whose gradients are apart
         self.narrow = False
         self._own = window.counter.own
-        # Factors as gradients of a loss, made once per value.
         self._seeds: dict[tuple[float, torch.dtype, torch.device, torch.Size], Tensor] = {}
+        self.known: dict[tuple[int, float | None, torch.dtype, torch.device, torch.Size], Tensor] = {}
+        """Seeds of passes that needed nothing but one: by the weight and divisor of a mean, and the loss's kind."""
 
     def begin_window(self) -> None:
         """See whether a parameter's type is too narrow for the factors: narrower than the sums, or float16."""
@@ -56,15 +58,7 @@ class Backpropagator:
     def backward(self, loss: Tensor | None, weight: Number, reduction: str) -> None:
         """One loss, the mean over `weight` items or their sum; a weight of 0 is booked, and nothing is run."""
         window, transaction = self.window, self.window.transaction
-        if not self.can_take_back and weight and loss is not None:  # the usual case
-            divisor = window.main.divisor
-            if divisor is None:
-                with window.lock:
-                    divisor = window.divisor_for(weight, narrow=loss.dtype in _NARROW or self.narrow)
-            self._run(loss, (weight if reduction == "mean" else 1) / divisor)
-            with window.lock:
-                window.add(weight)
-        elif not weight or loss is None:
+        if not weight or loss is None:
             if window.ranks.lockstep and loss is not None and loss.requires_grad:
                 with self.exclusive, _separate_gradients(window.sources, {}):
                     self._run(loss, 0.0)
@@ -76,15 +70,24 @@ class Backpropagator:
         elif self.isolate:
             self._backward_apart(loss, weight, reduction)
         else:
-            divisor = window.divisor_for(weight, narrow=loss.dtype in _NARROW or self.narrow)
-            factor = (weight if reduction == "mean" else 1) / divisor * self._rescale()
-            if self.narrow and math.frexp(factor)[0] != 0.5:
-                # Only a power of two passes through a narrow type unrounded: multiply the others in at the sums.
-                self._backward_apart(loss, weight, reduction)
-                return
-            self._run(loss, factor)
+            divisor = window.main.divisor
+            if divisor is None:
+                with window.lock:
+                    divisor = window.divisor_for(weight, narrow=loss.dtype in _NARROW or self.narrow)
+            factor = (weight if reduction == "mean" else 1) / divisor
+            if self.can_take_back:
+                factor *= self._rescale()
+                if self.narrow and math.frexp(factor)[0] != 0.5:
+                    # Only a power of two passes through a narrow type unrounded: multiply the others in at the sums.
+                    self._backward_apart(loss, weight, reduction)
+                    return
+            seed = self._run(loss, factor)
             with window.lock:
                 window.add(weight)
+                if type(weight) is int and reduction == "mean" and self.scaler is None and not self.one_at_a_time:
+                    if len(self.known) >= _SEEDS_KEPT:
+                        self.known.clear()
+                    self.known[weight, divisor, loss.dtype, loss.device, loss.shape] = seed
 
     def _backward_apart(self, loss: Tensor, weight: Number, reduction: str) -> None:
         with self.transact(weight) as transaction:
@@ -94,6 +97,8 @@ class Backpropagator:
     def backward_terms(self, terms: dict[str, tuple[Tensor, Number]]) -> None:
         """One pass per term, into sums of its own: what divides them is known only at the end. Needs `exclusive`."""
         window = self.window
+        self.one_at_a_time = True
+        self.known.clear()
         with contextlib.ExitStack() as stack:
             if self.isolate and window.transaction is None:
                 stack.enter_context(self.transact(None))
@@ -117,8 +122,8 @@ class Backpropagator:
                 transaction.had_pass = True
                 transaction.names.update(terms)
 
-    def _run(self, loss: Tensor, factor: float, retain_graph: bool = False) -> None:
-        """One pass with a factor as the loss's gradient; if it fails the window holds half of it, and says so then."""
+    def _run(self, loss: Tensor, factor: float, retain_graph: bool = False) -> Tensor:
+        """One pass with a factor; gives its seed: the factor as the loss's gradient, made once per value."""
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         key = (factor, loss.dtype, loss.device, loss.shape)
@@ -127,6 +132,11 @@ class Backpropagator:
             if len(self._seeds) >= _SEEDS_KEPT:
                 self._seeds.clear()
             seed = self._seeds[key] = torch.full(loss.shape, factor, dtype=loss.dtype, device=loss.device)
+        self.run(loss, seed, retain_graph)
+        return seed
+
+    def run(self, loss: Tensor, seed: Tensor, retain_graph: bool = False) -> None:
+        """One pass; if it fails the window holds half of it, and says so from then on."""
         own, thread = self._own, threading.get_ident()
         own.add(thread)
         try:

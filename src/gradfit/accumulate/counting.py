@@ -131,7 +131,7 @@ def _make_hook(
     thread_id, task_id = threading.get_ident, _torch.graph_task_id
 
     def hook(tensor: Tensor) -> None:
-        if own and (thread_id() in own or not tensor.is_cpu):
+        if thread_id() in own or (own and not tensor.is_cpu):
             return
         task = task_id()
         if task not in open_passes:

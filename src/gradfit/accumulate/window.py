@@ -194,7 +194,8 @@ class AccumulationContext:
 
     def begin(self) -> None:
         """Before a contribution: what a user has consumed is over, what is final and unused is taken up again."""
-        self.require_intact()
+        if self.broken or self.counter.passes:
+            self.require_intact()
         if self._found_alone:
             self._look_again()
         if not self.final:
@@ -322,7 +323,8 @@ class AccumulationContext:
             self.open = 1
         self.closed += self.open
         self.open = self.open_plain = 0
-        self.reached, self.losses = set(), set()
+        if self.reached or self.losses:
+            self.reached, self.losses = set(), set()
         return self.strategy.is_complete(self.closed, self.weight)
 
     # -- ending ---------------------------------------------------------------------------------------------------
@@ -347,8 +349,9 @@ class AccumulationContext:
 
     def combine(self) -> float:
         """Bring every sum of every process into `.grad`; gives the factor that is still to be multiplied by."""
-        whole = self.meet()
-        self.require_intact()
+        whole = self.whole or self.meet()
+        if self.broken or self.counter.passes:
+            self.require_intact()
         if self.final:
             return 1.0
         factor = self.main.factor
