@@ -11,6 +11,7 @@ import pytest
 import torch
 from distributed_jobs import Net, largest_difference, wrap
 from distributed_pool import Pool
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -133,3 +134,52 @@ def test_a_profile_counts_shards(pair: Pool) -> None:
         assert 0.9 * FULL_BYTES / 2 < found.gradient_bytes < 1.1 * FULL_BYTES / 2
         plain = gf.plan(found, memory="1 GiB", batch_size=64)
         assert abs(plain.peak_bytes - peak) < 0.1 * peak
+
+
+def narrow(rank: int, size: int, how: str, policy: MixedPrecisionPolicy | None, dtype: torch.dtype) -> dict[str, Any]:
+    """Sums in float32 of parameters, or of passes, in bfloat16, with a budget below what it takes plainly."""
+    torch.manual_seed(0)
+    model = wrap(Net(4, WIDTH).to(dtype), how, size, **({} if policy is None else {"mp_policy": policy}))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    rows = torch.randn(512, 4).to(dtype)
+
+    def mean(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch).float().square().mean()
+
+    wide = None if dtype is torch.float32 else torch.float32
+    plain = gf.fit(model, optimizer, mean, rows, "1 GiB", dtype=wide)
+    budget = plain.plan.peak_bytes * 8 // 10 + plain.accumulator.ranks.reserved_bytes
+    plain.accumulator.disable_accumulation()
+    step = gf.fit(model, optimizer, mean, rows, budget, dtype=wide)
+    peaks = []
+    for _ in range(3):
+        live = LiveBytes(rows, list(model.parameters()), [list(one.values()) for one in optimizer.state.values()])
+        with live:
+            result = step(rows)
+        peaks.append(live.peak + step.accumulator.ranks.reserved_bytes)
+    kinds = {value.dtype for entries in optimizer.state.values() for value in entries.values() if value.dim()}
+    return {
+        "budget": budget,
+        "peaks": peaks,
+        "stepped": result.stepped,
+        "predicted": step.plan.peak_bytes + step.accumulator.ranks.reserved_bytes,
+        "kinds": kinds | {parameter.dtype for parameter in model.parameters()},
+    }
+
+
+@pytest.mark.parametrize(
+    ("how", "policy", "dtype"),
+    [
+        ("ddp", None, torch.bfloat16),
+        ("fsdp", None, torch.bfloat16),
+        ("fsdp", MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), torch.float32),
+    ],
+)
+def test_narrow_parameters_with_wide_sums_hold_a_budget(
+    pair: Pool, how: str, policy: MixedPrecisionPolicy | None, dtype: torch.dtype
+) -> None:
+    for answer in pair.run(narrow, how, policy, dtype):
+        assert answer["stepped"]
+        assert max(answer["peaks"]) <= answer["budget"]
+        assert abs(answer["predicted"] - answer["peaks"][-1]) < 0.05 * answer["peaks"][-1]
+        assert answer["kinds"] == {dtype}

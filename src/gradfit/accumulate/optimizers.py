@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from gradfit._torch_distributed import is_dtensor
 from gradfit.errors import MisuseError
 
 
@@ -73,20 +74,46 @@ def full_precision(optimizer: Any, tensors: Iterable[Tensor]) -> Iterator[None]:
     resumed run is then the same as one never stopped. It costs wide copies of both during the step.
     """
     narrow: list[tuple[Tensor, Tensor]] = []
+    sharded: list[tuple[Tensor, Tensor]] = []
     state = getattr(optimizer, "state", None)
     try:
         for tensor in tensors:
             if tensor.grad is not None and tensor.grad.dtype != tensor.dtype:
-                narrow.append((tensor, tensor.data))
                 _convert_state(state, tensor, tensor.grad.dtype)
+                if is_dtensor(tensor):  # which cannot be given other data: a wide one stands in for it
+                    sharded.append((tensor, _wide_copy(tensor)))
+                    continue
+                narrow.append((tensor, tensor.data))
                 tensor.data = tensor.data.to(tensor.grad.dtype)
+        _swap(optimizer, sharded)
         yield
     finally:
+        _swap(optimizer, [(wide, tensor) for tensor, wide in sharded])
         with torch.no_grad():
             for tensor, data in narrow:
                 data.copy_(tensor.data)
                 tensor.data = data
                 _convert_state(state, tensor, data.dtype)
+            for tensor, wide in sharded:
+                tensor.copy_(wide)
+                _convert_state(state, tensor, tensor.dtype)
+
+
+def _wide_copy(tensor: Tensor) -> Tensor:
+    wide = torch.nn.Parameter(tensor.detach().to(tensor.grad.dtype))  # type: ignore[union-attr]
+    wide.grad = tensor.grad
+    return wide
+
+
+def _swap(optimizer: Any, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Let an optimizer hold the second tensor of each pair in the place of the first, with its state."""
+    now = {id(old): new for old, new in pairs}
+    state = getattr(optimizer, "state", None)
+    for group in getattr(optimizer, "param_groups", ()) if pairs else ():
+        group["params"][:] = [now.get(id(tensor), tensor) for tensor in group["params"]]
+    for old, new in pairs:
+        if isinstance(state, dict) and old in state:
+            state[new] = state.pop(old)
 
 
 def _convert_state(state: Any, tensor: Tensor, dtype: torch.dtype) -> None:

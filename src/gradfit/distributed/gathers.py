@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradfit import _torch_distributed as private
+from gradfit import _torch_fsdp as fsdp
 from gradfit._torch_listen import unseen
 from gradfit.distributed.group import Group
 from gradfit.errors import RankFailed
@@ -33,7 +34,7 @@ class Gathers:
         self.lost = False  # a pass has failed: nobody knows at which unit
         self._begins, self._follows = len(units) + 1, len(units) + 2
         self._words = torch.arange(len(units) + 3, dtype=torch.int32, device=group.device)
-        private.before_gather(units, self)
+        fsdp.before_gather(units, self)
 
     def begin_pass(self) -> None:
         """A forward begins, and its backward will follow."""
@@ -65,7 +66,7 @@ class Gathers:
         """After a failed pass: let FSDP2 forget it."""
         lost, self.lost = self.lost, False
         if lost:
-            private.forget_pass(self._modules)
+            fsdp.forget_pass(self._modules)
         return lost
 
     def _follow(self, word: int) -> None:
@@ -86,8 +87,8 @@ class Gathers:
                     "at the end of its window). Let all ranks run the same modules in the same order."
                 )
             for number in running - {self._begins}:
-                private.initialise(self._modules)
-                private.take_part(self._units[number - 1])
+                fsdp.initialise(self._modules)
+                fsdp.take_part(self._units[number - 1])
 
     def _say(self, word: int) -> tuple[Tensor, Any]:
         with unseen():

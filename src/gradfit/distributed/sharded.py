@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from gradfit import _torch_distributed as private
+from gradfit import _torch_fsdp as fsdp
 from gradfit.accumulate.scaling import gradient_norm
 from gradfit.distributed.gathers import Gathers
 from gradfit.distributed.group import Group
@@ -39,8 +39,8 @@ def is_fully_sharded(model: torch.nn.Module) -> bool:
 
 def data_parallel_size(model: torch.nn.Module) -> int:
     """Over how many ranks a `fully_shard` model's gradients are added up."""
-    units = [unit for m in model.modules() if isinstance(m, FSDPModule) for unit in private.param_groups(m)]
-    return private.data_parallel_group(units[0]).size() if units else 1
+    units = [unit for m in model.modules() if isinstance(m, FSDPModule) for unit in fsdp.param_groups(m)]
+    return fsdp.data_parallel_group(units[0]).size() if units else 1
 
 
 class Unsharded:
@@ -51,11 +51,11 @@ class Unsharded:
 
     @property
     def grad(self) -> Tensor | None:
-        return private.unsharded_gradient(self._kept)
+        return fsdp.unsharded_gradient(self._kept)
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
-        private.set_unsharded_gradient(self._kept, gradient)
+        fsdp.set_unsharded_gradient(self._kept, gradient)
 
 
 class Sharded(Together):
@@ -65,15 +65,15 @@ class Sharded(Together):
 
     def __init__(self, tensors: list[Tensor], window: Any) -> None:
         modules = modules_of(FSDPModule, tensors)
-        self.units = [unit for module in modules for unit in private.param_groups(module)]
-        self._kept = {id(tensor): kept for unit in self.units for tensor, kept in private.sharded_parameters(unit)}
+        self.units = [unit for module in modules for unit in fsdp.param_groups(module)]
+        self._kept = {id(tensor): kept for unit in self.units for tensor, kept in fsdp.sharded_parameters(unit)}
         for at, tensor in enumerate(tensors):
             if id(tensor) not in self._kept:
                 raise MisuseError(
                     f"The parameter at {at}, of shape {tuple(tensor.shape)}, is a DTensor of no fully_shard module. "
                     "Make the optimizer after fully_shard, from model.parameters()."
                 )
-        super().__init__(modules, Group(private.data_parallel_group(self.units[0])), window)
+        super().__init__(modules, Group(fsdp.data_parallel_group(self.units[0])), window)
         self._silenced: list[Any] = []
         self._depth = 0
         self._gathers = Gathers(self.group, modules, self.units)
@@ -82,7 +82,7 @@ class Sharded(Together):
     def reduce_bytes(self) -> int:  # type: ignore[override]
         """The largest unit twice: what goes into its reduction and what comes out, or, for a rank that waits at the
         end of its window while others gather, what was sent and the parameters made of it."""
-        return 2 * max(private.unit_bytes(unit) for unit in self.units)
+        return 2 * max(fsdp.unit_bytes(unit) for unit in self.units)
 
     def sources(self, tensors: list[Tensor]) -> list[Unsharded]:
         return [Unsharded(tensor, self._kept[id(tensor)]) for tensor in tensors]
@@ -93,7 +93,7 @@ class Sharded(Together):
         self._depth += 1
         if self._depth > 1 or not self.filling:
             return
-        self._silenced += [unit for unit in self.units if private.set_reduces(unit, False)]
+        self._silenced += [unit for unit in self.units if fsdp.set_reduces(unit, False)]
         self._gathers.begin_pass()
 
     def after_forward(self, module: Any) -> None:
@@ -103,11 +103,11 @@ class Sharded(Together):
             return
         for tensor in window.tensors:
             kept = self._kept[id(tensor)]
-            full = private.unsharded_parameter(kept)
+            full = fsdp.unsharded_parameter(kept)
             if full is not None and full.requires_grad:
                 window.counter.watch(full)  # backward passes reach this one, not the shard
             if tensor.grad_dtype is not None and tensor.grad_dtype != tensor.dtype:
-                private.accumulate_in(kept, tensor.grad_dtype)
+                fsdp.accumulate_in(kept, tensor.grad_dtype)
 
     def failed(self, error: BaseException) -> None:
         super().failed(error)
@@ -116,7 +116,7 @@ class Sharded(Together):
     def release(self) -> None:
         self._gathers.announces = False
         while self._silenced:
-            private.set_reduces(self._silenced.pop(), True)
+            fsdp.set_reduces(self._silenced.pop(), True)
 
     # -- at its end ---------------------------------------------------------------------------------------------------
 
@@ -125,28 +125,28 @@ class Sharded(Together):
 
     def add_up(self, window: Any, positions: tuple[int, ...], sparse: tuple[int, ...], factor: float) -> None:
         present = {id(window.tensors[at]) for at in positions}
-        private.initialise(self.modules)
+        fsdp.initialise(self.modules)
         with torch.no_grad(), window.counter.owned():
             for unit in reversed(self.units):
                 others, dtype = {}, None
-                for tensor, kept in private.sharded_parameters(unit):
-                    gradient = private.unsharded_gradient(kept)
+                for tensor, kept in fsdp.sharded_parameters(unit):
+                    gradient = fsdp.unsharded_gradient(kept)
                     if id(tensor) not in present:
                         others[kept] = gradient
-                        private.set_unsharded_gradient(kept, None)
+                        fsdp.set_unsharded_gradient(kept, None)
                         continue
                     dtype = tensor.grad_dtype or tensor.dtype
                     if gradient is None:
-                        gradient = torch.zeros(private.unsharded_size(kept), dtype=dtype, device=tensor.device)
+                        gradient = torch.zeros(fsdp.unsharded_size(kept), dtype=dtype, device=tensor.device)
                     elif factor != 1.0:
                         gradient.mul_(factor)
-                    private.set_unsharded_gradient(kept, gradient)
+                    fsdp.set_unsharded_gradient(kept, gradient)
                 if dtype is not None:
-                    if private.never_gathered(unit):  # on this rank, and so on no other: they gather together
-                        private.take_part(unit)
-                    private.reduce_group(unit, dtype)
+                    if fsdp.never_gathered(unit):  # on this rank, and so on no other: they gather together
+                        fsdp.take_part(unit)
+                    fsdp.reduce_group(unit, dtype)
                 for kept, gradient in others.items():  # another optimizer's
-                    private.set_unsharded_gradient(kept, gradient)
+                    fsdp.set_unsharded_gradient(kept, gradient)
 
     def norm(self, gradients: list[Tensor]) -> float:
         local = math.fsum(_squares(gradient) for gradient in gradients)

@@ -119,6 +119,27 @@ def hull(graph: Graph, forced: Collection[int], *, most: int = 24) -> list[list[
     return [actions for _, actions in sorted(found, key=lambda point: (-point[0][0], point[0][1]))]
 
 
+def least_seconds(graph: Graph, budget_bytes: int) -> float:
+    """Seconds of recomputation below which no keep-set can come under this budget (one level, nothing offloaded).
+
+    When the backward pass begins, what is kept and what its first node takes must fit: a knapsack with a min-cut for
+    its terms, whose Lagrangian bound is the best over all prices. Bursts are left out, so small budgets cost more.
+    """
+    room = budget_bytes - graph.static_bytes - (graph.node_peak[0] if graph.node_peak else 0)
+    cut = PricedCut(graph, [value for value, stays in enumerate(graph.survives) if stays])
+    best, price = 0.0, sum(graph.op_seconds) / max(1, sum(graph.held_bytes))
+    for power in range(-24, 25):
+        at = price * 2 ** (power / 2)
+        actions = cut.at(at)
+        needed = {v for v, last in enumerate(graph.last_need) if last >= 0}
+        for op in range(len(graph.op_inputs) - 1, -1, -1):
+            if any(v in needed and actions[v] == REBUILD for v in graph.op_outputs[op]):
+                needed.update(graph.op_inputs[op])
+        held = sum(graph.held_bytes[v] for v in needed if graph.producer[v] >= 0 and actions[v] == KEEP)
+        best = max(best, replay_seconds(graph, actions) + at * (held - room))
+    return best
+
+
 def replay_seconds(graph: Graph, actions: Sequence[int]) -> float:
     """Seconds of every operation that has to run again, each once: what a plan of one level pays."""
     needed = [last >= 0 for last in graph.last_need]

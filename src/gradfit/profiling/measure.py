@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from gradfit._torch import is_out_of_memory, storage_key
 from gradfit._torch_distributed import drop_gradients
 from gradfit.errors import MisuseError
+from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.meter import tensors_in
 from gradfit.profiling.optimizer import OptimizerCost, optimizer_cost
 from gradfit.profiling.overhead import tape_overhead
@@ -240,12 +240,12 @@ def _watch(model: torch.nn.Module, loss_fn: LossFunction, batch: Any, quota_byte
 
 
 def _time_plain(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) -> float:
-    started = time.perf_counter()
+    started = seconds_now()
     loss, _ = run_loss(loss_fn, model, batch)
     torch.autograd.backward(loss)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
-    seconds = time.perf_counter() - started
+    seconds = seconds_now() - started
     drop_gradients(model)
     return seconds
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from gradfit import _torch_distributed as distributed
+from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import storage_key
 from gradfit._torch_listen import DispatchMode
 from gradfit.errors import MisuseError
@@ -51,7 +52,7 @@ class Meter(DispatchMode):
         self._dead = dead
 
     def __enter__(self) -> Any:
-        self._stop_hearing.append(distributed.hear_resizes(self._see))
+        self._stop_hearing.append(fsdp.hear_resizes(self._see))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -154,7 +155,7 @@ def tensors_in(nest: Any) -> Iterable[torch.Tensor]:
         for parameter in nest.parameters():
             yield from tensors_in(parameter)
         yield from nest.buffers()
-        yield from distributed.gathered_tensors(distributed.units_of(nest))
+        yield from fsdp.gathered_tensors(fsdp.units_of(nest))
     elif isinstance(nest, torch.optim.Optimizer):
         for group in nest.param_groups:
             for parameter in group["params"]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import torch
 
 from gradfit._torch import storage_key
 from gradfit.errors import MisuseError
+from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.meter import meter, tensors_in
 
 
@@ -29,7 +29,7 @@ def optimizer_cost(
     optimizer: Any,
     *,
     stand_in: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] = seconds_now,
 ) -> OptimizerCost:
     """Bytes of the state after a step, bytes of a step's temporaries, and its seconds.
 

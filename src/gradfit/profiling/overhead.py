@@ -1,4 +1,4 @@
-"""What the tape itself costs on this machine, per operation: measured once, on operations that take no time of their own.
+"""What the tape costs on this machine, per operation: measured once, on operations that take no time of their own.
 
 A plan for small tensors is a plan for Python: recomputing a layer norm of a few kilobytes costs what the interpreter
 takes to ask for it, and a small micro-batch is recorded as slowly as a large one. Without these numbers the planner
@@ -8,16 +8,16 @@ would choose many small micro-batches and pay for it.
 from __future__ import annotations
 
 import functools
-import time
 from typing import Any, NamedTuple
 
 import torch
 
+from gradfit.profiling.clock import seconds_now
 from gradfit.tape.graph import Segment
 from gradfit.tape.policy import DROP, KEEP
 from gradfit.tape.record import Recorder
 
-_OPERATIONS, _ROUNDS = 100, 9
+_LINKS, _OPERATIONS_PER_LINK, _ROUNDS = 30, 3, 9
 
 
 class Overhead(NamedTuple):
@@ -41,34 +41,37 @@ class _Always:
 @functools.cache
 def tape_overhead() -> Overhead:
     """The tape's own seconds; the least of several rounds."""
-    x = torch.ones(8, requires_grad=True)
+    operations = _LINKS * _OPERATIONS_PER_LINK
+    x = torch.ones(2, 4, device="cpu", dtype=torch.float32, requires_grad=True)
+    parameters = (torch.nn.Parameter(x.new_zeros(4, 4)), torch.nn.Parameter(x.new_zeros(4)))
     plain = kept = dropped = (float("inf"), float("inf"))
     for _ in range(_ROUNDS):
-        plain = _least(plain, _passes(x, None))
-        kept = _least(kept, _passes(x, KEEP))
-        dropped = _least(dropped, _passes(x, DROP))
+        plain = _least(plain, _passes(None, x, *parameters))
+        kept = _least(kept, _passes(KEEP, x, *parameters))
+        dropped = _least(dropped, _passes(DROP, x, *parameters))
     record = max(kept[0], dropped[0]) - plain[0]
     replay = dropped[1] - kept[1] - plain[0]  # the operations themselves, and Python's call of each, are in `plain`
-    return Overhead(max(0.0, record) / _OPERATIONS, max(0.0, replay) / _OPERATIONS)
+    return Overhead(max(0.0, record) / operations, max(0.0, replay) / operations)
 
 
-def _passes(x: torch.Tensor, choice: int | None) -> tuple[float, float]:
+def _passes(choice: int | None, x: torch.Tensor, *parameters: torch.Tensor) -> tuple[float, float]:
     """Seconds of a forward and a backward of a chain of short operations, each of which saves what it reads."""
     with torch.enable_grad():
-        started = time.perf_counter()
+        started = seconds_now()
         if choice is None:
-            out = _chain(x)
+            out = _chain(x, *parameters)
         else:
             with Recorder(Segment(None), _Always(choice)):
-                out = _chain(x)
-        middle = time.perf_counter()
-        torch.autograd.grad(out.sum(), x)
-        return middle - started, time.perf_counter() - middle
+                out = _chain(x, *parameters)
+        middle = seconds_now()
+        torch.autograd.grad(out.sum(), (x, *parameters))
+        return middle - started, seconds_now() - middle
 
 
-def _chain(x: torch.Tensor) -> torch.Tensor:
-    for _ in range(_OPERATIONS):
-        x = torch.sin(x)
+def _chain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Operations as models have them: with parameters, with one input, with two."""
+    for _ in range(_LINKS):
+        x = x + torch.nn.functional.gelu(torch.nn.functional.linear(x, weight, bias))
     return x
 
 

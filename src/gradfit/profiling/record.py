@@ -168,6 +168,11 @@ class Profile:
         external = {value.storage for value in self.values if value.operation is None}
         nbytes = [0 if v.operation is None else round(v.nbytes.at(batch_size)) for v in self.values]
         held = [0 if v.storage in external else size for v, size in zip(self.values, nbytes, strict=True)]
+        for op in self.operations:
+            storages: set[int] = set()
+            for value in op.outputs:  # one that writes to several parts of a storage: the storage is there once
+                held[value] = 0 if self.values[value].storage in storages else held[value]
+                storages.add(self.values[value].storage)
         before, peak, after = (
             [round(getattr(node, name).at(batch_size)) for node in self.nodes]
             for name in ("before_bytes", "peak_bytes", "after_bytes")

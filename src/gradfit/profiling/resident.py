@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from gradfit import _torch_distributed as distributed
+from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import storage_key
 from gradfit.profiling.meter import tensors_in
 
@@ -17,11 +17,11 @@ def gradient_bytes(model: torch.nn.Module) -> int:
     >>> gradient_bytes(torch.nn.Linear(3, 2, dtype=torch.float32))
     32
     """
-    units = distributed.units_of(model)
-    sharded = {id(tensor) for unit in units for tensor, _ in distributed.sharded_parameters(unit)}
+    units = fsdp.units_of(model)
+    sharded = {id(tensor) for unit in units for tensor, _ in fsdp.sharded_parameters(unit)}
     plain = {id(p): p for p in model.parameters() if p.requires_grad and id(p) not in sharded}
     sizes = [p.numel() * (p.grad_dtype or p.dtype).itemsize for p in plain.values()]
-    return sum(sizes) + sum(distributed.gradient_bytes(unit) for unit in units)
+    return sum(sizes) + sum(fsdp.gradient_bytes(unit) for unit in units)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

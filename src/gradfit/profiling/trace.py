@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ import gradfit
 from gradfit import _torch_distributed as distributed
 from gradfit._torch import after_accumulation, current_node, graph_task_id, storage_key
 from gradfit._torch_listen import DispatchMode
+from gradfit.profiling.clock import seconds_now
 from gradfit.tape import replay
 from gradfit.tape.allocate import without_content
 from gradfit.tape.drop import DropAll
@@ -157,11 +157,11 @@ class Trace(DispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
         """An operation's result, and the seconds it took."""
-        started = time.perf_counter()
+        started = seconds_now()
         out = func(*args, **kwargs)
         if self._wait:
             torch.accelerator.synchronize()
-        return out, time.perf_counter() - started
+        return out, seconds_now() - started
 
     def _inputs(self, nests: Any) -> tuple[int, ...]:
         found: dict[int, None] = {}

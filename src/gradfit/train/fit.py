@@ -69,6 +69,7 @@ def fit(
         reproducible=reproducible,
         reserved_bytes=accumulator.ranks.reserved_bytes,
         reduce_bytes=accumulator.ranks.reduce_bytes,
+        wide=dtype,
     )
     ranks = accumulator.ranks
     try:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from gradfit._torch import is_out_of_memory
-from gradfit._torch_distributed import drop_gradients, local_part
+from gradfit._torch_distributed import local_part
+from gradfit._torch_fsdp import drop_gradients
 from gradfit.errors import BudgetInfeasible
 from gradfit.planning.api import plan as make_plan
 from gradfit.planning.record import Plan
@@ -67,10 +68,12 @@ class Planner:
         reproducible: bool = False,
         reserved_bytes: int = 0,
         reduce_bytes: int = 0,
+        wide: torch.dtype | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.reserved_bytes = reserved_bytes  # of communication buckets, which no meter sees
         self.reduce_bytes = reduce_bytes  # what adding up over the ranks takes for a moment
+        self._wide = wide  # in which the optimizer works, if the parameters are narrower
         # A step holds copies of the buffers, to go back to, and a few numbers for the accumulator.
         self._own_bytes = sum(buffer.nbytes for buffer in model.buffers()) + _NUMBERS_BYTES
         self.limit_bytes = max(1, budget_bytes - reserved_bytes - self._own_bytes)
@@ -168,7 +171,7 @@ class Planner:
         if self._offload:
             device = next(self._model.parameters()).device
             bandwidth = measure_bandwidth(device, min(16 << 20, 1024 + self.limit_bytes // 8))
-        return profile(
+        found = profile(
             self._model,
             self._loss_fn,
             batch,
@@ -178,6 +181,19 @@ class Planner:
             split=self._split,
             host_bandwidth=bandwidth,
         )
+        burst = max(found.optimizer_burst_bytes + self._widening_bytes(found), self.reduce_bytes)
+        return dataclasses.replace(found, optimizer_burst_bytes=burst)
+
+    def _widening_bytes(self, found: Profile) -> int:
+        """What a step takes more if parameters and state are widened for it, and its temporaries are as wide."""
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        if self._wide is None or not trained:
+            return 0
+        sizes = [local_part(p).nbytes for p in trained]
+        ratios = [torch.promote_types(p.dtype, self._wide).itemsize / p.dtype.itemsize for p in trained]
+        copies = sum(size * ratio for size, ratio in zip(sizes, ratios, strict=True) if ratio > 1)
+        states = found.optimizer_bytes * sum(s * (r - 1) for s, r in zip(sizes, ratios, strict=True)) / sum(sizes)
+        return round(copies + states + found.optimizer_burst_bytes * (max(ratios) - 1))
 
     def _fit_smallest(self, found: Profile, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
         """The plan of the smallest peak, by seconds that are the same in every run: so `min_bytes` is always enough."""
@@ -257,7 +273,7 @@ class Planner:
                     torch.autograd.backward(loss)
                 del loss
             passes = max(passes, live.peak_bytes + rest)
-            update = live.current_bytes + rest + max(found.optimizer_burst_bytes, self.reduce_bytes)
+            update = live.current_bytes + rest + found.optimizer_burst_bytes
         return max(passes, update) + waiting
 
 

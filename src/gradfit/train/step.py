@@ -238,8 +238,7 @@ class TrainStep:
         """Bytes of the budget that are free while the optimizer steps."""
         static = fitted.profile.at(1)
         batch = int(fitted.profile.batch_bytes.at(fitted.plan.batch_size))
-        burst = max(static.optimizer_burst_bytes, self._planner.reduce_bytes)
-        return self._planner.limit_bytes - static.static_bytes - burst - batch
+        return self._planner.limit_bytes - static.static_bytes - static.optimizer_burst_bytes - batch
 
 
 def _key(part: Any) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,285 @@
+"""The only file that touches private or version-dependent API of torch's FSDP2 (`fully_shard`)."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradfit._torch import is_out_of_memory
+from gradfit._torch_distributed import local_part
+
+
+def param_groups(module: Any) -> list[Any]:
+    """The groups of parameters that one `fully_shard` unit gathers and reduces together."""
+    return list(module._get_fsdp_state()._fsdp_param_groups)
+
+
+def units_of(model: torch.nn.Module) -> list[Any]:
+    """All groups of parameters of all `fully_shard` units of a model; does not load torch's module if nobody has."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not fsdp.FSDPModule.__subclasses__():
+        return []
+    return [group for one in model.modules() if isinstance(one, fsdp.FSDPModule) for group in param_groups(one)]
+
+
+def is_unit(module: torch.nn.Module) -> bool:
+    """Whether a module is a `fully_shard` unit."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def unit_bytes(unit: Any) -> int:
+    """What a unit's full parameters take, padded as they are communicated, in the wider of the types involved."""
+    return sum(
+        kept.padded_sharded_param_size.numel()
+        * shard_ranks(unit)
+        * max(tensor.dtype.itemsize, (tensor.grad_dtype or tensor.dtype).itemsize)
+        for tensor, kept in sharded_parameters(unit)
+    )
+
+
+def shard_ranks(unit: Any) -> int:
+    """Over how many ranks a unit's parameters are sharded."""
+    return int(getattr(unit.mesh_info, "shard_mesh_size", 1))
+
+
+def gathered_tensors(units: list[Any]) -> list[Tensor]:
+    """Full parameters and full gradients that are on this rank now, and are none of the model's."""
+    full = [tensor for unit in units for kept in unit.fsdp_params for tensor in kept.all_gather_outputs]
+    return full + gathered_gradients(units)
+
+
+def gathered_gradients(units: list[Any]) -> list[Tensor]:
+    """Full gradients that are on this rank now, not reduced yet."""
+    found = [unsharded_gradient(kept) for unit in units for kept in unit.fsdp_params]
+    return [gradient for gradient in found if gradient is not None]
+
+
+def final_gradients(units: list[Any]) -> list[Tensor]:
+    """Of these, those that stay as they are: where nothing is reduced, in the type that they add up in."""
+    kept = [one for unit in units if not unit.reduce_grads for one in unit.fsdp_params]
+    pairs = [(one.reduce_dtype, unsharded_gradient(one)) for one in kept]
+    return [gradient for wide, gradient in pairs if gradient is not None and wide in (None, gradient.dtype)]
+
+
+def drop_gradients(model: torch.nn.Module) -> None:
+    """Set all gradients to None, those that are not reduced yet, too."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    for unit in units_of(model):
+        for kept in unit.fsdp_params:
+            set_unsharded_gradient(kept, None)
+
+
+def gradient_bytes(unit: Any) -> int:
+    """What the gradients of a unit take once a backward has run: shards, or all of them where nothing is reduced."""
+    total = 0
+    for tensor, kept in sharded_parameters(unit):
+        if tensor.requires_grad and unit.reduce_grads:
+            total += local_part(tensor).numel() * (tensor.grad_dtype or tensor.dtype).itemsize
+        elif tensor.requires_grad:
+            wide = getattr(kept, "reduce_dtype", None) or getattr(kept, "param_dtype", None) or tensor.dtype
+            total += tensor.numel() * wide.itemsize
+    return total
+
+
+_resize_ears: list[Callable[[Tensor], None]] = []
+_resizers = [
+    (f"torch.distributed.fsdp._fully_shard.{module}", name)
+    for module in ("_fsdp_param", "_fsdp_param_group")
+    for name in ("alloc_storage", "free_storage")
+]
+_original_resizers: dict[tuple[str, str], Any] = {}
+
+
+def hear_resizes(ear: Callable[[Tensor], None]) -> Callable[[], None]:
+    """Call `ear(tensor)` when FSDP2 has given a full parameter its memory, or taken it away; returns what ends that.
+
+    It resizes storages, which is no operation: no dispatch mode sees it.
+    """
+    if not _resize_ears:
+        for where, name in _resizers:
+            call = getattr(sys.modules.get(where), name, None)
+            if call is not None:
+                _original_resizers[where, name] = call
+                setattr(sys.modules[where], name, _telling_of_resizes(call))
+    _resize_ears.append(ear)
+
+    def end() -> None:
+        _resize_ears.remove(ear)
+        if not _resize_ears:
+            for (where, name), call in _original_resizers.items():
+                setattr(sys.modules[where], name, call)
+            _original_resizers.clear()
+
+    return end
+
+
+def _telling_of_resizes(call: Any) -> Any:
+    def telling(tensor: Tensor) -> None:
+        call(tensor)
+        for ear in tuple(_resize_ears):
+            ear(tensor)
+
+    return telling
+
+
+def sharded_parameters(group: Any) -> list[tuple[Tensor, Any]]:
+    """A group's parameters as the optimizer sees them, each with what FSDP2 keeps about it."""
+    return [(one.sharded_param, one) for one in group.fsdp_params]
+
+
+def data_parallel_group(group: Any) -> dist.ProcessGroup:
+    """All processes over which a group's gradients are added up: those of the shards, and of their replicas."""
+    mesh = group.mesh_info.mesh
+    handle: dist.ProcessGroup = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    return handle
+
+
+def set_reduces(group: Any, value: bool) -> bool:
+    """Whether backward reduces this group's gradients by itself; gives what it was before."""
+    before: bool = group.reduce_grads
+    group.reduce_grads = value
+    return before
+
+
+def unsharded_gradient(kept: Any) -> Tensor | None:
+    """The full gradient that adds up on this rank while nothing is reduced; it is not in the parameter's `.grad`."""
+    if kept.unsharded_accumulated_grad is not None:
+        gradient: Tensor | None = kept.unsharded_accumulated_grad
+    else:
+        gradient = kept._unsharded_param.grad if hasattr(kept, "_unsharded_param") else None
+    return gradient
+
+
+def set_unsharded_gradient(kept: Any, gradient: Tensor | None) -> None:
+    """Put a full gradient where the next backward adds to it."""
+    full = getattr(kept, "_unsharded_param", None)
+    kept.unsharded_accumulated_grad = None
+    if full is not None:
+        full.grad = None
+    if gradient is not None:
+        if full is not None and full.dtype == gradient.dtype:
+            full.grad = gradient
+        else:
+            kept.unsharded_accumulated_grad = gradient
+
+
+def unsharded_parameter(kept: Any) -> Tensor | None:
+    """The full parameter that autograd sees; None before the first forward."""
+    return getattr(kept, "_unsharded_param", None)
+
+
+def unsharded_size(kept: Any) -> torch.Size:
+    """The full parameter's shape."""
+    size: torch.Size = kept._orig_size
+    return size
+
+
+def accumulate_in(kept: Any, dtype: torch.dtype) -> None:
+    """Add up this parameter's unreduced gradients in a wider type than its own."""
+    kept.reduce_dtype = dtype
+
+
+def reduce_group(group: Any, dtype: torch.dtype | None) -> None:
+    """Run FSDP2's own reduction of what has added up, as a sum over the ranks, by the policy it was given.
+
+    Every parameter of the group must have a full gradient, or none may: the ranks must reduce the same.
+    """
+    names = ("reduce_grads", "all_reduce_grads", "gradient_divide_factor", "force_sum_reduction_for_comms")
+    types = ("_orig_dtype", "_reduce_dtype")
+    before = {name: getattr(group, name) for name in names + types}
+    group.reduce_grads = group.all_reduce_grads = group.force_sum_reduction_for_comms = True
+    group.gradient_divide_factor = 1.0
+    if dtype is not None:
+        group._orig_dtype = group._reduce_dtype = dtype
+    state = group._training_state
+    try:
+        group.post_backward()
+        group.finalize_backward()
+        group.comm_ctx.reduce_scatter_states.clear()
+    finally:
+        group._training_state = state
+        for name, value in before.items():
+            setattr(group, name, value)
+    for tensor, _ in sharded_parameters(group):
+        gradient: Any = tensor.grad
+        if gradient is not None and gradient._spec.tensor_meta.dtype != gradient.dtype:
+            tensor.grad = _of_its_own_type(gradient)
+
+
+def _of_its_own_type(gradient: Any) -> Tensor:
+    """FSDP2 describes every gradient as if it had its parameter's type, which optimizers stumble over."""
+    shape, stride = gradient.shape, gradient.stride()
+    made: Tensor = type(gradient).from_local(
+        gradient._local_tensor, gradient.device_mesh, gradient.placements, run_check=False, shape=shape, stride=stride
+    )
+    return made
+
+
+def initialise(modules: list[Any]) -> None:
+    """What FSDP2 does at the first forward, for a rank that has not had one yet; outer modules come first."""
+    for module in modules:
+        module._get_fsdp_state()._lazy_init()
+
+
+def forget_pass(modules: list[Any]) -> None:
+    """Let FSDP2 forget a pass that failed half-way: parameters are sharded again, gradients stay as they are."""
+    for module in modules:
+        state = module._get_fsdp_state()
+        if state._is_root and hasattr(state, "_reset_iter_state"):
+            state._reset_iter_state()
+
+
+def never_gathered(unit: Any) -> bool:
+    """Whether a unit's full parameters have never been here."""
+    return not all(hasattr(kept, "_unsharded_param") for kept in unit.fsdp_params)
+
+
+def take_part(unit: Any) -> None:
+    """Gather a unit's parameters because other ranks do, and let go of them at once."""
+    unit._to_sharded()  # one that was left unsharded would not gather
+    unit.unshard()
+    unit.wait_for_unshard()
+    unit._to_sharded()
+
+
+_Listeners = list[tuple["weakref.ref[Any]", int]]
+_before_gather: weakref.WeakKeyDictionary[Any, _Listeners] = weakref.WeakKeyDictionary()
+
+
+def before_gather(units: list[Any], listener: Any) -> None:
+    """Call `listener.gathering(number)` before the unit of that number gathers its parameters, as long as both live."""
+    for number, unit in enumerate(units):
+        if unit not in _before_gather:
+            _before_gather[unit] = []
+            unit.unshard = _telling(weakref.ref(unit), type(unit).unshard)
+        alive = [(one, at) for one, at in _before_gather[unit] if one() is not None]
+        _before_gather[unit] = [*alive, (weakref.ref(listener), number)]
+
+
+def _telling(reference: weakref.ref[Any], unshard: Any) -> Any:
+    def telling(async_op: bool = False) -> None:
+        unit = reference()
+        if unit is None:
+            return
+        if unit._all_gather_result is None and not unit.is_unsharded:
+            for listener, number in _before_gather[unit]:
+                alive = listener()
+                if alive is not None:
+                    alive.gathering(number)
+        try:
+            unshard(unit, async_op)
+        except RuntimeError as error:
+            hearing = [alive for listener, _ in _before_gather[unit] if (alive := listener()) is not None]
+            if not hearing or is_out_of_memory(error):
+                raise
+            raise hearing[0].failed(error) from error
+
+    return telling
