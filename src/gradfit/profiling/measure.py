@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import is_out_of_memory, storage_key
-from gradfit._torch_distributed import drop_gradients
+from gradfit._torch_fsdp import drop_gradients
 from gradfit.errors import MisuseError
 from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.meter import tensors_in

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import gradfit
 from gradfit import _torch_distributed as distributed
+from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import after_accumulation, current_node, graph_task_id, storage_key
 from gradfit._torch_listen import DispatchMode
 from gradfit.profiling.clock import seconds_now
@@ -100,7 +101,7 @@ class Trace(DispatchMode):
         self._node: Any = None
         self._other: dict[int, _Storage] = {}  # gradients in flight
         self._other_bytes = 0  # of these, and of what FSDP2 has gathered
-        self._units = distributed.units_of(model)
+        self._units = fsdp.units_of(model)
         self._parameters = list(model.parameters()) if self._units else []
         self.gathered: dict[int, int] = {}  # by storage address: the bytes of a parameter that FSDP2 gathers, now
         self.gathered_peak_bytes = 0
@@ -148,7 +149,7 @@ class Trace(DispatchMode):
             self._versions[storage].append(value)
             self._newest[key] = value
             outputs.append(value)
-        op.overwrites = tuple(old for old in before if old is not None)
+        op.overwrites = tuple(dict.fromkeys(old for old in before if old is not None))
         for _, tensor, key in made:
             outputs.append(self._new(key, tensor, index))
         op.outputs = tuple(outputs)
@@ -272,8 +273,7 @@ class Trace(DispatchMode):
     def _take_unit_gradients(self) -> None:
         """As `gradient_accumulated`, for gradients that FSDP2 moves about by itself: shards, or what is not reduced."""
         held = [p.grad for p in self._parameters if p.grad is not None]
-        staying = [unit for unit in self._units if not unit.reduce_grads]
-        for gradient in (*held, *distributed.gathered_gradients(staying)):
+        for gradient in (*held, *fsdp.final_gradients(self._units)):
             watcher = self._other.pop(storage_key(distributed.local_part(gradient)), None)
             if watcher is not None:
                 self._other_bytes -= watcher.nbytes
@@ -320,12 +320,12 @@ class Trace(DispatchMode):
         return self._modules[-1] if self._modules else ""
 
     def enter_module(self, module: torch.nn.Module, inputs: Any) -> None:
-        if self._units and graph_task_id() == -1 and distributed.is_unit(module):
+        if self._units and graph_task_id() == -1 and fsdp.is_unit(module):
             self._keep_boundary(inputs)
         self._modules.append(self._names.get(id(module), type(module).__name__))
 
     def leave_module(self, module: torch.nn.Module, _: Any, results: Any) -> None:
-        if self._units and graph_task_id() == -1 and distributed.is_unit(module):
+        if self._units and graph_task_id() == -1 and fsdp.is_unit(module):
             self._keep_boundary(results)
         if self._modules:
             self._modules.pop()
@@ -333,7 +333,7 @@ class Trace(DispatchMode):
     @contextmanager
     def listening(self, model: torch.nn.Module) -> Iterator[None]:
         """Know which module is running, when a parameter gets its gradient, and when a unit's are gathered."""
-        stop_hearing = distributed.hear_resizes(self.resized)
+        stop_hearing = fsdp.hear_resizes(self.resized)
         hooks = [
             torch.nn.modules.module.register_module_forward_pre_hook(self.enter_module),
             torch.nn.modules.module.register_module_forward_hook(self.leave_module, always_call=True),
