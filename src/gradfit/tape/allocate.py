@@ -16,7 +16,7 @@ from gradfit.tape.storage import PLAIN
 _aten = torch.ops.aten
 _EMPTY = {"empty_like", "new_empty", "new_empty_strided"}
 _FILLED = {"zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1, "full_like": None, "new_full": None}
-_RANDOM = {"rand_like": _aten.rand.default, "randn_like": _aten.randn.default}
+_RANDOM = {"rand_like": _aten.rand.generator, "randn_like": _aten.randn.generator}
 
 
 def without_content(info: OpInfo, args: Any, kwargs: Any, out: Any) -> tuple[OpInfo, Any, dict[str, Any]] | None:

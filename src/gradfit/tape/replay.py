@@ -308,7 +308,11 @@ def _call(op: Operation, args: list[Any], made: dict[Value, torch.Tensor], rewou
         for name, argument in op.kwargs.items()
     }
     if op.rng is not None:
-        kwargs.update(rewound.start(op.rng, op.info.generator))
+        chosen = rewound.start(op.rng, op.info.generator)
+        if any(isinstance(argument, torch.Generator) for argument in args):  # by position
+            args = [chosen["generator"] if isinstance(argument, torch.Generator) else argument for argument in args]
+        else:
+            kwargs.update(chosen)
     if op.info.grad_mode:
         with torch.enable_grad():
             return call(*args, **kwargs)

@@ -16,17 +16,32 @@ _global = threading.RLock()  # replays in several threads must not rewind the de
 
 
 def draws(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a random operation really draws: attention does not when its dropout probability is zero."""
+    """Whether a random operation really draws: attention does not when its dropout probability is zero.
+
+    Nothing does on the meta device.
+    """
+    if (args and isinstance(args[0], torch.Tensor) and args[0].is_meta) or _is_meta(kwargs.get("device")):
+        return False
     if info.dropout is None:
         return True
     probability = args[info.dropout] if info.dropout < len(args) else kwargs.get("dropout_p", 0.0)
     return bool(probability != 0.0)
 
 
+def _is_meta(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
+
+
 def capture(args: Sequence[Any], kwargs: Mapping[str, Any]) -> State:
     """The generator that a random operation is about to use, and its state now."""
     first = args[0] if args else None
-    if isinstance(first, torch.Tensor) and first.is_cpu and kwargs.get("generator") is None and len(args) < 3:
+    if (
+        isinstance(first, torch.Tensor)
+        and first.is_cpu
+        and kwargs.get("generator") is None
+        and len(args) < 3
+        and type(args[-1]) is not torch.Generator
+    ):
         source = torch.default_generator
     else:
         source = _source(args, kwargs)
