@@ -65,6 +65,11 @@ def is_operator(op: Any) -> bool:
     return isinstance(op, torch._ops.OpOverload)
 
 
+def is_custom(op: Any) -> bool:
+    """Whether it was made by `torch.library.custom_op`."""
+    return op._name in torch._library.custom_ops.OPDEFS
+
+
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor that this one is a view of, as autograd sees it."""
     return tensor._base

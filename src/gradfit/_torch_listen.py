@@ -10,12 +10,15 @@ tensors, another recorder), a mode is used after all: then what the recorder doe
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
 
 Ear = Callable[[Any, Any, Any], Any]  # (operator, args, kwargs) -> what the operator returns
 
@@ -26,8 +29,11 @@ _KEYS = torch._C.DispatchKeySet(_KEY)
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 _include = torch._C._dispatch_tls_set_dispatch_key_included
 _modes = torch._C._len_torch_dispatch_stack
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_PYTHON = torch._C.DispatchKey.Python
 
 _libraries: list[torch.library.Library] = []
+_views: set[str] = set()  # operators that pass the key over
 _lock = threading.Lock()
 
 
@@ -74,6 +80,58 @@ class _Mode(DispatchMode):
         return self._ear(func, args, kwargs or {})
 
 
+class _CheckedMode(_Mode):
+    """Listens as a mode among modes of the user's, which may do something else than they are asked.
+
+    The key tells what ran in the end. If that is not the operator that was heard, with its arguments and its result,
+    then `doubt` is called with all tensors that took part.
+    """
+
+    def __init__(self, ear: Ear, doubt: Callable[[list[torch.Tensor]], None]) -> None:
+        super().__init__(ear)
+        self._doubt = doubt
+        self._ran: list[tuple[Any, Any]] = []
+        self._before: Ear | None = None
+
+    def __enter__(self) -> Any:
+        self._before, _thread.ear = _thread.ear, self._note
+        _include(_KEY, True)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            super().__exit__(*error)
+        finally:
+            _include(_KEY, self._before is not None)
+            _thread.ear = self._before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._ran.clear()
+        out = self._ear(func, args, kwargs or {})
+        ran, self._ran = self._ran, []
+        rest = [entry for entry in ran if entry != (func, _storages((args, kwargs, out)))]
+        did_not_run = len(rest) == len(ran) and getattr(func, "_name", "") not in _views
+        if did_not_run or any(op._schema.is_mutable for op, _ in rest):
+            self._doubt([leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)])
+        return out
+
+    def _note(self, op: Any, args: Any, kwargs: Any) -> Any:
+        out = op(*args, **kwargs) if self._before is None else self._before(op, args, kwargs)
+        self._ran.append((op, _storages((args, kwargs, out))))
+        return out
+
+
+def _storages(nest: Any) -> list[Any]:
+    return [_storage(leaf) for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage(tensor: torch.Tensor) -> int | None:
+    try:
+        return int(torch._C._storage_address(tensor))  # type: ignore[attr-defined]
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
 class _Key:
     """Listens on the key."""
 
@@ -89,14 +147,23 @@ class _Key:
         _thread.ear = None
 
 
-def listening(ear: Ear, views: Callable[[], Iterable[str]]) -> Any:
+def listening(
+    ear: Ear, views: Callable[[], Iterable[str]], doubt: Callable[[list[torch.Tensor]], None] | None = None
+) -> Any:
     """A context: inside, `ear` is called for every operator of this thread, below autograd, and has to run it.
 
-    Operators that are among `views` may or may not be heard. What `ear` itself runs is not.
+    Operators that are among `views` may or may not be heard. What `ear` itself runs is not. If somebody between `ear`
+    and the kernels did something else than `ear` asked for, `doubt` gets the tensors that he may have changed.
     """
     if not _libraries:
         _register(views())
-    return _Key(ear) if _thread.ear is None and _modes() == 0 and len(_libraries) > 1 else _Mode(ear)
+    if len(_libraries) == 1:
+        return _Mode(ear)
+    if _modes() == 0:
+        return _Key(ear) if _thread.ear is None else _Mode(ear)
+    modes = _get_current_dispatch_mode_stack()
+    own = all(isinstance(mode, DispatchMode) for mode in modes) or any(isinstance(m, FakeTensorMode) for m in modes)
+    return _Mode(ear) if own or doubt is None else _CheckedMode(ear, doubt)
 
 
 class unseen:  # noqa: N801  (as torch.no_grad)
@@ -114,28 +181,58 @@ class unseen:  # noqa: N801  (as torch.no_grad)
 
 def _heard(op: Any, /, *args: Any, **kwargs: Any) -> Any:
     ear = _thread.ear
-    _exclude(_KEY, True)
     try:
-        # None in a thread that the autograd engine started from one that listens.
-        return op(*args, **kwargs) if ear is None else ear(op, args, kwargs)
+        _exclude(_KEY, True)
+        # None in a thread that the autograd engine started from one that listens. And where `Python` is switched off,
+        # a fake tensor or another subclass asks kernels how they behave: that is no operation of the forward.
+        return op(*args, **kwargs) if ear is None or _is_excluded(_PYTHON) else ear(op, args, kwargs)
     finally:
         _exclude(_KEY, False)
 
 
 def _register(views: Iterable[str]) -> None:
+    """Make the key known to every operator.
+
+    One by one, because torch cannot find a fallback's Python function for an operator that is called on a subclass of
+    Tensor; the fallback is for operators that are defined later.
+    """
     with _lock:
         if _libraries:
             return
         library: Any = torch.library.Library
-        everything, aten = library("_", "IMPL"), library("aten", "IMPL")
-        for name in views:
-            aten.impl(name, torch.library.fallthrough_kernel, _NAME)
+        everything = library("_", "IMPL")
+        _views.update("aten::" + name for name in views)
         try:
             everything.fallback(_heard, _NAME)
         except RuntimeError:  # somebody else uses the key: modes do the same, only slower
-            _libraries.append(aten)
-        else:
-            _libraries.extend((aten, everything))
+            _libraries.append(everything)
+            return
+        namespaces: dict[str, Any] = {}
+        for full in torch._C._dispatch_get_all_op_names():
+            namespace, _, name = full.partition("::")
+            if namespace not in namespaces:
+                namespaces[namespace] = library(namespace, "IMPL")
+            kernel = torch.library.fallthrough_kernel if full in _views else _kernel(namespace, name)
+            if kernel is not None:
+                namespaces[namespace].impl(name, kernel, _NAME)
+        _let_pass_higher_order()
+        _libraries.extend((everything, *namespaces.values()))
+
+
+def _kernel(namespace: str, name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    try:
+        return functools.partial(_heard, getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default"))
+    except (AttributeError, RuntimeError):  # known to the dispatcher only: Python can neither call nor hear it
+        return None
+
+
+def _let_pass_higher_order() -> None:
+    """Higher-order operators (`while_loop`) look their kernels up in Python: they pass the key over."""
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)
+    operator: Any
+    for operator in torch._ops._higher_order_ops.values():
+        operator.fallthrough(_KEY)
 
 
 def aten_schemas() -> list[Any]:
@@ -163,3 +260,27 @@ def run_compiled_functions_eagerly() -> Callable[[], None]:
         dynamo._stance = before
 
     return undo
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_frames = torch._C._dynamo.eval_frame
+
+
+def untraced(function: _F) -> _F:
+    """A decorator: torch.compile does not look into the function, but calls it."""
+    action = _frames._FrameAction
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    return function
+
+
+@untraced
+def stop_tracing() -> Any:
+    """From here on nothing that this thread calls is compiled, inside a compiled function either."""
+    return _frames.set_eval_frame(None)
+
+
+@untraced
+def trace_again(before: Any) -> None:
+    """Undo `stop_tracing`, of which `before` is the result."""
+    _frames.set_eval_frame(before)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from gradfit._torch import selective_policy, storage_key
+from gradfit._torch_listen import untraced
 from gradfit.errors import MisuseError
 from gradfit.recompute.scope import CheckpointScope, KeepPolicy, current_recorder, inside_scope
 from gradfit.tree import join_chunks, size_of_batch, split_batch
@@ -17,6 +18,7 @@ from gradfit.tree import join_chunks, size_of_batch, split_batch
 T = TypeVar("T")
 
 
+@untraced
 def checkpoint(
     function: Callable[..., T],
     *args: Any,

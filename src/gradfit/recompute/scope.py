@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from gradfit._torch import FUNCTORCH, inside_functorch
+from gradfit._torch_listen import untraced
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.tape.graph import Segment, Value
 from gradfit.tape.policy import DROP, KEEP
@@ -93,6 +94,7 @@ class CheckpointScope:
     def __repr__(self) -> str:
         return f"CheckpointScope({self.name!r}, enabled={self.is_enabled}, {self.stats})"
 
+    @untraced
     def __enter__(self) -> CheckpointScope:
         frames = _frames.open
         if not self.is_enabled or not torch.is_grad_enabled():
@@ -132,6 +134,7 @@ class CheckpointScope:
             recorder.policy.scopes.append(self)
         return self
 
+    @untraced
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         frames = _frames.open
         if frames and frames[-1][0] is self:
@@ -142,6 +145,8 @@ class CheckpointScope:
                 _frames.torn.append(frames[-1][0])
                 _leave(None, None, None)
             _leave(None, None, None)
+            if kind is not None:
+                return  # an interrupt kept the inner one from closing: that is what the caller has to hear of
             raise MisuseError(
                 f"CheckpointScope({self.name!r}) is left while {inner!r}, entered after it, is still open; both are "
                 "closed now. Leave scopes in the reverse order of entering them: use nested `with` blocks."

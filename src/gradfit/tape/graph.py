@@ -95,7 +95,7 @@ class Value:
         self.segment = segment
         self.op = op
         self.position = position  # which of its operation's results
-        self.seen = seen  # the version counter when the storage last passed by; -1: not known
+        self.seen = seen  # the version counter when the storage last passed by; negative: see `expected`
         self.natural = natural  # the tensor that the forward saw, while it lives
         self.gone = gone  # watches the storage, so that its address can be used again
         self.fragile: str | None = None  # no recorded operation has filled it: somebody unseen may
@@ -160,7 +160,7 @@ class Slice:
 class Leaf:
     """A tensor argument that is a parameter, or a view of one: it is there anyway, and only checked at replay."""
 
-    __slots__ = ("key", "tensor", "version")
+    __slots__ = ("__weakref__", "key", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, version: int, key: int) -> None:
         self.tensor = tensor

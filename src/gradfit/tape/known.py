@@ -5,14 +5,15 @@ The rules that are cited are those of `record.py`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from typing import Any, cast
 
 import torch
 
-from gradfit._torch import base_of, detached_in_dispatch
-from gradfit.tape.graph import Leaf, Operation, Segment, Slice, Value, nothing
+from gradfit._torch import base_of, detached_in_dispatch, storage_key
+from gradfit.tape.graph import Leaf, Operation, Segment, Slice, Value, geometry_of, nothing, shaped
 from gradfit.tape.ops import CONSTANT, LOAD, OpInfo
 from gradfit.tape.policy import DROP, HOLD, KEEP, OFFLOAD, OffloadingPolicy, Policy
 from gradfit.tape.storage import (
@@ -27,7 +28,7 @@ from gradfit.tape.storage import (
 )
 
 NO_KWARGS: dict[str, Any] = {}
-UNCOUNTED = -2  # the version of a tensor made under inference mode
+UNKNOWN, UNCOUNTED, WRITTEN = -1, -2, -4  # `Value.seen`: not known, made under inference mode, and see `expected`
 # Arguments that are remembered as they are.
 ATOMS = frozenset(
     {int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -48,12 +49,19 @@ class Known:
         self.watching: Any = None  # called with every operation that is recorded
         self._made: dict[int, Value] = {}  # made by a recorded operation
         self._roots: dict[int, weakref.ref[Value]] = {}  # made by somebody else, and read
-        made = self._made
+        self._leaves: dict[int, list[weakref.ref[Leaf]]] = {}  # parameters that were read
+        # Watchers of storages that are gone. Only noted when it happens: an interrupt in a weak reference's callback
+        # would be swallowed, and leave an address in the table that is somebody else's by then.
+        self._dead: list[Any] = []
+        self._forget = self._dead.append  # must not hold the recorder: the storages would
 
-        def forget(watcher: Any) -> None:  # must not hold the recorder: the storages would
-            made.pop(watcher.key, None)
-
-        self._forget = forget
+    def _bury(self) -> None:
+        """Take dead storages out of the table; before anything is looked up there."""
+        while self._dead:
+            watcher = self._dead.pop()
+            value = self._made.get(watcher.key)
+            if value is not None and value.gone is watcher:
+                del self._made[watcher.key]
 
     def _template(self, args: Any, inputs: list[Value]) -> list[Any]:
         template: list[Any] = []
@@ -78,8 +86,8 @@ class Known:
         if value is None:  # rule 3
             base = base_of(tensor)
             owner = tensor if base is None else base
-            if owner.requires_grad and owner.is_leaf:
-                return Leaf(tensor, tensor._version, key)
+            if owner.requires_grad and owner.is_leaf and not tensor.is_inference():
+                return self._leaf(tensor, key)
             value = Value(key, None, self.segment)
             self._hold(value, tensor)
         elif value.fragile is not None:
@@ -91,16 +99,40 @@ class Known:
         geometry = place_of(tensor)
         return value if geometry == value.geometry else Slice(value, geometry)
 
-    def _present(self, key: int, tensor: torch.Tensor) -> Value | None:
-        """What the tape knows to be in a tensor's storage now; None if it does not know."""
+    def _leaf(self, tensor: torch.Tensor, key: int) -> Leaf:
+        leaf = Leaf(tensor, tensor._version, key)
+        others = self._leaves.get(key)
+        if others is None:
+            self._leaves[key] = [_reference_to(leaf)]
+        else:
+            others.append(_reference_to(leaf))
+        return leaf
+
+    def _save_leaves(self, key: int, early: int = 0) -> None:
+        """Rule 4: a parameter is about to be written to, so who has read it gets a copy (`early`: see `_present`)."""
+        copy: torch.Tensor | None = None
+        for reference in self._leaves.pop(key, ()):
+            leaf = reference()
+            if leaf is None or leaf.tensor._version - early != leaf.version or leaf.tensor.is_conj():
+                continue  # nobody needs it, or it is too late: then replay refuses
+            if copy is None:
+                copy = copy_storage(leaf.tensor, geometry_of(leaf.tensor))
+            leaf.tensor = shaped(copy, geometry_of(leaf.tensor))
+            leaf.version, leaf.key = copy._version, storage_key(copy)
+
+    def _present(self, key: int, tensor: torch.Tensor, early: int = 0) -> Value | None:
+        """What the tape knows to be in a tensor's storage now; None if it does not know.
+
+        `early` is by how much an operation that has not run yet has already changed the version counter.
+        """
         value = self._made.get(key)
         if value is None:
             value = self._root(key)
             if value is None:
                 return None
-        version = version_of(tensor)
+        version = version_of(tensor) - early
         if value.seen != version:
-            if value.seen != -1:  # rule 5: somebody wrote to it unseen
+            if not expected(value, version):  # rule 5: somebody wrote to it unseen
                 self._made.pop(key, None)
                 self._roots.pop(key, None)
                 value.gone = None
@@ -159,13 +191,17 @@ class Known:
             if key in made:  # two results may share a storage: then it is one value
                 outputs.append(None)
                 continue
+            try:
+                geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+            except RuntimeError:  # rule 5: a nested tensor
+                outputs.append(None)
+                continue
             watcher = Watcher(tensor.untyped_storage(), forget)
             watcher.key = key
             try:
                 seen, natural = tensor._version, _reference_to(tensor)
             except RuntimeError:  # made under inference mode
                 seen, natural = UNCOUNTED, nothing  # type: ignore[assignment]
-            geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
             value = made[key] = Value(key, geometry, segment, op, position, seen, natural, watcher)
             if fragile is not None:
                 value.fragile = fragile
@@ -197,6 +233,17 @@ class Known:
         if self.watching is not None:
             self.watching(op)
 
+    def _doubt(self, tensors: list[torch.Tensor]) -> None:
+        """What lies in these is not what was recorded: they are roots."""
+        for tensor in tensors:
+            with contextlib.suppress(Untrackable):
+                key = key_of(tensor)
+                for value in (self._made.pop(key, None), self._root(key)):
+                    if value is not None:
+                        value.gone = None
+                        value.natural = nothing
+                self._roots.pop(key, None)
+
     def _lose(self, tensors: Any) -> None:
         """Somebody is about to write to these without being recorded: they will be roots."""
         for tensor in tensors:
@@ -205,12 +252,23 @@ class Known:
             except Untrackable:  # a wrapper: what it wraps will be written to
                 self._lose(parts_of(tensor))
                 continue
+            if key in self._leaves:
+                self._save_leaves(key)
             value = self._made.pop(key, None) or self._root(key)
             if value is not None:
                 save_before_write(value)
                 value.gone = None
                 value.natural = nothing
             self._roots.pop(key, None)
+
+
+def expected(value: Value, version: int) -> bool:
+    """Whether a version counter says that only recorded operations have written to a value's storage.
+
+    When one has just written, autograd will count up, or not at all: WRITTEN - n stands for n or n + 1.
+    """
+    seen = value.seen
+    return seen in (version, UNKNOWN) or (seen <= WRITTEN and 0 <= version + seen - WRITTEN <= 1)
 
 
 def version_of(tensor: torch.Tensor) -> int:

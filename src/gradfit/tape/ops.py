@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gradfit._torch import direct, is_operator, schema_of
+from gradfit._torch import direct, is_custom, is_operator, schema_of
 from gradfit._torch_listen import aten_schemas, full_name
 
 UNINITIALISED, CONSTANT = "uninitialised", "constant"  # no data yet; one number everywhere
@@ -36,6 +36,7 @@ class OpInfo:
     writes_self: bool = False  # one result, which is the first argument, and nothing else is written
     writes_lists: bool = False
     shape_only: str = ""  # the name of one that does not read what is in its tensors: see allocate.py
+    counts_first: bool = False  # changes the version counters of what it writes to before it runs
     collective: bool = False  # talks to other processes, and writes to what it is given
 
     @property
@@ -59,6 +60,8 @@ _RUNNING_STATISTICS = {
     "native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4),
     "_native_batch_norm_legit": (3, 4), "_batch_norm_with_update": (3, 4),
     "batch_norm_gather_stats": (3, 4), "batch_norm_gather_stats_with_counts": (3, 4),
+    # composite ones, which are heard as a whole under inference mode
+    "batch_norm": (3, 4), "instance_norm": (3, 4), "_batch_norm_impl_index": (3, 4),
 }  # fmt: skip
 # These change a tensor's storage or geometry, not its values.
 _METADATA = {"set_", "resize_", "resize_as_", "as_strided_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapdims_",
@@ -164,5 +167,6 @@ def _describe(op: Any) -> OpInfo:
             for argument in schema.arguments
         ),
         shape_only=shape_only,
+        counts_first=is_custom(op),
         collective=collective,
     )

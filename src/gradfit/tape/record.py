@@ -21,10 +21,10 @@ import torch
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from gradfit._torch import graph_task_id, storage_key
-from gradfit._torch_listen import listening
+from gradfit._torch_listen import listening, stop_tracing, trace_again, untraced
 from gradfit.tape import process, replay, rng
 from gradfit.tape.allocate import without_content
-from gradfit.tape.graph import Leaf, Operation, Segment, Slice, Value, geometry_of
+from gradfit.tape.graph import Operation, Segment, Slice, Value, geometry_of
 from gradfit.tape.known import ATOMS, NO_KWARGS, Fresh, next_index
 from gradfit.tape.ops import OpInfo, info_of, infos, view_names
 from gradfit.tape.policy import KEEP, Policy
@@ -45,32 +45,51 @@ class Recorder(Writer):
         self._listening: Any = None
         self._hooks: saved_tensors_hooks | None = None
         self._units: list[torch.utils.hooks.RemovableHandle] = []
+        self._counted = False
+        self._tracing: Any = None
 
+    @untraced
     def __enter__(self) -> Recorder:
-        self._hooks = saved_tensors_hooks(self.pack, unpack)
-        self._hooks.__enter__()
-        self._units = watch_units(self.keep)
-        process.recording_begins()
-        self._listening = listening(self._hear, view_names)
-        self._listening.__enter__()
+        self._tracing = stop_tracing()
+        try:
+            hooks = saved_tensors_hooks(self.pack, unpack)
+            hooks.__enter__()
+            self._hooks = hooks
+            self._units = watch_units(self.keep)
+            process.recording_begins()
+            self._counted = True
+            ear = listening(self._hear, view_names, self._doubt)
+            ear.__enter__()
+            self._listening = ear
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
         return self
 
+    @untraced
     def __exit__(self, *error: Any) -> None:
         try:
-            self._listening.__exit__(*error)
+            if self._listening is not None:
+                self._listening.__exit__(*error)
         finally:
-            process.recording_ends()
+            if self._counted:
+                process.recording_ends()
             if self._hooks is not None:
                 self._hooks.__exit__(*error)
             self._hooks = self._listening = None
+            self._counted = False
             while self._units:
                 self._units.pop().remove()
             self._made.clear()  # the graph's saved tensors hold `pack`, and so this object
             self._roots.clear()
+            self._leaves.clear()
             self.policy = self.watching = None
+            trace_again(self._tracing)
 
     def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and write it down."""
+        if self._dead:
+            self._bury()
         info = infos.get(id(func)) or info_of(func)
         if info.simple and graph_task_id() == -1:
             out = info.call(*args, **kwargs)
@@ -112,6 +131,8 @@ class Recorder(Writer):
 
     def _record(self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any, state: Any) -> None:
         """Every microsecond here is paid hundreds of times per step: what is common is written out."""
+        if self._dead:
+            self._bury()
         made = self._made
         inputs: list[Value] = []
         template: list[Any] = []
@@ -123,8 +144,8 @@ class Recorder(Writer):
                     value = made.get(key)
                     if value is None:
                         base = argument._base
-                        if type(base) is _Parameter and base.requires_grad:
-                            template.append(Leaf(argument, argument._version, key))
+                        if type(base) is _Parameter and base.requires_grad and base.is_leaf:
+                            template.append(self._leaf(argument, key))
                         else:
                             template.append(self._reference(argument, inputs))
                     elif value.fragile is not None or not 0 <= value.seen == argument._version:
@@ -135,13 +156,13 @@ class Recorder(Writer):
                         template.append(value if value.natural() is argument else Slice(value, place_of(argument)))
                 elif kind in ATOMS:
                     template.append(argument)
-                elif kind is _Parameter and argument.requires_grad:
-                    template.append(Leaf(argument, argument._version, storage_key(argument)))
+                elif kind is _Parameter and argument.requires_grad and argument.is_leaf:
+                    template.append(self._leaf(argument, storage_key(argument)))
                 else:
                     template.append(self._template((argument,), inputs)[0])
             named = self._template_kwargs(kwargs, inputs) if kwargs else NO_KWARGS
             fresh = _fresh(out, inputs)
-        except (Untrackable, NotImplementedError):  # rule 5
+        except (Untrackable, RuntimeError):  # rule 5
             self._choose(func, fresh_results(out, args))
             return
         if not fresh:

@@ -30,6 +30,8 @@ class Saver(Known):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves `tensor`: give it a handle if the tape can make the tensor again."""
+        if self._dead:
+            self._bury()
         if tensor.requires_grad and tensor.is_leaf:  # it lives anyway, even if it was made inside
             return (tensor, tensor._version)
         try:
@@ -75,6 +77,7 @@ class Saver(Known):
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Make a value of the tape a root: it is held from now on, and replays start from it."""
+        self._bury()
         try:
             value = self._present(key_of(tensor), tensor)
         except Untrackable:

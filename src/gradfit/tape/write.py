@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from gradfit._torch import base_of, storage_key
 from gradfit.errors import UnsupportedOp
 from gradfit.tape.graph import Operation, Value, nothing
-from gradfit.tape.known import NO_KWARGS, next_index, save_before_write
+from gradfit.tape.known import NO_KWARGS, UNCOUNTED, WRITTEN, expected, next_index, save_before_write, version_of
 from gradfit.tape.ops import LOAD, OpInfo
 from gradfit.tape.policy import HOLD, KEEP, OFFLOAD
 from gradfit.tape.save import Saver
@@ -25,7 +25,9 @@ class Writer(Saver):
         """`_write` for what nearly all writes are: a method on the very tensor that an operation has returned."""
         target: torch.Tensor = args[0]
         old = None if target.is_inference() else self._made.get(storage_key(target))
-        if old is None and not target.is_inference() and self._root(storage_key(target)) is None:
+        if old is None and not target.is_inference() and self._root(key := storage_key(target)) is None:
+            if key in self._leaves:
+                self._save_leaves(key)
             out = info.call(*args, **kwargs)  # unknown before, unknown after: a counter of batches, mostly
             if self.policy is not None and (choices := self.policy.choose(func, [target])) is not None:
                 self._offload([target], choices)
@@ -33,7 +35,7 @@ class Writer(Saver):
         if (
             old is None
             or old.natural() is not target
-            or (old.seen != target._version and old.seen != -1)
+            or not expected(old, target._version)
             or (old.fragile is not None and info.reads_written)
         ):
             return self._write(func, info, args, kwargs, state)
@@ -57,7 +59,7 @@ class Writer(Saver):
             return out
         op.rng = state
         op.written = (old,)
-        value = Value(key, old.geometry, self.segment, op, -1, -1, natural, watcher)
+        value = Value(key, old.geometry, self.segment, op, -1, WRITTEN - target._version, natural, watcher)
         if choices is not None and choices[0] == HOLD:
             value.evictable = True
         self._made[key] = value
@@ -77,14 +79,17 @@ class Writer(Saver):
             return info.call(*args, **kwargs)
         if not targets:
             return info.call(*args, **kwargs)
-        olds = [self._present(key, target) for key, target in zip(keys, targets, strict=True)]
+        early = int(info.counts_first)
+        olds = [self._present(key, target, early) for key, target in zip(keys, targets, strict=True)]
         op: Operation | None = None
         if info.recordable and None not in olds and len(set(keys)) == len(keys):
             if not info.reads_written:
                 for old in olds:
                     old.fragile = None  # type: ignore[union-attr]  # written to, not read
             op = self._open(func, info, args, kwargs)
-        for old in olds:
+        for key, old in zip(keys, olds, strict=True):
+            if key in self._leaves:
+                self._save_leaves(key, early)
             if old is not None:
                 save_before_write(old)
         out = info.call(*args, **kwargs)
@@ -107,8 +112,7 @@ class Writer(Saver):
         op.written = tuple(olds)  # type: ignore[arg-type]
         written = [(-1 - number, target, key) for number, (target, key) in enumerate(zip(targets, keys, strict=True))]
         self._adopt(op, [*written, *fresh], choices)
-        for key in keys:
-            self._made[key].seen = -1  # autograd counts the version up when this has returned, or not at all
+        self._written(targets, keys)
         return out
 
     def _offload(self, targets: list[torch.Tensor], choices: list[int] | None) -> None:
@@ -118,7 +122,12 @@ class Writer(Saver):
                 key = storage_key(target)
                 self._roots.pop(key, None)
                 self._adopt(Operation(next_index(), None, LOAD, [], NO_KWARGS, []), [(0, target, key)], [OFFLOAD])
-                self._made[key].seen = -1  # as in `_write`
+                self._written([target], [key])
+
+    def _written(self, targets: list[torch.Tensor], keys: list[int]) -> None:
+        for target, key in zip(targets, keys, strict=True):
+            version = version_of(target)
+            self._made[key].seen = version if version == UNCOUNTED else WRITTEN - version
 
 
 def _refuse_views(func: Any, targets: list[torch.Tensor]) -> None:

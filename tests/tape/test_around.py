@@ -1,0 +1,275 @@
+"""What else may be at work around or inside a recording: modes, fake tensors, subclasses, the compiler, interrupts."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import gradfit as gf
+from gradfit._torch_listen import _KEY, _thread
+from gradfit.recompute.scope import inside_scope
+from gradfit.tape import process
+
+aten = torch.ops.aten
+
+
+def left_over() -> list[str]:
+    """What a scope has set for the thread or the process, and not taken back."""
+    found = {
+        "included": torch._C._dispatch_tls_is_dispatch_key_included(_KEY),
+        "excluded": torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY),
+        "ear": _thread.ear is not None,
+        "modes": torch._C._len_torch_dispatch_stack() > 0,
+        "scope": inside_scope(),
+        "recordings": process._recordings > 0,
+        "hooks": torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+        "tracing": torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None,
+    }
+    return [name for name, there in found.items() if there]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    assert left_over() == []
+
+
+class Changing(TorchDispatchMode):
+    """Does something else than it is asked for, in as many ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.constant = torch.full((4, 4), 0.7)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is aten.cos.default:
+            return aten.exp.default(*args)  # another operator
+        if func is aten.tanh.default:
+            return func(args[0] * 0.5)  # other arguments
+        if func is aten.sigmoid.default:
+            return self.constant  # nothing at all
+        out = func(*args, **kwargs)
+        if func is aten.sin.default:
+            return out * 2  # another result
+        if func is aten.exp.default:
+            out.mul_(0.5)  # a result changed in place
+        return out
+
+
+def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = (x * w).sin().exp()
+    h = h.cos().tanh() * w
+    h = (h * h.sigmoid()).view(2, 8).mul_(2).view(4, 4)
+    return nn.functional.dropout(h, 0.3).sin().exp()
+
+
+@pytest.mark.parametrize("where", ["outside", "around the backward too", "inside", "beside a meter"])
+def test_a_mode_that_changes_results(where: str) -> None:
+    results = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+        with contextlib.ExitStack() as around:
+            if where != "inside":
+                around.enter_context(Changing())
+            if where == "beside a meter":
+                around.enter_context(gf.meter())
+            with (
+                gf.CheckpointScope("s", enabled=enabled),
+                Changing() if where == "inside" else contextlib.nullcontext(),
+            ):
+                loss = chain(x, w).sum()
+            if where == "around the backward too":
+                loss.backward()
+        if where != "around the backward too":
+            loss.backward()
+        results.append((loss.detach(), x.grad, w.grad))
+    for plain, ours in zip(*results, strict=True):
+        assert torch.equal(plain, ours)
+
+
+class Observing(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.is_floating_point():
+            aten.isnan.default(out)
+        self.heard.append(func)
+        return out
+
+
+def test_a_mode_that_only_looks_costs_no_memory_and_sees_replays() -> None:
+    freed, heard = [], []
+    for looking in (False, True):
+        torch.manual_seed(0)
+        x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+        with Observing() if looking else contextlib.nullcontext(), gf.CheckpointScope("s") as scope:
+            loss = chain(x, w).sum()
+        with Observing() as observer:
+            loss.backward()
+        freed.append(scope.stats.freed_bytes)
+        heard.append(observer.heard.count(aten.sigmoid.default))
+    assert freed[0] == freed[1] > 0
+    assert heard == [1, 1]
+
+
+def test_fake_tensors_inside_a_scope() -> None:
+    x = torch.randn(3, requires_grad=True)
+    with gf.CheckpointScope("s") as scope:
+        with FakeTensorMode():
+            shape = nn.Linear(7, 11)(torch.empty(5, 7).erfinv()).lgamma().shape  # in no cache of torch's yet
+        loss = (x.sin() * shape[1]).exp().sum()
+    assert shape == (5, 11)
+    assert scope.stats.freed_bytes > 0
+    expected = torch.autograd.grad((x.sin() * 11).exp().sum(), x)[0]
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+
+def test_the_meta_device_inside_a_scope() -> None:
+    x = torch.randn(3, requires_grad=True)
+    with gf.CheckpointScope("s"):
+        with torch.device("meta"):
+            layer = nn.Linear(3, 3)  # draws its weights
+            torch.nn.functional.dropout(layer(torch.rand(2, 3)))
+        loss = x.exp().sin().sum()
+    loss.backward()
+
+
+class Kernels(torch.Tensor):
+    """Calls kernels on itself, below the key where subclasses live."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+def test_a_subclass_that_runs_kernels_on_itself() -> None:
+    results = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        x = torch.randn(4, requires_grad=True)
+        with gf.CheckpointScope("s", enabled=enabled):
+            h = x.sin() * 2
+            h.mul_(0.5)
+            with torch.no_grad():
+                h.detach().as_subclass(Kernels).add_(1)  # nobody hears this write, right after one that was heard
+            loss = (h * x).exp().sum()
+        results.append((loss.detach(), torch.autograd.grad(loss, x)[0]))
+    for plain, ours in zip(*results, strict=True):
+        assert torch.equal(plain, ours)
+
+
+def test_a_loop_operator_inside_a_scope() -> None:
+    from torch._higher_order_ops import while_loop
+
+    x = torch.randn(4, requires_grad=True)
+    start = torch.zeros((), dtype=torch.int64)
+    with gf.CheckpointScope("s"):
+        _, h = while_loop(lambda i, t: i < 3, lambda i, t: (i + 1, t.sin()), (start, x.detach()))
+        loss = (h * x).exp().sum()
+    expected = torch.autograd.grad((x.detach().sin().sin().sin() * x).exp().sum(), x)[0]
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler asks for it
+@pytest.mark.parametrize("way", ["with", "checkpoint", "decorator"])
+def test_a_scope_inside_a_compiled_function(way: str) -> None:
+    """It runs eagerly; what is around it is compiled."""
+    layer = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh())
+    graphs: list[Any] = []
+    freed: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def with_scope(h: torch.Tensor) -> torch.Tensor:
+        with gf.CheckpointScope("s") as scope:
+            h = layer(h).exp()
+        freed.append(scope.stats.freed_bytes)
+        return h
+
+    decorated = gf.CheckpointScope("s")(lambda h: layer(h).exp())
+    blocks: dict[str, Any] = {
+        "with": with_scope,
+        "checkpoint": lambda h: gf.checkpoint(lambda t: layer(t).exp(), h),
+        "decorator": decorated,
+    }
+
+    def model(x: torch.Tensor, block: Any) -> torch.Tensor:
+        return block(x.sin() * 2).cos().sum()
+
+    x = torch.randn(3, 4, requires_grad=True)
+    torch.manual_seed(0)
+    expected = torch.autograd.grad(model(x, lambda h: layer(h).exp()), x)[0]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        torch.manual_seed(0)
+        assert torch.equal(torch.autograd.grad(compiled(x, blocks[way]), x)[0], expected)
+        assert left_over() == []
+    assert graphs
+    assert all(size > 0 for size in freed)
+    torch._dynamo.reset()
+
+
+def test_interrupts_leave_nothing_behind() -> None:
+    """A signal raises in the middle of operations, of scopes being entered, and of replays."""
+    layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.ReLU(inplace=True), nn.Linear(8, 8))
+    x = torch.randn(4, 8)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGVTALRM, interrupt)
+    interrupted = 0
+    try:
+        for number in range(150):
+            try:
+                with gf.CheckpointScope("outer"):
+                    signal.setitimer(signal.ITIMER_VIRTUAL, 1e-5 + 1e-5 * number)
+                    h = layer(x)
+                    with contextlib.suppress(ValueError):
+                        h = layer(h * 2).exp()
+                    loss = h.sum()
+                    loss.backward()
+                    while True:
+                        pass
+            except KeyboardInterrupt:
+                interrupted += 1
+            assert left_over() == []
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    assert interrupted == 150
+    torch.manual_seed(0)
+    with gf.CheckpointScope("after"):
+        loss = layer(x).exp().sum()
+    ours = torch.autograd.grad(loss, list(layer.parameters()))
+    torch.manual_seed(0)
+    plain = torch.autograd.grad(layer(x).exp().sum(), list(layer.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
+
+
+def test_an_interrupt_that_keeps_an_inner_scope_open_is_not_hidden() -> None:
+    inner = gf.CheckpointScope("inner")
+
+    def run() -> None:
+        with gf.CheckpointScope("outer"):
+            inner.__enter__()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
