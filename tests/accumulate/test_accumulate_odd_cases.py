@@ -299,3 +299,29 @@ def test_norms_of_every_kind_of_gradient() -> None:
         acc = gf.GradientAccumulator(torch.optim.SGD([tensor], lr=0.0), steps=1)
         acc.backward(loss())
         assert acc.step().grad_norm == pytest.approx(norm, rel=1e-3)
+
+
+def test_an_optimizers_own_zero_grad_is_called() -> None:
+    """Only torch's own is stood in for, and then all of the optimizer's parameters are cleared, not just ours."""
+    calls = []
+
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            calls.append("own")
+            super().zero_grad(set_to_none)
+
+    def patched() -> None:
+        calls.append("patched")
+
+    w, other = parameter(), parameter()
+    for optimizer in (Own([w, other], lr=0.0), torch.optim.SGD([w, other], lr=0.0), torch.optim.SGD([w], lr=0.0)):
+        if len(optimizer.param_groups[0]["params"]) == 1:
+            optimizer.zero_grad = patched  # type: ignore[method-assign, assignment]
+        acc = gf.GradientAccumulator(optimizer, steps=1, parameters=[w])
+        other.grad = torch.ones(3, dtype=torch.float64)
+        acc.backward(w.sum())
+        assert acc.step()
+        if not calls or calls == ["own"]:
+            assert w.grad is None
+            assert other.grad is None
+    assert calls == ["own", "patched"]

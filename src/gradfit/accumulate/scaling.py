@@ -59,10 +59,14 @@ def gradient_norm(gradients: list[Tensor]) -> float:
 
     This is also the check that they are finite: one pass over them, at the memory's speed.
     """
-    if all(one.is_cpu and one.dtype in _WIDE and type(one) is Tensor and not one.is_sparse for one in gradients):
-        value = math.hypot(*[vector_norm(one).item() for one in gradients])
+    norms = []
+    for one in gradients:
+        if not (one.dtype in _WIDE and type(one) is Tensor and one.is_cpu) or one.is_sparse:
+            value = total_norm(gradients).item()  # waits for the device once
+            break
+        norms.append(vector_norm(one).item())
     else:
-        value = total_norm(gradients).item()  # waits for the device once
+        value = math.hypot(*norms)
     if not math.isfinite(value):
         values = [values_of(one) for one in gradients]
         if all(bool(one.isfinite().all()) for one in values):  # only the squares have overflowed
