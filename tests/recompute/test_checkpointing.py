@@ -224,12 +224,12 @@ def test_memory_savings_on_a_large_model() -> None:
 def test_recompute_overhead() -> None:
     x = torch.randn(512, 64)
     seconds = {False: 9.0, True: 9.0}
-    for _ in range(4):
+    for _ in range(8):
         for scoped in (False, True):
             model = mlp(depth=16)
-            started = time.perf_counter()
+            started = time.thread_time()
             train(model, [model[start : start + 8] for start in range(0, 32, 8)], x, scoped, steps=2)
-            seconds[scoped] = min(seconds[scoped], time.perf_counter() - started)
+            seconds[scoped] = min(seconds[scoped], time.thread_time() - started)
     assert seconds[True] < 3 * seconds[False]
 
 
