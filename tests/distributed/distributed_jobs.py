@@ -54,6 +54,8 @@ def wrap(model: nn.Module, how: str, size: int, **options: Any) -> nn.Module:
         return DistributedDataParallel(model, **options)
     if how == "hsdp":
         mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
+    elif how == "fsdp, no mesh":
+        mesh = None  # then each unit has one of its own
     else:
         mesh = init_device_mesh("cpu", (size,))
     for block in model.blocks:

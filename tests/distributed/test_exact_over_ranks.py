@@ -35,7 +35,7 @@ def test_a_sharded_model_on_one_rank() -> None:
             assert pool.run(against_one_rank, setting)[0]["difference"] < 1e-10
 
 
-@pytest.mark.parametrize("how", ["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp, no mesh", "hsdp"])
 def test_four_ranks(four: Pool, how: str) -> None:
     for answer in four.run(against_one_rank, Setting(how=how, clip=0.05, scaler=True, seed=4)):
         assert answer["difference"] < 1e-10

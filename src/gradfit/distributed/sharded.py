@@ -149,13 +149,21 @@ class Sharded(Together):
                     fsdp.set_unsharded_gradient(kept, gradient)
 
     def norm(self, gradients: list[Tensor]) -> float:
-        local = math.fsum(_squares(gradient) for gradient in gradients)
-        total = torch.tensor(local, dtype=torch.float64, device=self.group.device)
-        meshes = {id(g.device_mesh): g.device_mesh for g in gradients if isinstance(g, DTensor)}
-        for mesh in meshes.values():
+        # By the ranks that share a gradient, not by the mesh: fully_shard makes one for each unit that is given none.
+        ranks: dict[int, tuple[int, ...]] = {}
+        shares: dict[tuple[int, ...], tuple[Any, list[float]]] = {}
+        for gradient in gradients:
+            mesh = gradient.device_mesh  # type: ignore[attr-defined]
+            if id(mesh) not in ranks:
+                ranks[id(mesh)] = tuple(sorted(mesh.mesh.flatten().tolist()))
+            shares.setdefault(ranks[id(mesh)], (mesh, []))[1].append(_squares(gradient))
+        squares = 0.0
+        for mesh, local in shares.values():
+            total = torch.tensor(math.fsum(local), dtype=torch.float64, device=self.group.device)
             for dimension in range(mesh.ndim):
                 dist.all_reduce(total, group=mesh.get_group(dimension))
-        return math.sqrt(total.item())
+            squares += total.item()
+        return math.sqrt(squares)
 
     def spread_nonfinite(self, gradients: list[Tensor]) -> None:
         if not math.isfinite(self.norm(gradients)):
@@ -168,11 +176,10 @@ class Sharded(Together):
 
 def _squares(gradient: Tensor) -> float:
     """This rank's share of a gradient's squared norm."""
-    if not isinstance(gradient, DTensor):
-        return gradient_norm([gradient]) ** 2
+    spread: Any = gradient
     copies = 1
-    for dimension, placement in enumerate(gradient.placements):
+    for dimension, placement in enumerate(spread.placements):
         if isinstance(placement, Replicate):
-            copies *= gradient.device_mesh.size(dimension)
-    local = gradient.to_local()
+            copies *= spread.device_mesh.size(dimension)
+    local: Tensor = spread.to_local()
     return gradient_norm([local]) ** 2 / copies if local.numel() else 0.0
