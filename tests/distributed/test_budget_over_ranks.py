@@ -143,14 +143,14 @@ def narrow(rank: int, size: int, how: str, policy: MixedPrecisionPolicy | None, 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     rows = torch.randn(512, 4).to(dtype)
 
-    def mean(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).float().square().mean()
+    def total(model: torch.nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return model(batch).float().square().sum(), len(batch)
 
     wide = None if dtype is torch.float32 else torch.float32
-    plain = gf.fit(model, optimizer, mean, rows, "1 GiB", dtype=wide)
+    plain = gf.fit(model, optimizer, total, rows, "1 GiB", dtype=wide, split=whole)
     budget = plain.plan.peak_bytes * 8 // 10 + plain.accumulator.ranks.reserved_bytes
     plain.accumulator.disable_accumulation()
-    step = gf.fit(model, optimizer, mean, rows, budget, dtype=wide)
+    step = gf.fit(model, optimizer, total, rows, budget, dtype=wide, split=whole)
     peaks = []
     for _ in range(3):
         live = LiveBytes(rows, list(model.parameters()), [list(one.values()) for one in optimizer.state.values()])

@@ -85,7 +85,7 @@ def train(
         result = run.train()
         result.out = str(base)
         listener.close()
-    digest = _digest(work.job.model) if json else ""  # by all ranks together
+    digest = digest_of(work.job.model) if json else ""  # by all ranks together
     crew.leave()
     if crew.rank == 0:
         if report is not None and run.step is not None and not result.interrupted:
@@ -191,7 +191,8 @@ def _in_words(result: RunReport) -> str:
     )
 
 
-def _digest(model: torch.nn.Module) -> str:
+def digest_of(model: torch.nn.Module) -> str:
+    """A checksum of all parameters, each one whole; on all ranks together."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(whole(parameter).cpu().contiguous().view(torch.uint8).numpy().tobytes())
