@@ -104,24 +104,19 @@ def inside_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+with torch._C._AutoDispatchBelowAutograd():
+    _UPPER_KEYS = torch._C._dispatch_tls_local_exclude_set()
 for _name in dir(torch._C.DispatchKey):
     if _name.startswith("Autocast"):
-        _AUTOCAST_KEYS = _AUTOCAST_KEYS | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _name))
+        _UPPER_KEYS = _UPPER_KEYS | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _name))
 
 
-class below_autograd:  # noqa: N801  (as torch.no_grad)
-    """Run operations where the recorder heard them: below autograd and autocast, so that nothing is cast twice."""
+def below_autograd() -> Any:
+    """A context: operations run where the recorder heard them, below autograd and autocast; nothing is cast twice.
 
-    def __enter__(self) -> None:
-        self._autograd: Any = torch._C._AutoDispatchBelowAutograd()
-        self._autocast: Any = torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
-        self._autograd.__enter__()  # type: ignore[no-untyped-call]
-        self._autocast.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *error: Any) -> None:
-        self._autocast.__exit__(*error)
-        self._autograd.__exit__(*error)
+    torch's own object, whose end no interrupt can prevent: autograd would be off in this thread for good.
+    """
+    return torch._C._ExcludeDispatchKeyGuard(_UPPER_KEYS)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -139,12 +139,18 @@ class _Key:
         self._ear = ear
 
     def __enter__(self) -> None:
-        _thread.ear = self._ear
-        _include(_KEY, True)
+        try:
+            _thread.ear = self._ear
+            _include(_KEY, True)
+        except BaseException:
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        _include(_KEY, False)
-        _thread.ear = None
+        try:
+            _include(_KEY, False)
+        finally:
+            _thread.ear = None
 
 
 def listening(
@@ -250,16 +256,28 @@ def full_name(schema: Any) -> str:
     return f"{schema.name}.{schema.overload_name}" if schema.overload_name else str(schema.name)
 
 
-def run_compiled_functions_eagerly() -> Callable[[], None]:
-    """Compiled code writes to memory without telling anybody. Returns what undoes it."""
+_stances: list[Any] = []  # what we set, and what was there before
+
+
+def run_compiled_functions_eagerly() -> None:
+    """Compiled code writes to memory without telling anybody."""
     import torch._dynamo.eval_frame as dynamo  # takes a second, which the first optimizer has spent before
 
-    before, dynamo._stance = dynamo._stance, dynamo.DynamoStance("force_eager")
+    if not _stances or dynamo._stance is not _stances[0]:
+        _stances[:] = [dynamo.DynamoStance("force_eager"), dynamo._stance]
+        dynamo._stance = _stances[0]
 
-    def undo() -> None:
-        dynamo._stance = before
 
-    return undo
+def run_compiled_functions_again() -> None:
+    """Undo it, unless somebody else has decided since."""
+    import torch._dynamo.eval_frame as dynamo
+
+    if _stances and dynamo._stance is _stances[0]:
+        dynamo._stance = _stances[1]
+
+
+push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # those of `saved_tensors_hooks`
+pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -96,10 +96,20 @@ class CheckpointScope:
 
     @untraced
     def __enter__(self) -> CheckpointScope:
-        frames = _frames.open
+        depth = len(_frames.open)
+        try:
+            self._open(_frames.open)
+        except BaseException:
+            while len(_frames.open) > depth:  # it was interrupted
+                _leave(None, None, None)
+            raise
+        return self
+
+    @untraced
+    def _open(self, frames: list[Any]) -> None:
         if not self.is_enabled or not torch.is_grad_enabled():
             frames.append((self, None, None))
-            return self
+            return
         if inside_functorch():
             raise UnsupportedOp(
                 f"CheckpointScope({self.name!r}) was entered inside a torch.func transform, which does not allow saved "
@@ -109,17 +119,17 @@ class CheckpointScope:
             observer(self)
         if _frames.suspended:
             frames.append((self, None, None))
-            return self
+            return
         self._saved = [reference for reference in self._saved if reference() is not None]
         outer = _innermost()
         if outer is None:
             if not self.use_recomputation:
                 frames.append((self, None, None))
-                return self
+                return
             segment = Segment(Segment(None), self)
             recorder = Recorder(segment, _Keep() if self.keep is not None else None)
-            recorder.__enter__()
             frames.append((self, segment, recorder))
+            recorder.__enter__()
         else:
             recorder = outer
             around = recorder.segment.scope
@@ -132,20 +142,25 @@ class CheckpointScope:
             frames.append((self, segment, None))
         if isinstance(recorder.policy, _Keep):
             recorder.policy.scopes.append(self)
-        return self
 
     @untraced
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         frames = _frames.open
         if frames and frames[-1][0] is self:
-            _leave(kind, error, trace)
+            opened = frames[-1]
+            try:
+                _leave(kind, error, trace)
+            except KeyboardInterrupt:
+                if frames and frames[-1] is opened:  # not done with it yet
+                    _leave(kind, error, trace)
+                raise
         elif any(frame[0] is self for frame in frames):
             inner = frames[-1][0].name
             while frames[-1][0] is not self:
                 _frames.torn.append(frames[-1][0])
                 _leave(None, None, None)
             _leave(None, None, None)
-            if kind is not None:
+            if kind is not None and kind is not GeneratorExit:
                 return  # an interrupt kept the inner one from closing: that is what the caller has to hear of
             raise MisuseError(
                 f"CheckpointScope({self.name!r}) is left while {inner!r}, entered after it, is still open; both are "
@@ -201,17 +216,21 @@ class CheckpointScope:
 
 
 def _leave(kind: Any, error: Any, trace: Any) -> None:
-    """Close the innermost scope."""
-    _, segment, recorder = _frames.open.pop()
-    if segment is None:
-        return
+    """Close the innermost scope. It may be called again after an interrupt."""
+    scope, segment, recorder = _frames.open[-1]
     active = recorder or _innermost()
-    if active is not None and isinstance(active.policy, _Keep) and active.policy.scopes:
-        active.policy.scopes.pop()
-    if recorder is not None:
-        recorder.__exit__(kind, error, trace)
-    elif active is not None and segment.parent is not None:
-        active.segment = segment.parent
+    try:
+        if segment is not None and active is not None:
+            if isinstance(active.policy, _Keep) and active.policy.scopes and active.policy.scopes[-1] is scope:
+                active.policy.scopes.pop()
+            if recorder is not None:
+                recorder.__exit__(kind, error, trace)
+            elif segment.parent is not None:
+                active.segment = segment.parent
+    except Exception:
+        _frames.open.pop()
+        raise
+    _frames.open.pop()
 
 
 @contextlib.contextmanager

@@ -13,35 +13,29 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable
 
-from gradfit._torch_listen import run_compiled_functions_eagerly
+from gradfit._torch_listen import run_compiled_functions_again, run_compiled_functions_eagerly
 
 _PATIENCE = 100_000
 _lock = threading.RLock()  # a tape may die while one is being counted
 _tapes = 0
 _threshold: tuple[int, int, int] | None = None
-_recordings = 0
-_compile_again: Callable[[], None] | None = None
+_recordings: set[int] = set()
 
 
-def recording_begins() -> None:
+def recording_begins(recorder: object) -> None:
     """In this thread or another."""
-    global _recordings, _compile_again
     with _lock:
-        _recordings += 1
-        if _recordings == 1:
-            _compile_again = run_compiled_functions_eagerly()
+        _recordings.add(id(recorder))
+        run_compiled_functions_eagerly()
 
 
-def recording_ends() -> None:
-    """After the last one, functions are compiled again."""
-    global _recordings, _compile_again
+def recording_ends(recorder: object) -> None:
+    """After the last one, functions are compiled again. May be called twice: an interrupt can come at any time."""
     with _lock:
-        _recordings -= 1
-        if _recordings == 0 and _compile_again is not None:
-            _compile_again()
-            _compile_again = None
+        _recordings.discard(id(recorder))
+        if not _recordings:
+            run_compiled_functions_again()
 
 
 def tape_begins() -> None:

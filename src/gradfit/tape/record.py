@@ -18,10 +18,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version, saved_tensors_hooks
+from torch.autograd.graph import increment_version
 
 from gradfit._torch import graph_task_id, storage_key
-from gradfit._torch_listen import listening, stop_tracing, trace_again, untraced
+from gradfit._torch_listen import listening, pop_hooks, push_hooks, stop_tracing, trace_again, untraced
 from gradfit.tape import process, replay, rng
 from gradfit.tape.allocate import without_content
 from gradfit.tape.graph import Operation, Segment, Slice, Value, geometry_of
@@ -43,21 +43,18 @@ class Recorder(Writer):
     def __init__(self, segment: Segment, policy: Policy | None = None) -> None:
         super().__init__(segment, policy)
         self._listening: Any = None
-        self._hooks: saved_tensors_hooks | None = None
+        self._hooked = False
         self._units: list[torch.utils.hooks.RemovableHandle] = []
-        self._counted = False
         self._tracing: Any = None
 
     @untraced
     def __enter__(self) -> Recorder:
         self._tracing = stop_tracing()
         try:
-            hooks = saved_tensors_hooks(self.pack, unpack)
-            hooks.__enter__()
-            self._hooks = hooks
+            self._hooked = True
+            push_hooks(self.pack, unpack)
             self._units = watch_units(self.keep)
-            process.recording_begins()
-            self._counted = True
+            process.recording_begins(self)
             ear = listening(self._hear, view_names, self._doubt)
             ear.__enter__()
             self._listening = ear
@@ -68,23 +65,27 @@ class Recorder(Writer):
 
     @untraced
     def __exit__(self, *error: Any) -> None:
+        """Each thing is undone whatever becomes of the others: an interrupt may come in between."""
         try:
             if self._listening is not None:
                 self._listening.__exit__(*error)
         finally:
-            if self._counted:
-                process.recording_ends()
-            if self._hooks is not None:
-                self._hooks.__exit__(*error)
-            self._hooks = self._listening = None
-            self._counted = False
-            while self._units:
-                self._units.pop().remove()
-            self._made.clear()  # the graph's saved tensors hold `pack`, and so this object
-            self._roots.clear()
-            self._leaves.clear()
-            self.policy = self.watching = None
-            trace_again(self._tracing)
+            try:
+                if self._hooked:
+                    self._hooked = False
+                    pop_hooks()
+            finally:
+                try:
+                    process.recording_ends(self)
+                finally:
+                    self._listening = None
+                    self._made.clear()  # the graph's saved tensors hold `pack`, and so this object
+                    self._roots.clear()
+                    self._leaves.clear()
+                    self.policy = self.watching = None
+                    while self._units:
+                        self._units.pop().remove()
+                    trace_again(self._tracing)
 
     def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and write it down."""
