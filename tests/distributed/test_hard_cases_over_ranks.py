@@ -171,7 +171,7 @@ def gone(rank: int, size: int, how: str, where: str) -> Any:
     [("forward", "OutOfMemoryError: as if"), pytest.param("elsewhere", "no such row", marks=pytest.mark.slow)],
 )
 def test_a_rank_that_is_gone_in_a_gather_is_named(where: str, says: str) -> None:
-    with Pool(2, timeout_seconds=5) as pool:
+    with Pool(2, timeout_seconds=3) as pool:
         (name, text), _ = pool.run(gone, "fsdp", where)
     assert name == "RankFailed"
     assert "rank 1 raised" in text

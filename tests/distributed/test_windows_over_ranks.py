@@ -170,7 +170,7 @@ def _refuse(gradient: torch.Tensor) -> torch.Tensor:
     [pytest.param("forward", "mat1 and mat2", marks=pytest.mark.slow), ("backward", "no gradient today")],
 )
 def test_the_others_hear_which_rank_failed_and_why(where: str, says: str) -> None:
-    with Pool(2, timeout_seconds=5) as pool:
+    with Pool(2, timeout_seconds=3) as pool:
         (name, text, seconds), (other, _, _) = pool.run(one_rank_raises, where)
     assert name == "RankFailed"
     assert "rank 1 raised" in text
