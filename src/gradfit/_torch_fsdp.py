@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradfit._torch import is_out_of_memory
+from gradfit._torch import is_out_of_memory, storage_owners
 from gradfit._torch_distributed import local_part
 
 
@@ -47,6 +48,11 @@ def unit_bytes(unit: Any) -> int:
 def shard_ranks(unit: Any) -> int:
     """Over how many ranks a unit's parameters are sharded."""
     return int(getattr(unit.mesh_info, "shard_mesh_size", 1))
+
+
+def gathered_into(module: Any) -> list[Tensor]:
+    """Where a unit puts its full parameters whenever it gathers them; they have no memory in between."""
+    return [tensor for unit in param_groups(module) for kept in unit.fsdp_params for tensor in kept.all_gather_outputs]
 
 
 def gathered_tensors(units: list[Any]) -> list[Tensor]:
@@ -281,5 +287,18 @@ def _telling(reference: weakref.ref[Any], unshard: Any) -> Any:
             if not hearing or is_out_of_memory(error):
                 raise
             raise hearing[0].failed(error) from error
+        _let_go(unit._all_gather_result)
 
     return telling
+
+
+def _let_go(gathered: Any) -> None:
+    """Wait until the thread that has communicated lets go of its tensors; gloo's waits for the interpreter to do so.
+
+    Until then memory that FSDP2 frees is not free, and the peak of a step would depend on the scheduler.
+    """
+    if gathered is None or gathered.all_gather_work is not None or gathered.all_gather_output.device.type != "cpu":
+        return
+    end = time.monotonic() + 0.01
+    while storage_owners(gathered.all_gather_output) > 1 and time.monotonic() < end:
+        time.sleep(0)

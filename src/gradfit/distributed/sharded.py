@@ -87,6 +87,13 @@ class Sharded(Together):
     def sources(self, tensors: list[Tensor]) -> list[Unsharded]:
         return [Unsharded(tensor, self._kept[id(tensor)]) for tensor in tensors]
 
+    def warm_up(self) -> None:
+        """FSDP2 makes the storages that it gathers into in the first pass: a plan has no such operations."""
+        fsdp.initialise(self.modules)
+        for unit in self.units:
+            if fsdp.never_gathered(unit):  # on this rank, and so on no other: they gather together
+                fsdp.take_part(unit)
+
     # -- while a window fills -----------------------------------------------------------------------------------------
 
     def before_forward(self, module: Any) -> None:

@@ -66,6 +66,9 @@ class Together(Alone):
         self._rehearsing = False
         self._ear = Ear(modules, self)
 
+    def warm_up(self) -> None:
+        """Do what only the first pass does, so that all passes are alike; by all ranks together."""
+
     def settle(self) -> None:
         """This rank has come to a meeting: do what the others still need it for."""
 

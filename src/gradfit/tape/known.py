@@ -50,6 +50,7 @@ class Known:
         self._made: dict[int, Value] = {}  # made by a recorded operation
         self._roots: dict[int, weakref.ref[Value]] = {}  # made by somebody else, and read
         self._leaves: dict[int, list[weakref.ref[Leaf]]] = {}  # parameters that were read
+        self._refilled: set[int] = set()  # always hold the same when they hold anything: see units.py
         # Watchers of storages that are gone. Only noted when it happens: an interrupt in a weak reference's callback
         # would be swallowed, and leave an address in the table that is somebody else's by then.
         self._dead: list[Any] = []
@@ -110,6 +111,8 @@ class Known:
 
     def _save_leaves(self, key: int, early: int = 0) -> None:
         """Rule 4: a parameter is about to be written to, so who has read it gets a copy (`early`: see `_present`)."""
+        if key in self._refilled:
+            return
         copy: torch.Tensor | None = None
         for reference in self._leaves.pop(key, ()):
             leaf = reference()
@@ -119,6 +122,16 @@ class Known:
                 copy = copy_storage(leaf.tensor, geometry_of(leaf.tensor))
             leaf.tensor = shaped(copy, geometry_of(leaf.tensor))
             leaf.version, leaf.key = copy._version, storage_key(copy)
+
+    def _save_value(self, old: Value) -> None:
+        """Rule 4: an old version that is held by reference is about to be lost."""
+        if old.tensor is None or old.key in self._refilled:
+            return
+        if old.op is not None:
+            old.tensor = None  # it can be rebuilt
+        elif old.version != -1:
+            old.tensor = copy_storage(old.tensor, old.geometry)
+            old.version = -1
 
     def _present(self, key: int, tensor: torch.Tensor, early: int = 0) -> Value | None:
         """What the tape knows to be in a tensor's storage now; None if it does not know.
@@ -256,7 +269,7 @@ class Known:
                 self._save_leaves(key)
             value = self._made.pop(key, None) or self._root(key)
             if value is not None:
-                save_before_write(value)
+                self._save_value(value)
                 value.gone = None
                 value.natural = nothing
             self._roots.pop(key, None)
@@ -283,14 +296,3 @@ def _constant_of(op: Operation | None) -> Any:
     if "full" not in name:
         return 1 if "ones" in name else 0
     return op.kwargs["fill_value"] if "fill_value" in op.kwargs else op.args[-1]
-
-
-def save_before_write(old: Value) -> None:
-    """Rule 4: an old version that is held by reference is about to be lost."""
-    if old.tensor is None:
-        return
-    if old.op is not None:
-        old.tensor = None  # it can be rebuilt
-    elif old.version != -1:
-        old.tensor = copy_storage(old.tensor, old.geometry)
-        old.version = -1

@@ -53,7 +53,7 @@ class Recorder(Writer):
         try:
             self._hooked = True
             push_hooks(self.pack, unpack)
-            self._units = watch_units(self.keep)
+            self._units = watch_units(self.keep, self._refilled)
             process.recording_begins(self)
             ear = listening(self._hear, view_names, self._doubt)
             ear.__enter__()

@@ -3,6 +3,9 @@
 A unit's parameters exist while its forward runs, and again while its backward runs; between the two they are sharded,
 and a replay that reads them would read freed memory. So what enters a unit and what leaves it is kept: a value inside
 is then rebuilt from the unit's own input with the unit's own parameters, in the unit's own backward.
+
+Gathering them again is a write to where they were read, and none that changes anything: nobody needs a copy of what
+lies there before, which is nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +19,15 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradfit._torch import graph_task_id
+from gradfit._torch import graph_task_id, storage_key
+from gradfit._torch_fsdp import gathered_into
 
 
-def watch_units(keep: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
-    """Call `keep` for every tensor that enters or leaves a unit in this thread, if there are units at all."""
+def watch_units(keep: Callable[[torch.Tensor], None], refilled: set[int]) -> list[RemovableHandle]:
+    """Call `keep` for every tensor that enters or leaves a unit in this thread, if there are units at all.
+
+    The storages into which the units gather are put into `refilled`.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not fsdp.FSDPModule.__subclasses__():
         return []
@@ -33,6 +40,8 @@ def watch_units(keep: Callable[[torch.Tensor], None]) -> list[RemovableHandle]:
 
     def after(module: torch.nn.Module, _: Any, results: Any) -> None:
         keep_all(module, results)
+        if isinstance(module, unit):
+            refilled.update(map(storage_key, gathered_into(module)))
 
     return [register_module_forward_pre_hook(keep_all), register_module_forward_hook(after)]
 

@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from gradfit._torch import base_of, storage_key
 from gradfit.errors import UnsupportedOp
 from gradfit.tape.graph import Operation, Value, nothing
-from gradfit.tape.known import NO_KWARGS, UNCOUNTED, WRITTEN, expected, next_index, save_before_write, version_of
+from gradfit.tape.known import NO_KWARGS, UNCOUNTED, WRITTEN, expected, next_index, version_of
 from gradfit.tape.ops import LOAD, OpInfo
 from gradfit.tape.policy import HOLD, KEEP, OFFLOAD
 from gradfit.tape.save import Saver
@@ -48,7 +48,7 @@ class Writer(Saver):
         except Untrackable:  # rule 5
             pass
         if old.tensor is not None:
-            save_before_write(old)
+            self._save_value(old)
         out = info.call(*args, **kwargs)
         choices = None if self.policy is None else self.policy.choose(func, [target])
         key, watcher, natural = old.key, old.gone, old.natural
@@ -91,7 +91,7 @@ class Writer(Saver):
             if key in self._leaves:
                 self._save_leaves(key, early)
             if old is not None:
-                save_before_write(old)
+                self._save_value(old)
         out = info.call(*args, **kwargs)
         if info.writes_lists:
             increment_version(targets)  # torch does not, under a dispatch mode

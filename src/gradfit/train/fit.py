@@ -74,6 +74,8 @@ def fit(
     ranks = accumulator.ranks
     try:
         try:
+            if isinstance(ranks, Together):
+                ranks.warm_up()
             with accumulator.rehearsal():
                 fitted = planner.fitted(sample_batch, batch_size)
         except Exception as error:
