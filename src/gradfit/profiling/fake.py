@@ -101,6 +101,9 @@ class _FakeTrace(Trace):
         out = func(*args, **kwargs)
         return out, self._roofline.seconds(func, args, kwargs, out)
 
+    def narrowing_seconds(self, tensor: torch.Tensor) -> float:
+        return self.run(torch.ops.aten._to_copy.default, (tensor,), {"dtype": torch.bool})[1]
+
     def describe(self, tensor: torch.Tensor) -> Any:
         """What autograd gets instead of a tensor that it saves."""
         if tensor.layout is not torch.strided:

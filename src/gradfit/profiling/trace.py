@@ -22,12 +22,13 @@ import gradfit
 from gradfit import _torch_distributed as distributed
 from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import after_accumulation, current_node, graph_task_id, storage_key
-from gradfit._torch_listen import DispatchMode
+from gradfit._torch_listen import DispatchMode, unseen
 from gradfit.profiling.clock import seconds_now
 from gradfit.tape import replay
 from gradfit.tape.allocate import without_content
 from gradfit.tape.drop import DropAll
 from gradfit.tape.graph import Segment
+from gradfit.tape.mask import MASK, draws_mask
 from gradfit.tape.ops import info_of
 from gradfit.tape.record import Recorder
 from gradfit.tape.save import unpack
@@ -133,6 +134,10 @@ class Trace(DispatchMode):
             inputs = ()
         index = len(self.operations)
         known = all(value is not None for value in before) and len(set(keys)) == len(keys)
+        if trackable and draws_mask(info, targets):
+            bits, seconds = self._mask(targets[0], seconds)
+            inputs = (*inputs, bits)
+            index += 1
         op = TracedOp(
             str(func), inputs, trackable and info.recordable and known, info.random, self._module(), source_line()
         )
@@ -155,6 +160,23 @@ class Trace(DispatchMode):
         op.outputs = tuple(outputs)
         self.operations.append(op)
         return out
+
+    def _mask(self, target: torch.Tensor, seconds: float) -> tuple[int, float]:
+        """The operation that makes a mask's bits: its value, and how long it takes to make the mask of them."""
+        op = TracedOp(MASK, (), True, True, self._module(), source_line(), seconds=seconds)
+        op.gathered_bytes = self._other_bytes
+        storage, index = self._storages, len(self.operations)
+        self._storages += 1
+        op.outputs = (len(self.values),)
+        self.values.append(TracedValue(target.numel(), index, storage, dies=index))
+        self._versions[storage] = [op.outputs[0]]
+        self.operations.append(op)
+        return op.outputs[0], self.narrowing_seconds(target)
+
+    def narrowing_seconds(self, tensor: torch.Tensor) -> float:
+        """How long it takes to make a tensor of bits of a tensor, which is as long as the way back."""
+        with unseen():
+            return self.run(torch.ops.aten._to_copy.default, (tensor,), {"dtype": torch.bool})[1]
 
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
         """An operation's result, and the seconds it took."""

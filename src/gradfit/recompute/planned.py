@@ -14,6 +14,8 @@ from gradfit.errors import MisuseError
 from gradfit.planning.record import Plan
 from gradfit.recompute.offload import Store
 from gradfit.tape.graph import Segment
+from gradfit.tape.mask import MASK, draws_mask, pack
+from gradfit.tape.ops import info_of
 from gradfit.tape.policy import DROP, KEEP, OFFLOAD
 from gradfit.tape.record import Recorder
 
@@ -47,6 +49,7 @@ class PlanPolicy:
         self._parents = plan.segment_parents
         self._operation = 0
         self._value = 0
+        self._packing = False  # what is moved out next is a mask's bits
         self._segments: list[Segment] = []
         self._recorder: Recorder | None = None
 
@@ -61,6 +64,7 @@ class PlanPolicy:
         self._recorder = recorder
 
     def choose(self, func: Any, results: list[torch.Tensor]) -> list[int] | None:
+        packs = self._passes_bits(func, results)
         position = self._operation
         self._operation += 1
         if self.diverged is None:
@@ -78,8 +82,23 @@ class PlanPolicy:
                             )
                 if self._recorder is not None:
                     self._recorder.segment = self._segments[steps[0][1]]
+                if packs and steps[0][0] == DROP:
+                    self._packing = True
+                    return [OFFLOAD]
                 return [choice for choice, _ in steps]
         return [KEEP] * len(results)
+
+    def _passes_bits(self, func: Any, results: list[torch.Tensor]) -> bool:
+        """Where the plan has a mask's bits as an operation of their own: pass it, and say whether it keeps them."""
+        position = self._operation
+        if self.diverged is not None or position >= len(self._names) or self._names[position] != MASK:
+            return False
+        if not draws_mask(info_of(func), results):
+            return False  # another operation than the plan's
+        choice, _ = self._steps[self._value]
+        self._operation += 1
+        self._value += 1
+        return choice == KEEP
 
     def _leave(self, where: str) -> None:
         self.diverged = where
@@ -88,6 +107,9 @@ class PlanPolicy:
 
     def offload(self, tensor: torch.Tensor) -> Any:
         """Copy a value out; returns the function that brings it back."""
+        if self._packing:
+            self._packing = False
+            return pack(tensor)
         if self.store is None:
             raise RuntimeError("gradfit: the plan offloads nothing")
         return self.store.put(tensor)

@@ -38,6 +38,7 @@ class OpInfo:
     shape_only: str = ""  # the name of one that does not read what is in its tensors: see allocate.py
     counts_first: bool = False  # changes the version counters of what it writes to before it runs
     collective: bool = False  # talks to other processes, and writes to what it is given
+    mask: bool = False  # fills its tensor with zeros and ones: see mask.py
 
     @property
     def uninitialised(self) -> bool:
@@ -169,4 +170,5 @@ def _describe(op: Any) -> OpInfo:
         shape_only=shape_only,
         counts_first=is_custom(op),
         collective=collective,
+        mask=aten and name == "bernoulli_" and "generator" in names and "Tensor" not in str(schema.arguments[1].type),
     )
