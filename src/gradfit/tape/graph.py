@@ -76,7 +76,7 @@ class Value:
 
     __slots__ = (
         "__weakref__", "evictable", "fragile", "gone", "handles", "key", "known_geometry", "natural", "op", "position",
-        "seen", "segment", "taken", "taken_pass", "tensor", "users", "version",
+        "seen", "segment", "tensor", "users", "version",
     )  # fmt: skip
 
     def __init__(
@@ -103,9 +103,7 @@ class Value:
         self.tensor: torch.Tensor | None = None
         self.version = -1  # the version counter of `tensor` when it was kept; -1: it is private to the tape
         self.users: list[weakref.ref[Operation]] | None = None  # not kept for roots, which nobody has to make again
-        self.handles = 0
-        self.taken = 0  # handles unpacked in pass number `taken_pass`
-        self.taken_pass = 0
+        self.handles: list[weakref.ref[Handle]] | None = None  # autograd's; a node that dies unused takes its own along
 
     @property
     def geometry(self) -> Geometry:
@@ -123,7 +121,11 @@ class Value:
 
     def pending(self, pass_number: int) -> bool:
         """Whether backward will still ask for it in this pass."""
-        return self.handles > (self.taken if self.taken_pass == pass_number else 0)
+        for reference in self.handles or ():
+            handle = reference()
+            if handle is not None and handle.pass_number != pass_number:
+                return True
+        return False
 
 
 class Operation:
@@ -190,10 +192,10 @@ class Tape:
 class Handle:
     """What autograd keeps in the place of a tensor."""
 
-    __slots__ = ("geometry", "pass_number", "tape", "value")
+    __slots__ = ("__weakref__", "geometry", "pass_number", "tape", "value")
 
     def __init__(self, tape: Tape, value: Value, geometry: Geometry | None) -> None:
         self.tape = tape
         self.value = value
         self.geometry = geometry
-        self.pass_number = 0
+        self.pass_number = 0  # the pass in which it was last unpacked

@@ -63,9 +63,6 @@ def take(handle: Handle) -> torch.Tensor:
         if handle.pass_number == tape.pass_number:
             tape.pass_number += 1  # asked for a second time: another backward over a retained graph
         number = handle.pass_number = tape.pass_number
-        if value.taken_pass != number:
-            value.taken_pass, value.taken = number, 0
-        value.taken += 1
         tensor = rebuild(value, tape) if value.tensor is None else content(value)
         release_if_done(value, number)
     return tensor if handle.geometry is None else shaped(tensor, handle.geometry)
@@ -113,7 +110,7 @@ def _context_of(segment: Segment | None) -> Any:
 
 def release_if_done(value: Value, number: int) -> None:
     """Drop a rebuilt value once nothing in pass `number` will ask for it."""
-    if value.tensor is None or value.op is None or value.handles > (value.taken if value.taken_pass == number else 0):
+    if value.tensor is None or value.op is None or value.pending(number):
         return
     for user in value.users or ():
         reader = user()
@@ -206,8 +203,7 @@ def _retained(operations: list[Operation], target: Value, number: int) -> set[Va
             if value is None or value.tensor is not None or value in there:
                 continue
             if (value.segment is segment or value.segment.encloses(segment)) and (
-                value.handles > (value.taken if value.taken_pass == number else 0)
-                or _wanted(value, number, there, known)
+                value.pending(number) or _wanted(value, number, there, known)
             ):
                 retained.add(value)
                 there.add(value)

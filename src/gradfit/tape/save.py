@@ -56,10 +56,13 @@ class Saver(Known):
                 self._settle(value, tensor, detached)
             if value is None or value.op is None:
                 return self._pack_root(tensor)
-        if value.handles == 0:
+        handle = Handle(self.tape, value, geometry)
+        if value.handles is None:
             self._first_pack(value, tensor, natural)
-        value.handles += 1
-        return Handle(self.tape, value, geometry)
+            value.handles = [weakref.ref(handle)]
+        else:
+            value.handles.append(weakref.ref(handle))
+        return handle
 
     def _pack_root(self, tensor: torch.Tensor) -> Any:
         base = base_of(tensor)
