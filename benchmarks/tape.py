@@ -1,19 +1,19 @@
 """What recording and replaying costs: against plain PyTorch and against `torch.utils.checkpoint`.
 
-Runs are interleaved, and the least of several rounds counts. Seconds are CPU seconds of one thread: a busy machine
-changes them less than the clock on the wall. `python benchmarks/tape.py [--quick]`.
+Seconds are CPU seconds of one thread, interleaved: the median over the rounds of the ratio to plain runs just before
+and after, and the ratio of the least of each. `python benchmarks/tape.py [--quick]`.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from fair import one_thread, race
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -104,20 +104,17 @@ def compare(title: str, blocks: list[nn.Module], x: torch.Tensor, rounds: int) -
         with gf.meter() as meter:
             step()
         peaks[name] = meter.peak_bytes
-    seconds = dict.fromkeys(steps, float("inf"))
-    for _ in range(rounds):
-        for name, step in steps.items():
-            started = time.process_time()
-            step()
-            seconds[name] = min(seconds[name], time.process_time() - started)
     recorded = count_operations(blocks, x)
     print(f"\n{title}: {recorded} recorded operations")
-    print(f"  {'':24}{'peak MiB':>10}{'of plain':>10}{'ms':>10}{'of plain':>10}{'µs per op':>11}")
-    for name in steps:
-        extra = (seconds[name] - seconds["plain"]) / recorded * 1e6
+    print(f"  {'':24}{'peak MiB':>10}{'of plain':>10}{'ms':>10}{'of plain':>10}{'by least':>10}{'µs per op':>11}")
+    plain, *others = steps.values()
+    times = race(plain, others, rounds=rounds)
+    for name, found in zip(steps, times, strict=True):
+        extra = (found.ratio - 1) * times[0].least / recorded * 1e6
         print(
-            f"  {name:24}{peaks[name] / 2**20:10.1f}{peaks[name] / peaks['plain']:10.3f}{seconds[name] * 1e3:10.2f}"
-            f"{seconds[name] / seconds['plain']:10.3f}" + (f"{extra:11.1f}" if name != "plain" else "")
+            f"  {name:24}{peaks[name] / 2**20:10.1f}{peaks[name] / peaks['plain']:10.3f}{found.least * 1e3:10.2f}"
+            f"{found.ratio:10.3f}{found.least / times[0].least:10.3f}" + (f"{extra:11.1f}" if name != "plain" else ""),
+            flush=True,
         )
 
 
@@ -164,9 +161,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="small shapes only")
     quick = parser.parse_args().quick
-    torch.set_num_threads(1)
+    ground = one_thread()
     torch.manual_seed(0)
-    print(f"{datetime.date.today()}, torch {torch.__version__}, gradfit {gf.__version__}, 1 thread, CPU seconds")
+    print(f"{datetime.date.today()}, torch {torch.__version__}, gradfit {gf.__version__}, {ground}, CPU seconds")
     compare(
         "tiny: 12 layers, width 64, batch 1 × 16",
         [Block(64, 4) for _ in range(12)],
@@ -177,12 +174,12 @@ def main() -> None:
     contrastive(1024, 32, width=512, depth=12)
     if quick:
         return
-    compare("24 layers, width 128, batch 8 × 128", [Block(128, 4) for _ in range(24)], torch.randn(8, 128, 128), 5)
-    compare("small ResNet: 8 × 64 × 32²", [Bottleneck(64) for _ in range(8)], torch.randn(8, 64, 32, 32), 10)
+    compare("24 layers, width 128, batch 8 × 128", [Block(128, 4) for _ in range(24)], torch.randn(8, 128, 128), 15)
+    compare("small ResNet: 8 × 64 × 32²", [Bottleneck(64) for _ in range(8)], torch.randn(8, 64, 32, 32), 60)
     compare(
-        "ResNet: 8 bottlenecks, 16 × 256 × 28²", [Bottleneck(256) for _ in range(8)], torch.randn(16, 256, 28, 28), 5
+        "ResNet: 8 bottlenecks, 16 × 256 × 28²", [Bottleneck(256) for _ in range(8)], torch.randn(16, 256, 28, 28), 15
     )
-    compare("GPT-2: 12 × 256, batch 16 × 256", [Block(256, 8) for _ in range(12)], torch.randn(16, 256, 256), 3)
+    compare("GPT-2: 12 × 256, batch 16 × 256", [Block(256, 8) for _ in range(12)], torch.randn(16, 256, 256), 7)
 
 
 if __name__ == "__main__":
