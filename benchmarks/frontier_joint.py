@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradfit as gf
 
-_ROOM = 16 << 20  # for activations, beside parameters, gradients and the batch
+_ROOMS = (16 << 20, 5 << 20)  # for activations, beside parameters, gradients and the batch
 
 
 def plainly(blocks: torch.nn.Sequential, x: torch.Tensor) -> torch.Tensor:
@@ -28,15 +28,21 @@ def every_block(blocks: torch.nn.Sequential, x: torch.Tensor) -> torch.Tensor:
 
 
 def joint(*, rows: int, rounds: int) -> list[str]:
-    """The table: seconds of an update, and the ratio of each to `gf.fit`'s."""
+    """The tables, for each budget."""
+    return [line for room in _ROOMS for line in in_room(room, rows=rows, rounds=rounds)]
+
+
+def in_room(room: int, *, rows: int, rounds: int) -> list[str]:
+    """Seconds of an update, and the ratio of each to `gf.fit`'s."""
     torch.manual_seed(0)
     case = language("GPT-2", layers=12, width=128, rows=rows, length=32, causal=True)
     static = 2 * sum(p.nbytes for p in case.model.parameters()) + sum(t.nbytes for t in case.batch.values())
-    budget = static + _ROOM
+    budget = static + room
     model = copy.deepcopy(case.model)
     step = gf.fit(model, torch.optim.SGD(model.parameters(), lr=1e-3), case.loss, case.batch, memory=budget)
     step(case.batch)  # the first step with a plan is measured
-    names, others = [f"gradfit, micro-batch {step.plan.micro_batch}"], []
+    way = "nothing" if step.plan.keeps_everything else f"{step.plan.actions.count('rebuild')} values"
+    names, others = [f"gradfit, micro-batch {step.plan.micro_batch}, {way} rebuilt"], []
     for name, runner in (("no recomputation", plainly), ("every block checkpointed", every_block)):
         other = Case(name, copy.deepcopy(case.model), case.batch)
         size = largest(other, runner, budget)

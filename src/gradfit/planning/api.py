@@ -47,6 +47,13 @@ def plan(
     return _with_alternatives(made, choice)
 
 
+def plain_plan(profile: Profile, *, memory: int, batch_size: int) -> Plan | None:
+    """The plan of the largest micro-batch that needs no recomputation; None if each does."""
+    search = MicrobatchSearch(profile, _batch_size(profile, batch_size), split=True)
+    choice = search.plain(memory)
+    return None if choice is None else _plan(profile, search, choice, memory)
+
+
 def frontier(profile: Profile, *, batch_size: int | None = None, points: int = 16) -> list[Plan]:
     """The trade-off from the fastest plan to the smallest: each with strictly less memory and strictly more time."""
     if points < 2:

@@ -47,7 +47,7 @@ class MicrobatchSearch:
         start = self._largest_plain(sizes, budget_bytes)
         idle = 0
         for size in sizes[start::-1]:
-            if idle == 2 or (best is not None and self._least_seconds(size) >= best.step_seconds):
+            if idle == 2 or (best is not None and self._least_seconds(size, budget_bytes) >= best.step_seconds):
                 break
             found = self.at_size(size, budget_bytes, effort="chain")
             if found is None and best is not None:
@@ -60,7 +60,7 @@ class MicrobatchSearch:
         if best is None:
             return None
         for size in self._between(sizes, best.micro_batch):
-            if self._least_seconds(size) < best.step_seconds:
+            if self._least_seconds(size, budget_bytes) < best.step_seconds:
                 best = _faster(best, self.at_size(size, budget_bytes, effort="chain")) or best
         return _faster(best, self.at_size(best.micro_batch, budget_bytes, effort=effort))
 
@@ -68,6 +68,17 @@ class MicrobatchSearch:
         """The best plan for this very micro-batch."""
         solution = self.solver(micro_batch).solve(budget_bytes, effort=effort)
         return None if solution is None else self._choice(micro_batch, solution)
+
+    def plain(self, budget_bytes: int) -> Choice | None:
+        """The largest micro-batch that needs no recomputation."""
+        low, high = self.least - 1, self.largest
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if self._is_plain(middle, budget_bytes) else (low, middle - 1)
+        return self._choice(low, self.solver(low).plain) if low >= self.least else None
+
+    def _is_plain(self, micro_batch: int, budget_bytes: int) -> bool:
+        return self.solver(micro_batch).plain.peak_bytes <= budget_bytes
 
     def smallest(self) -> Choice:
         """The plan of the smallest peak: at the smallest micro-batch, or in one piece."""
@@ -115,14 +126,17 @@ class MicrobatchSearch:
         profile = self.profile
         return -(-self.batch_size // micro_batch) * len(profile.operations) * profile.record_overhead_seconds
 
-    def _least_seconds(self, micro_batch: int) -> float:
+    def _least_seconds(self, micro_batch: int, budget_bytes: int) -> float:
         """A step of such micro-batches cannot be faster, whatever is kept."""
-        return self._plain_step_seconds(micro_batch) + self._recording_seconds(micro_batch)
+        recorded = self.solver(micro_batch).plain.peak_bytes > budget_bytes
+        return self._plain_step_seconds(micro_batch) + recorded * self._recording_seconds(micro_batch)
 
     def _choice(self, micro_batch: int, solution: Solution) -> Choice:
         plain = self._plain_step_seconds(micro_batch)
-        # The last micro-batch may be smaller; its recomputation is in proportion.
-        extra = solution.extra_seconds * self.batch_size / micro_batch + self._recording_seconds(micro_batch)
+        # The last micro-batch may be smaller; its recomputation is in proportion. What keeps all is not recorded.
+        extra = solution.extra_seconds * self.batch_size / micro_batch
+        if solution.extra_seconds:
+            extra += self._recording_seconds(micro_batch)
         steps = -(-self.batch_size // micro_batch)
         return Choice(micro_batch, steps, solution, plain + extra, plain, self.solver(micro_batch))
 

@@ -67,6 +67,11 @@ class Plan:
     versions: dict[str, str] = field(default_factory=dict)
 
     @property
+    def keeps_everything(self) -> bool:
+        """Whether nothing is rebuilt or moved out: then a forward need not be recorded."""
+        return not {"rebuild", "offload"} & set(self.actions)
+
+    @property
     def extra_seconds(self) -> float:
         """Seconds per step that recomputation and transfers add."""
         return self.step_seconds - self.plain_seconds

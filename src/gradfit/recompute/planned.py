@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
+from gradfit._torch_listen import DispatchMode
 from gradfit.errors import MisuseError
 from gradfit.planning.record import Plan
 from gradfit.recompute.offload import Store
@@ -18,7 +21,9 @@ from gradfit.tape.mask import MASK, draws_mask, pack
 from gradfit.tape.ops import info_of
 from gradfit.tape.policy import DROP, KEEP, OFFLOAD
 from gradfit.tape.record import Recorder
+from gradfit.tape.save import unpack
 
+_DECIDED_BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _CHOICES = {"keep": KEEP, "rebuild": DROP, "offload": OFFLOAD}
 
 
@@ -134,6 +139,48 @@ def _is_called(func: Any, name: str) -> bool:
     """
     found = name_of(func)
     return found == name or found.replace("_.", ".", 1) == name.replace("_.", ".", 1)
+
+
+class Unrecorded:
+    """Around a forward of which nothing is rebuilt: no tape, only an eye on how much autograd saves.
+
+    More than `limit_bytes`, and it is another computation than the one that was measured: `Diverged`.
+    """
+
+    def __init__(self, limit_bytes: float = math.inf) -> None:
+        self.limit_bytes, self.saved_bytes = limit_bytes, 0  # each tensor as often as it is saved
+        self._hooks: saved_tensors_hooks | None = None
+
+    def __enter__(self) -> Unrecorded:
+        self._hooks = saved_tensors_hooks(self._pack, unpack)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(*error)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout is torch.strided:
+            self.saved_bytes += tensor.nbytes
+            if self.saved_bytes > self.limit_bytes:
+                raise Diverged(f"autograd saves {self.saved_bytes} bytes, {self.limit_bytes} were measured")
+        if tensor.is_leaf and tensor.requires_grad:
+            return (tensor, tensor._version)
+        return (tensor.detach(), None if tensor.is_inference() else tensor._version)  # its graph would hold itself
+
+
+class LooksAtData(DispatchMode):
+    """Tells whether what runs inside takes numbers out of tensors, or makes tensors whose size the data decide."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.found and not _DECIDED_BY_DATA.isdisjoint(func.tags):
+            self.found = True
+        return func(*args, **(kwargs or {}))
 
 
 def recording(plan: Plan, sizes: Sequence[int] | None = None) -> tuple[Recorder, PlanPolicy]:

@@ -27,7 +27,7 @@ def without_content(info: OpInfo, args: Any, kwargs: Any, out: Any) -> tuple[OpI
     name = info.shape_only
     if name in _EMPTY:
         return info_of(_aten.empty_strided.default), (out.size(), torch.Size(out.stride())), options
-    if not out.is_contiguous():
+    if not _is_usual(out):
         return None
     if name in _RANDOM:
         return info_of(_RANDOM[name]), (out.size(),), options
@@ -35,3 +35,13 @@ def without_content(info: OpInfo, args: Any, kwargs: Any, out: Any) -> tuple[OpI
     if number is None:
         number = kwargs["fill_value"] if "fill_value" in kwargs else args[-1]
     return info_of(_aten.full.default), (out.size(), number), options
+
+
+def _is_usual(tensor: torch.Tensor) -> bool:
+    """Whether the strides are those of a new tensor of this size; a contiguous one's need not be where a size is 1."""
+    expected = 1
+    for size, stride in zip(reversed(tensor.size()), reversed(tensor.stride()), strict=True):
+        if stride != expected:
+            return False
+        expected *= max(size, 1)
+    return True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
+import math
 import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,21 +19,25 @@ from gradfit._torch import is_out_of_memory
 from gradfit._torch_distributed import local_part
 from gradfit._torch_fsdp import drop_gradients
 from gradfit.errors import BudgetInfeasible
+from gradfit.planning.api import plain_plan
 from gradfit.planning.api import plan as make_plan
 from gradfit.planning.record import Plan
+from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.measure import LossFunction, check_batch, profile, run_loss
 from gradfit.profiling.meter import meter
 from gradfit.profiling.record import Profile
 from gradfit.profiling.state import untouched
 from gradfit.recompute.evict import Online
 from gradfit.recompute.offload import measure_bandwidth
-from gradfit.recompute.planned import Diverged, recording
+from gradfit.recompute.planned import Diverged, LooksAtData, Unrecorded, recording
 from gradfit.train.nominal import nominal
 from gradfit.tree import leaves, repeat_rows, split_batch
 from gradfit.units import format_bytes
 
 Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of each tensor of a batch, without the rows
 _TRIES = 5
+_TRIES_ONLINE = 3
+_TIMED = 3  # passes
 _NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
 
 
@@ -45,11 +51,23 @@ class Fitted:
     peak_bytes: int
     steady: bool  # the same operations whatever the data: what was measured once holds again
     seen: bool = False  # the peak is that of a real step, not of a trial
+    saved_bytes: int = 0  # by autograd, where the plan keeps everything; 0 where it does not
+    looks: bool = True  # the forward looks at the data, which may so decide what it does
 
     @cached_property
     def sizes(self) -> list[int]:
         """The bytes that the plan reckons with for each value: more, and it is another computation."""
         return [round(value.nbytes.at(self.plan.micro_batch)) for value in self.profile.values]
+
+    def following(self, *, first: bool = True) -> Any:
+        """What a forward runs in, to follow the plan; `Diverged` if it does not.
+
+        Nothing need be recorded where all is kept, and where the data decide nothing only the `first` micro-batch of a
+        step is looked at: a model that does another thing in each call, by Python's own randomness, is noticed late.
+        """
+        if not self.plan.keeps_everything:
+            return recording(self.plan, self.sizes)[0]
+        return Unrecorded(self.saved_bytes or math.inf) if first or self.looks else contextlib.nullcontext()
 
 
 class Planner:
@@ -145,23 +163,22 @@ class Planner:
             except BudgetInfeasible:
                 break
             made = Fitted(plan, found, shape, 0, steady=True)
-            measured = self._try_out(made, batch)
-            if measured is None:
+            tried = self._try_out(made, batch)
+            if tried is None:
                 if plan.micro_batch == found.batch_size or plan.micro_batch > self.rows(batch):
                     return self._fit_online(made, batch, limit_bytes)
                 size = plan.micro_batch  # a batch of one row need not do what larger ones do: look at this very size
                 found = self._profile(batch, rows=size)
                 timed = nominal(found) if self._reproducible else found
                 continue
-            if measured <= limit_bytes and self._reproducible:
+            if tried.peak_bytes <= limit_bytes and self._reproducible:
                 # The micro-batch is chosen; what to keep in it changes no bit, so that is chosen by the clock.
                 other = dataclasses.replace(made, plan=_plan_at(found, target, batch_size, plan.micro_batch))
                 again = self._try_out(other, batch) if other.plan.micro_batch == plan.micro_batch else None
-                if again is not None and again <= limit_bytes:
-                    made, measured = other, again
-            if measured <= limit_bytes:
-                return dataclasses.replace(made, peak_bytes=measured)
-            target = min(target, plan.peak_bytes) - (measured - limit_bytes)
+                return tried if again is None or again.peak_bytes > limit_bytes else again
+            if tried.peak_bytes <= limit_bytes:
+                return self._or_plain(tried, batch, target, limit_bytes)
+            target = min(target, plan.peak_bytes) - (tried.peak_bytes - limit_bytes)
             if target <= 0:
                 break
         return self._fit_smallest(found, batch, batch_size, shape, limit_bytes)
@@ -203,24 +220,29 @@ class Planner:
         except BudgetInfeasible as smallest:
             plan = make_plan(alike, memory=smallest.min_bytes, batch_size=batch_size)
         made = Fitted(plan, found, shape, 0, steady=True)
-        measured = self._try_out(made, batch)
-        if measured is None:
+        tried = self._try_out(made, batch)
+        if tried is None:
             return self._fit_online(made, batch, limit_bytes)
-        if measured <= limit_bytes:
-            return dataclasses.replace(made, peak_bytes=measured)
-        raise self._infeasible(plan, max(measured, plan.peak_bytes))
+        if tried.peak_bytes <= limit_bytes:
+            return tried
+        raise self._infeasible(plan, max(tried.peak_bytes, plan.peak_bytes))
 
     def _fit_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted:
         """The operations depend on the data, so no plan can name them: evict online, in micro-batches that fit."""
         made = dataclasses.replace(made, steady=False)
-        while (measured := self._try_out(made, batch, online_bytes=limit_bytes)) is None:
+        while (tried := self._try_out_online(made, batch, limit_bytes)) is None:
             if made.plan.micro_batch == 1:
                 least = max(limit_bytes, made.plan.peak_bytes)
-                while self._try_out(made, batch, online_bytes=least) is None:
+                while self._try_out_online(made, batch, least) is None:
                     least = int(least * 1.03) + 1024
-                raise self._infeasible(made.plan, int(least * 1.03))  # what is evicted depends on the clock
+                raise self._infeasible(made.plan, int(least * 1.1))  # what is evicted depends on the clock
             made = dataclasses.replace(made, plan=smaller(made.plan))
-        return dataclasses.replace(made, peak_bytes=measured)
+        return tried
+
+    def _try_out_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted | None:
+        """By the clock, and so not always alike: what fits once can be made to fit, after an out-of-memory or two."""
+        tries = (self._try_out(made, batch, online_bytes=limit_bytes) for _ in range(_TRIES_ONLINE))
+        return next((tried for tried in tries if tried is not None), None)
 
     def _infeasible(self, plan: Plan, least: int) -> BudgetInfeasible:
         parts = {name: count for name, count in plan.breakdown.items() if count}
@@ -235,9 +257,9 @@ class Planner:
             breakdown=parts,
         )
 
-    def _try_out(self, made: Fitted, batch: Any, *, online_bytes: int | None = None) -> int | None:
-        """Run two micro-batches as planned, or each of them online: the peak of the whole step, or None if it left the
-        plan, or could not stay below `online_bytes`."""
+    def _try_out(self, made: Fitted, batch: Any, *, online_bytes: int | None = None) -> Fitted | None:
+        """Run two micro-batches as planned, or each of them online: with the peak of the whole step, or None if it left
+        the plan, or could not stay below `online_bytes`."""
         with untouched(self._model):
             try:
                 return self._rehearse(made, batch, online_bytes)
@@ -250,12 +272,15 @@ class Planner:
                 drop_gradients(self._model)
             gc.collect()
             # Where memory ran out before the budget did: as if the trial had taken a tenth more than there is.
-            return self.limit_bytes * 11 // 10 if short and online_bytes is None else None
+            if short and online_bytes is None:
+                return dataclasses.replace(made, peak_bytes=self.limit_bytes * 11 // 10)
+            return None
 
-    def _rehearse(self, made: Fitted, batch: Any, online_bytes: int | None) -> int:
+    def _rehearse(self, made: Fitted, batch: Any, online_bytes: int | None) -> Fitted:
         plan, found = made.plan, made.profile
         waiting = max(0, found.optimizer_bytes - _state_bytes(self._optimizer))  # what its first step will allocate
-        passes = update = 0
+        passes = update = saved = 0
+        looks = LooksAtData()
         for cut in islice(self.parts(batch, plan.micro_batch), None if online_bytes is not None else 2):
             part = repeat_rows(cut, plan.micro_batch) if self._split is None else cut
             # A part is a view: it holds the whole batch it was cut from, which may still be less than a step's.
@@ -267,14 +292,49 @@ class Planner:
                         loss, _ = run_loss(self._loss_fn, self._model, part)
                         torch.autograd.backward(loss)
                 else:
-                    recorder, _ = recording(plan, made.sizes)
-                    with recorder:
+                    with made.following() as following, looks:
                         loss, _ = run_loss(self._loss_fn, self._model, part)
+                    if isinstance(following, Unrecorded):
+                        saved = max(saved, following.saved_bytes)
                     torch.autograd.backward(loss)
                 del loss
             passes = max(passes, live.peak_bytes + rest)
             update = live.current_bytes + rest + found.optimizer_burst_bytes
-        return max(passes, update) + waiting
+        peak = max(passes, update) + waiting
+        return dataclasses.replace(made, peak_bytes=peak, saved_bytes=saved, looks=looks.found)
+
+    def _or_plain(self, made: Fitted, batch: Any, target: int, limit_bytes: int) -> Fitted:
+        """This plan, or the largest micro-batch without recomputation if the clock says that it is faster.
+
+        The two are too unlike for a prediction: one pays for recording and replaying, the other for more passes.
+        """
+        if made.plan.keeps_everything:
+            return made
+        plan = plain_plan(made.profile, memory=target, batch_size=made.plan.batch_size)
+        if plan is None:
+            return made
+        plain = self._try_out(dataclasses.replace(made, plan=plan), batch)
+        if plain is None or plain.peak_bytes > limit_bytes:
+            return made
+        try:
+            with untouched(self._model):
+                seconds = [min(self._row_seconds(one, batch) for _ in range(_TIMED)) for one in (made, plain)]
+        except Diverged:
+            return made  # it is not steady after all, and its step will notice
+        return plain if seconds[1] < seconds[0] else made
+
+    def _row_seconds(self, made: Fitted, batch: Any) -> float:
+        """How long the passes of one micro-batch take, per row."""
+        part = next(iter(self.parts(batch, made.plan.micro_batch)))
+        started = seconds_now()
+        with made.following(first=False):
+            loss, _ = run_loss(self._loss_fn, self._model, part)
+        torch.autograd.backward(loss)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        seconds = seconds_now() - started
+        drop_gradients(self._model)
+        return seconds / self.rows(part)
 
 
 def smaller(plan: Plan) -> Plan:

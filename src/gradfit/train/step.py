@@ -23,7 +23,7 @@ from gradfit.profiling.measure import LossFunction, run_loss
 from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.record import Profile
 from gradfit.recompute.evict import Online
-from gradfit.recompute.planned import Diverged, recording
+from gradfit.recompute.planned import Diverged
 from gradfit.train.planner import Fitted, Planner
 from gradfit.train.rollback import Snapshot, UpdateSnapshot
 from gradfit.tree import leaves
@@ -191,9 +191,8 @@ class TrainStep:
                     after(Progress(position, plan.micro_batch, total, items, buffers=self._buffers))
             with contextlib.ExitStack() as around:
                 if fitted.steady and not (self._astray and _key(part) in self._astray):
-                    recorder, _ = recording(plan, fitted.sizes)
                     try:
-                        with recorder:
+                        with fitted.following(first=position == done):
                             loss, count = run_loss(self._loss_fn, self.model, part)
                     except Diverged:
                         self._astray.add(_key(part))
