@@ -90,3 +90,23 @@ def test_a_mask_of_dropout_costs_no_product() -> None:
         y.backward()
     assert "aten.bernoulli_.float" in replays.names
     assert "aten.addmm.default" not in replays.names
+
+
+@pytest.mark.parametrize("make", [torch.zeros_like, torch.ones_like, torch.rand_like, torch.empty_like])
+def test_odd_strides_where_a_size_is_one(make: Any) -> None:
+    """A batch of one row, and one of its steps: contiguous, and yet with another stride than a new tensor's."""
+    gradients = []
+    for scope in (False, True):
+        torch.manual_seed(3)
+        w = torch.randn(5, 3, requires_grad=True)
+        with gf.CheckpointScope("a", enabled=scope):
+            steps = (torch.randn(1, 4, 5) @ w).tanh()
+            state = make(steps[:, 0])
+            if make is torch.empty_like:
+                state.fill_(0.5)
+            for number in range(4):
+                state = torch.sigmoid(state + steps[:, number] * state.exp())
+            loss = state.square().sum()
+        loss.backward()
+        gradients.append(w.grad)
+    assert torch.equal(*gradients)
