@@ -310,7 +310,8 @@ class Planner:
         """
         if made.plan.keeps_everything:
             return made
-        plan = plain_plan(made.profile, memory=target, batch_size=made.plan.batch_size)
+        # With some room: the profile may be of another size, and not even a trial may pass the budget.
+        plan = plain_plan(made.profile, memory=int(0.95 * target), batch_size=made.plan.batch_size)
         if plan is None:
             return made
         plain = self._try_out(dataclasses.replace(made, plan=plan), batch)
