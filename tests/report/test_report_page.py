@@ -38,7 +38,7 @@ def report() -> Report:
     job = gpt(layers=2, width=48, length=32, batch_size=8)
     batch = Batches(job.data, batch_size=8).next()
     profile = gf.profile(job.model, job.loss_fn, batch, job.optimizer)
-    plan = gf.plan(profile, memory=int(plain_peak_bytes(profile, 8) * 0.5), batch_size=8)
+    plan = gf.plan(profile, memory=int(plain_peak_bytes(profile, 8) * 0.5), batch_size=8, micro_batch=8)
     return Report(
         "gpt <script>alert('no')</script>",
         profile,
