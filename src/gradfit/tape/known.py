@@ -132,6 +132,7 @@ class Known:
         elif old.version != -1:
             old.tensor = copy_storage(old.tensor, old.geometry)
             old.version = -1
+            self._roots.pop(old.key, None)  # the copy is not what lies there, even if the write now fails
 
     def _present(self, key: int, tensor: torch.Tensor, early: int = 0) -> Value | None:
         """What the tape knows to be in a tensor's storage now; None if it does not know.
