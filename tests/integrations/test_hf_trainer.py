@@ -12,6 +12,7 @@ import transformers as hf
 
 import gradfit as gf
 from gradfit.integrations.transformers import FitTrainer
+from gradfit.train import passes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -100,6 +101,22 @@ def test_the_same_training_in_less_memory(make: Any, data: Any, accumulation: in
     ours.train()
     assert peak_of(ours) <= budget < needed
     assert losses(ours) == pytest.approx(losses(plain), abs=2e-4)  # they are logged rounded
+    for a, b in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
+        assert (a - b).abs().max() < 1e-9
+
+
+def test_the_smallest_budget_is_held_by_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trainer(memory: int) -> Any:
+        return FitTrainer(language_model(), arguments(tmp_path), train_dataset=sentences(), memory=memory)
+
+    with pytest.raises(gf.BudgetInfeasible) as refused:
+        trainer(10_000).train()
+    monkeypatch.setattr(passes, "Online", None)
+    ours = trainer(refused.value.min_bytes)
+    ours.train()
+    assert peak_of(ours) <= refused.value.min_bytes
+    plain = hf.Trainer(language_model(), arguments(tmp_path), train_dataset=sentences())
+    plain.train()
     for a, b in zip(ours.model.parameters(), plain.model.parameters(), strict=True):
         assert (a - b).abs().max() < 1e-9
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from gradfit._torch_listen import unseen
 from gradfit.errors import MisuseError
 from gradfit.train.passes import Passes
 from gradfit.tree import size_of_batch
@@ -28,6 +29,7 @@ class Fit(Callback):  # type: ignore[misc]
         self._memory, self._count = parse_bytes(memory), count
         self._passes: Passes | None = None
         self._whole: Any = None  # the module's own training_step
+        self._trying = False
         self._rest: tuple[Any, ...] = ()
         self._extra: dict[str, Any] = {}
 
@@ -46,12 +48,24 @@ class Fit(Callback):  # type: ignore[misc]
             raise MisuseError("Fit scales gradients after the backward, too late for precision='16-mixed'. Use bf16.")
         self._whole = pl_module.training_step
         pl_module.training_step = lambda batch, *rest: self._step(trainer, pl_module, batch, rest)
+        log = pl_module.log
+
+        def log_once(*args: Any, **kwargs: Any) -> None:
+            if not self._trying:
+                with unseen():  # it copies what it is given, which is no operation of the plan's
+                    log(*args, **kwargs)
+
+        pl_module.log = log_once  # `log_dict` goes through it
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give it back."""
         if self._whole is not None:
-            del pl_module.training_step
+            del pl_module.training_step, pl_module.log
             self._whole = self._passes = None
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """The same: Lightning tears nothing down then."""
+        self.teardown(trainer, pl_module, "fit")
 
     def _step(self, trainer: Any, module: Any, batch: Any, rest: tuple[Any, ...]) -> Any:
         self._rest, self._extra = rest, {}
@@ -65,7 +79,7 @@ class Fit(Callback):  # type: ignore[misc]
         if not accumulates:
             module.zero_grad()  # Lightning would only do so after the passes, and hold both
         with _set_aside(parameters) as gradients:
-            with _without_logging(module):
+            with self._trials():
                 self._passes.plan(batch)
             items = self._count(batch)
 
@@ -78,6 +92,14 @@ class Fit(Callback):  # type: ignore[misc]
             gradients += [(p, p.grad) for p in parameters if p.grad is not None]
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
         return {**self._extra, "loss": _Later.apply(loss, anchor, gradients)}  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def _trials(self) -> Iterator[None]:
+        self._trying = True
+        try:
+            yield
+        finally:
+            self._trying = False
 
     def _loss_of(self, module: Any, part: Any) -> torch.Tensor:
         out = self._whole(part, *self._rest)
@@ -122,13 +144,3 @@ def _set_aside(parameters: list[torch.Tensor]) -> Iterator[list[Any]]:
     finally:
         for parameter, gradient in zip(parameters, before, strict=True):
             parameter.grad = gradient
-
-
-@contextlib.contextmanager
-def _without_logging(module: Any) -> Iterator[None]:
-    """Trial runs must not be logged."""
-    module.log = module.log_dict = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        del module.log, module.log_dict

@@ -16,7 +16,7 @@ import torch
 from gradfit._torch import NEEDS_CONTENT, NO_FAKE_KERNEL, FakeTensor, fake_mode, storage_key
 from gradfit._torch_listen import DispatchMode
 from gradfit.errors import UnsupportedOp
-from gradfit.profiling.trace import source_line
+from gradfit.profiling.source import source_line
 from gradfit.tape.ops import info_of
 from gradfit.tape.storage import Watcher, flatten, written_tensors
 

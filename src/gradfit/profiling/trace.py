@@ -6,24 +6,21 @@ them, which is what a planner must know, and a model can be watched in far less 
 
 from __future__ import annotations
 
-import os
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-import gradfit
 from gradfit import _torch_distributed as distributed
 from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import after_accumulation, current_node, graph_task_id, storage_key
 from gradfit._torch_listen import DispatchMode, unseen
 from gradfit.profiling.clock import seconds_now
+from gradfit.profiling.source import source_line
 from gradfit.tape import replay
 from gradfit.tape.allocate import without_content
 from gradfit.tape.drop import DropAll
@@ -34,10 +31,6 @@ from gradfit.tape.record import Recorder
 from gradfit.tape.save import unpack
 from gradfit.tape.storage import Untrackable, flatten, fresh_results, key_of, written_tensors
 from gradfit.tree import leaves
-
-_OURS = os.path.dirname(gradfit.__file__) + os.sep
-_LIBRARY = (os.path.dirname(torch.__file__) + os.sep, _OURS, "<")
-_MODELS = tuple(os.path.join(_OURS, "train", name) for name in ("networks.py", "builtin.py"))  # read as a user's code
 
 
 @dataclass
@@ -389,25 +382,3 @@ def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
 
     with trace.listening(model), trace, recorder, saved_tensors_hooks(pack, take):
         yield trace
-
-
-def source_line() -> str:
-    """The line of the user's code, or of a library of theirs, that is running."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not name.startswith(_LIBRARY) or name in _MODELS:
-            return f"{_short(name)}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-def _short(path: str) -> str:
-    """A library's file by its name in the library, the user's own from where they are."""
-    marker = f"site-packages{os.sep}"
-    if path.startswith(_OURS):
-        return f"gradfit{os.sep}{path[len(_OURS) :]}"
-    if marker in path:
-        return path.split(marker, 1)[1]
-    here = os.getcwd() + os.sep
-    return path[len(here) :] if path.startswith(here) else path

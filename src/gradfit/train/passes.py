@@ -13,7 +13,7 @@ from gradfit.planning.record import Plan
 from gradfit.profiling.measure import LossFunction, check_model, run_loss
 from gradfit.recompute.evict import Online
 from gradfit.recompute.planned import Diverged
-from gradfit.train.planner import Fitted, Planner
+from gradfit.train.planner import Fitted, PartShape, Planner, part_shape
 from gradfit.train.rollback import Snapshot
 from gradfit.units import parse_bytes
 
@@ -39,9 +39,9 @@ class Passes:
         reserved_bytes: int = 0,
     ) -> None:
         check_model(model)
-        self._model, self._loss_fn = model, loss_fn
+        self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self._planner = Planner(model, optimizer, loss_fn, parse_bytes(memory), reserved_bytes=reserved_bytes)
-        self._online = False  # some forward was not its plan's: what to drop is decided as it comes
+        self._astray: set[PartShape] = set()  # parts that left their plan: what to drop is decided as it comes
 
     def plan(self, batch: Any) -> Plan:
         """The plan for batches like this one; the first such batch is profiled and tried out, which leaves no trace."""
@@ -68,14 +68,14 @@ class Passes:
     def _forward(
         self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, *, first: bool
     ) -> torch.Tensor:
-        if fitted.steady and not self._online:
+        if fitted.steady and not (self._astray and part_shape(part) in self._astray):
             before = Snapshot(self._model)
             try:
                 with fitted.following(first=first):
                     return run_loss(self._loss_fn, self._model, part)[0]
             except Diverged:
-                self._online = True
+                self._astray.add(part_shape(part))
             before.restore()  # the gradients are those of the parts before: no backward has begun
         online = around.enter_context(Online(self._planner.limit_bytes))
-        online.evictor.watch(self._model, batch)
+        online.evictor.watch(self._model, self._optimizer, batch)
         return run_loss(self._loss_fn, self._model, part)[0]

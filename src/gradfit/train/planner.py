@@ -35,6 +35,7 @@ from gradfit.tree import leaves, repeat_rows, split_batch
 from gradfit.units import format_bytes
 
 Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of each tensor of a batch, without the rows
+PartShape = tuple[tuple[int, ...], ...]  # of each tensor of a micro-batch
 _TRIES = 5
 _TRIES_ONLINE = 3
 _TIMED = 3  # passes
@@ -240,7 +241,7 @@ class Planner:
         return tried
 
     def _try_out_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted | None:
-        """By the clock, and so not always alike: what fits once can be made to fit, after an out-of-memory or two."""
+        """The clock decides what is evicted, so one try need not be like the next: what fits in one of a few, fits."""
         tries = (self._try_out(made, batch, online_bytes=limit_bytes) for _ in range(_TRIES_ONLINE))
         return next((tried for tried in tries if tried is not None), None)
 
@@ -347,6 +348,11 @@ def smaller(plan: Plan) -> Plan:
 def shape_of(batch: Any) -> Shape:
     """What a plan depends on beside the number of rows."""
     return tuple((tuple(tensor.shape[1:]), tensor.dtype) for tensor in leaves(batch))
+
+
+def part_shape(part: Any) -> PartShape:
+    """By which a step remembers the micro-batches that left their plan."""
+    return tuple(tuple(tensor.shape) for tensor in leaves(part))
 
 
 def _covers(large: Shape, small: Shape) -> bool:

@@ -24,9 +24,8 @@ from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.record import Profile
 from gradfit.recompute.evict import Online
 from gradfit.recompute.planned import Diverged
-from gradfit.train.planner import Fitted, Planner
+from gradfit.train.planner import Fitted, PartShape, Planner, part_shape
 from gradfit.train.rollback import Snapshot, UpdateSnapshot
-from gradfit.tree import leaves
 
 _MOST_ATTEMPTS = 6
 
@@ -82,7 +81,7 @@ class TrainStep:
         self.model, self.optimizer, self.accumulator = model, optimizer, accumulator
         self._loss_fn, self._planner, self._fitted = loss_fn, planner, fitted
         self._buffers: Mapping[str, torch.Tensor] = {}
-        self._astray: set[Any] = set()  # parts whose operations are not their plan's: what to drop is decided online
+        self._astray: set[PartShape] = set()  # parts that left their plan: what to drop is decided online
 
     @property
     def plan(self) -> Plan:
@@ -190,12 +189,12 @@ class TrainStep:
                 with unseen():  # what a save copies is not the step's memory
                     after(Progress(position, plan.micro_batch, total, items, buffers=self._buffers))
             with contextlib.ExitStack() as around:
-                if fitted.steady and not (self._astray and _key(part) in self._astray):
+                if fitted.steady and not (self._astray and part_shape(part) in self._astray):
                     try:
                         with fitted.following(first=position == done):
                             loss, count = run_loss(self._loss_fn, self.model, part)
                     except Diverged:
-                        self._astray.add(_key(part))
+                        self._astray.add(part_shape(part))
                         raise
                 else:
                     online = around.enter_context(Online(self._planner.limit_bytes))
@@ -238,10 +237,6 @@ class TrainStep:
         static = fitted.profile.at(1)
         batch = int(fitted.profile.batch_bytes.at(fitted.plan.batch_size))
         return self._planner.limit_bytes - static.static_bytes - static.optimizer_burst_bytes - batch
-
-
-def _key(part: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(tensor.shape) for tensor in leaves(part))
 
 
 def _forget(failure: BaseException) -> None:
