@@ -47,9 +47,9 @@ def plan(
     return _with_alternatives(made, choice)
 
 
-def plain_plan(profile: Profile, *, memory: int, batch_size: int) -> Plan | None:
-    """The plan of the largest micro-batch that needs no recomputation; None if each does."""
-    search = MicrobatchSearch(profile, _batch_size(profile, batch_size), split=True)
+def plain_plan(profile: Profile, *, memory: int, batch_size: int, micro_batch: int | None = None) -> Plan | None:
+    """The plan of the largest micro-batch, or of this one, if it needs no recomputation; None if each does."""
+    search = MicrobatchSearch(profile, _batch_size(profile, batch_size), split=True, micro_batch=micro_batch)
     choice = search.plain(memory)
     return None if choice is None else _plan(profile, search, choice, memory)
 

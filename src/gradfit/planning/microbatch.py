@@ -116,9 +116,7 @@ class MicrobatchSearch:
         seconds = profile.optimizer_seconds
         for size, times in ((micro_batch, full), (rest, 1 if rest else 0)):
             if times:
-                seconds += times * (
-                    profile.forward_seconds(size) + profile.backward_seconds(size) + profile.overhead_seconds
-                )
+                seconds += times * profile.plain_seconds(size)
         return seconds
 
     def _recording_seconds(self, micro_batch: int) -> float:

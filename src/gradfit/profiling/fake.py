@@ -24,7 +24,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit._torch import FakeTensorMode, outside_fake_mode
-from gradfit.profiling.measure import LossFunction, Sample, assemble, check_batch, check_model, run_loss
+from gradfit.profiling.assemble import Sample, assemble
+from gradfit.profiling.measure import LossFunction, check_batch, check_model, run_loss
 from gradfit.profiling.optimizer import OptimizerCost, optimizer_cost
 from gradfit.profiling.record import Hardware, Profile
 from gradfit.profiling.roofline import Roofline, Stopwatch, this_machine

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import platform
+import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,11 +12,11 @@ import torch
 from gradfit._torch import is_out_of_memory, storage_key
 from gradfit._torch_fsdp import drop_gradients
 from gradfit.errors import MisuseError
+from gradfit.profiling.assemble import Sample, assemble
 from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.meter import tensors_in
 from gradfit.profiling.optimizer import OptimizerCost, optimizer_cost
-from gradfit.profiling.overhead import tape_overhead
-from gradfit.profiling.record import BackwardNode, Hardware, Linear, Operation, Profile, Value
+from gradfit.profiling.record import Hardware, Profile
 from gradfit.profiling.resident import gradient_bytes, storage_bytes
 from gradfit.profiling.state import untouched
 from gradfit.profiling.trace import Trace, watching
@@ -27,16 +26,6 @@ LossFunction = Callable[[torch.nn.Module, Any], Any]
 _Cut = Callable[[Any, int], Iterable[Any]]
 _ROUNDS, _MORE_ROUNDS = 2, 5  # the least of so many measurements: a machine is never alone
 _SHORT_SECONDS = 0.1  # what takes less than this is measured more often
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A micro-batch of `size` rows, watched, and timed without being watched."""
-
-    size: int
-    trace: Trace
-    plain_seconds: float | None
-    refused_one: bool = False  # a single row cannot be run alone
 
 
 def profile(
@@ -75,10 +64,10 @@ def profile(
     with untouched(model):
         if rows is not None:
             room = _room(model, sample_batch, memory_bytes, cost)
-            samples = [_sample(model, loss_fn, next(iter(cut(sample_batch, rows))), rows, room / 6, timed=False)]
+            samples = [_sample(model, loss_fn, next(iter(cut(sample_batch, rows))), rows, room / 6, room)]
         else:
             samples = _samples(model, loss_fn, sample_batch, total, cut, memory_bytes, cost)
-        least = 2 if samples[0].refused_one else 1
+        least = 2 if samples[-1].refused_one else 1
     resident = tensors_in([*model.parameters(), *model.buffers(), *leaves(sample_batch)])
     known = {storage_key(tensor) for tensor in resident}
     return assemble(
@@ -142,10 +131,10 @@ def _samples(
     memory_bytes: int | None, cost: OptimizerCost,
 ) -> list[Sample]:  # fmt: skip
     if total == 1:
-        return [_sample(model, loss_fn, batch, 1, float("inf"))]
+        return [_sample(model, loss_fn, batch, 1, math.inf)]
     if memory_bytes is None:
         sizes = [max(1, total // 2), total]
-        return [_sample(model, loss_fn, next(iter(cut(batch, size))), size, float("inf")) for size in sizes]
+        return [_sample(model, loss_fn, next(iter(cut(batch, size))), size, math.inf) for size in sizes]
     return _growing(model, loss_fn, batch, total, cut, memory_bytes, cost)
 
 
@@ -160,7 +149,7 @@ def _growing(
     while size <= total:
         part = next(iter(cut(batch, size)))
         try:
-            sample = _sample(model, loss_fn, part, size, room / 6, timed=_plain_bytes(samples, size) < room / 2)
+            sample = _sample(model, loss_fn, part, size, room / 6, room)
         except ValueError as error:
             if size > 1 or isinstance(error, MisuseError):
                 raise
@@ -179,25 +168,22 @@ def _growing(
         if _working_bytes(trace) * 2 > most or spent > 1.0 or size == total:
             break
         size = min(total, size * 2)
-    return samples[-2:]
+    return samples
 
 
 def _room(model: torch.nn.Module, batch: Any, memory_bytes: int | None, cost: OptimizerCost) -> float:
     """What is left for activations beside everything that is always there."""
     if memory_bytes is None:
-        return float("inf")
+        return math.inf
     static = storage_bytes(model.parameters()) + gradient_bytes(model)
     static += sum(t.untyped_storage().nbytes() for t in leaves(batch)) + cost.state_bytes
     return max(1.0, float(memory_bytes - static))
 
 
-def _plain_bytes(samples: list[Sample], size: int) -> float:
-    """About what a plain run of `size` rows takes, from the last run; everything, if there was none."""
-    if not samples:
-        return float("inf")
-    last = samples[-1]
-    saved = sum(value.nbytes for value in last.trace.values if value.operation is not None)
-    return (saved + max((node.peak_bytes for node in last.trace.nodes), default=0)) * size / last.size
+def _plain_bytes(trace: Trace) -> int:
+    """No plain run takes more: everything that is ever made, and the gradients in flight."""
+    made = sum(value.nbytes for value in trace.values if value.operation is not None)
+    return made + max((node.peak_bytes for node in trace.nodes), default=0)
 
 
 def _working_bytes(trace: Trace) -> int:
@@ -216,15 +202,16 @@ def _working_bytes(trace: Trace) -> int:
 
 
 def _sample(
-    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, size: int, quota_bytes: float, *, timed: bool = True
-) -> Sample:
+    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, size: int,
+    quota_bytes: float, room_bytes: float = math.inf,
+) -> Sample:  # fmt: skip
     trace = _watch(model, loss_fn, batch, quota_bytes)
     rounds = _MORE_ROUNDS if sum(op.seconds for op in trace.operations) < _SHORT_SECONDS else _ROUNDS
     for _ in range(rounds - 1):
         trace = _least(trace, _watch(model, loss_fn, batch, quota_bytes))
     _pool(trace)
     plain = None
-    if timed:
+    if _plain_bytes(trace) < 0.9 * room_bytes:
         plain = min(_time_plain(model, loss_fn, batch) for _ in range(rounds))
     return Sample(size, trace, plain)
 
@@ -275,124 +262,3 @@ def _pool(trace: Trace) -> None:
         usual = sorted(item.seconds for item in group)[(len(group) - 1) // 4]
         for item in group:
             item.seconds = usual
-
-
-def assemble(
-    model: torch.nn.Module,
-    batch: Any,
-    rows: int,
-    samples: list[Sample],
-    cost: OptimizerCost,
-    *,
-    host_bandwidth: float = 0.0,
-    static: set[int] | None = None,
-    min_batch: int = 1,
-) -> Profile:
-    """Put one or two measurements together into a profile.
-
-    `static` are the storages of parameters, buffers and the batch: what else the forward read without having made it
-    are constants.
-    """
-    big = samples[-1]
-    small = samples[0] if len(samples) > 1 and _same_structure(samples[0].trace, big.trace) else None
-
-    def line(get: Callable[[Trace], float]) -> Linear:
-        if small is not None:
-            return Linear.through((small.size, get(small.trace)), (big.size, get(big.trace)))
-        return Linear(0.0, get(big.trace) / big.size)
-
-    trace = big.trace
-    values = tuple(
-        Value(
-            line(lambda t, i=i: t.values[i].nbytes),  # type: ignore[misc]
-            value.operation,
-            value.storage,
-            value.dies,
-            value.overwritten,
-        )
-        for i, value in enumerate(trace.values)
-    )
-    operations = tuple(
-        Operation(
-            op.name,
-            op.inputs,
-            op.outputs,
-            op.overwrites,
-            _slope(line(lambda t, i=i: t.operations[i].seconds), op.seconds, big.size),  # type: ignore[misc]
-            Linear(),
-            op.replayable,
-            op.random,
-            op.module,
-            op.source,
-            op.gathered_bytes,
-        )
-        for i, op in enumerate(trace.operations)
-    )
-    nodes = tuple(
-        BackwardNode(
-            node.name,
-            tuple(node.needs),
-            _slope(line(lambda t, i=i: t.nodes[i].seconds), node.seconds, big.size),  # type: ignore[misc]
-            line(lambda t, i=i: t.nodes[i].before_bytes),  # type: ignore[misc]
-            line(lambda t, i=i: t.nodes[i].peak_bytes),  # type: ignore[misc]
-            line(lambda t, i=i: t.nodes[i].after_bytes),  # type: ignore[misc]
-            _module_of(trace, node.needs),
-            node.gradient_bytes,
-        )
-        for i, node in enumerate(trace.nodes)
-    )
-    busy = sum(op.seconds for op in trace.operations) + sum(node.seconds for node in trace.nodes)
-    plain = big.plain_seconds if big.plain_seconds is not None else busy + 6e-6 * (len(operations) + len(nodes))
-    batch_bytes = sum(tensor.nbytes for tensor in leaves(batch))
-    overhead = tape_overhead()
-    return Profile(
-        values=values,
-        operations=operations,
-        nodes=nodes,
-        parameter_bytes=storage_bytes(model.parameters()),
-        gradient_bytes=gradient_bytes(model),
-        buffer_bytes=storage_bytes(model.buffers()),
-        optimizer_bytes=cost.state_bytes,
-        optimizer_burst_bytes=cost.burst_bytes,
-        batch_bytes=Linear(0.0, batch_bytes / rows),
-        constant_bytes=Linear() if static is None else line(lambda t: _constant_bytes(t, static)),
-        optimizer_seconds=cost.seconds,
-        # Python's share; what is beyond any interpreter's is another process's.
-        overhead_seconds=min(max(0.0, plain - busy), 1e-4 * (len(operations) + len(nodes))),
-        record_overhead_seconds=overhead.record,
-        replay_overhead_seconds=overhead.replay,
-        batch_size=big.size,
-        min_batch=min_batch,
-        host_bandwidth=host_bandwidth,
-        device=str(next(iter(model.parameters())).device),
-        versions={"torch": torch.__version__, "python": platform.python_version()},
-    )
-
-
-def _slope(line: Linear, seconds: float, size: int) -> Linear:
-    """A time cannot shrink as the micro-batch grows: where noise says so, take it as constant."""
-    if line.per_item < 0:
-        return Linear(seconds, 0.0)
-    return line if line.fixed >= 0 else Linear(0.0, seconds / size)
-
-
-def _same_structure(a: Trace, b: Trace) -> bool:
-    return (
-        len(a.values) == len(b.values)
-        and len(a.nodes) == len(b.nodes)
-        and [(op.name, op.inputs, op.outputs) for op in a.operations]
-        == [(op.name, op.inputs, op.outputs) for op in b.operations]
-    )
-
-
-def _constant_bytes(trace: Trace, static: set[int]) -> int:
-    known = static | trace.gathered.keys()
-    return sum(value.nbytes for value in trace.values if value.operation is None and value.key not in known)
-
-
-def _module_of(trace: Trace, needs: list[int]) -> str:
-    for value in needs:
-        operation = trace.values[value].operation
-        if operation is not None:
-            return trace.operations[operation].module
-    return ""

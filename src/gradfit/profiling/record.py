@@ -136,7 +136,7 @@ class Profile:
     batch_bytes: Linear = Linear()
     constant_bytes: Linear = Linear()  # tensors that the forward brings along: from Python numbers, from NumPy
     optimizer_seconds: float = 0.0
-    overhead_seconds: float = 0.0  # Python's, per micro-batch, outside the operations
+    overhead_seconds: Linear = Linear()  # of a micro-batch, beside its operations: Python's, and that of cold memory
     record_overhead_seconds: float = 0.0  # the tape's, per operation of the forward
     replay_overhead_seconds: float = 0.0  # the tape's, per replayed operation
     batch_size: int = 1  # at which it was measured
@@ -212,7 +212,7 @@ class Profile:
             static_bytes=sum(static.values()),
             # The optimizer runs with every gradient there, whenever they were made.
             optimizer_burst_bytes=self.optimizer_burst_bytes + late,
-            plain_seconds=self.forward_seconds(batch_size) + self.backward_seconds(batch_size) + self.overhead_seconds,
+            plain_seconds=self.plain_seconds(batch_size),
             transfer_seconds_per_byte=1.0 / self.host_bandwidth if self.host_bandwidth > 0 else 0.0,
             static_breakdown=static,
             op_gathered=[op.gathered_bytes for op in self.operations],
@@ -223,6 +223,11 @@ class Profile:
 
     def backward_seconds(self, batch_size: int) -> float:
         return sum(node.seconds.at(batch_size) for node in self.nodes)
+
+    def plain_seconds(self, batch_size: int) -> float:
+        """Both passes with everything kept, as measured: small operations take less than when each is timed alone."""
+        beside = self.overhead_seconds.fixed + self.overhead_seconds.per_item * batch_size
+        return max(0.0, self.forward_seconds(batch_size) + self.backward_seconds(batch_size) + beside)
 
     def saved_bytes(self, batch_size: int) -> int:
         """What plain autograd holds between the passes: every value some node needs, each storage once."""

@@ -40,7 +40,7 @@ def seconds_by(profile: Profile, attribute: str) -> dict[str, float]:
 def describe(profile: Profile) -> str:
     size = profile.batch_size
     forward, backward = profile.forward_seconds(size), profile.backward_seconds(size)
-    plain = forward + backward + profile.overhead_seconds
+    plain = profile.plain_seconds(size)
     totals = {
         "activations": profile.saved_bytes(size),
         "parameters": profile.parameter_bytes,

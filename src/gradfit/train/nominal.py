@@ -30,12 +30,13 @@ def nominal(profile: Profile) -> Profile:
     ]
     share = 2.0 / max(1, len(profile.nodes))  # a backward pass takes about twice the forward's time
     back = Linear(share * sum(t.fixed for t in times), share * sum(t.per_item for t in times))
+    calls = call * (len(profile.operations) + len(profile.nodes))
     return dataclasses.replace(
         profile,
         operations=tuple(dataclasses.replace(op, seconds=t) for op, t in zip(profile.operations, times, strict=True)),
         nodes=tuple(dataclasses.replace(node, seconds=back) for node in profile.nodes),
         optimizer_seconds=0.0,
-        overhead_seconds=call * (len(profile.operations) + len(profile.nodes)) + 3 * profile.gradient_bytes / bandwidth,
+        overhead_seconds=Linear(calls + 3 * profile.gradient_bytes / bandwidth),
         record_overhead_seconds=call / 2,
         replay_overhead_seconds=call,
     )

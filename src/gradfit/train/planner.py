@@ -311,19 +311,32 @@ class Planner:
         """
         if made.plan.keeps_everything:
             return made
+        plain = self._plain(made, batch, target, limit_bytes)
+        if plain is None:
+            return made
+        with untouched(self._model), contextlib.suppress(Diverged):  # not steady after all, as its step will notice
+            seconds = [min(self._row_seconds(one, batch) for _ in range(_TIMED)) for one in (made, plain)]
+            return plain if seconds[1] < seconds[0] else made
+        return made
+
+    def _plain(self, made: Fitted, batch: Any, target: int, limit_bytes: int) -> Fitted | None:
+        """The largest micro-batch without recomputation, tried out; None if there is none."""
         # With some room: the profile may be of another size, and not even a trial may pass the budget.
-        plan = plain_plan(made.profile, memory=int(0.95 * target), batch_size=made.plan.batch_size)
-        if plan is None:
-            return made
-        plain = self._try_out(dataclasses.replace(made, plan=plan), batch)
-        if plain is None or plain.peak_bytes > limit_bytes:
-            return made
-        try:
-            with untouched(self._model):
-                seconds = [min(self._row_seconds(one, batch) for _ in range(_TIMED)) for one in (made, plain)]
-        except Diverged:
-            return made  # it is not steady after all, and its step will notice
-        return plain if seconds[1] < seconds[0] else made
+        found, rows = made.profile, made.plan.batch_size
+        plan = plain_plan(found, memory=int(0.95 * target), batch_size=rows)
+        tried = None
+        while plan is not None:
+            larger = self._try_out(dataclasses.replace(made, plan=plan), batch)
+            if larger is None or larger.peak_bytes > limit_bytes:
+                break
+            tried = larger
+            # Then without: each row more takes no more than one of those that were measured took.
+            static = found.at(plan.micro_batch, rows=rows).static_bytes
+            most = int((limit_bytes - static) * plan.micro_batch / max(1, tried.peak_bytes - static))
+            if tried.plan.micro_batch >= min(most, rows):
+                break
+            plan = plain_plan(found, memory=limit_bytes, batch_size=rows, micro_batch=min(most, rows))
+        return tried
 
     def _row_seconds(self, made: Fitted, batch: Any) -> float:
         """How long the passes of one micro-batch take, per row."""
