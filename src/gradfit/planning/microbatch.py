@@ -75,7 +75,10 @@ class MicrobatchSearch:
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self._is_plain(middle, budget_bytes) else (low, middle - 1)
-        return self._choice(low, self.solver(low).plain) if low >= self.least else None
+        if low < self.least:
+            return None
+        size = even(self.batch_size, low) if self.least < self.largest else low
+        return self._choice(size, self.solver(size).plain)
 
     def _is_plain(self, micro_batch: int, budget_bytes: int) -> bool:
         return self.solver(micro_batch).plain.peak_bytes <= budget_bytes
@@ -108,7 +111,7 @@ class MicrobatchSearch:
     def _between(self, sizes: list[int], size: int) -> list[int]:
         position = sizes.index(size)
         around = sizes[max(0, position - 1) : position + 2]
-        return sorted({(a + b) // 2 for a, b in pairwise(around)} - set(sizes), reverse=True)
+        return sorted({even(self.batch_size, (a + b) // 2) for a, b in pairwise(around)} - set(sizes), reverse=True)
 
     def _plain_step_seconds(self, micro_batch: int) -> float:
         profile = self.profile
@@ -143,6 +146,16 @@ def _faster(first: Choice | None, second: Choice | None) -> Choice | None:
     if first is None or second is None:
         return first or second
     return second if second.step_seconds < first.step_seconds else first
+
+
+def even(batch_size: int, micro_batch: int) -> int:
+    """The smallest micro-batch that needs no more steps than this one: the last is then not much smaller than the rest.
+
+    >>> even(16, 9)
+    8
+    """
+    steps = -(-batch_size // micro_batch)
+    return -(-batch_size // steps)
 
 
 def _grid(batch_size: int, least: int) -> list[int]:

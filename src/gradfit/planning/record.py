@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -80,6 +81,21 @@ class Plan:
     def extra_fraction(self) -> float:
         """The same as a fraction of the step that keeps everything."""
         return self.extra_seconds / self.plain_seconds if self.plain_seconds > 0 else 0.0
+
+    def taking(self, step_seconds: float) -> Plan:
+        """The same plan where a step was measured to take so long: all its seconds in proportion."""
+        pace = step_seconds / self.step_seconds if self.step_seconds > 0 else 1.0
+        less, more = (
+            other and dataclasses.replace(other, step_seconds=other.step_seconds * pace)
+            for other in (self.less_memory, self.more_memory)
+        )
+        return dataclasses.replace(
+            self,
+            step_seconds=self.step_seconds * pace,
+            plain_seconds=self.plain_seconds * pace,
+            less_memory=less,
+            more_memory=more,
+        )
 
     @property
     def signature(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -181,9 +182,20 @@ def _room(model: torch.nn.Module, batch: Any, memory_bytes: int | None, cost: Op
 
 
 def _plain_bytes(trace: Trace) -> int:
-    """No plain run takes more: everything that is ever made, and the gradients in flight."""
-    made = sum(value.nbytes for value in trace.values if value.operation is not None)
-    return made + max((node.peak_bytes for node in trace.nodes), default=0)
+    """The most that is live at once when everything is kept until the last node that asks for it."""
+    forward = len(trace.operations) + 1
+    last = {value: forward + index for index, node in enumerate(trace.nodes) for value in node.needs}
+    lives: dict[int, tuple[int, int, int]] = {}  # storage → first and last step, bytes
+    for number, value in enumerate(trace.values):
+        if value.operation is not None:
+            first, end, size = lives.get(value.storage, (value.operation, 0, 0))
+            lives[value.storage] = first, max(end, value.dies, last.get(number, 0)), max(size, value.nbytes)
+    change = [0] * (forward + len(trace.nodes) + 1)
+    for first, end, size in lives.values():
+        change[first] += size
+        change[end + 1] -= size
+    beside = [0] * forward + [node.peak_bytes for node in trace.nodes]
+    return max(live + other for live, other in zip(accumulate(change), beside, strict=False))
 
 
 def _working_bytes(trace: Trace) -> int:
@@ -211,7 +223,7 @@ def _sample(
         trace = _least(trace, _watch(model, loss_fn, batch, quota_bytes))
     _pool(trace)
     plain = None
-    if _plain_bytes(trace) < 0.9 * room_bytes:
+    if _plain_bytes(trace) < 0.95 * room_bytes:
         plain = min(_time_plain(model, loss_fn, batch) for _ in range(rounds))
     return Sample(size, trace, plain)
 

@@ -1,7 +1,7 @@
 """What an optimizer will hold and how much it takes for a moment, found before it has taken its first step.
 
-A copy of the optimizer steps one stand-in parameter at a time, so that no more than one parameter's state exists twice,
-and neither the parameters nor the optimizer's state are touched.
+A copy of the optimizer steps stand-ins for one or two parameters at a time, so that no more than their state exists
+twice, and neither the parameters nor the optimizer's state are touched.
 """
 
 from __future__ import annotations
@@ -37,41 +37,53 @@ def optimizer_cost(
     The state that the optimizer has already is then not what is asked for.
     """
     make = stand_in or torch.zeros_like
-    seen: dict[Any, OptimizerCost] = {}
     state = burst = 0
     seconds = 0.0
     for group in optimizer.param_groups:
         together = group.get("foreach") or group.get("fused")
         if together is None and any(p.device.type != "cpu" for p in group["params"]):
             together = True  # torch's default on accelerators
-        largest = summed = 0
-        for parameter in group["params"]:
-            if not parameter.requires_grad:
-                continue
-            kind = (id(group), parameter.shape, parameter.dtype, parameter.device)
+        trained = [p for p in group["params"] if p.requires_grad]
+        seen: dict[Any, OptimizerCost] = {}
+        costs = []
+        for parameter in trained:
+            kind = (parameter.shape, parameter.dtype, parameter.device)
             if kind not in seen:
-                seen[kind] = _step_alone(optimizer, group, make(parameter), clock, times=1 if together else 2)
-            cost = seen[kind]
+                seen[kind] = _step_alone(optimizer, group, [make(parameter)], clock)
+            costs.append(seen[kind])
             existing = optimizer.state.get(parameter) if stand_in is None and hasattr(optimizer, "state") else None
-            state += _bytes(existing) if existing else cost.state_bytes
-            largest = max(largest, cost.burst_bytes)
-            summed += cost.burst_bytes
-            seconds += cost.seconds
-        burst = max(burst, summed if together and not group.get("fused") else largest)
+            state += _bytes(existing) if existing else seen[kind].state_bytes
+            seconds += seen[kind].seconds
+        if together and not group.get("fused"):
+            burst = max(burst, sum(cost.burst_bytes for cost in costs))
+        else:
+            for row in _worst_rows(trained, [cost.burst_bytes for cost in costs]):
+                burst = max(burst, _step_alone(optimizer, group, [make(one) for one in row], clock).burst_bytes)
     return OptimizerCost(state, burst, seconds)
 
 
-def _step_alone(
-    optimizer: Any, group: dict[str, Any], content: torch.Tensor, clock: Callable[[], float], times: int
-) -> OptimizerCost:
-    """One after the other, a parameter's temporaries still have their names when the next one's are made.
+def _worst_rows(parameters: list[torch.Tensor], bursts: list[int]) -> list[list[torch.Tensor]]:
+    """What to step one after the other to see the most that such a loop takes.
 
-    So the stand-in goes through that loop as its own successor, `times` times in a row.
+    A parameter's temporaries still have their names when the next one's are made. Which come next to each other depends
+    on which have a gradient; none are worse than the two that take most. What is only made for matrices, or only for
+    vectors, lives on through parameters of the other kind: so there are rows with one of those in between.
     """
-    stand_in = torch.nn.Parameter(content)
-    stand_in.grad = torch.zeros_like(content)
+    order = [parameters[at] for at in sorted(range(len(parameters)), key=lambda at: -bursts[at])]
+    pair = order[:2]
+    between = [one for one in order if (one.dim() > 1) != (order[0].dim() > 1)][:1]
+    rows = [[*pair[:1], *middle, *pair[1:]] for middle in ([], between)]
+    return [row for one in rows if one for row in (one, one[::-1])]
+
+
+def _step_alone(
+    optimizer: Any, group: dict[str, Any], contents: list[torch.Tensor], clock: Callable[[], float]
+) -> OptimizerCost:
+    stand_ins = [torch.nn.Parameter(content) for content in contents]
+    for stand_in in stand_ins:
+        stand_in.grad = torch.zeros_like(stand_in)
     probe = copy.copy(optimizer)
-    probe.param_groups = [{**group, "params": [stand_in] * times}]
+    probe.param_groups = [{**group, "params": stand_ins}]
     probe.state = collections.defaultdict(dict)
     try:
         with torch.no_grad(), meter() as live:
@@ -80,13 +92,14 @@ def _step_alone(
             live.reset_peak()
             started = clock()
             probe.step()  # … and the second shows what a step takes beside it
-            seconds = (clock() - started) / times
+            seconds = clock() - started
     except TypeError as error:
         raise MisuseError(
             f"{type(optimizer).__name__}.step() cannot be called without arguments ({error}); an optimizer that needs "
             "a closure evaluates the loss itself. Use one that steps on gradients, such as torch.optim.AdamW."
         ) from None
-    return OptimizerCost(_bytes(probe.state.get(stand_in, {})), max(0, live.peak_bytes - kept), seconds)
+    state = sum(_bytes(probe.state.get(stand_in, {})) for stand_in in stand_ins)
+    return OptimizerCost(state, max(0, live.peak_bytes - kept), seconds)
 
 
 def _bytes(state: Any) -> int:

@@ -12,7 +12,8 @@ from gradfit.distributed.sync import Together
 from gradfit.errors import MisuseError, RankFailed
 from gradfit.profiling.measure import LossFunction, check_batch, check_model
 from gradfit.train.batchnorm import warn_about_batch_norm
-from gradfit.train.planner import Fitted, Planner
+from gradfit.train.fitted import Fitted
+from gradfit.train.planner import Planner
 from gradfit.train.step import TrainStep
 from gradfit.units import parse_bytes
 
@@ -70,6 +71,7 @@ def fit(
         reserved_bytes=accumulator.ranks.reserved_bytes,
         reduce_bytes=accumulator.ranks.reduce_bytes,
         wide=dtype,
+        copies=True,
     )
     ranks = accumulator.ranks
     try:

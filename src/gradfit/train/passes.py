@@ -13,7 +13,8 @@ from gradfit.planning.record import Plan
 from gradfit.profiling.measure import LossFunction, check_model, run_loss
 from gradfit.recompute.evict import Online
 from gradfit.recompute.planned import Diverged
-from gradfit.train.planner import Fitted, PartShape, Planner, part_shape
+from gradfit.train.fitted import Fitted, PartShape, part_shape
+from gradfit.train.planner import Planner
 from gradfit.train.rollback import Snapshot
 from gradfit.units import parse_bytes
 

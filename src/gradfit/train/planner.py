@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import math
 import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -21,6 +18,7 @@ from gradfit._torch_fsdp import drop_gradients
 from gradfit.errors import BudgetInfeasible
 from gradfit.planning.api import plain_plan
 from gradfit.planning.api import plan as make_plan
+from gradfit.planning.microbatch import even
 from gradfit.planning.record import Plan
 from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.measure import LossFunction, check_batch, profile, run_loss
@@ -29,46 +27,16 @@ from gradfit.profiling.record import Profile
 from gradfit.profiling.state import untouched
 from gradfit.recompute.evict import Online
 from gradfit.recompute.offload import measure_bandwidth
-from gradfit.recompute.planned import Diverged, LooksAtData, Unrecorded, recording
+from gradfit.recompute.planned import Diverged, LooksAtData, Unrecorded
+from gradfit.train.fitted import Fitted, Shape, covered, covers, shape_of, smaller
 from gradfit.train.nominal import nominal
-from gradfit.tree import leaves, repeat_rows, split_batch
+from gradfit.tree import repeat_rows, split_batch
 from gradfit.units import format_bytes
 
-Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of each tensor of a batch, without the rows
-PartShape = tuple[tuple[int, ...], ...]  # of each tensor of a micro-batch
 _TRIES = 5
 _TRIES_ONLINE = 3
 _TIMED = 3  # passes
 _NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """A plan that was measured to hold, the profile it comes from, and the peak that was measured."""
-
-    plan: Plan
-    profile: Profile
-    shape: Shape
-    peak_bytes: int
-    steady: bool  # the same operations whatever the data: what was measured once holds again
-    seen: bool = False  # the peak is that of a real step, not of a trial
-    saved_bytes: int = 0  # by autograd, where the plan keeps everything; 0 where it does not
-    looks: bool = True  # the forward looks at the data, which may so decide what it does
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """The bytes that the plan reckons with for each value: more, and it is another computation."""
-        return [round(value.nbytes.at(self.plan.micro_batch)) for value in self.profile.values]
-
-    def following(self, *, first: bool = True) -> Any:
-        """What a forward runs in, to follow the plan; `Diverged` if it does not.
-
-        Nothing need be recorded where all is kept, and where the data decide nothing only the `first` micro-batch of a
-        step is looked at: a model that does another thing in each call, by Python's own randomness, is noticed late.
-        """
-        if not self.plan.keeps_everything:
-            return recording(self.plan, self.sizes)[0]
-        return Unrecorded(self.saved_bytes or math.inf) if first or self.looks else contextlib.nullcontext()
 
 
 class Planner:
@@ -88,10 +56,12 @@ class Planner:
         reserved_bytes: int = 0,
         reduce_bytes: int = 0,
         wide: torch.dtype | None = None,
+        copies: bool = False,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.reserved_bytes = reserved_bytes  # of communication buckets, which no meter sees
         self.reduce_bytes = reduce_bytes  # what adding up over the ranks takes for a moment
+        self._copies = copies  # while the optimizer steps there is a copy of what it changes, if the budget has room
         self._wide = wide  # in which the optimizer works, if the parameters are narrower
         # A step holds copies of the buffers, to go back to, and a few numbers for the accumulator.
         self._own_bytes = sum(buffer.nbytes for buffer in model.buffers()) + _NUMBERS_BYTES
@@ -120,9 +90,10 @@ class Planner:
         shape = shape_of(batch)
         if limit_bytes is None:
             for known in self._fitted:
-                if known.plan.batch_size >= batch_size and _covers(known.shape, shape):
+                if known.plan.batch_size >= batch_size and covers(known.shape, shape):
                     return known
         found = self._fit(batch, batch_size, shape, limit_bytes or self.limit_bytes)
+        found = self._covered(found, limit_bytes or self.limit_bytes)
         self._fitted = [known for known in self._fitted if known.shape != shape]
         self._fitted.append(found)
         self._fitted.sort(key=lambda known: known.plan.peak_bytes)
@@ -142,7 +113,14 @@ class Planner:
         except BudgetInfeasible as smallest:
             if smallest.min_bytes < plan.peak_bytes:
                 plan = make_plan(fitted.profile, memory=smallest.min_bytes, batch_size=plan.batch_size)
-        return self.replace(fitted, plan=plan, peak_bytes=plan.peak_bytes, seen=False)
+        made = dataclasses.replace(fitted, plan=plan, peak_bytes=plan.peak_bytes, seen=False, copied=False)
+        return self.replace(fitted, **vars(self._covered(made, limit)))
+
+    def _covered(self, fitted: Fitted, limit_bytes: int) -> Fitted:
+        if not self._copies:
+            return fitted
+        changed = sum(local_part(p).nbytes for p in self._model.parameters() if p.requires_grad)
+        return covered(fitted, changed + fitted.profile.optimizer_bytes, limit_bytes)
 
     def has_optimizer_state(self, fitted: Fitted) -> bool:
         """Whether the optimizer holds by now all that it will hold."""
@@ -176,9 +154,9 @@ class Planner:
                 # The micro-batch is chosen; what to keep in it changes no bit, so that is chosen by the clock.
                 other = dataclasses.replace(made, plan=_plan_at(found, target, batch_size, plan.micro_batch))
                 again = self._try_out(other, batch) if other.plan.micro_batch == plan.micro_batch else None
-                return tried if again is None or again.peak_bytes > limit_bytes else again
+                return self._fastest([tried if again is None or again.peak_bytes > limit_bytes else again], batch)
             if tried.peak_bytes <= limit_bytes:
-                return self._or_plain(tried, batch, target, limit_bytes)
+                return self._fastest([tried, *self._plain(tried, batch, target, limit_bytes)], batch)
             target = min(target, plan.peak_bytes) - (tried.peak_bytes - limit_bytes)
             if target <= 0:
                 break
@@ -225,7 +203,7 @@ class Planner:
         if tried is None:
             return self._fit_online(made, batch, limit_bytes)
         if tried.peak_bytes <= limit_bytes:
-            return tried
+            return self._fastest([tried], batch)
         raise self._infeasible(plan, max(tried.peak_bytes, plan.peak_bytes))
 
     def _fit_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted:
@@ -304,43 +282,45 @@ class Planner:
         peak = max(passes, update) + waiting
         return dataclasses.replace(made, peak_bytes=peak, saved_bytes=saved, looks=looks.found)
 
-    def _or_plain(self, made: Fitted, batch: Any, target: int, limit_bytes: int) -> Fitted:
-        """This plan, or the largest micro-batch without recomputation if the clock says that it is faster.
+    def _fastest(self, ways: list[Fitted], batch: Any) -> Fitted:
+        """By the clock, whose seconds it then has.
 
-        The two are too unlike for a prediction: one pays for recording and replaying, the other for more passes.
+        Plans with and without recomputation are too unlike for a prediction: one pays for recording and replaying, the
+        other for more passes.
         """
-        if made.plan.keeps_everything:
-            return made
-        plain = self._plain(made, batch, target, limit_bytes)
-        if plain is None:
-            return made
         with untouched(self._model), contextlib.suppress(Diverged):  # not steady after all, as its step will notice
-            seconds = [min(self._row_seconds(one, batch) for _ in range(_TIMED)) for one in (made, plain)]
-            return plain if seconds[1] < seconds[0] else made
-        return made
+            return min((self._timed(one, batch) for one in ways), key=lambda one: one.plan.step_seconds)
+        return ways[0]
 
-    def _plain(self, made: Fitted, batch: Any, target: int, limit_bytes: int) -> Fitted | None:
-        """The largest micro-batch without recomputation, tried out; None if there is none."""
+    def _plain(self, made: Fitted, batch: Any, target: int, limit_bytes: int) -> list[Fitted]:
+        """The largest micro-batch without recomputation, tried out, if there is one and it is not this one."""
+        if made.plan.keeps_everything:
+            return []
         # With some room: the profile may be of another size, and not even a trial may pass the budget.
         found, rows = made.profile, made.plan.batch_size
         plan = plain_plan(found, memory=int(0.95 * target), batch_size=rows)
-        tried = None
+        tried: list[Fitted] = []
         while plan is not None:
             larger = self._try_out(dataclasses.replace(made, plan=plan), batch)
             if larger is None or larger.peak_bytes > limit_bytes:
                 break
-            tried = larger
+            tried = [larger]
             # Then without: each row more takes no more than one of those that were measured took.
             static = found.at(plan.micro_batch, rows=rows).static_bytes
-            most = int((limit_bytes - static) * plan.micro_batch / max(1, tried.peak_bytes - static))
-            if tried.plan.micro_batch >= min(most, rows):
+            most = int((limit_bytes - static) * plan.micro_batch / max(1, larger.peak_bytes - static))
+            most = even(rows, min(most, rows))
+            if plan.micro_batch >= most:
                 break
-            plan = plain_plan(found, memory=limit_bytes, batch_size=rows, micro_batch=min(most, rows))
+            plan = plain_plan(found, memory=limit_bytes, batch_size=rows, micro_batch=most)
         return tried
 
-    def _row_seconds(self, made: Fitted, batch: Any) -> float:
-        """How long the passes of one micro-batch take, per row."""
+    def _timed(self, made: Fitted, batch: Any) -> Fitted:
+        """With the seconds that its passes take here and now, for which what was measured is only a hint."""
         part = next(iter(self.parts(batch, made.plan.micro_batch)))
+        seconds = min(self._pass_seconds(made, part) for _ in range(_TIMED)) * made.plan.batch_size / self.rows(part)
+        return dataclasses.replace(made, plan=made.plan.taking(seconds + made.profile.optimizer_seconds))
+
+    def _pass_seconds(self, made: Fitted, part: Any) -> float:
         started = seconds_now()
         with made.following(first=False):
             loss, _ = run_loss(self._loss_fn, self._model, part)
@@ -349,31 +329,7 @@ class Planner:
             torch.accelerator.synchronize()
         seconds = seconds_now() - started
         drop_gradients(self._model)
-        return seconds / self.rows(part)
-
-
-def smaller(plan: Plan) -> Plan:
-    """The same plan at half the micro-batch."""
-    micro = max(1, plan.micro_batch // 2)
-    return dataclasses.replace(plan, micro_batch=micro, steps=-(-plan.batch_size // micro))
-
-
-def shape_of(batch: Any) -> Shape:
-    """What a plan depends on beside the number of rows."""
-    return tuple((tuple(tensor.shape[1:]), tensor.dtype) for tensor in leaves(batch))
-
-
-def part_shape(part: Any) -> PartShape:
-    """By which a step remembers the micro-batches that left their plan."""
-    return tuple(tuple(tensor.shape) for tensor in leaves(part))
-
-
-def _covers(large: Shape, small: Shape) -> bool:
-    """Whether every tensor of the one shape is at least as large as the other's: then so are all activations."""
-    return len(large) == len(small) and all(
-        a_type == b_type and len(a) == len(b) and all(x >= y for x, y in zip(a, b, strict=True))
-        for (a, a_type), (b, b_type) in zip(large, small, strict=True)
-    )
+        return seconds
 
 
 def _plan_at(found: Profile, limit_bytes: int, batch_size: int, micro_batch: int) -> Plan:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from gradfit._torch_distributed import local_part
 from gradfit.profiling.state import generator_states, restore_generators
 
 
@@ -29,15 +28,13 @@ class Snapshot:
 class UpdateSnapshot:
     """Around an optimizer's step: if it fails half-way, parameters and state are as before it.
 
-    Taken only if the copy fits into `room_bytes`; a budget is never broken for it.
+    Not `taken` where the copy does not fit into the budget, which is never broken for it.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, room_bytes: int) -> None:
-        self._optimizer = optimizer
+    def __init__(self, model: torch.nn.Module, optimizer: Any, *, taken: bool) -> None:
+        self._taken = taken
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._states = getattr(optimizer, "state", {})
-        needed = sum(map(_bytes, (*self._parameters, *self._states.values())))
-        self._taken = needed <= room_bytes
         self._copies: list[torch.Tensor] = []
         self._old_states: dict[Any, Any] = {}
 
@@ -63,9 +60,3 @@ def _clone(state: Any) -> Any:
     if isinstance(state, dict):
         return {name: _clone(item) for name, item in state.items()}
     return state.clone() if isinstance(state, torch.Tensor) else copy.copy(state)
-
-
-def _bytes(state: Any) -> int:
-    if isinstance(state, dict):
-        return sum(_bytes(item) for item in state.values())
-    return local_part(state).nbytes if isinstance(state, torch.Tensor) else 0

@@ -25,9 +25,9 @@ from gradfit.profiling.record import Profile
 from gradfit.train import snapshot
 from gradfit.train.data import Batches
 from gradfit.train.fit import fit
+from gradfit.train.fitted import Fitted
 from gradfit.train.job import Job
 from gradfit.train.pieces import Everybody
-from gradfit.train.planner import Fitted
 from gradfit.train.randomness import random_state, restore_random, seed_everything
 from gradfit.train.state import SavedState, StateStore, write_atomically
 from gradfit.train.step import Progress, TrainResult, TrainStep

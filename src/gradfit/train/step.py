@@ -24,7 +24,8 @@ from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.record import Profile
 from gradfit.recompute.evict import Online
 from gradfit.recompute.planned import Diverged
-from gradfit.train.planner import Fitted, PartShape, Planner, part_shape
+from gradfit.train.fitted import Fitted, PartShape, part_shape
+from gradfit.train.planner import Planner
 from gradfit.train.rollback import Snapshot, UpdateSnapshot
 
 _MOST_ATTEMPTS = 6
@@ -206,7 +207,7 @@ class TrainStep:
                 items += number
                 accumulator.backward(loss, weight=weight, reduction="mean" if count is None else "sum")
                 del loss
-        with UpdateSnapshot(self.model, self.optimizer, self._room(fitted)):
+        with UpdateSnapshot(self.model, self.optimizer, taken=fitted.copied):
             accumulator.window.notes = {"loss": total, "items": items}
             result = accumulator.flush()
         total, items = accumulator.notes["loss"], accumulator.notes["items"]
@@ -231,12 +232,6 @@ class TrainStep:
         if progress.window is not None:
             self.accumulator.load_state_dict(progress.window)
         return progress.done, progress.total, progress.items
-
-    def _room(self, fitted: Fitted) -> int:
-        """Bytes of the budget that are free while the optimizer steps."""
-        static = fitted.profile.at(1)
-        batch = int(fitted.profile.batch_bytes.at(fitted.plan.batch_size))
-        return self._planner.limit_bytes - static.static_bytes - static.optimizer_burst_bytes - batch
 
 
 def _forget(failure: BaseException) -> None:
