@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 import gradfit as gf
-from gradfit.tape.mask import MASK
+from gradfit.tape.mask import MASK, pack, packed_bytes, packing_bytes
 from gradfit.tape.rng import Rewound
 
 
@@ -108,7 +110,7 @@ def test_bits_that_are_kept_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch)
     expected, _ = gradients(copy.deepcopy(model), x, None)
     found = gf.profile(model, loss_fn, x)
     values = [number for number, value in enumerate(found.values) if _makes(found, value) == MASK]
-    assert [round(found.values[number].nbytes.at(16)) for number in values] == [16 * 24] * 4
+    assert [round(found.values[number].nbytes.at(16)) for number in values] == [16 * 24 // 8] * 4
     actions = ["keep" if action == "keep" else "rebuild" for action in _everything_kept(found).actions]
     chain = ("aten.empty_like.default", "aten.bernoulli_.float", "aten.div_.Scalar")
     for number, value in enumerate(found.values):
@@ -133,3 +135,26 @@ def _makes(found: Any, value: Any) -> str | None:
 
 def _everything_kept(found: Any) -> gf.Plan:
     return gf.plan(found, memory="1 GiB", batch_size=16, micro_batch=16)
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=0, max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]),
+    order=st.randoms(use_true_random=False),
+)
+@settings(max_examples=100)
+def test_bits_are_the_mask(shape: list[int], dtype: torch.dtype, order: Any) -> None:
+    dims = list(range(len(shape)))
+    order.shuffle(dims)
+    mask = torch.empty(shape).bernoulli_(0.5).to(dtype).permute(dims)
+    with gf.meter(mask) as live:
+        before = live.current_bytes
+        widen = pack(mask)
+        assert live.current_bytes - before == packed_bytes(mask) == -(-mask.numel() // 8)
+        again = widen()
+        peak = live.peak_bytes - before
+    assert torch.equal(again, mask)
+    assert again.stride() == mask.stride()
+    assert again.dtype == mask.dtype
+    assert again.untyped_storage().nbytes() == mask.untyped_storage().nbytes()
+    assert peak <= max(mask.nbytes, 4 * packed_bytes(mask)) + packed_bytes(mask) + packing_bytes(mask)

@@ -74,7 +74,7 @@ def assemble(
             op.outputs,
             op.overwrites,
             _slope(line(lambda t, i=i: t.operations[i].seconds), op.seconds, big.size),  # type: ignore[misc]
-            Linear(),
+            line(lambda t, i=i: t.operations[i].workspace_bytes),  # type: ignore[misc]
             op.replayable,
             op.random,
             op.module,

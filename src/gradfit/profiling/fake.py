@@ -102,8 +102,8 @@ class _FakeTrace(Trace):
         out = func(*args, **kwargs)
         return out, self._roofline.seconds(func, args, kwargs, out)
 
-    def narrowing_seconds(self, tensor: torch.Tensor) -> float:
-        return self.run(torch.ops.aten._to_copy.default, (tensor,), {"dtype": torch.bool})[1]
+    def packing_seconds(self, mask: torch.Tensor) -> float:
+        return 2 * self.run(torch.ops.aten._to_copy.default, (mask,), {"dtype": torch.bool})[1]
 
     def describe(self, tensor: torch.Tensor) -> Any:
         """What autograd gets instead of a tensor that it saves."""

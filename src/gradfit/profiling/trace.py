@@ -25,7 +25,7 @@ from gradfit.tape import replay
 from gradfit.tape.allocate import without_content
 from gradfit.tape.drop import DropAll
 from gradfit.tape.graph import Segment
-from gradfit.tape.mask import MASK, draws_mask
+from gradfit.tape.mask import MASK, draws_mask, pack, packed_bytes, packing_bytes
 from gradfit.tape.ops import info_of
 from gradfit.tape.record import Recorder
 from gradfit.tape.save import unpack
@@ -55,6 +55,7 @@ class TracedOp:
     overwrites: tuple[int, ...] = ()
     seconds: float = 0.0
     gathered_bytes: int = 0
+    workspace_bytes: int = 0
 
 
 @dataclass
@@ -125,17 +126,19 @@ class Trace(DispatchMode):
             return out
         if info.shape_only and without_content(info, args, kwargs, out) is not None:
             inputs = ()
-        index = len(self.operations)
+        index, workspace = len(self.operations), 0
         known = all(value is not None for value in before) and len(set(keys)) == len(keys)
         if trackable and draws_mask(info, targets):
             bits, seconds = self._mask(targets[0], seconds)
             inputs = (*inputs, bits)
             index += 1
+            workspace = packing_bytes(targets[0])
         op = TracedOp(
             str(func), inputs, trackable and info.recordable and known, info.random, self._module(), source_line()
         )
         op.seconds = seconds
         op.gathered_bytes = self._other_bytes
+        op.workspace_bytes = workspace
         outputs = []
         for key, old, target in zip(keys, before, targets, strict=True):
             storage = self.values[old].storage if old is not None else self._external(key, target)
@@ -157,19 +160,19 @@ class Trace(DispatchMode):
     def _mask(self, target: torch.Tensor, seconds: float) -> tuple[int, float]:
         """The operation that makes a mask's bits: its value, and how long it takes to make the mask of them."""
         op = TracedOp(MASK, (), True, True, self._module(), source_line(), seconds=seconds)
-        op.gathered_bytes = self._other_bytes
+        op.gathered_bytes, op.workspace_bytes = self._other_bytes, packing_bytes(target)
         storage, index = self._storages, len(self.operations)
         self._storages += 1
         op.outputs = (len(self.values),)
-        self.values.append(TracedValue(target.numel(), index, storage, dies=index))
+        self.values.append(TracedValue(packed_bytes(target), index, storage, dies=index))
         self._versions[storage] = [op.outputs[0]]
         self.operations.append(op)
-        return op.outputs[0], self.narrowing_seconds(target)
+        return op.outputs[0], self.packing_seconds(target)
 
-    def narrowing_seconds(self, tensor: torch.Tensor) -> float:
-        """How long it takes to make a tensor of bits of a tensor, which is as long as the way back."""
+    def packing_seconds(self, mask: torch.Tensor) -> float:
+        """How long it takes to make bits of a mask, and a mask of them again."""
         with unseen():
-            return self.run(torch.ops.aten._to_copy.default, (tensor,), {"dtype": torch.bool})[1]
+            return self.run(lambda tensor: pack(tensor)(), (mask,), {})[1]
 
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
         """An operation's result, and the seconds it took."""
