@@ -29,7 +29,7 @@ lint: setup
 	$(BIN)/mypy
 
 bench: setup
-	set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script; done
 
 docs: setup
 	$(BIN)/python docs/figures.py

@@ -37,7 +37,7 @@ import gradfit as gf
 from gradfit.planning.mincut import least_seconds
 
 ROOT = Path(__file__).parents[1]
-SHARES = (0.8, 0.65, 0.5, 0.42, 0.35, 0.25, 0.15, 0.1)
+SHARES = (0.95, 0.9, 0.8, 0.65, 0.5, 0.42, 0.35, 0.25, 0.15, 0.1)
 _KEPT = ("mm", "addmm", "bmm", "convolution", "scaled_dot_product")
 
 

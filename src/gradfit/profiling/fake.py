@@ -30,7 +30,7 @@ from gradfit.profiling.optimizer import OptimizerCost, optimizer_cost
 from gradfit.profiling.record import Hardware, Profile
 from gradfit.profiling.roofline import Roofline, Stopwatch, this_machine
 from gradfit.profiling.shapes import Shapes, emptied
-from gradfit.profiling.state import generator_states, restore_generators
+from gradfit.profiling.state import Generators
 from gradfit.profiling.trace import Trace
 from gradfit.tree import map_tensors
 from gradfit.units import format_bytes
@@ -65,7 +65,7 @@ def predict(
         hardware = this_machine(device, next(model.parameters()).dtype)
     roofline = Roofline(hardware)
     shapes = Shapes()
-    generators = generator_states()
+    generators = Generators()
     try:
         cost = _optimizer_cost(optimizer, shapes.fake, roofline, device, hardware.devices)
         with outside_fake_mode(), emptied(model, shapes, device) as empty:
@@ -74,7 +74,7 @@ def predict(
                 for size, batch in _batches(sample_batch, rows, split, empty)
             ]
     finally:
-        restore_generators(generators)
+        generators.restore()
     made = assemble(model, sample_batch, rows, samples, cost, host_bandwidth=hardware.host_bandwidth)
     return replace(
         _sharded(made, model, hardware.devices),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 
@@ -26,13 +28,25 @@ def restore_generators(states: list[torch.Tensor]) -> None:
             module.set_rng_state(state, index)
 
 
+class Generators:
+    """All global random generators as they are now: torch's, Python's and NumPy's, from which models draw, too."""
+
+    def __init__(self) -> None:
+        self._torch, self._python, self._numpy = generator_states(), random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        restore_generators(self._torch)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+
 @contextmanager
 def untouched(model: torch.nn.Module) -> Iterator[None]:
     """Run anything inside: the model's gradients, buffers and mode, and the generators, come back as they were."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
-    generators = generator_states()
+    generators = Generators()
     for parameter, _ in gradients:
         parameter.grad = None
     try:
@@ -46,4 +60,4 @@ def untouched(model: torch.nn.Module) -> Iterator[None]:
                     buffer.copy_(content)
         for module, training in modes:
             module.training = training
-        restore_generators(generators)
+        generators.restore()

@@ -18,7 +18,7 @@ from gradfit._torch_listen import unseen
 from gradfit.errors import MisuseError
 from gradfit.planning.record import Plan
 from gradfit.profiling.measure import LossFunction, run_loss
-from gradfit.profiling.state import generator_states, restore_generators, untouched
+from gradfit.profiling.state import Generators, generator_states, untouched
 from gradfit.recompute.planned import recording
 from gradfit.recompute.scope import suspended
 from gradfit.tape.graph import Handle, Operation, Segment
@@ -109,7 +109,7 @@ def audit(
     parts = [batch] if micro is None or micro >= size_of_batch(batch) else list(split_batch(batch, micro))
     inputs = [tensor for tensor in leaves(batch) if tensor.requires_grad]
     with untouched(model), _no_gradients(inputs):
-        generators = generator_states()
+        generators = Generators()
         buffers = [buffer.clone() for buffer in model.buffers()]
         before, after = Digests(), Digests()
         with suspended() as scopes:
@@ -178,14 +178,14 @@ def _run(
 
 
 def _rewind(
-    model: torch.nn.Module, inputs: list[torch.Tensor], buffers: list[torch.Tensor], generators: list[torch.Tensor]
+    model: torch.nn.Module, inputs: list[torch.Tensor], buffers: list[torch.Tensor], generators: Generators
 ) -> None:
     for tensor in (*model.parameters(), *inputs):
         tensor.grad = None
     with torch.no_grad():
         for buffer, content in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(content)
-    restore_generators(generators)
+    generators.restore()
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from gradfit.profiling.state import generator_states, restore_generators
+from gradfit.profiling.state import Generators
 
 
 class Snapshot:
@@ -16,13 +16,13 @@ class Snapshot:
     def __init__(self, model: torch.nn.Module) -> None:
         self._live = dict(model.named_buffers())
         self.buffers = {name: buffer.detach().clone() for name, buffer in self._live.items()}
-        self._generators = generator_states()
+        self._generators = Generators()
 
     def restore(self) -> None:
         with torch.no_grad():
             for name, buffer in self._live.items():
                 buffer.copy_(self.buffers[name])
-        restore_generators(self._generators)
+        self._generators.restore()
 
 
 class UpdateSnapshot:
