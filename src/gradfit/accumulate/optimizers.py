@@ -73,29 +73,36 @@ def full_precision(optimizer: Any, tensors: Iterable[Tensor]) -> Iterator[None]:
     state goes back to the parameters' precision because that is where `Optimizer.load_state_dict` would put it: a
     resumed run is then the same as one never stopped. It costs wide copies of both during the step.
     """
-    narrow: list[tuple[Tensor, Tensor]] = []
+    narrow: list[tuple[Tensor, Tensor, Tensor]] = []
     sharded: list[tuple[Tensor, Tensor]] = []
+    widened: list[Tensor] = []
     state = getattr(optimizer, "state", None)
     try:
         for tensor in tensors:
             if tensor.grad is not None and tensor.grad.dtype != tensor.dtype:
+                widened.append(tensor)
                 _convert_state(state, tensor, tensor.grad.dtype)
                 if is_dtensor(tensor):  # which cannot be given other data: a wide one stands in for it
                     sharded.append((tensor, _wide_copy(tensor)))
                     continue
-                narrow.append((tensor, tensor.data))
-                tensor.data = tensor.data.to(tensor.grad.dtype)
+                data = tensor.data
+                wide = data.to(tensor.grad.dtype)
+                narrow.append((tensor, data, wide))
+                tensor.data = wide
         _swap(optimizer, sharded)
         yield
     finally:
         _swap(optimizer, [(wide, tensor) for tensor, wide in sharded])
         with torch.no_grad():
-            for tensor, data in narrow:
-                data.copy_(tensor.data)
+            for tensor, data, wide in narrow:
+                data.copy_(wide)
                 tensor.data = data
-                _convert_state(state, tensor, data.dtype)
             for tensor, wide in sharded:
                 tensor.copy_(wide)
+            narrow.clear()
+            data = wide = None  # type: ignore[assignment]
+            # Only this takes memory, and can fail: the parameters are themselves again by then.
+            for tensor in widened:
                 _convert_state(state, tensor, tensor.dtype)
 
 

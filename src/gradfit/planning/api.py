@@ -42,7 +42,7 @@ def plan(
     search = MicrobatchSearch(profile, size, split=batch_size is not None, micro_batch=micro_batch)
     choice = search.best(budget)
     if choice is None:
-        raise _infeasible(search, budget, split=batch_size is not None and micro_batch is None)
+        raise _infeasible(search, budget, split=batch_size is not None, fixed=micro_batch is not None)
     made = _plan(profile, search, choice, budget)
     return _with_alternatives(made, choice)
 
@@ -89,14 +89,16 @@ def _batch_size(profile: Profile, batch_size: int | None) -> int:
     return batch_size
 
 
-def _infeasible(search: MicrobatchSearch, budget: int, *, split: bool) -> BudgetInfeasible:
+def _infeasible(search: MicrobatchSearch, budget: int, *, split: bool, fixed: bool) -> BudgetInfeasible:
     choice = search.smallest()
     parts = _breakdown(choice.solver.graph, choice.solution.simulation)
     listed = ", ".join(
         f"{name} {format_bytes(count)}" for name, count in sorted(parts.items(), key=lambda p: -p[1]) if count
     )
     smallest = choice.solution.peak_bytes
-    if not split and search.batch_size > search.profile.min_batch and search.profile.splittable:
+    if fixed and search.profile.splittable and choice.micro_batch > search.profile.min_batch:
+        hint = "Leave out `micro_batch`, so that it can be smaller, or raise `memory`."
+    elif not split and search.batch_size > search.profile.min_batch and search.profile.splittable:
         hint = f"Pass batch_size={search.batch_size} so that the batch may be split, or raise `memory`."
     elif search.batch_size > 1 and not search.profile.splittable:
         hint = "Lower `batch_size` or raise `memory`; this batch cannot be split."
@@ -193,7 +195,7 @@ def _with_alternatives(made: Plan, choice: Choice) -> Plan:
     found: list[Alternative | None] = []
     for target in (peak - step, peak + step):
         plain = target > peak and choice.solution.extra_seconds == 0
-        other = None if plain else solver.solve(target, effort="chain")
+        other = None if plain else solver.solve(target, effort="glance")
         if other is None or other.peak_bytes == peak:
             found.append(None)
             continue

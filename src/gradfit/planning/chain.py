@@ -32,7 +32,7 @@ def best_chain(
         return None
     slot = limit_bytes / SLOTS
     cost = np.full((cuts, SLOTS + 1), np.inf)
-    choice = np.full((cuts, SLOTS + 1, 3), -1, dtype=np.int64)  # from which cut, by which option, from which slot
+    came_from = np.full((3, cuts, SLOTS + 1), -1, dtype=np.int64)  # which cut, by which option, which slot
     cost[0, 0] = 0.0
     slots = np.arange(SLOTS + 1)
     for start in range(cuts - 1):
@@ -43,28 +43,33 @@ def best_chain(
         lowest = int(finite[0])
         for stop in spans(start):
             options, around = menu(start, stop)
-            for number, option in enumerate(options):
-                highest = int((limit_bytes - around - option.peak_bytes) / slot)
-                shift = round(option.kept_bytes / slot)
-                highest = min(highest, SLOTS - shift)
-                if highest < lowest:
-                    continue
-                offered = row[lowest : highest + 1] + option.seconds
-                into = slice(lowest + shift, highest + shift + 1)
-                better = offered < cost[stop, into]
-                if better.any():
-                    cost[stop, into][better] = offered[better]
-                    picked = choice[stop, into]
-                    picked[better, 0] = start
-                    picked[better, 1] = number
-                    picked[better, 2] = slots[lowest : highest + 1][better]
+            ways = [
+                (number, min(int((limit_bytes - around - option.peak_bytes) / slot), SLOTS - shift), shift, option)
+                for number, option in enumerate(options)
+                for shift in (round(option.kept_bytes / slot),)
+            ]
+            ways = [way for way in ways if way[1] >= lowest]
+            if not ways:
+                continue
+            offered = np.full((len(ways), SLOTS + 1), np.inf)
+            for place, (_, highest, shift, option) in enumerate(ways):
+                offered[place, lowest + shift : highest + shift + 1] = row[lowest : highest + 1] + option.seconds
+            best = offered.argmin(axis=0)
+            least = offered[best, slots]
+            better = np.flatnonzero(least < cost[stop])
+            if len(better):
+                numbers, _, shifts, _ = zip(*ways, strict=True)
+                cost[stop, better] = least[better]
+                came_from[0, stop, better] = start
+                came_from[1, stop, better] = np.array(numbers)[best[better]]
+                came_from[2, stop, better] = better - np.array(shifts)[best[better]]
     slot_index = int(np.argmin(cost[cuts - 1]))
     if not np.isfinite(cost[cuts - 1, slot_index]):
         return None
     chain: list[tuple[int, int, Option]] = []
     stop = cuts - 1
     while stop > 0:
-        start, number, previous = (int(x) for x in choice[stop, slot_index])
+        start, number, previous = (int(x) for x in came_from[:, stop, slot_index])
         chain.append((start, stop, menu(start, stop)[0][number]))
         stop, slot_index = start, previous
     return chain[::-1]

@@ -43,7 +43,7 @@ _KEPT_CUTS = (0, 1, 3)
 _ANNEALED = 100  # operations up to which local search is worth its time
 
 
-Effort = Literal["chain", "fill", "anneal"]
+Effort = Literal["glance", "chain", "fill", "anneal"]
 Book = dict[tuple[int, ...], list[Way]]  # by whether nested, and the cuts of the piece
 
 
@@ -93,10 +93,13 @@ class FastSolver:
     def solve(self, budget_bytes: int, *, effort: Effort = "anneal") -> Solution | None:
         """The fastest plan found whose simulated peak is at most the budget, or None.
 
-        With less `effort` the chain's plan as it is, or with the room filled that it leaves.
+        With less `effort` the chain's plan as it is, or with the room filled that it leaves; or about that plan.
         """
         if self.plain.peak_bytes <= budget_bytes:
             return self.plain
+        if effort == "glance":
+            found = _fastest([self._fitted(budget_bytes, nested=False, tries=2), *self._priced(budget_bytes)])
+            return found or self._fitted(budget_bytes, nested=True, tries=2)
         starts = [self._fitted(budget_bytes, nested=False), _fastest(self._priced(budget_bytes))]
         # Segments inside segments replay more than once: not worth looking at while little is replayed at all.
         best = _fastest(starts)
@@ -145,12 +148,12 @@ class FastSolver:
             and (self._anatomy.survives[value] or bisect_right(cuts, op) < bisect_right(cuts, last[value]))
         }
 
-    def _fitted(self, budget_bytes: int, *, nested: bool) -> Solution | None:
+    def _fitted(self, budget_bytes: int, *, nested: bool, tries: int = 6) -> Solution | None:
         """Move the chain's limit, which is not quite the simulator's peak, until the plan just fits."""
         best: Solution | None = None
         limit = float(budget_bytes - self.graph.static_bytes)
         low, high = 0.0, math.inf
-        for _ in range(6):
+        for _ in range(tries):
             found = self._chain(limit, nested=nested)
             if found is None:
                 if math.isinf(high):

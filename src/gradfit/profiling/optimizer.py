@@ -40,9 +40,6 @@ def optimizer_cost(
     state = burst = 0
     seconds = 0.0
     for group in optimizer.param_groups:
-        together = group.get("foreach") or group.get("fused")
-        if together is None and any(p.device.type != "cpu" for p in group["params"]):
-            together = True  # torch's default on accelerators
         trained = [p for p in group["params"] if p.requires_grad]
         seen: dict[Any, OptimizerCost] = {}
         costs = []
@@ -54,12 +51,27 @@ def optimizer_cost(
             existing = optimizer.state.get(parameter) if stand_in is None and hasattr(optimizer, "state") else None
             state += _bytes(existing) if existing else seen[kind].state_bytes
             seconds += seen[kind].seconds
-        if together and not group.get("fused"):
-            burst = max(burst, sum(cost.burst_bytes for cost in costs))
-        else:
-            for row in _worst_rows(trained, [cost.burst_bytes for cost in costs]):
-                burst = max(burst, _step_alone(optimizer, group, [make(one) for one in row], clock).burst_bytes)
+        bursts = [cost.burst_bytes for cost in costs]
+        smallest = min((at for at, size in enumerate(bursts) if size), key=bursts.__getitem__, default=None)
+        if smallest is None:
+            continue
+        elsewhere = trained[0].device.type != "cpu"
+        if _is_together(optimizer, group, [make(trained[smallest]) for _ in range(6)], clock, elsewhere=elsewhere):
+            burst = max(burst, sum(bursts))
+            continue
+        for row in _worst_rows(trained, bursts):
+            burst = max(burst, _step_alone(optimizer, group, [make(one) for one in row], clock).burst_bytes)
     return OptimizerCost(state, burst, seconds)
+
+
+def _is_together(
+    optimizer: Any, group: dict[str, Any], alike: list[torch.Tensor], clock: Callable[[], float], *, elsewhere: bool
+) -> bool:
+    """Whether it makes the temporaries of all parameters before it uses the first, as with `foreach`."""
+    if group.get("foreach") is None and not group.get("fused") and elsewhere:
+        return True  # torch's default on accelerators, which need not be here
+    few = _step_alone(optimizer, group, alike[::2], clock)
+    return _step_alone(optimizer, group, alike, clock).burst_bytes > 1.5 * few.burst_bytes
 
 
 def _worst_rows(parameters: list[torch.Tensor], bursts: list[int]) -> list[list[torch.Tensor]]:
@@ -81,12 +93,17 @@ def _step_alone(
 ) -> OptimizerCost:
     stand_ins = [torch.nn.Parameter(content) for content in contents]
     for stand_in in stand_ins:
-        stand_in.grad = torch.zeros_like(stand_in)
-    probe = copy.copy(optimizer)
+        # One memory for both, whose content is of no interest: so this takes no more than the real step will.
+        stand_in.grad = stand_in.detach()
+    probe = copy.copy(optimizer)  # by what a checkpoint has of it
+    for name, own in vars(optimizer).items():
+        if name not in vars(probe) and not callable(own):  # a scheduler puts a `step` there that is the optimizer's
+            setattr(probe, name, copy.deepcopy(own))
     probe.param_groups = [{**group, "params": stand_ins}]
     probe.state = collections.defaultdict(dict)
     try:
-        with torch.no_grad(), meter() as live:
+        with torch.no_grad(), meter(stand_ins) as live:
+            before = live.current_bytes
             probe.step()  # the first step makes the state …
             kept = live.current_bytes
             live.reset_peak()
@@ -98,8 +115,10 @@ def _step_alone(
             f"{type(optimizer).__name__}.step() cannot be called without arguments ({error}); an optimizer that needs "
             "a closure evaluates the loss itself. Use one that steps on gradients, such as torch.optim.AdamW."
         ) from None
-    state = sum(_bytes(probe.state.get(stand_in, {})) for stand_in in stand_ins)
-    return OptimizerCost(state, max(0, live.peak_bytes - kept), seconds)
+    # Some hold tensors of their own, outside of the state.
+    return OptimizerCost(
+        max(kept - before, _bytes(list(probe.state.values()))), max(0, live.peak_bytes - kept), seconds
+    )
 
 
 def _bytes(state: Any) -> int:

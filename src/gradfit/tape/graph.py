@@ -173,11 +173,12 @@ class Leaf:
 class Tape:
     """What the handles of one recording share."""
 
-    __slots__ = ("__weakref__", "lock", "pass_number")
+    __slots__ = ("__weakref__", "lock", "pass_number", "retains")
 
     def __init__(self, lock: Any) -> None:
         self.lock = lock  # accelerators' backward passes unpack in threads of their own
         self.pass_number = 1
+        self.retains = True  # what a sweep makes and the rest of the pass needs
         process.tape_begins()
 
     def __del__(self) -> None:

@@ -63,7 +63,7 @@ def take(handle: Handle) -> torch.Tensor:
         if handle.pass_number == tape.pass_number:
             tape.pass_number += 1  # asked for a second time: another backward over a retained graph
         number = handle.pass_number = tape.pass_number
-        tensor = rebuild(value, tape) if value.tensor is None else content(value)
+        tensor = rebuild(value, tape, retain=tape.retains) if value.tensor is None else content(value)
         release_if_done(value, number)
     return tensor if handle.geometry is None else shaped(tensor, handle.geometry)
 

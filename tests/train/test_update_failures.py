@@ -1,0 +1,111 @@
+"""Memory that runs out while the optimizer steps: with room for a copy, without, and in steps of other kinds."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_survive import FailAt
+from torch import nn
+
+import gradfit as gf
+from gradfit.tree import split_batch
+
+
+class Counting(torch.optim.Optimizer):
+    """Its rate depends on how often it has stepped, which it counts in its group and in itself."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "count": 0})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            group["count"] += 1
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad * (group["lr"] / (group["count"] + self.steps)))
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "counting": Counting,
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Dropout(0.1), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3))
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+BATCH = torch.randn(16, 12, generator=torch.Generator().manual_seed(1))
+
+
+class Run:
+    """Two steps, the second of which may fail at some operations."""
+
+    def __init__(self, optimizer: str, roomy: bool, known: Any = (), **options: Any) -> None:
+        self.model = network()
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        budget = 10**7
+        if not roomy:
+            with pytest.raises(gf.BudgetInfeasible) as refused:
+                gf.fit(self.model, self.optimizer, loss_fn, BATCH, memory=1000, **options)
+            budget = refused.value.min_bytes
+        self.step = gf.fit(
+            self.model, self.optimizer, loss_fn, BATCH, memory=budget, known=known, reproducible=True, **options
+        )
+        torch.manual_seed(3)
+        self.step(BATCH)
+
+    def second(self, *at: int) -> int:
+        with FailAt(*at) as mode:
+            self.step(BATCH)
+        return mode.count
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        return [p.detach() for p in self.model.parameters()]
+
+
+@pytest.mark.parametrize("roomy", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_operation_of_the_update(name: str, roomy: bool) -> None:
+    expected = Run(name, roomy)
+    assert expected.step.known[0].copied == roomy
+    total = expected.second()
+    state = copy.deepcopy(expected.optimizer.state_dict())
+    for at in range(total - 30, total + 1, 3 if roomy else 2):
+        run = Run(name, roomy, expected.step.known)
+        run.second(at)
+        assert all(torch.equal(a, b) for a, b in zip(run.parameters, expected.parameters, strict=True)), at
+        assert repr(run.optimizer.state_dict()) == repr(state)
+
+
+def test_wider_sums() -> None:
+    expected = Run("adamw", True, dtype=torch.float64)
+    total = expected.second()
+    for at in range(total - 60, total + 1, 4):
+        run = Run("adamw", True, expected.step.known, dtype=torch.float64)
+        run.second(at)
+        assert all(torch.equal(a, b) for a, b in zip(run.parameters, expected.parameters, strict=True)), at
+        assert {p.dtype for p in run.parameters} == {torch.float32}
+
+
+def test_a_step_that_has_half_happened_is_not_repeated() -> None:
+    expected = Run("adamw", False)
+    total = expected.second()
+    run = Run("adamw", False, expected.step.known)
+    with pytest.raises(gf.StateError, match="had changed some parameters"):
+        run.second(total - 8, total - 7)  # and when it is tried once more
+    parts = len(list(split_batch(BATCH, expected.step.plan.micro_batch)))
+    assert parts == expected.step.plan.steps
