@@ -1,12 +1,12 @@
 """Memory against time: gradfit's plans beside plain PyTorch and its checkpointing, interleaved in one run.
 
 `python benchmarks/frontier.py [--quick] [--full] [--compile] [--only GPT-2]` prints a table, writes
-benchmarks/results/frontier.txt and draws docs/images/frontier.svg. Memory is the peak of everything that the two passes
-allocate beside parameters, gradients and the batch (gradients exist before, as when accumulating), read by `gf.meter`
-in a run of its own. Times are CPU seconds of one thread without the meter, as ratios to plain PyTorch's next to them:
-the median over the rounds, and the ratio of the least of each. Points of gradfit are plans for a budget, not tuned by
-hand; beside their time stands what the plan predicted, and below which no choice of values to keep can come, by the
-operations' measured seconds.
+benchmarks/results/frontier.txt (with --full, frontier_every_k.txt) and draws docs/images/frontier.svg. Memory is the
+peak of everything that the two passes allocate beside parameters, gradients and the batch (gradients exist before, as
+when accumulating), read by `gf.meter` in a run of its own. Times are CPU seconds of one thread without the meter, as
+ratios to plain PyTorch's next to them: the median over the rounds, and the ratio of the least of each. Points of
+gradfit are plans for a budget, not tuned by hand; beside their time stands what the plan predicted, and below which no
+choice of values to keep can come, by the operations' measured seconds.
 """
 
 from __future__ import annotations
@@ -208,7 +208,8 @@ def main() -> None:
         lines += (now := joint(rows=64 if options.quick else 256, rounds=rounds))
         print("\n".join(now))
     if not (options.quick or options.only):
-        (ROOT / "benchmarks" / "results" / "frontier.txt").write_text("\n".join(lines) + "\n")
+        name = "frontier_every_k.txt" if options.full else "frontier.txt"
+        (ROOT / "benchmarks" / "results" / name).write_text("\n".join(lines) + "\n")
         (ROOT / "docs" / "images" / "frontier.svg").write_text(draw(drawn))
 
 

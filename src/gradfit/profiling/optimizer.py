@@ -96,9 +96,10 @@ def _step_alone(
         # One memory for both, whose content is of no interest: so this takes no more than the real step will.
         stand_in.grad = stand_in.detach()
     probe = copy.copy(optimizer)  # by what a checkpoint has of it
+    shared = {id(parameter): parameter for one in optimizer.param_groups for parameter in one["params"]}
     for name, own in vars(optimizer).items():
-        if name not in vars(probe) and not callable(own):  # a scheduler puts a `step` there that is the optimizer's
-            setattr(probe, name, copy.deepcopy(own))
+        if name not in vars(probe) and not callable(own):  # a model, or the `step` that a scheduler puts there
+            setattr(probe, name, copy.deepcopy(own, dict(shared)))
     probe.param_groups = [{**group, "params": stand_ins}]
     probe.state = collections.defaultdict(dict)
     try:
