@@ -110,7 +110,7 @@ def assemble(
         batch_bytes=Linear(0.0, batch_bytes / rows),
         constant_bytes=Linear() if static is None else line(lambda t: _constant_bytes(t, static)),
         optimizer_seconds=cost.seconds,
-        overhead_seconds=_overhead(samples, small),
+        overhead_seconds=_overhead(samples, [*(op.seconds for op in operations), *(node.seconds for node in nodes)]),
         record_overhead_seconds=overhead.record,
         replay_overhead_seconds=overhead.replay,
         batch_size=big.size,
@@ -121,18 +121,17 @@ def assemble(
     )
 
 
-def _overhead(samples: list[Sample], small: Sample | None) -> Linear:
+def _overhead(samples: list[Sample], parts: list[Linear]) -> Linear:
     """What plain passes take beyond their operations; less than nothing where those are too short to be timed alone."""
     big = samples[-1]
-    calls = len(big.trace.operations) + len(big.trace.nodes)
-    if small is not None and small.plain_seconds is not None and big.plain_seconds is not None:
-        plain = Linear.through((small.size, small.plain_seconds), (big.size, big.plain_seconds))
-        plain = _slope(plain, big.plain_seconds, big.size)
-        timed = Linear.through((small.size, small.busy_seconds), (big.size, big.busy_seconds))
-        return Linear(plain.fixed - timed.fixed, plain.per_item - timed.per_item)
+    timed = [(one.size, one.plain_seconds) for one in samples if one.plain_seconds is not None]
+    if len(timed) > 1 and timed[-1][0] == big.size:
+        # Through the sizes that are farthest apart: what a pass takes by itself is small beside what disturbs both.
+        plain = _slope(Linear.through(timed[0], timed[-1]), timed[-1][1], big.size)
+        return Linear(plain.fixed - sum(p.fixed for p in parts), plain.per_item - sum(p.per_item for p in parts))
     beside = [one.plain_seconds - one.busy_seconds for one in samples if one.plain_seconds is not None]
     # What is beyond any interpreter's share is another process's.
-    return Linear(min(beside[-1], 1e-4 * calls)) if beside else Linear()
+    return Linear(min(beside[-1], 1e-4 * len(parts))) if beside else Linear()
 
 
 def _slope(line: Linear, seconds: float, size: int) -> Linear:
