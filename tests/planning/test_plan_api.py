@@ -179,3 +179,8 @@ def test_planning_imports_records_of_earlier_stages_only() -> None:
                 assert name.split(".")[0] != "torch", f"{path.name} imports {name}"
                 if name.startswith("gradfit.") and not name.startswith("gradfit.planning."):
                     assert name in allowed, f"{path.name} imports {name}"
+
+
+def test_a_fixed_micro_batch_that_does_not_fit_says_so(profile: Profile) -> None:
+    with pytest.raises(BudgetInfeasible, match="Leave out `micro_batch`"):
+        gf.plan(profile, memory=1000, batch_size=64, micro_batch=32)

@@ -99,8 +99,7 @@ def full_precision(optimizer: Any, tensors: Iterable[Tensor]) -> Iterator[None]:
                 tensor.data = data
             for tensor, wide in sharded:
                 tensor.copy_(wide)
-            narrow.clear()
-            data = wide = None  # type: ignore[assignment]
+            narrow.clear()  # and with it the wide ones
             # Only this takes memory, and can fail: the parameters are themselves again by then.
             for tensor in widened:
                 _convert_state(state, tensor, tensor.dtype)

@@ -1,0 +1,88 @@
+"""What an optimizer takes is seen whatever kind it is: all at once, with state of its own, with attributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradfit as gf
+from gradfit.profiling.optimizer import optimizer_cost
+
+
+class AllFirst(torch.optim.Optimizer):
+    """Makes every update before it applies the first."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            updates = [(p, p.grad * group["lr"]) for p in group["params"]]
+            for parameter, update in updates:
+                parameter.sub_(update)
+
+
+class Flat(AllFirst):
+    """One momentum for all parameters, under no parameter's name."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            flat = torch.cat([p.grad.flatten() for p in group["params"]])
+            momentum = self.state["all"].setdefault("momentum", torch.zeros_like(flat))
+            momentum.mul_(0.9).add_(flat)
+
+
+class Holding(AllFirst):
+    """Holds buffers as an attribute, outside of its state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.buffers: dict[int, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for number, parameter in enumerate(group["params"]):
+                held = self.buffers.setdefault(number, torch.zeros_like(parameter))
+                parameter.sub_(held.add_(parameter.grad), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("kind", [AllFirst, Flat, Holding])
+def test_kinds_that_torch_does_not_have(kind: Any) -> None:
+    model = nn.Sequential(nn.Linear(40, 30), nn.Linear(30, 20), nn.Linear(20, 40))
+    optimizer = kind(model.parameters())
+    before = [p.detach().clone() for p in model.parameters()]
+    cost = optimizer_cost(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    assert not optimizer.state
+    assert not getattr(optimizer, "buffers", None)
+    model(torch.ones(2, 40)).sum().backward()
+    with gf.meter(model, optimizer) as live:
+        start = live.current_bytes
+        optimizer.step()
+        held = live.current_bytes - start
+        live.reset_peak()
+        optimizer.step()
+    assert cost.state_bytes == held
+    assert live.peak_bytes - start - held <= cost.burst_bytes
+
+
+def test_large_values_of_one_size_in_the_smallest_budget() -> None:
+    layers = [m for _ in range(3) for m in (nn.Conv2d(3, 3, 3, padding=1), nn.SELU(), nn.AlphaDropout(0.3))]
+    model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(243, 2))
+    optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(13, 3, 9, 9)
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    with pytest.raises(gf.BudgetInfeasible) as refused:
+        gf.fit(model, optimizer, loss_fn, x, memory=1000)
+    with gf.meter(model, optimizer, x) as live:
+        step = gf.fit(model, optimizer, loss_fn, x, memory=refused.value.min_bytes)
+        step(x)
+    assert live.peak_bytes <= refused.value.min_bytes
