@@ -39,10 +39,10 @@ from gradfit.planning.record import Plan
 from gradfit.profiling.measure import profile
 from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.record import Hardware, Profile
+from gradfit.recompute.apply import AppliedPlan, apply
 from gradfit.recompute.function import checkpoint, checkpoint_sequential, chunked, is_checkpoint, mark_checkpoint
 from gradfit.recompute.manager import CheckpointManager
 from gradfit.recompute.node import CheckpointNode
-from gradfit.recompute.planned import AppliedPlan, apply
 from gradfit.recompute.scope import CheckpointScope
 from gradfit.train.audit import AuditReport, audit
 from gradfit.train.fit import fit

@@ -79,6 +79,14 @@ class _Mode(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._ear(func, args, kwargs or {})
 
+    def rest(self) -> None:
+        """Listen no more."""
+        self._ear = _run
+
+
+def _run(op: Any, args: Any, kwargs: Any) -> Any:
+    return op(*args, **kwargs)
+
 
 class _CheckedMode(_Mode):
     """Listens as a mode among modes of the user's, which may do something else than they are asked.
@@ -146,6 +154,10 @@ class _Key:
             self.__exit__()
             raise
 
+    def rest(self) -> None:
+        """Listen no more."""
+        _include(_KEY, False)
+
     def __exit__(self, *_: object) -> None:
         try:
             _include(_KEY, False)
@@ -158,8 +170,9 @@ def listening(
 ) -> Any:
     """A context: inside, `ear` is called for every operator of this thread, below autograd, and has to run it.
 
-    Operators that are among `views` may or may not be heard. What `ear` itself runs is not. If somebody between `ear`
-    and the kernels did something else than `ear` asked for, `doubt` gets the tensors that he may have changed.
+    Operators that are among `views` may or may not be heard, and after its `rest()` none is. What `ear` itself runs is
+    not. If somebody between `ear` and the kernels did something else than `ear` asked for, `doubt` gets the tensors
+    that he may have changed.
     """
     if not _libraries:
         _register(views())

@@ -69,6 +69,16 @@ def test_the_plan_prints_what_a_person_wants_to_know(half: gf.Plan) -> None:
     assert half.less_memory.peak_bytes < half.peak_bytes < half.more_memory.peak_bytes
 
 
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.35, 0.2, 0.1])
+def test_with_more_memory_it_is_faster(profile: Profile, share: float) -> None:
+    plain, least = gf.plan(profile, memory="10 GiB").peak_bytes, gf.frontier(profile, points=2)[-1].peak_bytes
+    plan = gf.plan(profile, memory=int(least + share * (plain - least)))
+    assert plan.less_memory is None or plan.less_memory.peak_bytes < plan.peak_bytes
+    assert plan.more_memory is not None
+    assert plan.more_memory.peak_bytes > plan.peak_bytes
+    assert plan.more_memory.step_seconds < plan.step_seconds
+
+
 def test_enough_memory_means_no_recomputation(profile: Profile) -> None:
     plan = gf.plan(profile, memory="10 GiB")
     assert plan.extra_seconds == 0

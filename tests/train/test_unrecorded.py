@@ -53,7 +53,7 @@ def test_no_tape_and_not_a_bit_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     def recorded(*_: Any) -> None:
         raise AssertionError("something was recorded")
 
-    monkeypatch.setattr(planned, "Recorder", recorded)
+    monkeypatch.setattr(planned, "PlannedRecorder", recorded)
     for _ in range(3):
         torch.manual_seed(4)
         assert step(x).stepped

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from gradfit.errors import BudgetInfeasible, MisuseError
+from gradfit.planning.fast import Effort, Solution
+from gradfit.planning.heard import in_effect, last_write
 from gradfit.planning.microbatch import Choice, MicrobatchSearch
 from gradfit.planning.record import Alternative, Decision, Plan
 from gradfit.planning.simulate import ACTION_NAMES, KEEP, REBUILD, Simulation, alive_until
@@ -13,6 +15,7 @@ from gradfit.profiling.record import Profile
 from gradfit.units import format_bytes, parse_bytes
 
 _DECISIONS = 10
+_EFFORTS: tuple[Effort, ...] = ("glance", "fill")  # for a plan that is only named
 
 
 def plan(
@@ -127,11 +130,8 @@ def _plan(profile: Profile, search: MicrobatchSearch, choice: Choice, budget: in
     until = alive_until(graph, actions)
     saved = {v for needs in graph.node_needs for v in needs if graph.producer[v] >= 0}
     kept = [v for v, a in enumerate(actions) if graph.producer[v] >= 0 and a == KEEP and until[v] >= 0]
-    # What nothing will ask for costs nothing to "keep", and need not be written down to be rebuilt.
-    names = tuple(
-        "external" if p < 0 else ACTION_NAMES[a if last >= 0 else KEEP]
-        for p, a, last in zip(graph.producer, actions, until, strict=True)
-    )
+    effective = in_effect(graph, actions)
+    names = tuple("external" if p < 0 else ACTION_NAMES[a] for p, a in zip(graph.producer, effective, strict=True))
     operation = profile.operations[result.index] if result.phase == "forward" else None
     node = profile.nodes[result.index] if result.phase in ("sweep", "backward") else None
     where = {
@@ -161,6 +161,7 @@ def _plan(profile: Profile, search: MicrobatchSearch, choice: Choice, budget: in
         kept_bytes=result.saved_bytes,
         saved_bytes=sum(graph.held_bytes[v] for v in saved),
         decisions=_decisions(profile, graph, actions, result),
+        heard=last_write(graph, effective) + 1,
         predicted=profile.predicted,
         versions=dict(profile.versions),
     )
@@ -194,11 +195,23 @@ def _with_alternatives(made: Plan, choice: Choice) -> Plan:
     step = max(1, (solver.plain.peak_bytes - solver.graph.static_bytes) // 20)
     found: list[Alternative | None] = []
     for target in (peak - step, peak + step):
-        plain = target > peak and choice.solution.extra_seconds == 0
-        other = None if plain else solver.solve(target, effort="glance")
-        if other is None or other.peak_bytes == peak:
+        other = _alternative(choice, target)
+        if other is None:
             found.append(None)
             continue
         change = (other.extra_seconds - choice.solution.extra_seconds) * made.batch_size / choice.micro_batch
         found.append(Alternative(choice.micro_batch, choice.steps, other.peak_bytes, choice.step_seconds + change))
     return dataclasses.replace(made, less_memory=found[0], more_memory=found[1])
+
+
+def _alternative(choice: Choice, budget: int) -> Solution | None:
+    """A plan for this budget that is no worse a bargain than the choice: with more memory it is faster."""
+    now = choice.solution
+    if budget < now.peak_bytes:
+        return choice.solver.solve(budget, effort="glance")
+    if now.extra_seconds:
+        for effort in _EFFORTS:
+            other = choice.solver.solve(budget, effort=effort)
+            if other is not None and other.peak_bytes > now.peak_bytes and other.extra_seconds < now.extra_seconds:
+                return other
+    return None

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from gradfit.planning.fast import Book, Effort, FastSolver, Solution
+from gradfit.planning.heard import in_effect, operations_heard
 from gradfit.profiling.record import Profile
 
 
@@ -47,7 +48,7 @@ class MicrobatchSearch:
         start = self._largest_plain(sizes, budget_bytes)
         idle = 0
         for size in sizes[start::-1]:
-            if idle == 2 or (best is not None and self._least_seconds(size, budget_bytes) >= best.step_seconds):
+            if idle == 2 or (best is not None and self._plain_step_seconds(size) >= best.step_seconds):
                 break
             found = self.at_size(size, budget_bytes, effort="chain")
             if found is None and best is not None:
@@ -60,7 +61,7 @@ class MicrobatchSearch:
         if best is None:
             return None
         for size in self._between(sizes, best.micro_batch):
-            if self._least_seconds(size, budget_bytes) < best.step_seconds:
+            if self._plain_step_seconds(size) < best.step_seconds:
                 best = _faster(best, self.at_size(size, budget_bytes, effort="chain")) or best
         return _faster(best, self.at_size(best.micro_batch, budget_bytes, effort=effort))
 
@@ -122,22 +123,18 @@ class MicrobatchSearch:
                 seconds += times * profile.plain_seconds(size)
         return seconds
 
-    def _recording_seconds(self, micro_batch: int) -> float:
-        """What writing down every forward of the step takes, whatever is kept."""
-        profile = self.profile
-        return -(-self.batch_size // micro_batch) * len(profile.operations) * profile.record_overhead_seconds
-
-    def _least_seconds(self, micro_batch: int, budget_bytes: int) -> float:
-        """A step of such micro-batches cannot be faster, whatever is kept."""
-        recorded = self.solver(micro_batch).plain.peak_bytes > budget_bytes
-        return self._plain_step_seconds(micro_batch) + recorded * self._recording_seconds(micro_batch)
+    def _recording_seconds(self, micro_batch: int, solution: Solution) -> float:
+        """What writing down the forwards of the step takes."""
+        graph = self.solver(micro_batch).graph
+        heard = operations_heard(graph, in_effect(graph, solution.actions))
+        return -(-self.batch_size // micro_batch) * heard * self.profile.record_overhead_seconds
 
     def _choice(self, micro_batch: int, solution: Solution) -> Choice:
         plain = self._plain_step_seconds(micro_batch)
         # The last micro-batch may be smaller; its recomputation is in proportion. What keeps all is not recorded.
         extra = solution.extra_seconds * self.batch_size / micro_batch
         if solution.extra_seconds:
-            extra += self._recording_seconds(micro_batch)
+            extra += self._recording_seconds(micro_batch, solution)
         steps = -(-self.batch_size // micro_batch)
         return Choice(micro_batch, steps, solution, plain + extra, plain, self.solver(micro_batch))
 

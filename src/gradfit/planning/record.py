@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from gradfit import records
 from gradfit.units import format_bytes, format_seconds
@@ -64,8 +65,14 @@ class Plan:
     decisions: tuple[Decision, ...] = ()
     less_memory: Alternative | None = None
     more_memory: Alternative | None = None
+    heard: int = 0  # after so many operations nothing is written over that a rebuilt value is made from
     predicted: bool = False  # from a profile on fake tensors
     versions: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def seen(self) -> list[int]:
+        """For `apply`: the bytes that autograd saved, in a forward that followed the plan, after its last decision."""
+        return []
 
     @property
     def keeps_everything(self) -> bool:

@@ -29,7 +29,7 @@ from gradfit.tape.mask import MASK, draws_mask, pack, packed_bytes, packing_byte
 from gradfit.tape.ops import info_of
 from gradfit.tape.record import Recorder
 from gradfit.tape.save import unpack
-from gradfit.tape.storage import Untrackable, flatten, fresh_results, key_of, written_tensors
+from gradfit.tape.storage import Untrackable, copying, flatten, fresh_results, key_of, written_tensors
 from gradfit.tree import leaves
 
 
@@ -111,7 +111,7 @@ class Trace(DispatchMode):
         if graph_task_id() != -1:
             return self._backward_op(func, args, kwargs)
         info = info_of(func)
-        if info.view:
+        if info.view or copying.now:
             return func(*args, **kwargs)
         targets = written_tensors(info, args, kwargs) if info.writes else []
         try:

@@ -1,19 +1,15 @@
-"""A plan at work: the policy that follows it operation by operation, and `apply`, which puts it around a model."""
+"""A plan at work: the policy that follows it operation by operation, and the recorder that is told by it."""
 
 from __future__ import annotations
 
-import contextlib
 import math
-import threading
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradfit._torch_listen import DispatchMode
-from gradfit.errors import MisuseError
+from gradfit._torch_listen import DispatchMode, untraced
 from gradfit.planning.record import Plan
 from gradfit.recompute.offload import Store
 from gradfit.tape.graph import Segment
@@ -52,13 +48,14 @@ class PlanPolicy:
         if sizes is not None:
             self._sizes = [size for size, action in zip(sizes, plan.actions, strict=True) if action != "external"]
         self._parents = plan.segment_parents
+        self._heard, self._last = plan.heard, _last_chosen(self._steps)
         self._operation = 0
         self._value = 0
         self._packing = False  # what is moved out next is a mask's bits
         self._segments: list[Segment] = []
-        self._recorder: Recorder | None = None
+        self._recorder: PlannedRecorder | None = None
 
-    def attach(self, recorder: Recorder) -> None:
+    def attach(self, recorder: PlannedRecorder) -> None:
         """Follow the plan from its first operation, in this recording."""
         self._operation = self._value = 0
         self.diverged = None
@@ -75,23 +72,54 @@ class PlanPolicy:
         if self.diverged is None:
             if position >= len(self._names) or not _is_called(func, self._names[position]):
                 expected = self._names[position] if position < len(self._names) else "the end"
-                self._leave(f"operation {position} is {name_of(func)}, the plan has {expected}")
+                self.leave(f"operation {position} is {name_of(func)}, the plan has {expected}")
             else:
                 first, self._value = self._value, self._value + len(results)
                 steps = self._steps[first : self._value]
                 if self._sizes is not None:
-                    for result, size in zip(results, self._sizes[first : self._value], strict=True):
-                        if (found := result.untyped_storage().nbytes()) > size:
-                            self._leave(
-                                f"operation {position}, {name_of(func)}, made {found} bytes, the plan has {size}"
-                            )
+                    self._measure(position, func, results, first)
                 if self._recorder is not None:
                     self._recorder.segment = self._segments[steps[0][1]]
+                    self._look_ahead()
                 if packs and steps[0][0] == DROP:
                     self._packing = True
                     return [OFFLOAD]
                 return [choice for choice, _ in steps]
         return [KEEP] * len(results)
+
+    def keeps(self, func: Any, out: Any) -> bool:
+        """Whether the plan keeps all that the next operation, `func`, made: then nobody need write it down."""
+        position = self._operation
+        if self.diverged is not None or position >= len(self._names) or not _is_called(func, self._names[position]):
+            return False
+        results = (out,) if type(out) is torch.Tensor else out
+        if type(results) is not tuple:
+            return False
+        first = value = self._value
+        for result in results:
+            if type(result) is not torch.Tensor:
+                return False
+            if value >= len(self._steps) or self._steps[value][0] != KEEP:
+                return False
+            value += 1
+        if self._sizes is not None:
+            self._measure(position, func, results, first)
+        self._operation, self._value = position + 1, value
+        self._look_ahead()
+        return True
+
+    def _look_ahead(self) -> None:
+        """Whether nothing that comes need be heard."""
+        if self._recorder is not None and self._value > self._last and self._operation >= self._heard:
+            self._recorder.begin_tail()
+
+    def _measure(self, position: int, func: Any, results: Sequence[torch.Tensor], first: int) -> None:
+        """Whether results are as large as the plan has them."""
+        assert self._sizes is not None
+        for number, result in enumerate(results, first):
+            if (found := result.untyped_storage().nbytes()) > self._sizes[number]:
+                size = self._sizes[number]
+                self.leave(f"operation {position}, {name_of(func)}, made {found} bytes, the plan has {size}")
 
     def _passes_bits(self, func: Any, results: list[torch.Tensor]) -> bool:
         """Where the plan has a mask's bits as an operation of their own: pass it, and say whether it keeps them."""
@@ -105,8 +133,9 @@ class PlanPolicy:
         self._value += 1
         return choice == KEEP
 
-    def _leave(self, where: str) -> None:
-        self.diverged = where
+    def leave(self, where: str) -> None:
+        """It is not the plan's forward any more; `where` says since when."""
+        self.diverged = self.diverged or where
         if self._sizes is not None:
             raise Diverged(where)
 
@@ -118,6 +147,10 @@ class PlanPolicy:
         if self.store is None:
             raise RuntimeError("gradfit: the plan offloads nothing")
         return self.store.put(tensor)
+
+
+def _last_chosen(steps: list[tuple[int, int]]) -> int:
+    return max((value for value, (choice, _) in enumerate(steps) if choice != KEEP), default=-1)
 
 
 _names: dict[Any, str] = {}
@@ -139,6 +172,49 @@ def _is_called(func: Any, name: str) -> bool:
     """
     found = name_of(func)
     return found == name or found.replace("_.", ".", 1) == name.replace("_.", ".", 1)
+
+
+class PlannedRecorder(Recorder):
+    """Writes down what a plan needs: neither what it keeps, nor anything after the last that it does not keep.
+
+    With `limit_bytes`, that tail is not even listened to. What autograd saves of it is all that then shows whether the
+    forward is the plan's; and if it writes over something that a rebuild starts from, which the plan's does not, there
+    is no way back: `Diverged`, at the end of the forward.
+    """
+
+    def __init__(self, policy: PlanPolicy, limit_bytes: int | None = None) -> None:
+        super().__init__(Segment(None), policy)
+        self.saved_bytes = 0  # by autograd, in the tail; each tensor as often as it is saved
+        self._limit, self._follows, self._tail = limit_bytes, policy, False
+        self.planned, self.keeps = True, policy.keeps
+        policy.attach(self)
+
+    def begin_tail(self) -> None:
+        """Nothing will be rebuilt that comes now."""
+        if not self._units and self._listening is not None:  # FSDP2 writes to parameters as it goes
+            self._tail = True
+            if self._limit is not None:
+                self._listening.rest()
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        packed = super().pack(tensor)
+        if self._tail and type(packed) is tuple and tensor.layout is torch.strided:
+            self.saved_bytes += tensor.nbytes
+            if self._limit is not None and self.saved_bytes > self._limit:
+                self._follows.leave(_too_much(self.saved_bytes, self._limit))
+        return packed
+
+    @untraced
+    def __exit__(self, *error: Any) -> None:
+        unheard = self._tail and self._limit is not None and error[0] is None
+        written = self.written_over() if unheard else None
+        super().__exit__(*error)
+        if written is not None:
+            raise Diverged(f"it writes in place to a tensor of shape {tuple(written.shape)}, which the plan's does not")
+
+
+def _too_much(saved_bytes: int, limit_bytes: float) -> str:
+    return f"autograd saves {saved_bytes} bytes, {limit_bytes} were measured"
 
 
 class Unrecorded:
@@ -164,7 +240,7 @@ class Unrecorded:
         if tensor.layout is torch.strided:
             self.saved_bytes += tensor.nbytes
             if self.saved_bytes > self.limit_bytes:
-                raise Diverged(f"autograd saves {self.saved_bytes} bytes, {self.limit_bytes} were measured")
+                raise Diverged(_too_much(self.saved_bytes, self.limit_bytes))
         if tensor.is_leaf and tensor.requires_grad:
             return (tensor, tensor._version)
         return (tensor.detach(), None if tensor.is_inference() else tensor._version)  # its graph would hold itself
@@ -183,89 +259,13 @@ class LooksAtData(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def recording(plan: Plan, sizes: Sequence[int] | None = None) -> tuple[Recorder, PlanPolicy]:
-    """A recorder that follows the plan: enter it around the forward pass. With `sizes` it insists on the plan."""
-    policy = PlanPolicy(plan, sizes)
-    recorder = Recorder(Segment(None), policy)
-    recorder.planned = True
-    policy.attach(recorder)
-    return recorder, policy
+def recording(
+    plan: Plan, sizes: Sequence[int] | None = None, limit_bytes: int | None = None
+) -> tuple[PlannedRecorder, PlanPolicy]:
+    """A recorder that follows the plan: enter it around the forward pass.
 
-
-class AppliedPlan:
-    """The handle that `apply` returns."""
-
-    def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
-        self.plan = plan
-        self._local = threading.local()
-        self._hooks = [
-            model.register_forward_pre_hook(self._before),
-            model.register_forward_hook(self._after, always_call=True),
-        ]
-        self._block: contextlib.ExitStack | None = None
-
-    def __repr__(self) -> str:
-        return f"<plan {self.plan.signature} {'applied' if self._hooks else 'removed'}>"
-
-    def remove(self) -> None:
-        """Undo it: the model is as before `apply`."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def __enter__(self) -> AppliedPlan:
-        if self._block is not None:
-            raise MisuseError("This plan is entered already. Call gf.apply() again for a second block.")
-        self._block = contextlib.ExitStack()
-        self._block.enter_context(_follow(self.plan))
-        self._local.depth = getattr(self._local, "depth", 0) + 1
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if self._block is not None:
-            block, self._block = self._block, None
-            self._local.depth -= 1
-            block.__exit__(*error)
-        self.remove()
-
-    def _before(self, *_: Any) -> None:
-        depth = self._local.depth = getattr(self._local, "depth", 0) + 1
-        if depth == 1 and torch.is_grad_enabled():
-            self._local.follow = _follow(self.plan)
-            self._local.follow.__enter__()
-
-    def _after(self, *_: Any) -> None:
-        self._local.depth -= 1
-        follow = getattr(self._local, "follow", None)
-        if self._local.depth == 0 and follow is not None:
-            self._local.follow = None
-            follow.__exit__(None, None, None)
-
-
-@contextlib.contextmanager
-def _follow(plan: Plan) -> Any:
-    recorder, policy = recording(plan)
-    with recorder:
-        yield
-    if policy.diverged is not None:
-        warnings.warn(
-            f"The forward pass no longer follows its plan: {policy.diverged}; from there on everything is kept. "
-            "Gradients are the same, memory is not. Make a plan for this input with gf.profile and gf.plan.",
-            stacklevel=3,
-        )
-
-
-def apply(model: torch.nn.Module, plan: Plan) -> AppliedPlan:
-    """Put a plan to work on a model; gradients stay bit-identical.
-
-    As a context manager it covers everything inside the block, the loss included, which is what `plan` was made for:
-
-        with gf.apply(model, plan):
-            loss = loss_fn(model, batch)
-        loss.backward()
-
-    Without `with` it covers the model's own forward until `.remove()` is called.
+    With `sizes` it insists on the plan. With `limit_bytes`, what autograd saved of the plan's tail, it does not listen
+    to that any more.
     """
-    if not isinstance(plan, Plan):
-        raise MisuseError(f"plan is a {type(plan).__name__}. Pass what gf.plan(...) returned.")
-    return AppliedPlan(model, plan)
+    policy = PlanPolicy(plan, sizes)
+    return PlannedRecorder(policy, limit_bytes), policy

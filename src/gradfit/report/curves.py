@@ -13,7 +13,7 @@ from gradfit.profiling.measure import LossFunction, run_loss
 from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.record import Profile
 from gradfit.profiling.state import untouched
-from gradfit.recompute.planned import apply
+from gradfit.recompute.apply import apply
 from gradfit.report.record import Curve
 from gradfit.tree import split_batch
 

@@ -82,7 +82,7 @@ class Recorder(Writer):
                     self._made.clear()  # the graph's saved tensors hold `pack`, and so this object
                     self._roots.clear()
                     self._leaves.clear()
-                    self.policy = self.watching = None
+                    self.policy = self.watching = self.keeps = None
                     while self._units:
                         self._units.pop().remove()
                     trace_again(self._tracing)
@@ -94,7 +94,8 @@ class Recorder(Writer):
         info = infos.get(id(func)) or info_of(func)
         if info.simple and graph_task_id() == -1:
             out = info.call(*args, **kwargs)
-            self._record(func, info, args, kwargs, out, None)
+            if self.keeps is None or not self.keeps(func, out):
+                self._record(func, info, args, kwargs, out, None)
             return out
         if info.view:  # rule 2
             return info.call(*args, **kwargs)
@@ -118,6 +119,8 @@ class Recorder(Writer):
         if info.scratch and _in_training(args):
             self._lose([args[position] for position in info.scratch if isinstance(args[position], _Tensor)])
         out = info.call(*args, **kwargs)
+        if self.keeps is not None and self.keeps(func, out):
+            return out
         if not info.recordable:  # rule 5
             self._choose(func, fresh_results(out, args))
             return out

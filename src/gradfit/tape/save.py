@@ -68,7 +68,8 @@ class Saver(Known):
         base = base_of(tensor)
         if base is not None and base.is_leaf and base.requires_grad:
             return (tensor, tensor._version)  # a parameter's view is no activation
-        self._note_kept(tensor)
+        if self.segment.scope is not None:
+            self._note_kept(tensor)
         return (detached(tensor), version_of(tensor))
 
     def _first_pack(self, value: Value, tensor: torch.Tensor, natural: torch.Tensor | None) -> None:
@@ -94,6 +95,18 @@ class Saver(Known):
             value.fragile = None
             self._roots[value.key] = weakref.ref(value)
             self._note_kept(tensor)
+
+    def written_over(self) -> torch.Tensor | None:
+        """Something that rebuilds start from and that somebody has written to since it was read, if there is."""
+        for root in self._roots.values():
+            value = root()
+            if value is not None and value.tensor is not None and -1 < value.version != value.tensor._version:
+                return value.tensor
+        for reference in (each for leaves in self._leaves.values() for each in leaves):
+            leaf = reference()
+            if leaf is not None and leaf.tensor._version != leaf.version:
+                return leaf.tensor
+        return None
 
     def _note_kept(self, tensor: torch.Tensor) -> None:
         key = storage_key(tensor)

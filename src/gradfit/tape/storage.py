@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -58,9 +59,20 @@ def place_of(tensor: torch.Tensor) -> Geometry:
         raise Untrackable from None
 
 
+class _Copying(threading.local):
+    now = False
+
+
+copying = _Copying()  # whether what this thread runs is no operation of the forward, but a copy that the tape makes
+
+
 def copy_storage(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     """The same tensor on a private copy of its whole storage."""
-    return shaped(_bytes(tensor).clone(), geometry)
+    copying.now = True
+    try:
+        return shaped(_bytes(tensor).clone(), geometry)
+    finally:
+        copying.now = False
 
 
 def holds_only(tensor: torch.Tensor, number: Any) -> bool:

@@ -221,10 +221,7 @@ class _Checks:
 @contextlib.contextmanager
 def _checked(checks: _Checks, plan: Plan | None, digests: Digests) -> Iterator[None]:
     """Follow the plan, or drop everything, and hold what is dropped beside it to compare."""
-    if plan is not None:
-        recorder, policy = recording(plan)
-    else:
-        recorder, policy = Recorder(Segment(Segment(None))), None
+    recorder, policy = recording(plan) if plan is not None else (Recorder(Segment(Segment(None))), None)
 
     def pack(tensor: torch.Tensor) -> Any:
         packed = recorder.pack(tensor)

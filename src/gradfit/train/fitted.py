@@ -30,7 +30,7 @@ class Fitted:
     peak_bytes: int
     steady: bool  # the same operations whatever the data: what was measured once holds again
     seen: bool = False  # the peak is that of a real step, not of a trial
-    saved_bytes: int = 0  # by autograd, where the plan keeps everything; 0 where it does not
+    saved_bytes: int | None = None  # by autograd, in the trial, of what need not be listened to; None before it
     looks: bool = True  # the forward looks at the data, which may so decide what it does
     copied: bool = False  # what the optimizer changes is copied before, so that its step can be taken back
 
@@ -46,8 +46,10 @@ class Fitted:
         step is looked at: a model that does another thing in each call, by Python's own randomness, is noticed late.
         """
         if not self.plan.keeps_everything:
-            return recording(self.plan, self.sizes)[0]
-        return Unrecorded(self.saved_bytes or math.inf) if first or self.looks else contextlib.nullcontext()
+            return recording(self.plan, self.sizes, None if self.looks else self.saved_bytes)[0]
+        if self.looks or first:
+            return Unrecorded(math.inf if self.saved_bytes is None else self.saved_bytes)
+        return contextlib.nullcontext()
 
 
 def covered(fitted: Fitted, copy_bytes: int, limit_bytes: int) -> Fitted:

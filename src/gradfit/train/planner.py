@@ -27,7 +27,7 @@ from gradfit.profiling.record import Profile
 from gradfit.profiling.state import untouched
 from gradfit.recompute.evict import Online
 from gradfit.recompute.offload import measure_bandwidth
-from gradfit.recompute.planned import Diverged, LooksAtData, Unrecorded
+from gradfit.recompute.planned import Diverged, LooksAtData
 from gradfit.train.fitted import Fitted, Shape, covered, covers, shape_of, smaller
 from gradfit.train.nominal import nominal
 from gradfit.tree import repeat_rows, split_batch
@@ -113,7 +113,9 @@ class Planner:
         except BudgetInfeasible as smallest:
             if smallest.min_bytes < plan.peak_bytes:
                 plan = make_plan(fitted.profile, memory=smallest.min_bytes, batch_size=plan.batch_size)
-        made = dataclasses.replace(fitted, plan=plan, peak_bytes=plan.peak_bytes, seen=False, copied=False)
+        made = dataclasses.replace(
+            fitted, plan=plan, peak_bytes=plan.peak_bytes, saved_bytes=None, seen=False, copied=False
+        )
         return self.replace(fitted, **vars(self._covered(made, limit)))
 
     def _covered(self, fitted: Fitted, limit_bytes: int) -> Fitted:
@@ -256,6 +258,7 @@ class Planner:
             return None
 
     def _rehearse(self, made: Fitted, batch: Any, online_bytes: int | None) -> Fitted:
+        made = dataclasses.replace(made, saved_bytes=None)  # of another plan, perhaps
         plan, found = made.plan, made.profile
         waiting = max(0, found.optimizer_bytes - _state_bytes(self._optimizer))  # what its first step will allocate
         passes = update = saved = 0
@@ -273,8 +276,7 @@ class Planner:
                 else:
                     with made.following() as following, looks:
                         loss, _ = run_loss(self._loss_fn, self._model, part)
-                    if isinstance(following, Unrecorded):
-                        saved = max(saved, following.saved_bytes)
+                    saved = max(saved, following.saved_bytes)
                     torch.autograd.backward(loss)
                 del loss
             passes = max(passes, live.peak_bytes + rest)

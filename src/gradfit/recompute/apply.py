@@ -1,0 +1,118 @@
+"""`apply` puts a plan around a model."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import torch
+
+from gradfit.errors import MisuseError, StateError
+from gradfit.planning.record import Plan
+from gradfit.recompute.planned import Diverged, recording
+
+
+class AppliedPlan:
+    """The handle that `apply` returns."""
+
+    def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
+        self.plan = plan
+        self._local = threading.local()
+        self._hooks = [
+            model.register_forward_pre_hook(self._before),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
+        self._block: _Following | None = None
+
+    def __repr__(self) -> str:
+        return f"<plan {self.plan.signature} {'applied' if self._hooks else 'removed'}>"
+
+    def remove(self) -> None:
+        """Undo it: the model is as before `apply`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __enter__(self) -> AppliedPlan:
+        if self._block is not None:
+            raise MisuseError("This plan is entered already. Call gf.apply() again for a second block.")
+        block = _Following(self.plan)
+        block.__enter__()
+        self._block = block
+        self._local.depth = getattr(self._local, "depth", 0) + 1
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._block is not None:
+            block, self._block = self._block, None
+            self._local.depth -= 1
+            block.__exit__(*error)
+        self.remove()
+
+    def _before(self, *_: Any) -> None:
+        depth = self._local.depth = getattr(self._local, "depth", 0) + 1
+        if depth == 1 and torch.is_grad_enabled():
+            self._local.follow = _Following(self.plan)
+            self._local.follow.__enter__()
+
+    def _after(self, module: torch.nn.Module, args: Any, result: Any) -> None:
+        self._local.depth -= 1
+        follow = getattr(self._local, "follow", None)
+        if self._local.depth == 0 and follow is not None:
+            self._local.follow = None
+            follow.end(None, None, None, whole=result is not None)
+
+
+class _Following:
+    """One forward along a plan: says so if it is another one."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        # The first forward is heard to its end; what autograd saves after the last decision tells if others are alike.
+        self._recorder, self._policy = recording(plan, limit_bytes=plan.seen[0] if plan.seen else None)
+
+    def __enter__(self) -> None:
+        if not self._plan.keeps_everything:
+            self._recorder.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.end(*error)
+
+    def end(self, kind: Any, *error: Any, whole: bool = True) -> None:
+        """Not `whole`: the forward may have failed though there is no error here."""
+        if self._plan.keeps_everything:
+            return
+        try:
+            self._recorder.__exit__(kind, *error)
+        except Diverged as left:
+            raise StateError(
+                f"The forward pass does not follow its plan: {left}, and what that held cannot be rebuilt. "
+                "Make a plan for this input with gf.profile and gf.plan."
+            ) from None
+        if kind is not None:
+            return
+        if self._policy.diverged is not None:
+            warnings.warn(
+                f"The forward pass no longer follows its plan: {self._policy.diverged}; from there on everything is "
+                "kept. Gradients are the same, memory is not. Make a plan for this input with gf.profile and gf.plan.",
+                stacklevel=3,
+            )
+        elif whole and not self._plan.seen:
+            self._plan.seen.append(self._recorder.saved_bytes)
+
+
+def apply(model: torch.nn.Module, plan: Plan) -> AppliedPlan:
+    """Put a plan to work on a model; gradients stay bit-identical.
+
+    As a context manager it covers everything inside the block, the loss included, which is what `plan` was made for:
+
+        with gf.apply(model, plan):
+            loss = loss_fn(model, batch)
+        loss.backward()
+
+    Without `with` it covers the model's own forward until `.remove()` is called.
+    """
+    if not isinstance(plan, Plan):
+        raise MisuseError(f"plan is a {type(plan).__name__}. Pass what gf.plan(...) returned.")
+    return AppliedPlan(model, plan)
