@@ -200,7 +200,7 @@ class Builder:
         )  # fmt: skip
         return Profile(
             values, tuple(self.ops), nodes, self.parameter_bytes, self.parameter_bytes, 0, 2 * self.parameter_bytes,
-            batch_bytes=Linear(0, 2048), batch_size=batch_size, overhead_seconds=Linear(1e-3), optimizer_seconds=1e-3,
+            batch_bytes=Linear(0, 2048), batch_size=batch_size, overhead_seconds=1e-3, optimizer_seconds=1e-3,
         )  # fmt: skip
 
 

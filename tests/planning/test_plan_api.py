@@ -125,7 +125,7 @@ def test_a_profile_of_nothing_is_misuse() -> None:
 
 def test_micro_batch_and_recomputation_are_chosen_together(profile: Profile) -> None:
     """With a fixed cost per micro-batch between the two extremes, the best step is neither of them."""
-    costly = replace(profile, overhead_seconds=Linear(0.1))
+    costly = replace(profile, overhead_seconds=0.1)
     budget = 200 * MIB
     joint = gf.plan(costly, memory=budget, batch_size=64)
     one_by_one = []

@@ -57,6 +57,13 @@ def plain_plan(profile: Profile, *, memory: int, batch_size: int, micro_batch: i
     return None if choice is None else _plan(profile, search, choice, memory)
 
 
+def recomputing_plan(profile: Profile, *, memory: int, batch_size: int, above: int) -> Plan | None:
+    """The fastest plan at a micro-batch above the largest that needs no recomputation; None if none fits."""
+    search = MicrobatchSearch(profile, _batch_size(profile, batch_size), split=True)
+    choice = search.recomputing(above, memory)
+    return None if choice is None else _plan(profile, search, choice, memory)
+
+
 def frontier(profile: Profile, *, batch_size: int | None = None, points: int = 16) -> list[Plan]:
     """The trade-off from the fastest plan to the smallest: each with strictly less memory and strictly more time."""
     if points < 2:

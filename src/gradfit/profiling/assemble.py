@@ -110,7 +110,8 @@ def assemble(
         batch_bytes=Linear(0.0, batch_bytes / rows),
         constant_bytes=Linear() if static is None else line(lambda t: _constant_bytes(t, static)),
         optimizer_seconds=cost.seconds,
-        overhead_seconds=_overhead(samples, [*(op.seconds for op in operations), *(node.seconds for node in nodes)]),
+        overhead_seconds=_overhead(samples, len(operations) + len(nodes)),
+        plain_points=_plain_points(samples),
         record_overhead_seconds=overhead.record,
         replay_overhead_seconds=overhead.replay,
         batch_size=big.size,
@@ -121,17 +122,16 @@ def assemble(
     )
 
 
-def _overhead(samples: list[Sample], parts: list[Linear]) -> Linear:
+def _plain_points(samples: list[Sample]) -> tuple[tuple[int, float], ...]:
+    """Where plain passes were timed up to the largest size: else its operations, each timed alone, tell more."""
+    points = tuple((one.size, one.plain_seconds) for one in samples if one.plain_seconds is not None)
+    return points if len(points) > 1 and points[-1][0] == samples[-1].size else ()
+
+
+def _overhead(samples: list[Sample], parts: int) -> float:
     """What plain passes take beyond their operations; less than nothing where those are too short to be timed alone."""
-    big = samples[-1]
-    timed = [(one.size, one.plain_seconds) for one in samples if one.plain_seconds is not None]
-    if len(timed) > 1 and timed[-1][0] == big.size:
-        # Through the sizes that are farthest apart: what a pass takes by itself is small beside what disturbs both.
-        plain = _slope(Linear.through(timed[0], timed[-1]), timed[-1][1], big.size)
-        return Linear(plain.fixed - sum(p.fixed for p in parts), plain.per_item - sum(p.per_item for p in parts))
     beside = [one.plain_seconds - one.busy_seconds for one in samples if one.plain_seconds is not None]
-    # What is beyond any interpreter's share is another process's.
-    return Linear(min(beside[-1], 1e-4 * len(parts))) if beside else Linear()
+    return min(beside[-1], 1e-4 * parts) if beside else 0.0  # what is beyond any interpreter's share is another's
 
 
 def _slope(line: Linear, seconds: float, size: int) -> Linear:

@@ -134,7 +134,8 @@ def _samples(
     if total == 1:
         return [_sample(model, loss_fn, batch, 1, math.inf)]
     if memory_bytes is None:
-        sizes = [max(1, total // 2), total]
+        # The small ones are for what a pass takes whatever its size, which the large ones do not show.
+        sizes = [*([2, total // 8] if total >= 32 else []), max(1, total // 2), total]
         return [_sample(model, loss_fn, next(iter(cut(batch, size))), size, math.inf) for size in sizes]
     return _growing(model, loss_fn, batch, total, cut, memory_bytes, cost)
 

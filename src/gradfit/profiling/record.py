@@ -136,7 +136,8 @@ class Profile:
     batch_bytes: Linear = Linear()
     constant_bytes: Linear = Linear()  # tensors that the forward brings along: from Python numbers, from NumPy
     optimizer_seconds: float = 0.0
-    overhead_seconds: Linear = Linear()  # of a micro-batch, beside its operations: Python's, and that of cold memory
+    overhead_seconds: float = 0.0  # of a micro-batch, beside its operations: Python's, and that of cold memory
+    plain_points: tuple[tuple[int, float], ...] = ()  # micro-batch and seconds of passes that kept everything
     record_overhead_seconds: float = 0.0  # the tape's, per operation of the forward
     replay_overhead_seconds: float = 0.0  # the tape's, per replayed operation
     batch_size: int = 1  # at which it was measured
@@ -177,6 +178,8 @@ class Profile:
             [round(getattr(node, name).at(batch_size)) for node in self.nodes]
             for name in ("before_bytes", "peak_bytes", "after_bytes")
         )
+        # Of operations alike, the early ones are rebuilt: after the last that is, nothing need be recorded.
+        early = 0.1 * self.record_overhead_seconds / max(1, len(self.operations))
         late = 0 if accumulates else sum(node.gradient_bytes for node in self.nodes)
         if late:
             made = 0
@@ -202,7 +205,10 @@ class Profile:
             op_inputs=[op.inputs for op in self.operations],
             op_outputs=[op.outputs for op in self.operations],
             op_overwrites=[op.overwrites for op in self.operations],
-            op_seconds=[op.seconds.at(batch_size) + self.replay_overhead_seconds for op in self.operations],
+            op_seconds=[
+                op.seconds.at(batch_size) + self.replay_overhead_seconds + early * index
+                for index, op in enumerate(self.operations)
+            ],
             op_workspace=[round(op.workspace_bytes.at(batch_size)) for op in self.operations],
             op_replayable=[op.replayable for op in self.operations],
             node_needs=[node.needs for node in self.nodes],
@@ -226,8 +232,9 @@ class Profile:
 
     def plain_seconds(self, batch_size: int) -> float:
         """Both passes with everything kept, as measured: small operations take less than when each is timed alone."""
-        beside = self.overhead_seconds.fixed + self.overhead_seconds.per_item * batch_size
-        return max(0.0, self.forward_seconds(batch_size) + self.backward_seconds(batch_size) + beside)
+        if self.plain_points:
+            return _between(self.plain_points, batch_size)
+        return self.forward_seconds(batch_size) + self.backward_seconds(batch_size) + self.overhead_seconds
 
     def saved_bytes(self, batch_size: int) -> int:
         """What plain autograd holds between the passes: every value some node needs, each storage once."""
@@ -248,6 +255,22 @@ class Profile:
 
     def __str__(self) -> str:
         return describe(self)
+
+
+def _between(points: tuple[tuple[int, float], ...], size: int) -> float:
+    """On the line from point to point; beyond the last, on that from the first to the last, and before the first, too.
+
+    >>> _between(((2, 3.0), (4, 4.0), (8, 10.0)), 6)
+    7.0
+    """
+    low, high = points[0], points[-1]
+    if low[0] < size < high[0]:
+        after = next(place for place, (at, _) in enumerate(points) if at >= size)
+        return Linear.through(points[after - 1], points[after]).at(size)
+    near = low if size <= low[0] else high
+    line = Linear.through(low, high)
+    is_sound = low != high and line.fixed >= 0 and line.per_item >= 0
+    return line.at(size) if is_sound else near[1] * size / near[0]
 
 
 def _made_at(value: Value) -> int:

@@ -197,8 +197,12 @@ class PlannedRecorder(Recorder):
                 self._listening.rest()
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        packed = super().pack(tensor)
-        if self._tail and type(packed) is tuple and tensor.layout is torch.strided:
+        if not self._tail:
+            return super().pack(tensor)
+        if self._dead:
+            self._bury()
+        packed = super().pack(tensor) if self._made else _as_it_is(tensor)
+        if type(packed) is tuple and tensor.layout is torch.strided:
             self.saved_bytes += tensor.nbytes
             if self._limit is not None and self.saved_bytes > self._limit:
                 self._follows.leave(_too_much(self.saved_bytes, self._limit))
@@ -211,6 +215,13 @@ class PlannedRecorder(Recorder):
         super().__exit__(*error)
         if written is not None:
             raise Diverged(f"it writes in place to a tensor of shape {tuple(written.shape)}, which the plan's does not")
+
+
+def _as_it_is(tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+    """What `unpack` takes for a tensor that is kept."""
+    if tensor.is_leaf and tensor.requires_grad:
+        return (tensor, tensor._version)
+    return (tensor.detach(), None if tensor.is_inference() else tensor._version)  # its graph would hold itself
 
 
 def _too_much(saved_bytes: int, limit_bytes: float) -> str:
@@ -241,9 +252,7 @@ class Unrecorded:
             self.saved_bytes += tensor.nbytes
             if self.saved_bytes > self.limit_bytes:
                 raise Diverged(_too_much(self.saved_bytes, self.limit_bytes))
-        if tensor.is_leaf and tensor.requires_grad:
-            return (tensor, tensor._version)
-        return (tensor.detach(), None if tensor.is_inference() else tensor._version)  # its graph would hold itself
+        return _as_it_is(tensor)
 
 
 class LooksAtData(DispatchMode):

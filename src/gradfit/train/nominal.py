@@ -36,7 +36,8 @@ def nominal(profile: Profile) -> Profile:
         operations=tuple(dataclasses.replace(op, seconds=t) for op, t in zip(profile.operations, times, strict=True)),
         nodes=tuple(dataclasses.replace(node, seconds=back) for node in profile.nodes),
         optimizer_seconds=0.0,
-        overhead_seconds=Linear(calls + 3 * profile.gradient_bytes / bandwidth),
+        overhead_seconds=calls + 3 * profile.gradient_bytes / bandwidth,
+        plain_points=(),
         record_overhead_seconds=call / 2,
         replay_overhead_seconds=call,
     )

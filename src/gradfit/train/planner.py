@@ -16,7 +16,7 @@ from gradfit._torch import is_out_of_memory
 from gradfit._torch_distributed import local_part
 from gradfit._torch_fsdp import drop_gradients
 from gradfit.errors import BudgetInfeasible
-from gradfit.planning.api import plain_plan
+from gradfit.planning.api import plain_plan, recomputing_plan
 from gradfit.planning.api import plan as make_plan
 from gradfit.planning.microbatch import even
 from gradfit.planning.record import Plan
@@ -36,6 +36,7 @@ from gradfit.units import format_bytes
 _TRIES = 5
 _TRIES_ONLINE = 3
 _TIMED = 3  # passes
+_DOUBT = 1.3  # by how much a prediction may be slower, and the clock is still asked
 _NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
 
 
@@ -158,7 +159,8 @@ class Planner:
                 again = self._try_out(other, batch) if other.plan.micro_batch == plan.micro_batch else None
                 return self._fastest([tried if again is None or again.peak_bytes > limit_bytes else again], batch)
             if tried.peak_bytes <= limit_bytes:
-                return self._fastest([tried, *self._plain(tried, batch, target, limit_bytes)], batch)
+                rivals = self._recomputing if plan.keeps_everything else self._plain
+                return self._fastest([tried, *rivals(tried, batch, target, limit_bytes)], batch)
             target = min(target, plan.peak_bytes) - (tried.peak_bytes - limit_bytes)
             if target <= 0:
                 break
@@ -295,9 +297,7 @@ class Planner:
         return ways[0]
 
     def _plain(self, made: Fitted, batch: Any, target: int, limit_bytes: int) -> list[Fitted]:
-        """The largest micro-batch without recomputation, tried out, if there is one and it is not this one."""
-        if made.plan.keeps_everything:
-            return []
+        """The largest micro-batch without recomputation, tried out, if there is one."""
         # With some room: the profile may be of another size, and not even a trial may pass the budget.
         found, rows = made.profile, made.plan.batch_size
         plan = plain_plan(found, memory=int(0.95 * target), batch_size=rows)
@@ -315,6 +315,17 @@ class Planner:
                 break
             plan = plain_plan(found, memory=limit_bytes, batch_size=rows, micro_batch=most)
         return tried
+
+    def _recomputing(self, made: Fitted, batch: Any, target: int, limit_bytes: int) -> list[Fitted]:
+        """The best larger micro-batch, with recomputation, tried out, if it can be as fast."""
+        rows, size = made.plan.batch_size, made.plan.micro_batch
+        if size == rows:
+            return []
+        plan = recomputing_plan(made.profile, memory=int(0.95 * target), batch_size=rows, above=size)
+        if plan is None or plan.step_seconds > _DOUBT * made.plan.step_seconds:
+            return []
+        tried = self._try_out(dataclasses.replace(made, plan=plan), batch)
+        return [] if tried is None or tried.peak_bytes > limit_bytes else [tried]
 
     def _timed(self, made: Fitted, batch: Any) -> Fitted:
         """With the seconds that its passes take here and now, for which what was measured is only a hint."""
