@@ -1,0 +1,84 @@
+"""Few large micro-batches with recomputation, or many small ones without: the clock decides, whichever was planned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradfit as gf
+from gradfit.planning.api import plain_plan, recomputing_plan
+from gradfit.profiling.record import Linear, Profile
+from gradfit.train.planner import Planner
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(6)))
+
+
+def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+@pytest.fixture(scope="module")
+def found() -> Profile:
+    return gf.profile(network(), square, torch.randn(64, 32))
+
+
+def budget_for(found: Profile, rows: int) -> int:
+    """What so many rows need without recomputation."""
+    return gf.plan(found, memory="1 GiB", batch_size=64, micro_batch=rows).peak_bytes
+
+
+def test_the_best_of_the_larger_ones(found: Profile) -> None:
+    budget = budget_for(found, 8)
+    plain = plain_plan(found, memory=budget, batch_size=64)
+    assert plain is not None
+    assert (plain.micro_batch, plain.keeps_everything) == (8, True)
+    other = recomputing_plan(found, memory=budget, batch_size=64, above=8)
+    assert other is not None
+    assert other.micro_batch > 8
+    assert not other.keeps_everything
+    assert other.peak_bytes <= budget
+    assert recomputing_plan(found, memory=budget_for(found, 1) // 4, batch_size=64, above=1) is None
+
+
+@pytest.mark.parametrize("recomputation_is_slow", [False, True])
+def test_the_clock_decides(recomputation_is_slow: bool, monkeypatch: pytest.MonkeyPatch, found: Profile) -> None:
+    asked: set[bool] = set()
+
+    def seconds(self: Planner, made: Any, part: Any) -> float:
+        asked.add(made.plan.keeps_everything)
+        return len(part) * (1.0 if made.plan.keeps_everything is recomputation_is_slow else 2.0)
+
+    monkeypatch.setattr(Planner, "_pass_seconds", seconds)
+    model, batch = network(), torch.randn(64, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    step = gf.fit(model, optimizer, square, batch, memory=budget_for(found, 16) + 8192)
+    assert asked == {False, True}
+    assert step.plan.keeps_everything is recomputation_is_slow
+    assert step.plan.step_seconds == pytest.approx(64.0, rel=0.01)
+    assert step(batch).stepped
+
+
+def test_plain_seconds_lie_between_those_measured(found: Profile) -> None:
+    points = ((2, 3.0), (4, 4.0), (8, 10.0))
+    made = Profile(found.values, found.operations, found.nodes, plain_points=points)
+    assert [made.plain_seconds(n) for n in (2, 3, 4, 6, 8)] == [3.0, 3.5, 4.0, 7.0, 10.0]
+    line = Linear.through((2, 3.0), (8, 10.0))
+    assert made.plain_seconds(16) == pytest.approx(line.at(16))
+    assert made.plain_seconds(1) == pytest.approx(line.at(1))
+    again = Profile.from_json(made.to_json())
+    assert again.plain_points == points
+    shrinking = Profile(found.values, found.operations, found.nodes, plain_points=((2, 5.0), (4, 4.0)))
+    assert shrinking.plain_seconds(8) == 8.0  # in proportion, as no line through noise
+    assert shrinking.plain_seconds(1) == 2.5
+
+
+def test_a_large_batch_is_measured_at_small_sizes_too() -> None:
+    sizes = [size for size, _ in gf.profile(network(), square, torch.randn(64, 32)).plain_points]
+    assert sizes == [2, 8, 32, 64]
+    assert [size for size, _ in gf.profile(network(), square, torch.randn(6, 32)).plain_points] == [3, 6]
