@@ -6,12 +6,14 @@ peak of everything that the two passes allocate beside parameters, gradients and
 when accumulating), read by `gf.meter` in a run of its own. Times are CPU seconds of one thread without the meter, as
 ratios to plain PyTorch's next to them: the median over the rounds, and the ratio of the least of each. Points of
 gradfit are plans for a budget, not tuned by hand; beside their time stands what the plan predicted, and below which no
-choice of values to keep can come, by the operations' measured seconds.
+choice of values to keep can come, by the operations' measured seconds. "gradfit, split" may also cut the batch, as
+`gf.fit` does; beside it stands plain PyTorch in as many pieces by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -37,6 +39,7 @@ import gradfit as gf
 from gradfit.planning.mincut import least_seconds
 
 ROOT = Path(__file__).parents[1]
+SPLIT_SHARES = (0.5, 0.35, 0.15)
 SHARES = (0.95, 0.9, 0.8, 0.65, 0.5, 0.42, 0.35, 0.25, 0.15, 0.1)
 _KEPT = ("mm", "addmm", "bmm", "convolution", "scaled_dot_product")
 
@@ -90,6 +93,18 @@ def passes(case: Case, runner: Any, plan: gf.Plan | None = None) -> None:
     loss.backward()
 
 
+def in_pieces(case: Case, size: int, plan: gf.Plan | None = None) -> None:
+    """Both passes, so many rows at a time."""
+    case.model.runner = plainly
+    rows = case.batch["x"].size(0)
+    for start in range(0, rows, size):
+        part = {name: tensor[start : start + size] for name, tensor in case.batch.items()}
+        with gf.apply(case.model, plan) if plan is not None else contextlib.nullcontext():
+            loss = case.loss(case.model, part) * (part["x"].size(0) / rows)
+        loss.backward()
+        del loss
+
+
 def points(case: Case, *, full: bool) -> Iterator[Point]:
     count = len(case.model.blocks)
     yield Point("plain", "", partial(passes, case, plainly))
@@ -122,7 +137,16 @@ def plans(case: Case, plain_bytes: int) -> Iterator[Point]:
         run = partial(passes, case, plainly, plan)
         yield Point("gradfit", setting, run, predicted=plan.extra_fraction, bound=bound)
         if setting == "the least":
-            return
+            break
+    if any(isinstance(module, nn.BatchNorm2d) for module in case.model.modules()):
+        return  # in pieces its statistics are others
+    for share in SPLIT_SHARES:
+        plan = gf.plan(found, memory=graph.static_bytes + int(plain_bytes * share), batch_size=rows)
+        if plan.micro_batch < rows:
+            name = f"{share:.0%}, {plan.micro_batch} rows"
+            run = partial(in_pieces, case, plan.micro_batch, plan)
+            yield Point("gradfit, split", name, run, predicted=plan.step_seconds / graph.plain_seconds - 1)
+            yield Point("split by hand", f"{plan.micro_batch} rows", partial(in_pieces, case, plan.micro_batch))
 
 
 def measure(case: Case, *, rounds: int, full: bool, compiled: bool) -> list[Point]:
@@ -151,11 +175,11 @@ def peak_of(case: Case, point: Point) -> int:
 
 def behind(found: list[Point]) -> list[str]:
     """Eager peers' points at which gradfit has none that is as small and as fast."""
-    mine = [point for point in found if point.peer in ("gradfit", "plain")]
+    mine = [point for point in found if point.peer in ("gradfit", "gradfit, split", "plain")]
     return [
         f"{peer.peer} {peer.setting}"
         for peer in found
-        if peer.peer not in ("gradfit", "plain", "compile")
+        if peer.peer not in ("gradfit", "gradfit, split", "split by hand", "plain", "compile")
         and not any(p.peak_bytes <= peer.peak_bytes * 1.01 and p.times.ratio <= peer.times.ratio * 1.01 for p in mine)
     ]
 
@@ -170,8 +194,10 @@ def table(case: Case, found: list[Point]) -> list[str]:
         memory, least = point.peak_bytes / plain.peak_bytes, point.times.least / plain.times.least - 1
         line = f"  {point.peer:24}{point.setting:20}{point.peak_bytes / 1e6:8.1f}{memory:9.1%}"
         line += f"{point.times.ratio - 1:+9.1%}{least:+10.1%}"
-        if point.predicted is not None and point.bound is not None:
-            line += f"{point.predicted:+11.1%}{point.bound:+9.1%}"
+        if point.predicted is not None:
+            line += f"{point.predicted:+11.1%}"
+        if point.bound is not None:
+            line += f"{point.bound:+9.1%}"
         lines.append(line)
     slower = behind(found)
     lines.append("  gradfit is below every eager peer" if not slower else f"  not below: {', '.join(slower)}")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradfit as gf
-from gradfit.recompute.planned import recording
+from gradfit.recompute.planned import Script, recording
 from gradfit.tree import repeat_rows, split_batch
 
 sys.path.append(str(Path(__file__).parents[1] / "profiling"))
@@ -22,7 +22,7 @@ def measured(name: str, plan: gf.Plan) -> int:
     batch = repeat_rows(batch, plan.batch_size)
     with gf.meter(model, batch) as live:
         for part in split_batch(batch, plan.micro_batch):
-            recorder, policy = recording(plan)
+            recorder, policy = recording(Script(plan))
             with recorder:
                 result = loss_fn(model, part)
                 loss = result[0] if isinstance(result, tuple) else result

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from gradfit import records
 from gradfit.units import format_bytes, format_seconds
@@ -70,9 +71,9 @@ class Plan:
     versions: dict[str, str] = field(default_factory=dict)
 
     @cached_property
-    def seen(self) -> list[int]:
-        """For `apply`: the bytes that autograd saved, in a forward that followed the plan, after its last decision."""
-        return []
+    def memo(self) -> dict[str, Any]:
+        """For `apply`: the plan as it is followed, and the bytes that autograd saves after its last decision."""
+        return {}
 
     @property
     def keeps_everything(self) -> bool:

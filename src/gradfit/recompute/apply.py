@@ -10,7 +10,7 @@ import torch
 
 from gradfit.errors import MisuseError, StateError
 from gradfit.planning.record import Plan
-from gradfit.recompute.planned import Diverged, recording
+from gradfit.recompute.planned import Diverged, Script, recording
 
 
 class AppliedPlan:
@@ -70,7 +70,10 @@ class _Following:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         # The first forward is heard to its end; what autograd saves after the last decision tells if others are alike.
-        self._recorder, self._policy = recording(plan, limit_bytes=plan.seen[0] if plan.seen else None)
+        memo = plan.memo
+        if "script" not in memo:
+            memo["script"] = Script(plan)
+        self._recorder, self._policy = recording(memo["script"], memo.get("tail_bytes"))
 
     def __enter__(self) -> None:
         if not self._plan.keeps_everything:
@@ -98,8 +101,8 @@ class _Following:
                 "kept. Gradients are the same, memory is not. Make a plan for this input with gf.profile and gf.plan.",
                 stacklevel=3,
             )
-        elif whole and not self._plan.seen:
-            self._plan.seen.append(self._recorder.saved_bytes)
+        elif whole:
+            self._plan.memo.setdefault("tail_bytes", self._recorder.saved_bytes)
 
 
 def apply(model: torch.nn.Module, plan: Plan) -> AppliedPlan:

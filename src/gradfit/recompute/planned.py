@@ -21,34 +21,41 @@ from gradfit.tape.save import unpack
 
 _DECIDED_BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _CHOICES = {"keep": KEEP, "rebuild": DROP, "offload": OFFLOAD}
+_ONE = {choice: [choice] for choice in (KEEP, DROP, OFFLOAD)}
+_Tensor = torch.Tensor
 
 
 class Diverged(Exception):
     """The forward pass is not the plan's; the text says where."""
 
 
+class Script:
+    """A plan as it is followed, made once: what becomes of each value, in the order in which they are made.
+
+    With `sizes`, the bytes of each value of the profile, a result that is larger is another operation than the plan's;
+    and since a budget would not survive that, `Diverged` is raised at once.
+    """
+
+    def __init__(self, plan: Plan, sizes: Sequence[int] | None = None) -> None:
+        made = [value for value, action in enumerate(plan.actions) if action != "external"]
+        self.names, self.parents = plan.operations, plan.segment_parents
+        self.choices = [_CHOICES[plan.actions[value]] for value in made]
+        self.segments = [plan.segments[value] for value in made]
+        self.sizes = None if sizes is None else [sizes[value] for value in made]
+        self.heard = plan.heard
+        self.last = max((value for value, choice in enumerate(self.choices) if choice != KEEP), default=-1)
+
+
 class PlanPolicy:
     """Gives each result of each operation what the plan says, as long as the operations are the plan's.
 
     Where they are not (other shapes took another branch), `diverged` says where, and everything is kept from there.
-    With `sizes`, the bytes of each value, a result that is larger is another operation too; and since a budget would
-    not survive that, `Diverged` is raised at once.
     """
 
-    def __init__(self, plan: Plan, sizes: Sequence[int] | None = None) -> None:
+    def __init__(self, script: Script) -> None:
         self.diverged: str | None = None
-        self.store: Store | None = Store() if "offload" in plan.actions else None
-        self._names = plan.operations
-        self._steps = [
-            (_CHOICES[action], segment)
-            for action, segment in zip(plan.actions, plan.segments, strict=True)
-            if action != "external"
-        ]
-        self._sizes = None
-        if sizes is not None:
-            self._sizes = [size for size, action in zip(sizes, plan.actions, strict=True) if action != "external"]
-        self._parents = plan.segment_parents
-        self._heard, self._last = plan.heard, _last_chosen(self._steps)
+        self.store: Store | None = Store() if OFFLOAD in script.choices else None
+        self._script = script
         self._operation = 0
         self._value = 0
         self._packing = False  # what is moved out next is a mask's bits
@@ -57,78 +64,68 @@ class PlanPolicy:
 
     def attach(self, recorder: PlannedRecorder) -> None:
         """Follow the plan from its first operation, in this recording."""
-        self._operation = self._value = 0
-        self.diverged = None
         root = recorder.segment
         self._segments = [root]
-        for parent in self._parents[1:]:
+        for parent in self._script.parents[1:]:
             self._segments.append(Segment(self._segments[parent], root.scope))
         self._recorder = recorder
 
     def choose(self, func: Any, results: list[torch.Tensor]) -> list[int] | None:
         packs = self._passes_bits(func, results)
-        position = self._operation
-        self._operation += 1
+        position, names = self._operation, self._script.names
         if self.diverged is None:
-            if position >= len(self._names) or not _is_called(func, self._names[position]):
-                expected = self._names[position] if position < len(self._names) else "the end"
-                self.leave(f"operation {position} is {name_of(func)}, the plan has {expected}")
-            else:
-                first, self._value = self._value, self._value + len(results)
-                steps = self._steps[first : self._value]
-                if self._sizes is not None:
-                    self._measure(position, func, results, first)
-                if self._recorder is not None:
-                    self._recorder.segment = self._segments[steps[0][1]]
-                    self._look_ahead()
-                if packs and steps[0][0] == DROP:
+            choices = self._next(func, results)
+            if choices is not None:
+                if packs and choices[0] == DROP:
                     self._packing = True
-                    return [OFFLOAD]
-                return [choice for choice, _ in steps]
+                    return _ONE[OFFLOAD]
+                return choices
+            expected = names[position] if position < len(names) else "the end"
+            self.leave(f"operation {position} is {name_of(func)}, the plan has {expected}")
         return [KEEP] * len(results)
 
-    def keeps(self, func: Any, out: Any) -> bool:
-        """Whether the plan keeps all that the next operation, `func`, made: then nobody need write it down."""
-        position = self._operation
-        if self.diverged is not None or position >= len(self._names) or not _is_called(func, self._names[position]):
-            return False
-        results = (out,) if type(out) is torch.Tensor else out
-        if type(results) is not tuple:
-            return False
-        first = value = self._value
-        for result in results:
-            if type(result) is not torch.Tensor:
-                return False
-            if value >= len(self._steps) or self._steps[value][0] != KEEP:
-                return False
-            value += 1
-        if self._sizes is not None:
-            self._measure(position, func, results, first)
-        self._operation, self._value = position + 1, value
-        self._look_ahead()
-        return True
+    def decide(self, func: Any, out: Any) -> list[int] | None:
+        """The same for what an operation returned, before it is written down; None if `choose` must be asked."""
+        if self.diverged is not None:
+            return None
+        if type(out) is _Tensor:
+            return self._next(func, (out,))
+        if type(out) is not tuple:
+            return None
+        for result in out:
+            if type(result) is not _Tensor:
+                return None
+        return self._next(func, out)
 
-    def _look_ahead(self) -> None:
-        """Whether nothing that comes need be heard."""
-        if self._recorder is not None and self._value > self._last and self._operation >= self._heard:
-            self._recorder.begin_tail()
-
-    def _measure(self, position: int, func: Any, results: Sequence[torch.Tensor], first: int) -> None:
-        """Whether results are as large as the plan has them."""
-        assert self._sizes is not None
-        for number, result in enumerate(results, first):
-            if (found := result.untyped_storage().nbytes()) > self._sizes[number]:
-                size = self._sizes[number]
-                self.leave(f"operation {position}, {name_of(func)}, made {found} bytes, the plan has {size}")
+    def _next(self, func: Any, results: Sequence[torch.Tensor]) -> list[int] | None:
+        """Pass the next operation, if it is this one."""
+        script, position, first = self._script, self._operation, self._value
+        after = first + len(results)
+        if position >= len(script.names) or after > len(script.choices):
+            return None
+        name = script.names[position]
+        if _called.get(name) is not func and not _is_called(func, name):
+            return None
+        if script.sizes is not None:
+            for number, result in enumerate(results, first):
+                if (found := result.untyped_storage().nbytes()) > (size := script.sizes[number]):
+                    self.leave(f"operation {position}, {name}, made {found} bytes, the plan has {size}")
+        self._operation, self._value = position + 1, after
+        if self._recorder is not None:
+            self._recorder.segment = self._segments[script.segments[first]]
+            if after > script.last and position + 1 >= script.heard:
+                self._recorder.begin_tail()
+        return _ONE[script.choices[first]] if after == first + 1 else script.choices[first:after]
 
     def _passes_bits(self, func: Any, results: list[torch.Tensor]) -> bool:
         """Where the plan has a mask's bits as an operation of their own: pass it, and say whether it keeps them."""
         position = self._operation
-        if self.diverged is not None or position >= len(self._names) or self._names[position] != MASK:
+        names = self._script.names
+        if self.diverged is not None or position >= len(names) or names[position] != MASK:
             return False
         if not draws_mask(info_of(func), results):
             return False  # another operation than the plan's
-        choice, _ = self._steps[self._value]
+        choice = self._script.choices[self._value]
         self._operation += 1
         self._value += 1
         return choice == KEEP
@@ -136,7 +133,7 @@ class PlanPolicy:
     def leave(self, where: str) -> None:
         """It is not the plan's forward any more; `where` says since when."""
         self.diverged = self.diverged or where
-        if self._sizes is not None:
+        if self._script.sizes is not None:
             raise Diverged(where)
 
     def offload(self, tensor: torch.Tensor) -> Any:
@@ -149,18 +146,16 @@ class PlanPolicy:
         return self.store.put(tensor)
 
 
-def _last_chosen(steps: list[tuple[int, int]]) -> int:
-    return max((value for value, (choice, _) in enumerate(steps) if choice != KEEP), default=-1)
-
-
-_names: dict[Any, str] = {}
+_names: dict[int, str] = {}  # by address: hashing an operator runs Python code
+_called: dict[str, Any] = {}  # the operator that was last seen to be the one of this name
 
 
 def name_of(func: Any) -> str:
     """An operator's name, made once."""
-    name = _names.get(func)
+    name = _names.get(id(func))
     if name is None:
-        name = _names[func] = str(func)
+        info_of(func)  # which sees to it that the address is not used again
+        name = _names[id(func)] = str(func)
     return name
 
 
@@ -171,7 +166,10 @@ def _is_called(func: Any, name: str) -> bool:
     longer, so the plan holds.
     """
     found = name_of(func)
-    return found == name or found.replace("_.", ".", 1) == name.replace("_.", ".", 1)
+    if found != name and found.replace("_.", ".", 1) != name.replace("_.", ".", 1):
+        return False
+    _called[name] = func
+    return True
 
 
 class PlannedRecorder(Recorder):
@@ -186,7 +184,7 @@ class PlannedRecorder(Recorder):
         super().__init__(Segment(None), policy)
         self.saved_bytes = 0  # by autograd, in the tail; each tensor as often as it is saved
         self._limit, self._follows, self._tail = limit_bytes, policy, False
-        self.planned, self.keeps = True, policy.keeps
+        self.planned, self.decide = True, policy.decide
         policy.attach(self)
 
     def begin_tail(self) -> None:
@@ -268,13 +266,10 @@ class LooksAtData(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def recording(
-    plan: Plan, sizes: Sequence[int] | None = None, limit_bytes: int | None = None
-) -> tuple[PlannedRecorder, PlanPolicy]:
+def recording(script: Script, limit_bytes: int | None = None) -> tuple[PlannedRecorder, PlanPolicy]:
     """A recorder that follows the plan: enter it around the forward pass.
 
-    With `sizes` it insists on the plan. With `limit_bytes`, what autograd saved of the plan's tail, it does not listen
-    to that any more.
+    With `limit_bytes`, what autograd saved of the plan's tail before, it does not listen to that any more.
     """
-    policy = PlanPolicy(plan, sizes)
+    policy = PlanPolicy(script)
     return PlannedRecorder(policy, limit_bytes), policy

@@ -46,7 +46,7 @@ class Known:
         self.segment = segment
         self.policy = policy
         self.planned = False  # segments come from a plan and are not to be widened
-        self.keeps: Any = None  # a plan's answer to whether all that an operation made is kept, before it is recorded
+        self.decide: Any = None  # a plan's choice for what an operation returned, before it is written down
         self.watching: Any = None  # called with every operation that is recorded
         self._made: dict[int, Value] = {}  # made by a recorded operation
         self._roots: dict[int, weakref.ref[Value]] = {}  # made by somebody else, and read

@@ -82,7 +82,7 @@ class Recorder(Writer):
                     self._made.clear()  # the graph's saved tensors hold `pack`, and so this object
                     self._roots.clear()
                     self._leaves.clear()
-                    self.policy = self.watching = self.keeps = None
+                    self.policy = self.watching = self.decide = None
                     while self._units:
                         self._units.pop().remove()
                     trace_again(self._tracing)
@@ -94,8 +94,9 @@ class Recorder(Writer):
         info = infos.get(id(func)) or info_of(func)
         if info.simple and graph_task_id() == -1:
             out = info.call(*args, **kwargs)
-            if self.keeps is None or not self.keeps(func, out):
-                self._record(func, info, args, kwargs, out, None)
+            choices = None if self.decide is None else self.decide(func, out)
+            if choices is None or choices.count(KEEP) < len(choices):
+                self._record(func, info, args, kwargs, out, None, choices)
             return out
         if info.view:  # rule 2
             return info.call(*args, **kwargs)
@@ -119,10 +120,12 @@ class Recorder(Writer):
         if info.scratch and _in_training(args):
             self._lose([args[position] for position in info.scratch if isinstance(args[position], _Tensor)])
         out = info.call(*args, **kwargs)
-        if self.keeps is not None and self.keeps(func, out):
+        choices = None if self.decide is None else self.decide(func, out)
+        if choices is not None and choices.count(KEEP) == len(choices):
             return out
         if not info.recordable:  # rule 5
-            self._choose(func, fresh_results(out, args))
+            if choices is None:
+                self._choose(func, fresh_results(out, args))
             return out
         if info.scratch and _in_training(args):
             args = [_scratch(each) if at in info.scratch else each for at, each in enumerate(args)]
@@ -130,10 +133,12 @@ class Recorder(Writer):
             kwargs = {**kwargs, "dtype": out.dtype}  # the default dtype may be another one at replay
         if info.shape_only and (instead := without_content(info, args, kwargs, out)) is not None:
             info, args, kwargs = instead
-        self._record(func, info, args, kwargs, out, state)
+        self._record(func, info, args, kwargs, out, state, choices)
         return out
 
-    def _record(self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any, state: Any) -> None:
+    def _record(
+        self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any, state: Any, choices: list[int] | None
+    ) -> None:
         """Every microsecond here is paid hundreds of times per step: what is common is written out."""
         if self._dead:
             self._bury()
@@ -167,12 +172,12 @@ class Recorder(Writer):
             named = self._template_kwargs(kwargs, inputs) if kwargs else NO_KWARGS
             fresh = _fresh(out, inputs)
         except (Untrackable, RuntimeError):  # rule 5
-            self._choose(func, fresh_results(out, args))
+            if choices is None:
+                self._choose(func, fresh_results(out, args))
             return
         if not fresh:
             return
-        choices = None
-        if self.policy is not None:
+        if choices is None and self.policy is not None:
             choices = self.policy.choose(func, [tensor for _, tensor, _ in fresh])
             if choices is not None and choices.count(KEEP) == len(choices):
                 return

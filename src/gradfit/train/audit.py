@@ -19,7 +19,7 @@ from gradfit.errors import MisuseError
 from gradfit.planning.record import Plan
 from gradfit.profiling.measure import LossFunction, run_loss
 from gradfit.profiling.state import Generators, generator_states, untouched
-from gradfit.recompute.planned import recording
+from gradfit.recompute.planned import Script, recording
 from gradfit.recompute.scope import suspended
 from gradfit.tape.graph import Handle, Operation, Segment
 from gradfit.tape.record import Recorder
@@ -221,7 +221,7 @@ class _Checks:
 @contextlib.contextmanager
 def _checked(checks: _Checks, plan: Plan | None, digests: Digests) -> Iterator[None]:
     """Follow the plan, or drop everything, and hold what is dropped beside it to compare."""
-    recorder, policy = recording(plan) if plan is not None else (Recorder(Segment(Segment(None))), None)
+    recorder, policy = recording(Script(plan)) if plan is not None else (Recorder(Segment(Segment(None))), None)
 
     def pack(tensor: torch.Tensor) -> Any:
         packed = recorder.pack(tensor)

@@ -13,7 +13,7 @@ import torch
 
 from gradfit.planning.record import Plan
 from gradfit.profiling.record import Profile
-from gradfit.recompute.planned import Unrecorded, recording
+from gradfit.recompute.planned import Script, Unrecorded, recording
 from gradfit.tree import leaves
 
 Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of each tensor of a batch, without the rows
@@ -35,9 +35,9 @@ class Fitted:
     copied: bool = False  # what the optimizer changes is copied before, so that its step can be taken back
 
     @cached_property
-    def sizes(self) -> list[int]:
-        """The bytes that the plan reckons with for each value: more, and it is another computation."""
-        return [round(value.nbytes.at(self.plan.micro_batch)) for value in self.profile.values]
+    def script(self) -> Script:
+        """The plan with the bytes that it reckons with for each value: more, and it is another computation."""
+        return Script(self.plan, [round(value.nbytes.at(self.plan.micro_batch)) for value in self.profile.values])
 
     def following(self, *, first: bool = True) -> Any:
         """What a forward runs in, to follow the plan; `Diverged` if it does not.
@@ -46,7 +46,7 @@ class Fitted:
         step is looked at: a model that does another thing in each call, by Python's own randomness, is noticed late.
         """
         if not self.plan.keeps_everything:
-            return recording(self.plan, self.sizes, None if self.looks else self.saved_bytes)[0]
+            return recording(self.script, None if self.looks else self.saved_bytes)[0]
         if self.looks or first:
             return Unrecorded(math.inf if self.saved_bytes is None else self.saved_bytes)
         return contextlib.nullcontext()
