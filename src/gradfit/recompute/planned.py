@@ -15,14 +15,14 @@ from gradfit.recompute.offload import Store
 from gradfit.tape.graph import Segment
 from gradfit.tape.mask import MASK, draws_mask, pack
 from gradfit.tape.ops import info_of
-from gradfit.tape.policy import DROP, KEEP, OFFLOAD
+from gradfit.tape.policy import DROP, KEEP, KEPT, OFFLOAD
 from gradfit.tape.record import Recorder
 from gradfit.tape.save import unpack
 
 _DECIDED_BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _CHOICES = {"keep": KEEP, "rebuild": DROP, "offload": OFFLOAD}
-_ONE = {choice: [choice] for choice in (KEEP, DROP, OFFLOAD)}
 _Tensor = torch.Tensor
+_TENSORS = {torch.Tensor}
 
 
 class Diverged(Exception):
@@ -44,6 +44,15 @@ class Script:
         self.sizes = None if sizes is None else [sizes[value] for value in made]
         self.heard = plan.heard
         self.last = max((value for value, choice in enumerate(self.choices) if choice != KEEP), default=-1)
+        self._ways: dict[tuple[int, int], list[int]] = {}
+
+    def chosen(self, first: int, after: int) -> list[int]:
+        """What becomes of these values, which one operation makes; `KEPT` if all are kept."""
+        found = self._ways.get((first, after))
+        if found is None:
+            some = self.choices[first:after]
+            found = self._ways[first, after] = some if some.count(KEEP) < after - first else KEPT
+        return found
 
 
 class PlanPolicy:
@@ -78,8 +87,8 @@ class PlanPolicy:
             if choices is not None:
                 if packs and choices[0] == DROP:
                     self._packing = True
-                    return _ONE[OFFLOAD]
-                return choices
+                    return [OFFLOAD]
+                return choices if choices is not KEPT else [KEEP] * len(results)
             expected = names[position] if position < len(names) else "the end"
             self.leave(f"operation {position} is {name_of(func)}, the plan has {expected}")
         return [KEEP] * len(results)
@@ -88,14 +97,10 @@ class PlanPolicy:
         """The same for what an operation returned, before it is written down; None if `choose` must be asked."""
         if self.diverged is not None:
             return None
-        if type(out) is _Tensor:
-            return self._next(func, (out,))
-        if type(out) is not tuple:
+        results = (out,) if type(out) is _Tensor else out
+        if type(results) is not tuple or set(map(type, results)) != _TENSORS:
             return None
-        for result in out:
-            if type(result) is not _Tensor:
-                return None
-        return self._next(func, out)
+        return self._next(func, results)
 
     def _next(self, func: Any, results: Sequence[torch.Tensor]) -> list[int] | None:
         """Pass the next operation, if it is this one."""
@@ -106,16 +111,19 @@ class PlanPolicy:
         name = script.names[position]
         if _called.get(name) is not func and not _is_called(func, name):
             return None
+        choices = script.chosen(first, after)
         if script.sizes is not None:
             for number, result in enumerate(results, first):
                 if (found := result.untyped_storage().nbytes()) > (size := script.sizes[number]):
                     self.leave(f"operation {position}, {name}, made {found} bytes, the plan has {size}")
         self._operation, self._value = position + 1, after
-        if self._recorder is not None:
-            self._recorder.segment = self._segments[script.segments[first]]
+        recorder = self._recorder
+        if recorder is not None:
+            if choices is not KEPT:
+                recorder.segment = self._segments[script.segments[first]]
             if after > script.last and position + 1 >= script.heard:
-                self._recorder.begin_tail()
-        return _ONE[script.choices[first]] if after == first + 1 else script.choices[first:after]
+                recorder.begin_tail()
+        return choices
 
     def _passes_bits(self, func: Any, results: list[torch.Tensor]) -> bool:
         """Where the plan has a mask's bits as an operation of their own: pass it, and say whether it keeps them."""
@@ -190,21 +198,15 @@ class PlannedRecorder(Recorder):
     def begin_tail(self) -> None:
         """Nothing will be rebuilt that comes now."""
         if not self._units and self._listening is not None:  # FSDP2 writes to parameters as it goes
-            self._tail = True
+            self._tail, self.saving = True, self._see
             if self._limit is not None:
                 self._listening.rest()
 
-    def pack(self, tensor: torch.Tensor) -> Any:
-        if not self._tail:
-            return super().pack(tensor)
-        if self._dead:
-            self._bury()
-        packed = super().pack(tensor) if self._made else _as_it_is(tensor)
-        if type(packed) is tuple and tensor.layout is torch.strided:
+    def _see(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is torch.strided:
             self.saved_bytes += tensor.nbytes
             if self._limit is not None and self.saved_bytes > self._limit:
                 self._follows.leave(_too_much(self.saved_bytes, self._limit))
-        return packed
 
     @untraced
     def __exit__(self, *error: Any) -> None:
@@ -213,13 +215,6 @@ class PlannedRecorder(Recorder):
         super().__exit__(*error)
         if written is not None:
             raise Diverged(f"it writes in place to a tensor of shape {tuple(written.shape)}, which the plan's does not")
-
-
-def _as_it_is(tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-    """What `unpack` takes for a tensor that is kept."""
-    if tensor.is_leaf and tensor.requires_grad:
-        return (tensor, tensor._version)
-    return (tensor.detach(), None if tensor.is_inference() else tensor._version)  # its graph would hold itself
 
 
 def _too_much(saved_bytes: int, limit_bytes: float) -> str:
@@ -250,7 +245,9 @@ class Unrecorded:
             self.saved_bytes += tensor.nbytes
             if self.saved_bytes > self.limit_bytes:
                 raise Diverged(_too_much(self.saved_bytes, self.limit_bytes))
-        return _as_it_is(tensor)
+        if tensor.is_leaf and tensor.requires_grad:
+            return (tensor, tensor._version)
+        return (tensor.detach(), None if tensor.is_inference() else tensor._version)  # its graph would hold itself
 
 
 class LooksAtData(DispatchMode):

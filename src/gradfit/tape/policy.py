@@ -8,6 +8,7 @@ import torch
 
 # Rebuild it; let autograd have it; let autograd have it until it is evicted; move it out and back.
 DROP, KEEP, HOLD, OFFLOAD = 0, 1, 2, 3
+KEPT = [KEEP]  # for `decide`: all results are kept, however many they are
 
 
 class Policy(Protocol):

@@ -27,7 +27,7 @@ from gradfit.tape.allocate import without_content
 from gradfit.tape.graph import Operation, Segment, Slice, Value, geometry_of
 from gradfit.tape.known import ATOMS, NO_KWARGS, Fresh, next_index
 from gradfit.tape.ops import OpInfo, info_of, infos, view_names
-from gradfit.tape.policy import KEEP, Policy
+from gradfit.tape.policy import KEEP, KEPT, Policy
 from gradfit.tape.save import unpack
 from gradfit.tape.storage import Untrackable, flatten, fresh_results, place_of, written_tensors
 from gradfit.tape.units import watch_units
@@ -95,7 +95,7 @@ class Recorder(Writer):
         if info.simple and graph_task_id() == -1:
             out = info.call(*args, **kwargs)
             choices = None if self.decide is None else self.decide(func, out)
-            if choices is None or choices.count(KEEP) < len(choices):
+            if choices is not KEPT:
                 self._record(func, info, args, kwargs, out, None, choices)
             return out
         if info.view:  # rule 2
@@ -121,7 +121,7 @@ class Recorder(Writer):
             self._lose([args[position] for position in info.scratch if isinstance(args[position], _Tensor)])
         out = info.call(*args, **kwargs)
         choices = None if self.decide is None else self.decide(func, out)
-        if choices is not None and choices.count(KEEP) == len(choices):
+        if choices is KEPT:
             return out
         if not info.recordable:  # rule 5
             if choices is None:

@@ -26,10 +26,13 @@ class Saver(Known):
     def __init__(self, segment: Segment, policy: Policy | None) -> None:
         super().__init__(segment, policy)
         self.tape = Tape(threading.RLock())
+        self.saving: Any = None  # called with every tensor that autograd saves
         self._kept: set[int] = set()  # storages that autograd has, for the statistics
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves `tensor`: give it a handle if the tape can make the tensor again."""
+        if self.saving is not None:
+            self.saving(tensor)
         if self._dead:
             self._bury()
         if tensor.requires_grad and tensor.is_leaf:  # it lives anyway, even if it was made inside
