@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -47,12 +48,16 @@ def rows() -> torch.Tensor:
 
 
 def light_plan(model: nn.Module, batch: torch.Tensor) -> gf.Plan:
-    """One that rebuilds something of the first blocks only."""
+    """One that rebuilds the shifted values of the first two blocks, whatever the clock says."""
     found = gf.profile(model, square, batch)
-    plain = gf.plan(found, memory="1 GiB")
-    plan = gf.plan(found, memory=int(plain.peak_bytes * 0.85))
-    assert 0 < plan.actions.count("rebuild") < 40
-    return plan
+    graph = found.at(1)
+    actions = [KEEP] * len(graph.nbytes)
+    shift = next(v for v, p in enumerate(graph.producer) if p < 0 and len(graph.consumers[v]) >= 8)
+    for op in graph.consumers[shift][:2]:
+        actions[graph.op_outputs[op][0]] = REBUILD
+    plan = gf.plan(found, memory="1 GiB")
+    names = tuple("rebuild" if a == REBUILD else was for a, was in zip(actions, plan.actions, strict=True))
+    return dataclasses.replace(plan, actions=names, heard=last_write(graph, actions) + 1)
 
 
 def run(model: nn.Module, batch: torch.Tensor, plan: gf.Plan | None) -> list[torch.Tensor]:
@@ -94,9 +99,7 @@ def test_the_tail_is_heard_once(writes: bool, heard: list[str]) -> None:
         heard.clear()
         assert same(run(model, batch, plan), run(plain, batch, None))
         counts.append(len(heard))
-    assert (
-        counts[0] >= len([name for name in plan.operations if name.startswith("aten")]) - 1
-    )  # backward begins with one
+    assert counts[0] >= sum(name.startswith("aten") for name in plan.operations) - 1  # one begins the backward
     assert counts[1] == counts[2]
     # The shift is what a rebuilt sum starts from: up to where it is written over, everything is heard.
     assert counts[1] > 0.9 * counts[0] if writes else counts[1] < 0.7 * counts[0]
@@ -144,7 +147,7 @@ def test_a_step_listens_to_what_it_must(heard: list[str]) -> None:
         square(plain, batch).backward()
     plain.zero_grad()
     step = gf.fit(model, optimizer, square, batch, memory=int(live.peak_bytes * 0.93))
-    assert 0 < step.plan.actions.count("rebuild") < 40
+    assert 0 < step.plan.actions.count("rebuild") < 60
     for number in range(4):
         model.writes = plain.writes = number == 3  # which was not tried out: decided online, and as exact
         heard.clear()
