@@ -101,8 +101,8 @@ def in_pieces(case: Case, size: int, plan: gf.Plan | None = None) -> None:
     for start in range(0, rows, size):
         part = {name: tensor[start : start + size] for name, tensor in case.batch.items()}
         with gf.apply(case.model, plan) if plan is not None else contextlib.nullcontext():
-            loss = case.loss(case.model, part) * (part["x"].size(0) / rows)
-        loss.backward()
+            loss = case.loss(case.model, part)
+        (loss * (part["x"].size(0) / rows)).backward()
         del loss
 
 
