@@ -341,6 +341,7 @@ class Run:
         self.gradients: list[torch.Tensor] = []
         self.skipped: list[tuple[int, str]] = []
         self.error: Exception | None = None
+        self.lost = False  # known to be refused when the forward ended
         self.rng: torch.Tensor = torch.empty(0)
 
 

@@ -80,5 +80,17 @@ def test_plain_seconds_lie_between_those_measured(found: Profile) -> None:
 
 def test_a_large_batch_is_measured_at_small_sizes_too() -> None:
     sizes = [size for size, _ in gf.profile(network(), square, torch.randn(64, 32)).plain_points]
-    assert sizes == [2, 8, 32, 64]
-    assert [size for size, _ in gf.profile(network(), square, torch.randn(6, 32)).plain_points] == [3, 6]
+    assert sizes == [1, 8, 32, 64]
+    assert [size for size, _ in gf.profile(network(), square, torch.randn(2, 32)).plain_points] == [1, 2]
+
+
+def test_what_refuses_a_single_row_is_never_split_so_far() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 32))
+    for rows in (2, 8):
+        found = gf.profile(model, square, torch.randn(rows, 32))
+        assert found.min_batch == 2
+        assert (
+            gf.plan(found, memory=gf.frontier(found, points=2, batch_size=8)[-1].peak_bytes, batch_size=8).micro_batch
+            > 1
+        )

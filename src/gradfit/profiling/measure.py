@@ -44,7 +44,7 @@ def profile(
 ) -> Profile:
     """Measure what one step does: each operation's seconds and bytes, what autograd saves, where it comes from.
 
-    The batch and half of it are run, so that what grows with the micro-batch is measured and not assumed. Nothing stays
+    The batch and parts of it are run, so that what grows with its size is measured and not assumed. Nothing stays
     changed: gradients, buffers and random generators are put back. With `memory_bytes` only as much of the batch is run
     as fits, by estimate, into that many bytes; with `rows`, just that many rows. With a `host_bandwidth`, in bytes per
     second out of the device's memory, plans may offload. `fake=True` measures nothing: it predicts for `hardware`.
@@ -134,10 +134,24 @@ def _samples(
     if total == 1:
         return [_sample(model, loss_fn, batch, 1, math.inf)]
     if memory_bytes is None:
-        # The small ones are for what a pass takes whatever its size, which the large ones do not show.
-        sizes = [*([2, total // 8] if total >= 32 else []), max(1, total // 2), total]
-        return [_sample(model, loss_fn, next(iter(cut(batch, size))), size, math.inf) for size in sizes]
+        return _several(model, loss_fn, batch, total, cut)
     return _growing(model, loss_fn, batch, total, cut, memory_bytes, cost)
+
+
+def _several(model: torch.nn.Module, loss_fn: LossFunction, batch: Any, total: int, cut: _Cut) -> list[Sample]:
+    """The batch and half of it; and little of it, for what a pass takes whatever its size, which those do not show."""
+    samples: list[Sample] = []
+    refused = False
+    for size in sorted({1, max(1, total // 8), total // 2, total}):
+        try:
+            sample = _sample(model, loss_fn, next(iter(cut(batch, size))), size, math.inf)
+        except ValueError as error:
+            if size > 1 or isinstance(error, MisuseError):
+                raise
+            refused = True  # BatchNorm refuses a single row
+            continue
+        samples.append(dataclasses.replace(sample, refused_one=refused))
+    return samples
 
 
 def _growing(
