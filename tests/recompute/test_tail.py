@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 import gradfit as gf
 from gradfit.planning.heard import in_effect, last_write, operations_heard
 from gradfit.planning.simulate import KEEP, REBUILD
+from gradfit.recompute.planned import PlannedRecorder
 from gradfit.tape.record import Recorder
 
 
@@ -103,6 +105,20 @@ def test_the_tail_is_heard_once(writes: bool, heard: list[str]) -> None:
     assert counts[1] == counts[2]
     # The shift is what a rebuilt sum starts from: up to where it is written over, everything is heard.
     assert counts[1] > 0.9 * counts[0] if writes else counts[1] < 0.7 * counts[0]
+
+
+def test_nothing_is_left_for_the_garbage_collector() -> None:
+    model, batch = Net(), rows()
+    plan = light_plan(model, batch)
+    run(model, batch, plan)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            run(model, batch, plan)
+        assert not [thing for thing in gc.get_objects() if type(thing) is PlannedRecorder]
+    finally:
+        gc.enable()
 
 
 def test_a_longer_tail_is_announced() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -191,7 +191,7 @@ class PlannedRecorder(Recorder):
     def __init__(self, policy: PlanPolicy, limit_bytes: int | None = None) -> None:
         super().__init__(Segment(None), policy)
         self.saved_bytes = 0  # by autograd, in the tail; each tensor as often as it is saved
-        self._limit, self._follows, self._tail = limit_bytes, policy, False
+        self._limit, self._tail = limit_bytes, False
         self.planned, self.decide = True, policy.decide
         policy.attach(self)
 
@@ -206,7 +206,7 @@ class PlannedRecorder(Recorder):
         if tensor.layout is torch.strided:
             self.saved_bytes += tensor.nbytes
             if self._limit is not None and self.saved_bytes > self._limit:
-                self._follows.leave(_too_much(self.saved_bytes, self._limit))
+                cast(PlanPolicy, self.policy).leave(_too_much(self.saved_bytes, self._limit))
 
     @untraced
     def __exit__(self, *error: Any) -> None:

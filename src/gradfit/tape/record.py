@@ -82,7 +82,7 @@ class Recorder(Writer):
                     self._made.clear()  # the graph's saved tensors hold `pack`, and so this object
                     self._roots.clear()
                     self._leaves.clear()
-                    self.policy = self.watching = self.decide = None
+                    self.policy = self.watching = self.decide = self.saving = None
                     while self._units:
                         self._units.pop().remove()
                     trace_again(self._tracing)
