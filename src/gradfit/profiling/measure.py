@@ -134,8 +134,22 @@ def _samples(
     if total == 1:
         return [_sample(model, loss_fn, batch, 1, math.inf)]
     if memory_bytes is None:
-        return _several(model, loss_fn, batch, total, cut)
-    return _growing(model, loss_fn, batch, total, cut, memory_bytes, cost)
+        samples = _several(model, loss_fn, batch, total, cut)
+    else:
+        samples = _growing(model, loss_fn, batch, total, cut, memory_bytes, cost)
+    return _timed_in_turn(model, loss_fn, batch, cut, samples)
+
+
+def _timed_in_turn(
+    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, cut: _Cut, samples: list[Sample]
+) -> list[Sample]:
+    """Plain passes once more, of all sizes in turn: what disturbed one must not make it look the slower size."""
+    for _ in range(_ROUNDS):
+        for place, one in enumerate(samples):
+            if one.plain_seconds is not None:
+                again = _time_plain(model, loss_fn, next(iter(cut(batch, one.size))))
+                samples[place] = dataclasses.replace(one, plain_seconds=min(one.plain_seconds, again))
+    return samples
 
 
 def _several(model: torch.nn.Module, loss_fn: LossFunction, batch: Any, total: int, cut: _Cut) -> list[Sample]:

@@ -35,7 +35,7 @@ from gradfit.units import format_bytes
 
 _TRIES = 5
 _TRIES_ONLINE = 3
-_TIMED = 3  # passes
+_TIMED, _MOST_TIMED, _TIMED_SECONDS = 3, 10, 0.5  # passes: at least, at most, and until they took so long
 _DOUBT = 1.3  # by how much a prediction may be slower, and the clock is still asked
 _NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
 
@@ -330,7 +330,10 @@ class Planner:
     def _timed(self, made: Fitted, batch: Any) -> Fitted:
         """With the seconds that its passes take here and now, for which what was measured is only a hint."""
         part = next(iter(self.parts(batch, made.plan.micro_batch)))
-        seconds = min(self._pass_seconds(made, part) for _ in range(_TIMED)) * made.plan.batch_size / self.rows(part)
+        taken: list[float] = []
+        while len(taken) < _TIMED or (len(taken) < _MOST_TIMED and sum(taken) < _TIMED_SECONDS):
+            taken.append(self._pass_seconds(made, part))
+        seconds = min(taken) * made.plan.batch_size / self.rows(part)
         return dataclasses.replace(made, plan=made.plan.taking(seconds + made.profile.optimizer_seconds))
 
     def _pass_seconds(self, made: Fitted, part: Any) -> float:
