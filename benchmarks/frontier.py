@@ -40,7 +40,7 @@ from gradfit.planning.mincut import least_seconds
 
 ROOT = Path(__file__).parents[1]
 SPLIT_SHARES = (0.5, 0.35, 0.15)
-SHARES = (0.95, 0.9, 0.8, 0.65, 0.5, 0.42, 0.35, 0.25, 0.15, 0.1)
+SHARES = (0.97, 0.95, 0.9, 0.8, 0.65, 0.5, 0.42, 0.35, 0.25, 0.15, 0.1)
 _MORE = 3  # times as many rounds for who seems to be ahead, and for gradfit's point at that memory
 _KEPT = ("mm", "addmm", "bmm", "convolution", "scaled_dot_product")
 
