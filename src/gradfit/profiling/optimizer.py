@@ -50,13 +50,17 @@ def optimizer_cost(
             costs.append(seen[kind])
             existing = optimizer.state.get(parameter) if stand_in is None and hasattr(optimizer, "state") else None
             state += _bytes(existing) if existing else seen[kind].state_bytes
-            seconds += seen[kind].seconds
-        bursts = [cost.burst_bytes for cost in costs]
-        smallest = min((at for at, size in enumerate(bursts) if size), key=bursts.__getitem__, default=None)
-        if smallest is None:
+        if not trained:
             continue
-        elsewhere = trained[0].device.type != "cpu"
-        if _is_together(optimizer, group, [make(trained[smallest]) for _ in range(6)], clock, elsewhere=elsewhere):
+        bursts = [cost.burst_bytes for cost in costs]
+        small = min(range(len(trained)), key=lambda at: (not bursts[at], bursts[at], trained[at].numel()))
+        alike = [make(trained[small]) for _ in range(6)]
+        few, many = (_step_alone(optimizer, group, some, clock) for some in (alike[::2], alike))
+        call = max(0.0, 2 * few.seconds - many.seconds)  # what a step takes that is not any parameter's
+        seconds += call + sum(max(0.0, cost.seconds - call) for cost in costs)
+        if not bursts[small]:
+            continue
+        if _is_together(group, few, many, elsewhere=trained[0].device.type != "cpu"):
             burst = max(burst, sum(bursts))
             continue
         for row in _worst_rows(trained, bursts):
@@ -64,14 +68,11 @@ def optimizer_cost(
     return OptimizerCost(state, burst, seconds)
 
 
-def _is_together(
-    optimizer: Any, group: dict[str, Any], alike: list[torch.Tensor], clock: Callable[[], float], *, elsewhere: bool
-) -> bool:
+def _is_together(group: dict[str, Any], few: OptimizerCost, many: OptimizerCost, *, elsewhere: bool) -> bool:
     """Whether it makes the temporaries of all parameters before it uses the first, as with `foreach`."""
     if group.get("foreach") is None and not group.get("fused") and elsewhere:
         return True  # torch's default on accelerators, which need not be here
-    few = _step_alone(optimizer, group, alike[::2], clock)
-    return _step_alone(optimizer, group, alike, clock).burst_bytes > 1.5 * few.burst_bytes
+    return many.burst_bytes > 1.5 * few.burst_bytes
 
 
 def _worst_rows(parameters: list[torch.Tensor], bursts: list[int]) -> list[list[torch.Tensor]]:
@@ -108,9 +109,9 @@ def _step_alone(
             probe.step()  # the first step makes the state …
             kept = live.current_bytes
             live.reset_peak()
-            started = clock()
             probe.step()  # … and the second shows what a step takes beside it
-            seconds = clock() - started
+        with torch.no_grad():
+            seconds = min(_seconds(probe.step, clock) for _ in range(2))
     except TypeError as error:
         raise MisuseError(
             f"{type(optimizer).__name__}.step() cannot be called without arguments ({error}); an optimizer that needs "
@@ -120,6 +121,12 @@ def _step_alone(
     return OptimizerCost(
         max(kept - before, _bytes(list(probe.state.values()))), max(0, live.peak_bytes - kept), seconds
     )
+
+
+def _seconds(step: Callable[[], Any], clock: Callable[[], float]) -> float:
+    started = clock()
+    step()
+    return clock() - started
 
 
 def _bytes(state: Any) -> int:
