@@ -3,7 +3,9 @@
 `python benchmarks/predicted.py [--quick]` prints a table and writes benchmarks/results/predicted.txt. The peak is of
 all tensors of the whole step, optimizer included, read by the meter in the second step, when the optimizer has its
 state. Seconds are CPU seconds of one thread, the least of several later steps, beside the least of a plain run of the
-same micro-batches; the extra time is the difference. A loaded machine is slower than its own predictions: run it alone.
+same micro-batches; the extra time is the difference. A shared machine changes its pace by a quarter within a minute, so
+the plain run is timed next to `fit` as well: "at that pace" is the error that is left once the seconds of both moments
+are made comparable by it.
 """
 
 from __future__ import annotations
@@ -108,6 +110,12 @@ def plain_step(case: Case, optimizer: torch.optim.Optimizer, micro_batch: int) -
     optimizer.zero_grad()
 
 
+def seconds_of(run: Callable[..., object], *args: Any) -> float:
+    started = time.process_time()
+    run(*args)
+    return time.process_time() - started
+
+
 def rows_of(name: str, make: Callable[[], Case], rounds: int) -> list[str]:
     plain = plain_peak(make)
     lines = []
@@ -121,21 +129,20 @@ def rows_of(name: str, make: Callable[[], Case], rounds: int) -> list[str]:
         except gf.BudgetInfeasible:
             continue
         plan = step.plan
+        then = min(seconds_of(plain_step, by_hand, other, plan.micro_batch) for _ in range(4))
         step(case[1])  # makes the optimizer's state
         with gf.meter(case[0], optimizer, case[1]) as live:
             step(case[1])
         measured = live.peak_bytes
         least = plainly = float("inf")
         for _ in range(rounds):
-            started = time.process_time()
-            step(case[1])
-            middle = time.process_time()
-            plain_step(by_hand, other, plan.micro_batch)
-            least, plainly = min(least, middle - started), min(plainly, time.process_time() - middle)
+            least = min(least, seconds_of(step, case[1]))
+            plainly = min(plainly, seconds_of(plain_step, by_hand, other, plan.micro_batch))
         lines.append(
             f"  {name:8}{share:6.0%}{plan.micro_batch:4} × {plan.steps:<3}{plan.peak_bytes / 1e6:10.2f}"
             f"{measured / 1e6:10.2f}{plan.peak_bytes / measured - 1:+8.1%}{plan.step_seconds:10.3f}{least:10.3f}"
-            f"{plan.step_seconds / least - 1:+8.1%}{plan.extra_fraction:+10.1%}{least / plainly - 1:+9.1%}"
+            f"{plan.step_seconds / least - 1:+8.1%}{plan.step_seconds / then * plainly / least - 1:+14.1%}"
+            f"{plan.extra_fraction:+10.1%}{least / plainly - 1:+9.1%}"
         )
     return lines
 
@@ -150,7 +157,7 @@ def main() -> None:
         f"predicted, {datetime.date.today()}, torch {torch.__version__}, gradfit {gf.__version__}, {ground}, "
         f"{layers} layers, AdamW",
         f"  {'':8}{'budget':>6}{'split':>10}{'peak MB':>10}{'measured':>10}{'':>8}{'step s':>10}{'measured':>10}{'':>8}"
-        f"{'extra':>10}{'measured':>9}",
+        f"{'at that pace':>14}{'extra':>10}{'measured':>9}",
     ]
     print("\n".join(lines), flush=True)
     for name, make in models(layers).items():
