@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -38,12 +39,15 @@ def test_the_best_of_the_larger_ones(found: Profile) -> None:
     plain = plain_plan(found, memory=budget, batch_size=64)
     assert plain is not None
     assert (plain.micro_batch, plain.keeps_everything) == (8, True)
-    other = recomputing_plan(found, memory=budget, batch_size=64, above=8)
+    other = recomputing_plan(found, memory=budget, batch_size=64, above=8, most_seconds=math.inf)
     assert other is not None
     assert other.micro_batch > 8
     assert not other.keeps_everything
     assert other.peak_bytes <= budget
-    assert recomputing_plan(found, memory=budget_for(found, 1) // 4, batch_size=64, above=1) is None
+    assert (
+        recomputing_plan(found, memory=budget_for(found, 1) // 4, batch_size=64, above=1, most_seconds=math.inf) is None
+    )
+    assert recomputing_plan(found, memory=budget, batch_size=64, above=8, most_seconds=0.0) is None
 
 
 @pytest.mark.parametrize("recomputation_is_slow", [False, True])

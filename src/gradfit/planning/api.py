@@ -57,10 +57,10 @@ def plain_plan(profile: Profile, *, memory: int, batch_size: int, micro_batch: i
     return None if choice is None else _plan(profile, search, choice, memory)
 
 
-def recomputing_plan(profile: Profile, *, memory: int, batch_size: int, above: int) -> Plan | None:
-    """The fastest plan at a micro-batch above the largest that needs no recomputation; None if none fits."""
+def recomputing_plan(profile: Profile, *, memory: int, batch_size: int, above: int, most_seconds: float) -> Plan | None:
+    """The fastest plan at a micro-batch above the largest that needs no recomputation; None if none is worth a try."""
     search = MicrobatchSearch(profile, _batch_size(profile, batch_size), split=True)
-    choice = search.recomputing(above, memory)
+    choice = search.recomputing(above, memory, most_seconds)
     return None if choice is None else _plan(profile, search, choice, memory)
 
 

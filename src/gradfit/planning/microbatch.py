@@ -81,15 +81,17 @@ class MicrobatchSearch:
         size = even(self.batch_size, low) if self.least < self.largest else low
         return self._choice(size, self.solver(size).plain)
 
-    def recomputing(self, above: int, budget_bytes: int) -> Choice | None:
-        """The fastest step of micro-batches larger than this one, all of which need recomputation."""
+    def recomputing(self, above: int, budget_bytes: int, most_seconds: float) -> Choice | None:
+        """The fastest step of micro-batches larger than this one, all of which need recomputation; None if too slow."""
         best: Choice | None = None
         for size in reversed([size for size in _grid(self.batch_size, self.least) if size > above]):
-            found = self.at_size(size, budget_bytes, effort="chain")
+            found = self.at_size(size, budget_bytes, effort="glance")
             if found is None:
                 break  # larger ones need more
             best = _faster(best, found)
-        return best and _faster(best, self.at_size(best.micro_batch, budget_bytes))
+        if best is None or best.step_seconds > most_seconds:
+            return None
+        return _faster(best, self.at_size(best.micro_batch, budget_bytes))
 
     def _is_plain(self, micro_batch: int, budget_bytes: int) -> bool:
         return self.solver(micro_batch).plain.peak_bytes <= budget_bytes

@@ -321,8 +321,9 @@ class Planner:
         rows, size = made.plan.batch_size, made.plan.micro_batch
         if size == rows:
             return []
-        plan = recomputing_plan(made.profile, memory=int(0.95 * target), batch_size=rows, above=size)
-        if plan is None or plan.step_seconds > _DOUBT * made.plan.step_seconds:
+        most = _DOUBT * made.plan.step_seconds
+        plan = recomputing_plan(made.profile, memory=int(0.95 * target), batch_size=rows, above=size, most_seconds=most)
+        if plan is None:
             return []
         tried = self._try_out(dataclasses.replace(made, plan=plan), batch)
         return [] if tried is None or tried.peak_bytes > limit_bytes else [tried]
