@@ -84,7 +84,6 @@ def test_the_same_training_in_less_memory(options: dict[str, Any], as_dict: bool
     budget = static + (before.peak_bytes - static) // 2
     train(ours, tmp_path, [after, Fit(budget)], **options)
     assert after.peak_bytes <= budget < before.peak_bytes
-    assert max(ours.seen[-4:]) < 512
     for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
         assert (a - b).abs().max() < 1e-9
     assert "training_step" not in vars(ours)

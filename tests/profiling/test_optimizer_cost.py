@@ -86,3 +86,21 @@ def test_large_values_of_one_size_in_the_smallest_budget() -> None:
         step = gf.fit(model, optimizer, loss_fn, x, memory=refused.value.min_bytes)
         step(x)
     assert live.peak_bytes <= refused.value.min_bytes
+
+
+class Timed(AllFirst):
+    """Takes one second for a call and a tenth for a parameter, and a hundred more where something listens."""
+
+    now = 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        listening = torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+        Timed.now += 100.0 * listening + sum(1.0 + 0.1 * len(group["params"]) for group in self.param_groups)
+
+
+@pytest.mark.parametrize("count", [1, 4, 25])
+def test_a_call_is_counted_once_and_timed_while_nothing_listens(count: int) -> None:
+    optimizer = Timed([nn.Parameter(torch.zeros(size + 1)) for size in range(count)])
+    cost = optimizer_cost(optimizer, clock=lambda: Timed.now)
+    assert cost.seconds == pytest.approx(1.0 + 0.1 * count)

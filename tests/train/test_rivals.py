@@ -98,3 +98,28 @@ def test_what_refuses_a_single_row_is_never_split_so_far() -> None:
             gf.plan(found, memory=gf.frontier(found, points=2, batch_size=8)[-1].peak_bytes, batch_size=8).micro_batch
             > 1
         )
+
+
+class Pairs(nn.Module):
+    """Compares each other row with the one after it: it runs an even number of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = self.inner(x).unflatten(0, (-1, 2)).unbind(1)
+        return first - second
+
+
+def test_a_few_rows_may_fail_in_any_way() -> None:
+    for memory, sizes in (None, [12, 24]), (2**24, [2, 4, 8, 16, 24]):
+        found = gf.profile(Pairs(), square, torch.randn(24, 32), memory_bytes=memory)
+        assert found.min_batch == 2
+        assert [size for size, _ in found.plain_points] == sizes
+
+
+@pytest.mark.parametrize("memory", [None, 2**24])
+def test_what_fails_at_every_size_is_said_as_it_is(memory: int | None) -> None:
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        gf.profile(network(), square, torch.randn(8, 31), memory_bytes=memory)

@@ -9,7 +9,7 @@ from gradfit.planning.fast import Effort, Solution
 from gradfit.planning.heard import in_effect, last_write
 from gradfit.planning.microbatch import Choice, MicrobatchSearch
 from gradfit.planning.record import Alternative, Decision, Plan
-from gradfit.planning.simulate import ACTION_NAMES, KEEP, REBUILD, Simulation, alive_until
+from gradfit.planning.simulate import ACTION_NAMES, KEEP, REBUILD, Simulation
 from gradfit.profiling.graph import Graph
 from gradfit.profiling.record import Profile
 from gradfit.units import format_bytes, parse_bytes
@@ -134,10 +134,10 @@ def _breakdown(graph: Graph, result: Simulation) -> dict[str, int]:
 def _plan(profile: Profile, search: MicrobatchSearch, choice: Choice, budget: int) -> Plan:
     graph, solution = choice.solver.graph, choice.solution
     result, actions = solution.simulation, solution.actions
-    until = alive_until(graph, actions)
+    until = choice.solver.simulator.alive_until(actions)
     saved = {v for needs in graph.node_needs for v in needs if graph.producer[v] >= 0}
     kept = [v for v, a in enumerate(actions) if graph.producer[v] >= 0 and a == KEEP and until[v] >= 0]
-    effective = in_effect(graph, actions)
+    effective = in_effect(actions, until)
     names = tuple("external" if p < 0 else ACTION_NAMES[a] for p, a in zip(graph.producer, effective, strict=True))
     operation = profile.operations[result.index] if result.phase == "forward" else None
     node = profile.nodes[result.index] if result.phase in ("sweep", "backward") else None

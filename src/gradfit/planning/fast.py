@@ -73,7 +73,7 @@ class FastSolver:
 
     def __init__(self, graph: Graph, book: Book | None = None) -> None:
         self.graph = graph
-        self._simulator = Simulator(graph)
+        self.simulator = Simulator(graph)
         self.plain = self._simulated(keep_needed(graph), Segments([0] * len(graph.nbytes)))
         self._anatomy = Anatomy(graph)
         self._cuts = find_cuts(graph, most=_MOST_UNITS)
@@ -257,11 +257,11 @@ class FastSolver:
         ]
 
     def _simulated(self, actions: Sequence[int], segments: Segments) -> Solution:
-        return Solution(tuple(actions), segments, self._simulator.run(actions, segments))
+        return Solution(tuple(actions), segments, self.simulator.run(actions, segments))
 
     def _filled(self, solution: Solution, budget_bytes: int) -> Solution:
         evaluations = max(10, min(400, 80_000 // len(self.graph.op_inputs)))
-        actions = fill(self._simulator, solution.actions, solution.segments, budget_bytes, evaluations=evaluations)
+        actions = fill(self.simulator, solution.actions, solution.segments, budget_bytes, evaluations=evaluations)
         return self._simulated(actions, solution.segments)
 
     def _annealed(self, best: Solution, budget_bytes: int) -> Solution:
@@ -271,9 +271,9 @@ class FastSolver:
         # Nested segments were the chain's choice; a keep-set without them is often faster where it fits at all.
         tries, chosen = min(2000, 100_000 // operations), best.segments
         for seed, tree in enumerate((chosen, Segments([0] * len(best.actions)), chosen)):
-            found = anneal(self._simulator, best.actions, tree, budget_bytes, evaluations=tries, seed=seed)
+            found = anneal(self.simulator, best.actions, tree, budget_bytes, evaluations=tries, seed=seed)
             if found is not None:
-                found = fill(self._simulator, found, tree, budget_bytes, evaluations=100)
+                found = fill(self.simulator, found, tree, budget_bytes, evaluations=100)
                 best = min(best, self._simulated(found, tree), key=lambda s: (s.extra_seconds, s.peak_bytes))
         return best
 

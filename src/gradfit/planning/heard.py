@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradfit.planning.simulate import KEEP, alive_until
+from gradfit.planning.simulate import KEEP
 from gradfit.profiling.graph import Graph
 
 
-def in_effect(graph: Graph, actions: Sequence[int]) -> list[int]:
-    """The actions, where what nothing will ask for is kept: that costs nothing, and need not be written down."""
-    until = alive_until(graph, actions)
+def in_effect(actions: Sequence[int], until: Sequence[int]) -> list[int]:
+    """The actions, where what nothing will ask for (`alive_until`) is kept: that costs nothing, and is not written."""
     return [action if last >= 0 else KEEP for action, last in zip(actions, until, strict=True)]
 
 

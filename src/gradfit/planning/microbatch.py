@@ -137,8 +137,9 @@ class MicrobatchSearch:
 
     def _recording_seconds(self, micro_batch: int, solution: Solution) -> float:
         """What writing down the forwards of the step takes."""
-        graph = self.solver(micro_batch).graph
-        heard = operations_heard(graph, in_effect(graph, solution.actions))
+        solver = self.solver(micro_batch)
+        until = solver.simulator.alive_until(solution.actions)
+        heard = operations_heard(solver.graph, in_effect(solution.actions, until))
         return -(-self.batch_size // micro_batch) * heard * self.profile.record_overhead_seconds
 
     def _choice(self, micro_batch: int, solution: Solution) -> Choice:

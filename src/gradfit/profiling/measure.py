@@ -156,16 +156,22 @@ def _several(model: torch.nn.Module, loss_fn: LossFunction, batch: Any, total: i
     """The batch and half of it; and little of it, for what a pass takes whatever its size, which those do not show."""
     samples: list[Sample] = []
     refused = False
-    for size in sorted({1, max(1, total // 8), total // 2, total}):
+    little = max(1, total // 8)
+    for size in sorted({1, little, total // 2, total}):
         try:
             sample = _sample(model, loss_fn, next(iter(cut(batch, size))), size, math.inf)
-        except ValueError as error:
-            if size > 1 or isinstance(error, MisuseError):
+        except Exception as error:
+            if not _is_too_little(error, size, little):
                 raise
-            refused = True  # BatchNorm refuses a single row
+            refused |= size == 1
             continue
         samples.append(dataclasses.replace(sample, refused_one=refused))
     return samples
+
+
+def _is_too_little(error: Exception, size: int, little: int = 1) -> bool:
+    """Whether so few rows may be all that is wrong, as BatchNorm says of one. Other faults are met again with more."""
+    return size <= little and not isinstance(error, MisuseError) and not is_out_of_memory(error)
 
 
 def _growing(
@@ -180,15 +186,13 @@ def _growing(
         part = next(iter(cut(batch, size)))
         try:
             sample = _sample(model, loss_fn, part, size, room / 6, room)
-        except ValueError as error:
-            if size > 1 or isinstance(error, MisuseError):
-                raise
-            refused, size = True, 2  # BatchNorm refuses a single row
-            continue
         except Exception as error:
-            if not samples or not is_out_of_memory(error):
+            if samples and is_out_of_memory(error):
+                break
+            if not _is_too_little(error, size):
                 raise
-            break
+            refused, size = True, 2
+            continue
         samples.append(dataclasses.replace(sample, refused_one=refused))
         trace = samples[-1].trace
         spent = sum(op.seconds for op in trace.operations)

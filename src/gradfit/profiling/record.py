@@ -234,7 +234,7 @@ class Profile:
         """Both passes with everything kept, as measured: small operations take less than when each is timed alone."""
         if self.plain_points:
             return _between(self.plain_points, batch_size)
-        return self.forward_seconds(batch_size) + self.backward_seconds(batch_size) + self.overhead_seconds
+        return max(0.0, self.forward_seconds(batch_size) + self.backward_seconds(batch_size) + self.overhead_seconds)
 
     def saved_bytes(self, batch_size: int) -> int:
         """What plain autograd holds between the passes: every value some node needs, each storage once."""

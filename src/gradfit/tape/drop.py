@@ -15,23 +15,26 @@ _FEW = 300  # operations that can be rebuilt one by one: their replays grow with
 class DropAll:
     """Drops everything, in segments of at most `quota_bytes`, so that the burst of a replay stays below that.
 
-    What leads from one segment to another is retained once it is rebuilt. Where most results fill a segment alone, that
-    would be all of them: then nothing is retained, and everything is rebuilt from the beginning whenever it is needed.
+    What leads from one segment to another is retained once it is rebuilt. Where most bytes are of results that fill a
+    segment alone, that would be nearly everything: then nothing is retained, and each value is rebuilt from the
+    beginning whenever it is needed.
     """
 
     def __init__(self, quota_bytes: float) -> None:
         self.recorder: Recorder | None = None
         self._quota = quota_bytes
         self._filled = 0.0
-        self._operations = self._large = 0
+        self._operations = 0
+        self._bytes = self._large_bytes = 0
 
     def choose(self, func: Any, results: list[torch.Tensor]) -> list[int] | None:
         made = sum(result.untyped_storage().nbytes() for result in results)
         self._filled += made
         self._operations += 1
-        self._large += made > self._quota / 2
+        self._bytes += made
+        self._large_bytes += made if made > self._quota / 2 else 0
         if self.recorder is not None:
-            self.recorder.tape.retains = self._operations > _FEW or self._large < self._operations / 2
+            self.recorder.tape.retains = self._operations > _FEW or self._large_bytes < self._bytes / 2
         if self._filled > self._quota and self.recorder is not None:
             self._filled = 0.0
             segment = self.recorder.segment
