@@ -1,5 +1,6 @@
 """How the tests use the machine."""
 
+import gc
 import os
 
 # A virtual machine may announce matrix tiles (AMX) that it cannot run, and bfloat16 would crash. Before torch is used.
@@ -8,3 +9,9 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import torch
 
 torch.set_num_threads(1)  # tests run side by side; threads that wait for each other's cores take a hundred times longer
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: let no collection look through it again."""
+    gc.collect()
+    gc.freeze()

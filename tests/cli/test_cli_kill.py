@@ -38,7 +38,7 @@ def wait_for_training(process: subprocess.Popen[str]) -> None:
             return
 
 
-@pytest.mark.parametrize(("kills", "steps"), [(5, 50), pytest.param(30, 200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("kills", "steps"), [(3, 40), pytest.param(30, 200, marks=pytest.mark.slow)])
 def test_sigkill_at_random_moments(folder: Path, kills: int, steps: int) -> None:
     code, out, errors = finish(start(folder, "--steps", str(steps), "--out", "through"))
     assert code == 0, errors

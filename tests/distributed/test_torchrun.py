@@ -52,7 +52,7 @@ def through(rank: int, size: int, name: str, steps: int) -> tuple[list[float], s
     return report.losses, digest_of(job.model)
 
 
-@pytest.mark.parametrize("job", ["tiny", "sharded"])
+@pytest.mark.parametrize("job", [pytest.param("tiny", marks=pytest.mark.slow), "sharded"])
 def test_a_rank_killed_in_a_step_is_restarted_and_the_end_is_the_same(pair: Pool, job: str, tmp_path: Path) -> None:
     losses, digest = pair.run(through, job, 6)[0]
     killed = train(tmp_path, "--steps", "6", job=job, KILL_AFTER=str(tmp_path / "ranks/1"), STEP_SECONDS="0.1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,11 +49,10 @@ def saved_by(node: Node) -> Iterator[tuple[str, Tensor]]:
 def parameter_storages(nodes: Iterable[Node]) -> set[int]:
     """The storages that belong to leaves and to modules: there with or without a graph, so never counted as saved."""
     owned = [leaf for leaf in map(leaf_of, nodes) if leaf is not None]
-    for value in gc.get_objects():
-        kind = type(value)  # not isinstance, which asks proxies for a __class__ and so wakes them up
-        if issubclass(kind, nn.Parameter):
+    for value in _living(nn.Parameter, nn.Module):
+        if isinstance(value, nn.Parameter):
             owned.append(value)
-        elif issubclass(kind, nn.Module) and "_parameters" in value.__dict__:
+        elif "_parameters" in value.__dict__:
             owned += value.buffers(recurse=False)
     return {storage_of(tensor)[0] for tensor in owned}
 
@@ -60,14 +60,21 @@ def parameter_storages(nodes: Iterable[Node]) -> set[int]:
 def live_results() -> list[Tensor]:
     """Every tensor in this process that has a graph behind it."""
     found = []
-    for value in gc.get_objects():
-        if issubclass(type(value), Tensor):
-            try:
-                if value.grad_fn is not None:
-                    found.append(value)
-            except RuntimeError:  # a view whose base was changed under no_grad cannot say
-                continue
+    for value in _living(Tensor):
+        try:
+            if value.grad_fn is not None:
+                found.append(value)
+        except RuntimeError:  # a view whose base was changed under no_grad cannot say
+            continue
     return found
+
+
+def _living(*kinds: type) -> Iterator[Any]:
+    """The objects of these kinds among all that live, of which there may be a million."""
+    objects = gc.get_objects()
+    # By type and not isinstance, which asks proxies for a __class__ and so wakes them up.
+    wanted = {kind for kind in set(map(type, objects)) if issubclass(kind, kinds)}
+    return compress(objects, map(wanted.__contains__, map(type, objects)))
 
 
 def _tensors_in(content: Any) -> Iterator[Tensor]:

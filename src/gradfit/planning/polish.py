@@ -82,6 +82,7 @@ def anneal(
     def kept(number: int) -> bool:
         return current[groups[number][0]] == KEEP
 
+    seen: dict[bytes, Simulation] = {}  # small graphs, and cold searches, come by the same plans again and again
     hot, cold = 0.2 * result.extra_seconds, 0.002 * result.extra_seconds
     everything = range(len(groups))
     for step in range(evaluations):
@@ -107,7 +108,10 @@ def anneal(
             for value in groups[number]:
                 undo.append((value, current[value]))
                 current[value] = to
-        trial = simulator.run(current, segments)
+        plan = bytes(current)
+        if plan not in seen:
+            seen[plan] = simulator.run(current, segments)
+        trial = seen[plan]
         loss = cost(trial, dearer) - cost(result, dearer)
         if loss <= 0 or rng.random() < math.exp(-loss / temperature):
             result = trial

@@ -114,7 +114,9 @@ def apply(model: torch.nn.Module, plan: Plan) -> AppliedPlan:
             loss = loss_fn(model, batch)
         loss.backward()
 
-    Without `with` it covers the model's own forward until `.remove()` is called.
+    Without `with` it covers the model's own forward until `.remove()` is called. The first forward is compared with
+    the plan to its end. Later ones are listened to only as far as the plan decides something; beyond that one that
+    saves other bytes is warned of, and one that writes over what a replay starts from raises a `StateError`.
     """
     if not isinstance(plan, Plan):
         raise MisuseError(f"plan is a {type(plan).__name__}. Pass what gf.plan(...) returned.")
