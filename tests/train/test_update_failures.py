@@ -11,6 +11,7 @@ from test_survive import FailAt
 from torch import nn
 
 import gradfit as gf
+from gradfit.train.planner import Planner
 
 
 class Counting(torch.optim.Optimizer):
@@ -109,3 +110,12 @@ def test_a_step_that_has_half_happened_is_not_repeated() -> None:
     run = Run("adamw", budget, expected.step.known)
     with pytest.raises(gf.StateError, match="had changed some parameters"):
         run.second(total - 8, total - 7)  # and when it is tried once more
+
+
+def test_the_copy_is_in_the_predicted_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Planner, "_copy_seconds", lambda self: 1000.0)
+    roomy, tight = Run("adamw", 10**7).step.plan, Run("adamw", least("adamw")).step.plan
+    # There was no state yet: with Adam's two averages the copy takes three times as long, and its counters' bytes.
+    assert roomy.step_seconds == pytest.approx(3000.0, rel=0.01)
+    assert roomy.extra_seconds < 1.0
+    assert tight.step_seconds < 1.0

@@ -30,6 +30,7 @@ from gradfit.recompute.offload import measure_bandwidth
 from gradfit.recompute.planned import Diverged, LooksAtData
 from gradfit.train.fitted import Fitted, Shape, covered, covers, shape_of, smaller
 from gradfit.train.nominal import nominal
+from gradfit.train.rollback import UpdateSnapshot
 from gradfit.tree import repeat_rows, split_batch
 from gradfit.units import format_bytes
 
@@ -71,6 +72,7 @@ class Planner:
         self._split = split
         self._offload = offload
         self._reproducible = reproducible
+        self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
         self._fitted: list[Fitted] = list(known)
 
     @property
@@ -123,7 +125,19 @@ class Planner:
         if not self._copies:
             return fitted
         changed = sum(local_part(p).nbytes for p in self._model.parameters() if p.requires_grad)
-        return covered(fitted, changed + fitted.profile.optimizer_bytes, limit_bytes)
+        copied = changed + fitted.profile.optimizer_bytes
+        made = covered(fitted, copied, limit_bytes)
+        if not made.copied or not changed:
+            return made
+        if not self._copy_pace:
+            seconds = min(self._copy_seconds() for _ in range(2))
+            self._copy_pace = seconds / (changed + _state_bytes(self._optimizer))
+        return dataclasses.replace(made, plan=made.plan.later(copied * self._copy_pace))
+
+    def _copy_seconds(self) -> float:
+        started = seconds_now()
+        with UpdateSnapshot(self._model, self._optimizer, taken=True):
+            return seconds_now() - started
 
     def has_optimizer_state(self, fitted: Fitted) -> bool:
         """Whether the optimizer holds by now all that it will hold."""
