@@ -126,9 +126,11 @@ def test_a_longer_tail_is_announced() -> None:
     plan = light_plan(model, batch)
     run(model, batch, plan)
     model.longer = True
-    with pytest.warns(UserWarning, match="no longer follows its plan: autograd saves"):
-        found = run(model, batch, plan)
-    assert same(found, run(model, batch, None))
+    wanted = run(model, batch, None)
+    with pytest.warns(UserWarning, match="no longer follows its plan: autograd saves") as caught:
+        found = [run(model, batch, plan) for _ in range(8)]
+    assert len(caught) == 1  # of eight
+    assert all(same(gradients, wanted) for gradients in found)
 
 
 def test_a_write_that_the_plan_does_not_know_is_refused() -> None:
@@ -150,9 +152,69 @@ def test_a_forward_that_failed_teaches_nothing() -> None:
     with pytest.raises(RuntimeError, match="shape"):
         failing(batch)
     handle.remove()
-    assert "tail_bytes" not in plan.memo
+    assert plan.memo["tail"] is None
     run(model, batch, plan)
-    assert plan.memo["tail_bytes"] > 0
+    assert plan.memo["tail"].saved_bytes > 0
+
+
+def hooked() -> bool:
+    """Whether somebody is told of what autograd saves."""
+    node: Any = (torch.ones(2, requires_grad=True).exp() * 2).grad_fn.next_functions[0][0]
+    before = node._raw_saved_result
+    try:
+        before.register_hooks(lambda t: t, lambda t: t)
+    except RuntimeError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_rest_is_saved_by_autograd_alone(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = Net(), rows()
+    plan = light_plan(model, batch)
+    wanted = run(model, batch, None)
+    packs: list[torch.Tensor] = []
+    pack = PlannedRecorder.pack
+    monkeypatch.setattr(PlannedRecorder, "pack", lambda self, tensor: (packs.append(tensor), pack(self, tensor))[1])
+    counts = []
+    for _ in range(3):
+        packs.clear()
+        assert same(run(model, batch, plan), wanted)
+        counts.append(len(packs))
+    assert counts[1] == counts[2] < counts[0] / 2
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert hooked()
+    seen: list[bool] = []
+    handle = model.down[7].register_forward_pre_hook(lambda *_: seen.append(hooked()))
+    if fails:
+        model.down[7] = nn.Linear(64, 32)
+        with pytest.raises(RuntimeError, match="shape"):
+            run(model, batch, plan)
+    else:
+        run(model, batch, plan)
+        assert seen == [False]
+    handle.remove()
+    assert not hooked()
+
+
+class Inner(Net):
+    """Saves on the host at its end, and differentiates within its forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        with torch.autograd.graph.save_on_cpu():
+            x = torch.tanh(x).exp()
+        (slope,) = torch.autograd.grad(x.square().sum(), x, create_graph=True)
+        return x + slope.sin()
+
+
+def test_a_backward_and_hooks_inside_of_the_forward() -> None:
+    model, batch = Inner(), rows()
+    plan = light_plan(model, batch)
+    wanted = run(model, batch, None)
+    for _ in range(4):
+        assert same(run(model, batch, plan), wanted)
+        assert not hooked()
 
 
 def test_a_step_listens_to_what_it_must(heard: list[str]) -> None:

@@ -41,19 +41,29 @@ class RandomPolicy:
 
 
 class Partial(Recorder):
-    """Does not write down every other operation, and listens to none after a random number of them."""
+    """Does not write down every other operation, and listens to none after a random number of them.
+
+    After as many saves more, autograd saves by itself.
+    """
 
     def __init__(self, seed: int, *, rests: bool) -> None:
         super().__init__(Segment(None), RandomPolicy(seed, [DROP, KEEP]))
         self.draw, self.decide = random.Random(seed), self.skip
         self.left = self.draw.randrange(30) if rests else 1000
+        self.saves = self.draw.randrange(20)
         self.lost = False
 
     def skip(self, func: Any, out: Any) -> list[int] | None:
         self.left -= 1
         if not self.left:
             self._listening.rest()
+            self.saving = self.see
         return KEPT if self.draw.random() < 0.5 else None
+
+    def see(self, tensor: torch.Tensor) -> None:
+        self.saves -= 1
+        if self.saves < 0:
+            self.unhook()
 
     def __exit__(self, *error: Any) -> None:
         self.lost = self.written_over() is not None

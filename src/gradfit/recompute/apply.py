@@ -12,6 +12,8 @@ from gradfit.errors import MisuseError, StateError
 from gradfit.planning.record import Plan
 from gradfit.recompute.planned import Diverged, Script, recording
 
+_WATCHED = 8  # of so many forwards one is watched after the plan's last decision, too: the others are as fast as plain
+
 
 class AppliedPlan:
     """The handle that `apply` returns."""
@@ -72,8 +74,10 @@ class _Following:
         # The first forward is heard to its end; what autograd saves after the last decision tells if others are alike.
         memo = plan.memo
         if "script" not in memo:
-            memo["script"] = Script(plan)
-        self._recorder, self._policy = recording(memo["script"], memo.get("tail_bytes"))
+            memo |= {"script": Script(plan), "tail": None, "forwards": 0}
+        memo["forwards"] += 1
+        watched = memo["forwards"] % _WATCHED == 0
+        self._recorder, self._policy = recording(memo["script"], memo["tail"], watched=watched)
 
     def __enter__(self) -> None:
         if not self._plan.keeps_everything:
@@ -102,7 +106,8 @@ class _Following:
                 stacklevel=3,
             )
         elif whole:
-            self._plan.memo.setdefault("tail_bytes", self._recorder.saved_bytes)
+            memo = self._plan.memo
+            memo["tail"] = memo["tail"] or self._recorder.tail
 
 
 def apply(model: torch.nn.Module, plan: Plan) -> AppliedPlan:
@@ -115,8 +120,8 @@ def apply(model: torch.nn.Module, plan: Plan) -> AppliedPlan:
         loss.backward()
 
     Without `with` it covers the model's own forward until `.remove()` is called. The first forward is compared with
-    the plan to its end. Later ones are listened to only as far as the plan decides something; beyond that one that
-    saves other bytes is warned of, and one that writes over what a replay starts from raises a `StateError`.
+    the plan to its end. Later ones are listened to only as far as the plan decides something; beyond that, one that
+    writes over what a replay starts from raises a `StateError`, and one in eight that saves more is warned of.
     """
     if not isinstance(plan, Plan):
         raise MisuseError(f"plan is a {type(plan).__name__}. Pass what gf.plan(...) returned.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from gradfit._torch_listen import DispatchMode, untraced
 from gradfit.planning.record import Plan
 from gradfit.recompute.offload import Store
-from gradfit.tape.graph import Segment
+from gradfit.tape.graph import Handle, Segment
 from gradfit.tape.mask import MASK, draws_mask, pack
 from gradfit.tape.ops import info_of
 from gradfit.tape.policy import DROP, KEEP, KEPT, OFFLOAD
@@ -180,37 +181,57 @@ def _is_called(func: Any, name: str) -> bool:
     return True
 
 
+@dataclass
+class Tail:
+    """What autograd saves of a forward after the last decision of its plan."""
+
+    saved_bytes: int = 0  # each tensor as often as it is saved
+    saves: int = 0
+    asked: int = 0  # the last save that was of something to be rebuilt
+
+
 class PlannedRecorder(Recorder):
     """Writes down what a plan needs: neither what it keeps, nor anything after the last that it does not keep.
 
-    With `limit_bytes`, that tail is not even listened to. What autograd saves of it is all that then shows whether the
-    forward is the plan's; and if it writes over something that a rebuild starts from, which the plan's does not, there
-    is no way back: `Diverged`, at the end of the forward.
+    With the `tail` of a forward that was heard to its end, it is not even listened to. What autograd saves of it is all
+    that then shows whether the forward is the plan's, unless that is not `watched` either; and if it writes over
+    something that a rebuild starts from, which the plan's does not, there is no way back: `Diverged`, at the end of the
+    forward.
     """
 
-    def __init__(self, policy: PlanPolicy, limit_bytes: int | None = None) -> None:
+    def __init__(self, policy: PlanPolicy, tail: Tail | None = None, *, watched: bool = True) -> None:
         super().__init__(Segment(None), policy)
-        self.saved_bytes = 0  # by autograd, in the tail; each tensor as often as it is saved
-        self._limit, self._tail = limit_bytes, False
+        self.tail = Tail()  # as this forward has it
+        self._known, self._watched, self._in_tail = tail, watched, False
         self.planned, self.decide = True, policy.decide
         policy.attach(self)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        packed = super().pack(tensor)
+        if self._in_tail and type(packed) is Handle:
+            self.tail.asked = self.tail.saves
+        return packed
 
     def begin_tail(self) -> None:
         """Nothing will be rebuilt that comes now."""
         if not self._units and self._listening is not None:  # FSDP2 writes to parameters as it goes
-            self._tail, self.saving = True, self._see
-            if self._limit is not None:
+            self._in_tail, self.saving = True, self._see
+            if self._known is not None:
                 self._listening.rest()
 
     def _see(self, tensor: torch.Tensor) -> None:
-        if tensor.layout is torch.strided:
-            self.saved_bytes += tensor.nbytes
-            if self._limit is not None and self.saved_bytes > self._limit:
-                cast(PlanPolicy, self.policy).leave(_too_much(self.saved_bytes, self._limit))
+        tail, known = self.tail, self._known
+        tail.saves += 1
+        if known is not None and not self._watched and tail.saves > known.asked:
+            self.unhook()
+        elif tensor.layout is torch.strided:
+            tail.saved_bytes += tensor.nbytes
+            if known is not None and tail.saved_bytes > known.saved_bytes:
+                cast(PlanPolicy, self.policy).leave(_too_much(tail.saved_bytes, known.saved_bytes))
 
     @untraced
     def __exit__(self, *error: Any) -> None:
-        unheard = self._tail and self._limit is not None and error[0] is None
+        unheard = self._in_tail and self._known is not None and error[0] is None
         written = self.written_over() if unheard else None
         super().__exit__(*error)
         if written is not None:
@@ -228,7 +249,7 @@ class Unrecorded:
     """
 
     def __init__(self, limit_bytes: float = math.inf) -> None:
-        self.limit_bytes, self.saved_bytes = limit_bytes, 0  # each tensor as often as it is saved
+        self.limit_bytes, self.tail = limit_bytes, Tail()  # which is the whole forward here
         self._hooks: saved_tensors_hooks | None = None
 
     def __enter__(self) -> Unrecorded:
@@ -242,9 +263,9 @@ class Unrecorded:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if tensor.layout is torch.strided:
-            self.saved_bytes += tensor.nbytes
-            if self.saved_bytes > self.limit_bytes:
-                raise Diverged(_too_much(self.saved_bytes, self.limit_bytes))
+            self.tail.saved_bytes += tensor.nbytes
+            if self.tail.saved_bytes > self.limit_bytes:
+                raise Diverged(_too_much(self.tail.saved_bytes, self.limit_bytes))
         if tensor.is_leaf and tensor.requires_grad:
             return (tensor, tensor._version)
         return (tensor.detach(), None if tensor.is_inference() else tensor._version)  # its graph would hold itself
@@ -263,10 +284,8 @@ class LooksAtData(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def recording(script: Script, limit_bytes: int | None = None) -> tuple[PlannedRecorder, PlanPolicy]:
-    """A recorder that follows the plan: enter it around the forward pass.
-
-    With `limit_bytes`, what autograd saved of the plan's tail before, it does not listen to that any more.
-    """
+def recording(script: Script, tail: Tail | None = None, *, watched: bool = True) -> tuple[PlannedRecorder, PlanPolicy]:
+    """A recorder that follows the plan: enter it around the forward pass. What a first forward says of the plan's tail
+    saves the later ones from listening to it."""
     policy = PlanPolicy(script)
-    return PlannedRecorder(policy, limit_bytes), policy
+    return PlannedRecorder(policy, tail, watched=watched), policy

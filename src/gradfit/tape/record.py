@@ -15,6 +15,7 @@ Rules, cited in this room where they are obeyed:
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Recorder(Writer):
     def __init__(self, segment: Segment, policy: Policy | None = None) -> None:
         super().__init__(segment, policy)
         self._listening: Any = None
-        self._hooked = False
+        self._hooked, self._thread = False, 0
         self._units: list[torch.utils.hooks.RemovableHandle] = []
         self._tracing: Any = None
 
@@ -51,7 +52,7 @@ class Recorder(Writer):
     def __enter__(self) -> Recorder:
         self._tracing = stop_tracing()
         try:
-            self._hooked = True
+            self._hooked, self._thread = True, threading.get_ident()
             push_hooks(self.pack, unpack)
             self._units = watch_units(self.keep, self._refilled)
             process.recording_begins(self)
@@ -86,6 +87,15 @@ class Recorder(Writer):
                     while self._units:
                         self._units.pop().remove()
                     trace_again(self._tracing)
+
+    def unhook(self) -> None:
+        """Let autograd save by itself from now on. Only where it has just called `pack`: our hooks are the innermost.
+
+        Not in a backward inside of the forward, nor in its threads: their hooks are copies of ours, which stay.
+        """
+        if self._hooked and graph_task_id() == -1 and threading.get_ident() == self._thread:
+            self._hooked, self.saving = False, None
+            pop_hooks()
 
     def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and write it down."""

@@ -13,7 +13,7 @@ import torch
 
 from gradfit.planning.record import Plan
 from gradfit.profiling.record import Profile
-from gradfit.recompute.planned import Script, Unrecorded, recording
+from gradfit.recompute.planned import Script, Tail, Unrecorded, recording
 from gradfit.tree import leaves
 
 Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of each tensor of a batch, without the rows
@@ -31,6 +31,7 @@ class Fitted:
     steady: bool  # the same operations whatever the data: what was measured once holds again
     seen: bool = False  # the peak is that of a real step, not of a trial
     saved_bytes: int | None = None  # by autograd, in the trial, of what need not be listened to; None before it
+    asked: int = 0  # after so many of these saves, in the trial, nothing was saved that is rebuilt
     looks: bool = True  # the forward looks at the data, which may so decide what it does
     copied: bool = False  # what the optimizer changes is copied before, so that its step can be taken back
 
@@ -42,11 +43,13 @@ class Fitted:
     def following(self, *, first: bool = True) -> Any:
         """What a forward runs in, to follow the plan; `Diverged` if it does not.
 
-        Nothing need be recorded where all is kept, and where the data decide nothing only the `first` micro-batch of a
-        step is looked at: a model that does another thing in each call, by Python's own randomness, is noticed late.
+        Nothing need be recorded where all is kept, or after the last that is not; and where the data decide nothing,
+        what autograd saves of that is looked at in the `first` micro-batch of a step only: a model that does another
+        thing in each call, by Python's own randomness, is noticed late.
         """
         if not self.plan.keeps_everything:
-            return recording(self.script, None if self.looks else self.saved_bytes)[0]
+            known = None if self.looks or self.saved_bytes is None else Tail(self.saved_bytes, asked=self.asked)
+            return recording(self.script, known, watched=first)[0]
         if self.looks or first:
             return Unrecorded(math.inf if self.saved_bytes is None else self.saved_bytes)
         return contextlib.nullcontext()

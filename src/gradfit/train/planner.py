@@ -277,7 +277,7 @@ class Planner:
         made = dataclasses.replace(made, saved_bytes=None)  # of another plan, perhaps
         plan, found = made.plan, made.profile
         waiting = max(0, found.optimizer_bytes - _state_bytes(self._optimizer))  # what its first step will allocate
-        passes = update = saved = 0
+        passes = update = saved = asked = 0
         looks = LooksAtData()
         for cut in islice(self.parts(batch, plan.micro_batch), None if online_bytes is not None else 2):
             part = repeat_rows(cut, plan.micro_batch) if self._split is None else cut
@@ -292,13 +292,13 @@ class Planner:
                 else:
                     with made.following() as following, looks:
                         loss, _ = run_loss(self._loss_fn, self._model, part)
-                    saved = max(saved, following.saved_bytes)
+                    saved, asked = max(saved, following.tail.saved_bytes), max(asked, following.tail.asked)
                     torch.autograd.backward(loss)
                 del loss
             passes = max(passes, live.peak_bytes + rest)
             update = live.current_bytes + rest + found.optimizer_burst_bytes
         peak = max(passes, update) + waiting
-        return dataclasses.replace(made, peak_bytes=peak, saved_bytes=saved, looks=looks.found)
+        return dataclasses.replace(made, peak_bytes=peak, saved_bytes=saved, asked=asked, looks=looks.found)
 
     def _fastest(self, ways: list[Fitted], batch: Any) -> Fitted:
         """By the clock, whose seconds it then has.
