@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -166,3 +167,33 @@ def test_real_models_are_planned_near_the_optimum_at_every_budget() -> None:
 def test_the_smallest_plan_of_a_long_graph_replays_only_what_can_be_replayed() -> None:
     graph = random_profile(3, 1000, odd=True, branchy=0.0).at(1)
     assert math.isfinite(FastSolver(graph).smallest().extra_seconds)
+
+
+@pytest.mark.parametrize("cell", [nn.GRU, partial(nn.LSTM, proj_size=12)])
+def test_gates_that_are_written_side_by_side_are_kept_as_plain_autograd_keeps_them(cell: Any) -> None:
+    torch.manual_seed(0)
+    model, batch = cell(8, 16, batch_first=True), torch.randn(8, 10, 8)
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return model(batch)[0].square().mean()
+
+    found = gf.profile(model, loss_fn, batch)
+    assert any(found.values[v].overwritten for node in found.nodes for v in node.needs)
+    with gf.meter(model, batch) as live:
+        loss_fn(model, batch).backward()
+    model.zero_grad()
+    plan = gf.plan(found, memory="1 GiB")
+    assert plan.keeps_everything
+    assert plan.extra_seconds == 0
+    assert plan.kept_values == plan.saved_values
+    assert live.peak_bytes <= plan.peak_bytes <= 1.1 * live.peak_bytes
+    with pytest.raises(gf.BudgetInfeasible) as refused:
+        gf.plan(found, memory=1)
+    least = gf.plan(found, memory=refused.value.min_bytes)
+    assert least.peak_bytes <= plan.peak_bytes
+    wanted = torch.autograd.grad(loss_fn(model, batch), list(model.parameters()))
+    for some in (plan, least):
+        with gf.apply(model, some):
+            loss = loss_fn(model, batch)
+        found_ones = torch.autograd.grad(loss, list(model.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(found_ones, wanted, strict=True))

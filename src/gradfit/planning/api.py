@@ -135,8 +135,10 @@ def _plan(profile: Profile, search: MicrobatchSearch, choice: Choice, budget: in
     graph, solution = choice.solver.graph, choice.solution
     result, actions = solution.simulation, solution.actions
     until = choice.solver.simulator.alive_until(actions)
-    saved = {v for needs in graph.node_needs for v in needs if graph.producer[v] >= 0}
-    kept = [v for v, a in enumerate(actions) if graph.producer[v] >= 0 and a == KEEP and until[v] >= 0]
+    plain = graph.plain_needs if solution is choice.solver.plain else None
+    saved = {v for needs in plain or graph.node_needs for v in needs if graph.producer[v] >= 0}
+    kept = {v for v, a in enumerate(actions) if graph.producer[v] >= 0 and a == KEEP and until[v] >= 0}
+    kept = kept & saved if plain else kept
     effective = in_effect(actions, until)
     names = tuple("external" if p < 0 else ACTION_NAMES[a] for p, a in zip(graph.producer, effective, strict=True))
     operation = profile.operations[result.index] if result.phase == "forward" else None

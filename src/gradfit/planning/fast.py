@@ -74,7 +74,7 @@ class FastSolver:
     def __init__(self, graph: Graph, book: Book | None = None) -> None:
         self.graph = graph
         self.simulator = Simulator(graph)
-        self.plain = self._simulated(keep_needed(graph), Segments([0] * len(graph.nbytes)))
+        self.plain = self._plain()
         self._anatomy = Anatomy(graph)
         self._cuts = find_cuts(graph, most=_MOST_UNITS)
         self._units = [self._anatomy.kind(start, end) for start, end in pairwise(self._cuts)]
@@ -112,6 +112,15 @@ class FastSolver:
             return _fastest(starts)
         filled = _fastest([self._filled(start, budget_bytes) for start in starts if start is not None])
         return self._annealed(filled, budget_bytes) if filled is not None and effort == "anneal" else filled
+
+    def _plain(self) -> Solution:
+        """Everything kept, which is not recorded: where plain autograd needs less than a recording does, by that."""
+        graph, flat = self.graph, Segments([0] * len(self.graph.nbytes))
+        if graph.plain_needs is None:
+            return self._simulated(keep_needed(graph), flat)
+        actions = (KEEP,) * len(graph.nbytes)
+        unrecorded = replace(graph, node_needs=graph.plain_needs)
+        return Solution(actions, flat, Simulator(unrecorded).run(actions, flat))
 
     def _priced(self, budget_bytes: int) -> list[Solution]:
         """One price per byte for the whole graph, with what crosses every n-th cut kept to bound the burst."""

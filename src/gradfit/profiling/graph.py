@@ -37,6 +37,8 @@ class Graph:
     transfer_seconds_per_byte: float = 0.0  # to the host or the disk, one way; 0 means no offloading
     static_breakdown: dict[str, int] = field(default_factory=dict)
     op_gathered: list[int] = field(default_factory=list)  # of other ranks' parameters, there while it first runs
+    # What nodes need if nothing is recorded, where that is something else and known to work. See `Profile.plain_needs`.
+    plain_needs: list[tuple[int, ...]] | None = None
 
     consumers: list[list[int]] = field(init=False)
     last_need: list[int] = field(init=False)

@@ -7,6 +7,7 @@ that grows with the micro-batch is a `Linear`, measured at two sizes and not ass
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from gradfit import records
 from gradfit.errors import MisuseError, StateError
@@ -222,7 +223,23 @@ class Profile:
             transfer_seconds_per_byte=1.0 / self.host_bandwidth if self.host_bandwidth > 0 else 0.0,
             static_breakdown=static,
             op_gathered=[op.gathered_bytes for op in self.operations],
+            plain_needs=self.plain_needs,
         )
+
+    @cached_property
+    def plain_needs(self) -> list[tuple[int, ...]] | None:
+        """What nodes need of a plain run, if that was seen to work although it writes over what nodes need.
+
+        It writes to other parts of the same storage then, as a GRU's gates are. To the tape each write makes a new
+        value of the whole, and the old one has to be rebuilt; plain autograd has the part that it needs in the last.
+        """
+        if not self.plain_points or not any(self.values[v].overwritten for node in self.nodes for v in node.needs):
+            return None
+        last = {value.storage: number for number, value in enumerate(self.values)}
+        return [
+            tuple(v if self.values[v].operation is None else last[self.values[v].storage] for v in node.needs)
+            for node in self.nodes
+        ]
 
     def forward_seconds(self, batch_size: int) -> float:
         return sum(op.seconds.at(batch_size) for op in self.operations)
