@@ -96,12 +96,26 @@ def current_node() -> Node | None:
     return node
 
 
-FUNCTORCH = "torch._functorch"  # where torch.func lives, as its frames say
+_FUNCTORCH = "torch._functorch"  # where torch.func lives, as its frames say
 
 
 def inside_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, …) surrounds this call."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def raised_by_functorch(trace: Any) -> bool:
+    """Whether torch.func was the last to be called before torch raised."""
+    modules = []
+    while trace is not None:
+        modules.append(trace.tb_frame.f_globals.get("__name__", ""))
+        trace = trace.tb_next
+    for module in reversed(modules):
+        if module.startswith(_FUNCTORCH):
+            return True
+        if not module.startswith(("torch", "contextlib")):
+            return False
+    return False
 
 
 with torch._C._AutoDispatchBelowAutograd():

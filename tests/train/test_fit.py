@@ -274,6 +274,13 @@ class TestBadInput:
         with pytest.raises(gf.MisuseError, match="batch_size="):
             self.fit(batch_size=size)
 
+    def test_a_loss_by_torch_func(self) -> None:
+        def slope(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return torch.func.grad(lambda x: model(x).sum())(batch).square().mean()
+
+        with pytest.raises(gf.UnsupportedOp, match=r"torch.func.*Use torch.autograd.grad"):
+            self.fit(slope)
+
     def test_a_loss_that_is_no_scalar(self) -> None:
         with pytest.raises(gf.MisuseError, match=r"scalar loss.*\(1, 1\)|scalar loss.*\(., 1\)"):
             self.fit(lambda m, b: m(torch.cat([b, b])))

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from gradfit._torch import is_out_of_memory, storage_key
+from gradfit._torch import is_out_of_memory, raised_by_functorch, storage_key
 from gradfit._torch_fsdp import drop_gradients
-from gradfit.errors import MisuseError
+from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.profiling.assemble import Sample, assemble
 from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.meter import tensors_in
@@ -263,7 +263,15 @@ def _sample(
 
 def _watch(model: torch.nn.Module, loss_fn: LossFunction, batch: Any, quota_bytes: float) -> Trace:
     with watching(model, quota_bytes) as trace:
-        loss, _ = run_loss(loss_fn, model, batch)
+        try:
+            loss, _ = run_loss(loss_fn, model, batch)
+        except RuntimeError as error:
+            if not raised_by_functorch(error.__traceback__):
+                raise
+            raise UnsupportedOp(
+                f"loss_fn uses torch.func, which does not let anybody see what autograd saves: {error} "
+                "Use torch.autograd.grad(..., create_graph=True) there."
+            ) from error
         trace.finish_forward()
         torch.autograd.backward(loss)
     trace.finish_backward()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from gradfit._torch import FUNCTORCH, inside_functorch
+from gradfit._torch import inside_functorch, raised_by_functorch
 from gradfit._torch_listen import untraced
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.tape.graph import Segment, Value
@@ -170,7 +170,7 @@ class CheckpointScope:
             _frames.torn = [scope for scope in _frames.torn if scope is not self]
         else:
             raise MisuseError(f"CheckpointScope({self.name!r}) is left but was not entered. Use it in a `with` block.")
-        if kind is not None and issubclass(kind, RuntimeError) and _raised_by_functorch(trace):
+        if kind is not None and issubclass(kind, RuntimeError) and raised_by_functorch(trace):
             raise UnsupportedOp(
                 f"torch.func was used inside CheckpointScope({self.name!r}), where saved tensors are replaced: {error} "
                 "Move the transform out of the scope, or use torch.autograd.grad."
@@ -286,17 +286,3 @@ def _innermost() -> Recorder | None:
         if recorder is not None:
             return recorder
     return None
-
-
-def _raised_by_functorch(trace: Any) -> bool:
-    """Whether torch.func was the last to be called before torch raised."""
-    modules = []
-    while trace is not None:
-        modules.append(trace.tb_frame.f_globals.get("__name__", ""))
-        trace = trace.tb_next
-    for module in reversed(modules):
-        if module.startswith(FUNCTORCH):
-            return True
-        if not module.startswith(("torch", "contextlib")):
-            return False
-    return False
