@@ -318,6 +318,11 @@ NO_FAKE_KERNEL = UnsupportedOperatorException
 outside_fake_mode = unset_fake_temporarily  # a context: leaves the fake mode that the caller is in, if any
 
 
+def inside_fake_mode() -> bool:
+    """Whether operations make fake tensors here."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 def fake_mode() -> FakeTensorMode:
     """Tensors made inside have a shape, a type and a device, but no memory. Nothing is ever run for real."""
     return FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)

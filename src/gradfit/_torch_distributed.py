@@ -28,6 +28,11 @@ def live_modules(kinds: tuple[type, ...]) -> list[Any]:
     return [one for one in gc.get_objects() if type(one) in wanted]
 
 
+def is_running() -> bool:
+    """Whether this process is one of several."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def default_device(group: dist.ProcessGroup) -> torch.device:
     """Where tensors must be for a group's collectives: on the CPU if it can, else on the accelerator."""
     return torch.device(dist.distributed_c10d._get_object_coll_device(group))

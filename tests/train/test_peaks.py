@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
 from train_models import OPTIMIZERS, make, plain_peak
 
@@ -55,3 +56,61 @@ def test_few_large_values_between_many_small_ones_hold_the_budget_while_fitting(
         step = gf.fit(model, optimizer, square, batch, memory=refused.value.min_bytes)
         step(batch)
     assert live.peak_bytes <= refused.value.min_bytes
+
+
+def wide(rows: int = 128) -> tuple[nn.Module, torch.Tensor]:
+    """Where parameters are large and rows are small."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())]
+    return nn.Sequential(*layers, nn.Linear(256, 10)), torch.randn(rows, 256)
+
+
+def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).square().mean()
+
+
+def looking(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """The data decide, so that shapes tell nothing."""
+    result = model(batch)
+    return result.square().mean() * (2.0 if result.sum().item() > 0 else 1.0)
+
+
+def test_what_plain_needs_is_enough_where_only_one_row_can_be_measured() -> None:
+    model, batch = wide()
+    with gf.meter(model, batch) as live:
+        square(model, batch).backward()
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    budget = live.peak_bytes + 4096  # a few numbers of the accumulator's
+    with gf.meter(model, optimizer, batch) as live:
+        step = gf.fit(model, optimizer, square, batch, memory=budget)
+        assert step.profile.batch_size == 1  # there was no room to see what grows
+        step(batch)
+    assert step.plan.steps == 1
+    assert step.plan.peak_bytes == pytest.approx(live.peak_bytes, rel=0.01)
+    assert live.peak_bytes <= budget
+
+
+def test_where_shapes_tell_nothing_everything_is_taken_to_grow() -> None:
+    model, batch = wide()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(gf.BudgetInfeasible) as refused:
+        gf.fit(model, optimizer, looking, batch, memory="10 KiB")
+    with gf.meter(model, optimizer, batch) as live:
+        step = gf.fit(model, optimizer, looking, batch, memory=refused.value.min_bytes)
+        step(batch)
+    assert live.peak_bytes <= refused.value.min_bytes
+
+
+def test_a_meter_counts_fake_tensors_only_if_it_is_about_them() -> None:
+    fake = FakeTensorMode()
+    with gf.meter() as about_real, fake:
+        first = torch.zeros(1000)
+    with fake, gf.meter() as inside:
+        second = torch.zeros(1000)
+    with gf.meter(first, second) as about_fakes:
+        third = first + second
+    assert about_real.peak_bytes == 0
+    assert inside.peak_bytes == 4000
+    assert about_fakes.peak_bytes == 12000
+    assert third.shape == (1000,)

@@ -25,6 +25,7 @@ class Sample:
     trace: Trace
     plain_seconds: float | None
     refused_one: bool = False  # a single row cannot be run alone
+    foreseen: bool = False  # on shapes, not run
 
     @property
     def busy_seconds(self) -> float:
@@ -96,6 +97,10 @@ def assemble(
         )
         for i, node in enumerate(trace.nodes)
     )
+    if static is not None and small is not None and small.foreseen:
+        constants = Linear(float(_constant_bytes(trace, static)))
+    elif static is not None:
+        constants = line(lambda t: _constant_bytes(t, static))
     batch_bytes = sum(tensor.nbytes for tensor in leaves(batch))
     overhead = tape_overhead()
     return Profile(
@@ -108,7 +113,7 @@ def assemble(
         optimizer_bytes=cost.state_bytes,
         optimizer_burst_bytes=cost.burst_bytes,
         batch_bytes=Linear(0.0, batch_bytes / rows),
-        constant_bytes=Linear() if static is None else line(lambda t: _constant_bytes(t, static)),
+        constant_bytes=Linear() if static is None else constants,
         optimizer_seconds=cost.seconds,
         overhead_seconds=_overhead(samples, len(operations) + len(nodes)),
         plain_points=_plain_points(samples),

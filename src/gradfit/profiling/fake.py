@@ -36,6 +36,7 @@ from gradfit.tree import map_tensors
 from gradfit.units import format_bytes
 
 _TIMES = 8
+_SOME = Hardware(memory=1, flops=5e10, bandwidth=1e10)  # a core's, where seconds are only compared with each other
 
 
 def predict(
@@ -81,6 +82,19 @@ def predict(
         device=hardware.name or _describe(hardware),
         predicted=True,
     )
+
+
+def foresee(model: torch.nn.Module, loss_fn: LossFunction, parts: Iterable[tuple[int, Any]]) -> list[Sample]:
+    """Micro-batches, each with its number of rows, on shapes: how one is to another, where only one can be run."""
+    shapes, roofline, generators = Shapes(), Roofline(_SOME), Generators()
+    try:
+        with outside_fake_mode(), emptied(model, shapes, _device_of(model)) as empty:
+            return [
+                _sample(model, loss_fn, map_tensors(part, lambda tensor: empty(tensor, 1)), size, shapes, roofline)
+                for size, part in parts
+            ]
+    finally:
+        generators.restore()
 
 
 class _FakeTrace(Trace):

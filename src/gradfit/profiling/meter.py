@@ -15,7 +15,7 @@ import torch
 
 from gradfit import _torch_distributed as distributed
 from gradfit import _torch_fsdp as fsdp
-from gradfit._torch import storage_key
+from gradfit._torch import FakeTensor, inside_fake_mode, storage_key
 from gradfit._torch_listen import DispatchMode
 from gradfit.errors import MisuseError
 from gradfit.units import format_bytes
@@ -39,6 +39,7 @@ class Meter(DispatchMode):
         self._live: dict[int, _Storage] = {}
         self._started = time.perf_counter()
         self._stop_hearing: list[Callable[[], None]] = []
+        self._counts_fakes = False  # which have no memory: only for whoever is about them
         live = self._live
         this = weakref.ref(self)
 
@@ -52,6 +53,7 @@ class Meter(DispatchMode):
         self._dead = dead
 
     def __enter__(self) -> Any:
+        self._counts_fakes |= inside_fake_mode()
         self._stop_hearing.append(fsdp.hear_resizes(self._see))
         return super().__enter__()
 
@@ -65,6 +67,7 @@ class Meter(DispatchMode):
     def watch(self, *tensors: Any) -> None:
         """Count tensors that were there before: a tensor, a module, an optimizer, or any nest of them."""
         for tensor in tensors_in(tensors):
+            self._counts_fakes |= isinstance(tensor, FakeTensor)
             self._see(tensor)
 
     def reset_peak(self) -> None:
@@ -94,6 +97,8 @@ class Meter(DispatchMode):
     def _see(self, tensor: torch.Tensor) -> None:
         if type(tensor) is not torch.Tensor:
             tensor = distributed.local_part(tensor)
+            if isinstance(tensor, FakeTensor) and not self._counts_fakes:
+                return
         try:
             key = storage_key(tensor)
         except (RuntimeError, NotImplementedError):
