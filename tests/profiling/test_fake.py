@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import re
@@ -299,3 +300,18 @@ def test_seventy_billion_parameters_over_64_devices() -> None:
     assert int(memory) <= 4e9
     assert seconds <= 120
     print(f"{seconds:.0f} s, {int(memory) / 1e9:.2f} GB")
+
+
+def test_nothing_is_left_for_the_garbage_collector() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    model.register_buffer("positions", torch.arange(1000))
+    batch = torch.ones(8, 4)
+    gc.collect()
+    gc.disable()
+    try:
+        with gf.meter(model, batch) as live:
+            before = live.current_bytes
+            gf.profile(model, lambda m, x: m(x).square().mean(), batch, fake=True)
+            assert live.current_bytes == before
+    finally:
+        gc.enable()

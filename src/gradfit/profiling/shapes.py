@@ -123,6 +123,7 @@ def emptied(
         for present, original in attributes:  # a cache that the forward filled with shapes goes too
             present.clear()
             present.update(original)
+        made.clear()  # `swap` holds itself, and so this
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
