@@ -47,9 +47,6 @@ def test_few_large_values_between_many_small_ones_hold_the_budget_while_fitting(
     model, batch = nn.Sequential(*layers), torch.randn(3, 64, 40)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
-    def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        return model(batch).square().mean()
-
     with pytest.raises(gf.BudgetInfeasible) as refused:
         gf.fit(model, optimizer, square, batch, memory="10 KiB")
     with gf.meter(model, optimizer, batch) as live:

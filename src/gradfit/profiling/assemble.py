@@ -50,7 +50,7 @@ def assemble(
     are constants.
     """
     big = samples[-1]
-    small = samples[-2] if len(samples) > 1 and _same_structure(samples[-2].trace, big.trace) else None
+    small = samples[-2] if len(samples) > 1 and same_structure(samples[-2].trace, big.trace) else None
 
     def line(get: Callable[[Trace], float]) -> Linear:
         if small is not None:
@@ -117,6 +117,7 @@ def assemble(
         optimizer_seconds=cost.seconds,
         overhead_seconds=_overhead(samples, len(operations) + len(nodes)),
         plain_points=_plain_points(samples),
+        runs_plain=static is not None and any(one.plain_seconds is not None for one in samples),
         record_overhead_seconds=overhead.record,
         replay_overhead_seconds=overhead.replay,
         batch_size=big.size,
@@ -146,7 +147,8 @@ def _slope(line: Linear, seconds: float, size: int) -> Linear:
     return line if line.fixed >= 0 else Linear(0.0, seconds / size)
 
 
-def _same_structure(a: Trace, b: Trace) -> bool:
+def same_structure(a: Trace, b: Trace) -> bool:
+    """Whether two runs did the same, up to sizes."""
     return (
         len(a.values) == len(b.values)
         and len(a.nodes) == len(b.nodes)

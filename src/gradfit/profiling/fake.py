@@ -24,7 +24,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit._torch import FakeTensorMode, outside_fake_mode
-from gradfit.profiling.assemble import Sample, assemble
+from gradfit.profiling.assemble import Sample, assemble, same_structure
 from gradfit.profiling.measure import LossFunction, check_batch, check_model, run_loss
 from gradfit.profiling.optimizer import OptimizerCost, optimizer_cost
 from gradfit.profiling.record import Hardware, Profile
@@ -84,8 +84,30 @@ def predict(
     )
 
 
-def foresee(model: torch.nn.Module, loss_fn: LossFunction, parts: Iterable[tuple[int, Any]]) -> list[Sample]:
-    """Micro-batches, each with its number of rows, on shapes: how one is to another, where only one can be run."""
+def foreseen(model: torch.nn.Module, loss_fn: LossFunction, parts: list[tuple[int, Any]], run: Sample) -> list[Sample]:
+    """The second of two micro-batches, each with its rows, of which there was room to run the first only.
+
+    Without it everything has to be taken to grow with the rows: gradients of parameters, too, which are the most where
+    rows are small. Empty if shapes are not enough, or tell something else than the `run` did. The seconds are in
+    proportion to those of what was run.
+    """
+    try:
+        small, large = _on_shapes(model, loss_fn, parts)
+    except Exception:  # where the data decide what is done, the user's own code fails on shapes, in any way it likes
+        return []
+    made = [[v.nbytes for v in one.trace.values if v.operation is not None] for one in (small, run)]
+    if made[0] != made[1] or not all(same_structure(one.trace, large.trace) for one in (small, run)):
+        return []
+    for ran, little, much in zip(run.trace.operations, small.trace.operations, large.trace.operations, strict=True):
+        much.seconds = ran.seconds * _growth(little.seconds, much.seconds)
+    for node, before, after in zip(run.trace.nodes, small.trace.nodes, large.trace.nodes, strict=True):
+        after.seconds = node.seconds * _growth(before.seconds, after.seconds)
+        for name in ("before_bytes", "peak_bytes", "after_bytes"):  # what only a real run shows does not grow
+            setattr(after, name, getattr(after, name) + max(0, getattr(node, name) - getattr(before, name)))
+    return [replace(large, plain_seconds=None, foreseen=True)]
+
+
+def _on_shapes(model: torch.nn.Module, loss_fn: LossFunction, parts: list[tuple[int, Any]]) -> list[Sample]:
     shapes, roofline, generators = Shapes(), Roofline(_SOME), Generators()
     try:
         with outside_fake_mode(), emptied(model, shapes, _device_of(model)) as empty:
@@ -95,6 +117,10 @@ def foresee(model: torch.nn.Module, loss_fn: LossFunction, parts: Iterable[tuple
             ]
     finally:
         generators.restore()
+
+
+def _growth(little: float, much: float) -> float:
+    return max(1.0, much / little) if little else 1.0
 
 
 class _FakeTrace(Trace):

@@ -204,41 +204,11 @@ def _growing(
             break
         size = min(total, size * 2)
     if len(samples) == 1 and size < total and not distributed.is_running():  # where forwards wait for each other
-        samples = [*_foreseen(model, loss_fn, batch, total, cut, samples[0]), *samples]
+        from gradfit.profiling.fake import foreseen
+
+        parts = [(rows, next(iter(cut(batch, rows)))) for rows in (samples[0].size, total)]
+        samples = [*foreseen(model, loss_fn, parts, samples[0]), *samples]
     return samples
-
-
-def _foreseen(
-    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, total: int, cut: _Cut, run: Sample
-) -> list[Sample]:
-    """The whole batch on shapes, where there was room to run one size only, to tell what grows.
-
-    Without it everything has to be taken to: gradients of parameters, too, which are the most where rows are small.
-    None if shapes are not enough, as where the data decide what is done. The seconds are in proportion to those of what
-    was run.
-    """
-    from gradfit.profiling.fake import foresee
-
-    sizes = (run.size, total)
-    try:
-        small, large = foresee(model, loss_fn, [(size, next(iter(cut(batch, size)))) for size in sizes])
-    except Exception:
-        return []
-    made = [
-        [value.nbytes for value in trace.values if value.operation is not None] for trace in (small.trace, run.trace)
-    ]
-    if made[0] != made[1]:
-        return []
-    pairs = [(run.trace.operations, small.trace.operations, large.trace.operations)]
-    pairs += [(run.trace.nodes, small.trace.nodes, large.trace.nodes)]  # type: ignore[list-item]
-    if any(not len(a) == len(b) == len(c) for a, b, c in pairs):
-        return []
-    for a, b, c in (triple for lists in pairs for triple in zip(*lists, strict=True)):
-        c.seconds = a.seconds * max(1.0, c.seconds / b.seconds if b.seconds else 1.0)
-    for d, e, f in zip(run.trace.nodes, small.trace.nodes, large.trace.nodes, strict=True):
-        for name in ("before_bytes", "peak_bytes", "after_bytes"):  # what only a real run shows does not grow
-            setattr(f, name, getattr(f, name) + max(0, getattr(d, name) - getattr(e, name)))
-    return [dataclasses.replace(large, plain_seconds=None, foreseen=True)]
 
 
 def _room(model: torch.nn.Module, batch: Any, memory_bytes: int | None, cost: OptimizerCost) -> float:

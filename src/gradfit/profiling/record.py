@@ -139,6 +139,7 @@ class Profile:
     optimizer_seconds: float = 0.0
     overhead_seconds: float = 0.0  # of a micro-batch, beside its operations: Python's, and that of cold memory
     plain_points: tuple[tuple[int, float], ...] = ()  # micro-batch and seconds of passes that kept everything
+    runs_plain: bool = False  # a plain run of it was seen to work
     record_overhead_seconds: float = 0.0  # the tape's, per operation of the forward
     replay_overhead_seconds: float = 0.0  # the tape's, per replayed operation
     batch_size: int = 1  # at which it was measured
@@ -233,7 +234,7 @@ class Profile:
         It writes to other parts of the same storage then, as a GRU's gates are. To the tape each write makes a new
         value of the whole, and the old one has to be rebuilt; plain autograd has the part that it needs in the last.
         """
-        if not self.plain_points or not any(self.values[v].overwritten for node in self.nodes for v in node.needs):
+        if not self.runs_plain or not any(self.values[v].overwritten for node in self.nodes for v in node.needs):
             return None
         last = {value.storage: number for number, value in enumerate(self.values)}
         return [

@@ -351,7 +351,7 @@ def _write_fitted(fitted: Fitted, text: Callable[[Any], str]) -> dict[str, Any]:
 def _read_fitted(saved: dict[str, Any]) -> Fitted:
     types = {name: getattr(torch, name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
     scalars: dict[str, Any] = {
-        name: bool(saved[name]) if isinstance(saved[name], bool) else int(saved[name])
+        name: saved[name] if saved[name] is None or isinstance(saved[name], bool) else int(saved[name])
         for name in _SCALARS
         if name in saved  # one that is newer than the state has its default
     }
