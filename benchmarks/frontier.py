@@ -26,7 +26,7 @@ from fair import Times, one_thread, race
 from frontier_compiled import compiled_points
 from frontier_joint import joint
 from frontier_models import Case, cases
-from frontier_plot import draw
+from frontier_plot import draw, read
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -238,12 +238,10 @@ def main() -> None:
     if not options.compile:
         lines.append("torch.compile with activation_memory_budget: with --compile; it compiles a minute for each point")
     print("\n".join(lines), flush=True)
-    drawn = {}
     for case in cases(quick=options.quick):
         if options.only and case.name != options.only:
             continue
         found = measure(case, rounds=rounds, full=options.full, compiled=options.compile)
-        drawn[case.name] = [(p.peer, p.peak_bytes / found[0].peak_bytes, p.times.ratio) for p in found]
         lines += (now := table(case, found))
         print("\n".join(now), flush=True)
     if not options.only:
@@ -252,7 +250,7 @@ def main() -> None:
     if not (options.quick or options.only):
         name = "frontier_every_k.txt" if options.full else "frontier.txt"
         (ROOT / "benchmarks" / "results" / name).write_text("\n".join(lines) + "\n")
-        (ROOT / "docs" / "images" / "frontier.svg").write_text(draw(drawn))
+        (ROOT / "docs" / "images" / "frontier.svg").write_text(draw(read("\n".join(lines))))
 
 
 if __name__ == "__main__":

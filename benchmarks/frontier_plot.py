@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 Points = list[tuple[str, float, float]]  # (peer, memory, time), plain is (1, 1)
 
 _COLOURS = {
@@ -29,6 +31,18 @@ def draw(panels: dict[str, Points]) -> str:
         x, y = _LEFT + number % columns * (_WIDTH + 70), _TOP + number // columns * (_HEIGHT + 70)
         body += _panel(name, points, x, y)
     return "\n".join([*body, "</svg>"]) + "\n"
+
+
+def read(table: str) -> dict[str, Points]:
+    """The points of a table that `frontier.py` has printed."""
+    panels: dict[str, Points] = {}
+    points: Points = []
+    for line in table.splitlines():
+        if title := re.match(r"(\S+): plain [\d.]+ MB", line):
+            points = panels[title[1]] = []
+        elif row := re.match(r"  (\S+(?: \S+)*)\s.*?\s[\d.]+\s+([\d.]+)%\s+([+-][\d.]+)%", line):
+            points.append((row[1], float(row[2]) / 100, 1 + float(row[3]) / 100))
+    return panels
 
 
 def _panel(name: str, points: Points, left: int, top: int) -> list[str]:

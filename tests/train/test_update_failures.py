@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 
 import gradfit as gf
 from gradfit.train.planner import Planner
+from gradfit.train.run import _read_fitted, _write_fitted
 
 
 class Counting(torch.optim.Optimizer):
@@ -119,3 +122,11 @@ def test_the_copy_is_in_the_predicted_seconds(monkeypatch: pytest.MonkeyPatch) -
     assert roomy.step_seconds == pytest.approx(3000.0, rel=0.01)
     assert roomy.extra_seconds < 1.0
     assert tight.step_seconds < 1.0
+
+
+def test_a_plan_that_was_tightened_can_be_saved_and_read() -> None:
+    run = Run("adamw", 10**7)
+    tighter = dataclasses.replace(run.step.known[0], saved_bytes=None, asked=3)  # as after an out-of-memory
+    again = _read_fitted(json.loads(json.dumps(_write_fitted(tighter, lambda record: record.to_json()))))
+    assert (again.saved_bytes, again.asked, again.copied) == (None, 3, True)
+    assert again.plan == tighter.plan
