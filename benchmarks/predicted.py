@@ -2,21 +2,23 @@
 
 `python benchmarks/predicted.py [--quick]` prints a table and writes benchmarks/results/predicted.txt. The peak is of
 all tensors of the whole step, optimizer included, read by the meter in the second step, when the optimizer has its
-state. Seconds are CPU seconds of one thread, the least of several later steps, beside the least of a plain run of the
-same micro-batches; the extra time is the difference. A shared machine changes its pace by a quarter within a minute, so
-the plain run is timed next to `fit` as well: "at that pace" is the error that is left once the seconds of both moments
-are made comparable by it.
+state. Seconds are CPU seconds of one thread: what `fit` says, and the median of the steps that follow it at once. A
+shared machine changes its pace by a quarter within a minute, so every row is made several times, a fresh model fitted
+and its steps run, and has the median of the errors with the lowest and the highest. The split, peaks and seconds are
+those of the fit with that error, the peak's error is the worst of all. The extra time is beside the same micro-batches
+by hand, with nothing recomputed, in turn with those steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import statistics
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers as hf
@@ -116,33 +118,56 @@ def seconds_of(run: Callable[..., object], *args: Any) -> float:
     return time.process_time() - started
 
 
+class Round(NamedTuple):
+    """One fit, and the steps that came after it."""
+
+    plan: gf.Plan
+    peak_bytes: int
+    seconds: float
+    plain_seconds: float
+
+    @property
+    def error(self) -> float:
+        return self.plan.step_seconds / self.seconds - 1
+
+    @property
+    def peak_error(self) -> float:
+        return self.plan.peak_bytes / self.peak_bytes - 1
+
+
+def one_round(make: Callable[[], Case], memory: int) -> Round:
+    case, optimizer = made(make)
+    by_hand, other = made(make)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", gf.ExactnessWarning)
+        step = gf.fit(case[0], optimizer, case[2], case[1], memory=memory)
+    step(case[1])  # makes the optimizer's state
+    with gf.meter(case[0], optimizer, case[1]) as live:
+        step(case[1])
+    plain_step(by_hand, other, step.plan.micro_batch)
+    steps, plain = [], []
+    for _ in range(5):
+        steps.append(seconds_of(step, case[1]))
+        plain.append(seconds_of(plain_step, by_hand, other, step.plan.micro_batch))
+    return Round(step.plan, live.peak_bytes, statistics.median(steps), statistics.median(plain))
+
+
 def rows_of(name: str, make: Callable[[], Case], rounds: int) -> list[str]:
     plain = plain_peak(make)
     lines = []
     for share in SHARES:
-        case, optimizer = made(make)
-        by_hand, other = made(make)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", gf.ExactnessWarning)
-                step = gf.fit(case[0], optimizer, case[2], case[1], memory=int(plain * share * 1.02))
+            made = [one_round(make, int(plain * share * 1.02)) for _ in range(rounds)]
         except gf.BudgetInfeasible:
             continue
-        plan = step.plan
-        then = min(seconds_of(plain_step, by_hand, other, plan.micro_batch) for _ in range(4))
-        step(case[1])  # makes the optimizer's state
-        with gf.meter(case[0], optimizer, case[1]) as live:
-            step(case[1])
-        measured = live.peak_bytes
-        least = plainly = float("inf")
-        for _ in range(rounds):
-            least = min(least, seconds_of(step, case[1]))
-            plainly = min(plainly, seconds_of(plain_step, by_hand, other, plan.micro_batch))
+        made.sort(key=lambda one: one.error)
+        usual, worst = made[len(made) // 2], max((one.peak_error for one in made), key=abs)
+        plan = usual.plan
         lines.append(
             f"  {name:8}{share:6.0%}{plan.micro_batch:4} × {plan.steps:<3}{plan.peak_bytes / 1e6:10.2f}"
-            f"{measured / 1e6:10.2f}{plan.peak_bytes / measured - 1:+8.1%}{plan.step_seconds:10.3f}{least:10.3f}"
-            f"{plan.step_seconds / least - 1:+8.1%}{plan.step_seconds / then * plainly / least - 1:+14.1%}"
-            f"{plan.extra_fraction:+10.1%}{least / plainly - 1:+9.1%}"
+            f"{usual.peak_bytes / 1e6:10.2f}{worst:+8.1%}{plan.step_seconds:10.3f}{usual.seconds:10.3f}"
+            f"{usual.error:+8.1%}{made[0].error:+9.1%}{made[-1].error:+8.1%}{plan.extra_fraction:+10.1%}"
+            f"{usual.seconds / usual.plain_seconds - 1:+9.1%}"
         )
     return lines
 
@@ -151,13 +176,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small models, few rounds, nothing is written")
     options = parser.parse_args()
-    layers, rounds = (4, 2) if options.quick else (12, 7)
+    layers, rounds = (4, 1) if options.quick else (12, 5)
     ground = one_thread()
     lines = [
         f"predicted, {datetime.date.today()}, torch {torch.__version__}, gradfit {gf.__version__}, {ground}, "
-        f"{layers} layers, AdamW",
+        f"{layers} layers, AdamW, {rounds} fits each",
         f"  {'':8}{'budget':>6}{'split':>10}{'peak MB':>10}{'measured':>10}{'':>8}{'step s':>10}{'measured':>10}{'':>8}"
-        f"{'at that pace':>14}{'extra':>10}{'measured':>9}",
+        f"{'lowest':>9}{'highest':>8}{'extra':>10}{'measured':>9}",
     ]
     print("\n".join(lines), flush=True)
     for name, make in models(layers).items():

@@ -67,6 +67,7 @@ def profile(
         if rows is not None:
             room = _room(model, sample_batch, memory_bytes, cost)
             samples = [_sample(model, loss_fn, next(iter(cut(sample_batch, rows))), rows, room / 6, room)]
+            samples = _watched_again(model, loss_fn, sample_batch, cut, samples, room / 6)
         else:
             samples = _samples(model, loss_fn, sample_batch, total, cut, memory_bytes, cost)
         least = 2 if samples[-1].refused_one else 1
@@ -133,7 +134,7 @@ def _samples(
     memory_bytes: int | None, cost: OptimizerCost,
 ) -> list[Sample]:  # fmt: skip
     if total == 1:
-        return [_sample(model, loss_fn, batch, 1, math.inf)]
+        return _watched_again(model, loss_fn, batch, cut, [_sample(model, loss_fn, batch, 1, math.inf)], math.inf)
     if memory_bytes is None:
         samples = _several(model, loss_fn, batch, total, cut)
     else:
@@ -167,7 +168,7 @@ def _several(model: torch.nn.Module, loss_fn: LossFunction, batch: Any, total: i
             refused |= size == 1
             continue
         samples.append(dataclasses.replace(sample, refused_one=refused))
-    return samples
+    return _watched_again(model, loss_fn, batch, cut, samples, math.inf)
 
 
 def _is_too_little(error: Exception, size: int, little: int = 1) -> bool:
@@ -203,6 +204,7 @@ def _growing(
         if _working_bytes(trace) * 2 > most or spent > 1.0 or size == total:
             break
         size = min(total, size * 2)
+    samples = _watched_again(model, loss_fn, batch, cut, samples, room / 6)
     if len(samples) == 1 and size < total and not distributed.is_running():  # where forwards wait for each other
         from gradfit.profiling.fake import foreseen
 
@@ -257,14 +259,32 @@ def _sample(
     quota_bytes: float, room_bytes: float = math.inf,
 ) -> Sample:  # fmt: skip
     trace = _watch(model, loss_fn, batch, quota_bytes)
-    rounds = _MORE_ROUNDS if sum(op.seconds for op in trace.operations) < _SHORT_SECONDS else _ROUNDS
-    for _ in range(rounds - 1):
-        trace = _least(trace, _watch(model, loss_fn, batch, quota_bytes))
-    _pool(trace)
     plain = None
     if _plain_bytes(trace) < 0.95 * room_bytes:
-        plain = min(_time_plain(model, loss_fn, batch) for _ in range(rounds))
+        plain = min(_time_plain(model, loss_fn, batch) for _ in range(_rounds(trace)))
     return Sample(size, trace, plain)
+
+
+def _watched_again(
+    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, cut: _Cut, samples: list[Sample], quota_bytes: float
+) -> list[Sample]:
+    """With the least seconds of several runs, for the two sizes whose operations a profile is made of."""
+    for place in range(max(0, len(samples) - 2), len(samples)):
+        one = samples[place]
+        trace = one.trace
+        try:
+            for _ in range(_rounds(trace) - 1):
+                trace = _least(trace, _watch(model, loss_fn, next(iter(cut(batch, one.size))), quota_bytes))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise  # else one run must do
+        _pool(trace)
+        samples[place] = dataclasses.replace(one, trace=trace)
+    return samples
+
+
+def _rounds(trace: Trace) -> int:
+    return _MORE_ROUNDS if sum(op.seconds for op in trace.operations) < _SHORT_SECONDS else _ROUNDS
 
 
 def _watch(model: torch.nn.Module, loss_fn: LossFunction, batch: Any, quota_bytes: float) -> Trace:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import statistics
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -36,7 +37,7 @@ from gradfit.units import format_bytes
 
 _TRIES = 5
 _TRIES_ONLINE = 3
-_TIMED, _MOST_TIMED, _TIMED_SECONDS = 3, 10, 0.5  # passes: at least, at most, and until they took so long
+_TIMED, _MOST_TIMED, _TIMED_SECONDS = 3, 10, 1.5  # passes: at least, at most, and until they took so long
 _DOUBT = 1.3  # by how much a prediction may be slower, and the clock is still asked
 _NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
 
@@ -306,8 +307,9 @@ class Planner:
         Plans with and without recomputation are too unlike for a prediction: one pays for recording and replaying, the
         other for more passes.
         """
+        parts = [next(iter(self.parts(batch, one.plan.micro_batch))) for one in ways]
         with untouched(self._model), contextlib.suppress(Diverged):  # not steady after all, as its step will notice
-            return min((self._timed(one, batch) for one in ways), key=lambda one: one.plan.step_seconds)
+            return min(self._timed(list(zip(ways, parts, strict=True))), key=lambda one: one.plan.step_seconds)
         return ways[0]
 
     def _plain(self, made: Fitted, batch: Any, target: int, limit_bytes: int) -> list[Fitted]:
@@ -342,25 +344,31 @@ class Planner:
         tried = self._try_out(dataclasses.replace(made, plan=plan), batch)
         return [] if tried is None or tried.peak_bytes > limit_bytes else [tried]
 
-    def _timed(self, made: Fitted, batch: Any) -> Fitted:
-        """With the seconds that its passes take here and now, for which what was measured is only a hint."""
-        part = next(iter(self.parts(batch, made.plan.micro_batch)))
-        taken: list[float] = []
-        while len(taken) < _TIMED or (len(taken) < _MOST_TIMED and sum(taken) < _TIMED_SECONDS):
-            taken.append(self._pass_seconds(made, part))
-        seconds = min(taken) * made.plan.batch_size / self.rows(part)
-        return dataclasses.replace(made, plan=made.plan.taking(seconds + made.profile.optimizer_seconds))
+    def _timed(self, ways: list[tuple[Fitted, Any]]) -> Iterator[Fitted]:
+        """With the seconds that passes of these micro-batches take here and now, each in its turn: a machine that is
+        slower for a while is so for all of them. What was measured before is only a hint."""
+        taken: list[list[float]] = [[] for _ in ways]
+        while (rounds := len(taken[0])) < _TIMED or (
+            rounds < _MOST_TIMED and sum(map(sum, taken)) < len(ways) * _TIMED_SECONDS
+        ):
+            for times, (made, part) in zip(taken, ways, strict=True):
+                times.append(self._pass_seconds(made, part))
+        drop_gradients(self._model)
+        for times, (made, part) in zip(taken, ways, strict=True):
+            seconds = statistics.median(times) * made.plan.batch_size / self.rows(part)
+            yield dataclasses.replace(made, plan=made.plan.taking(seconds + made.profile.optimizer_seconds))
 
     def _pass_seconds(self, made: Fitted, part: Any) -> float:
+        """Of a forward and backward, into gradients that are there if the step has several."""
+        if made.plan.steps == 1:
+            drop_gradients(self._model)
         started = seconds_now()
         with made.following(first=False):
             loss, _ = run_loss(self._loss_fn, self._model, part)
         torch.autograd.backward(loss)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        seconds = seconds_now() - started
-        drop_gradients(self._model)
-        return seconds
+        return seconds_now() - started
 
 
 def _plan_at(found: Profile, limit_bytes: int, batch_size: int, micro_batch: int) -> Plan:
