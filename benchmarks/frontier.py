@@ -1,7 +1,8 @@
 """Memory against time: gradfit's plans beside plain PyTorch and its checkpointing, interleaved in one run.
 
-`python benchmarks/frontier.py [--quick] [--full] [--compile] [--only GPT-2]` prints a table, writes
-benchmarks/results/frontier.txt (with --full, frontier_every_k.txt) and draws docs/images/frontier.svg. Memory is the
+`python benchmarks/frontier.py [--quick] [--full] [--wide] [--compile] [--only GPT-2]` prints a table, writes
+benchmarks/results/frontier.txt (with --full, frontier_every_k.txt; with --wide, frontier_wide.txt) and, unless the
+models are wide, draws docs/images/frontier.svg. Memory is the
 peak of everything that the two passes allocate beside parameters, gradients and the batch (gradients exist before, as
 when accumulating), read by `gf.meter` in a run of its own. Times are CPU seconds of one thread without the meter, as
 ratios to plain PyTorch's next to them: the median over the rounds, and the ratio of the least of each. Points of
@@ -223,6 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small shapes, nothing is written")
     parser.add_argument("--full", action="store_true", help="every peer on k of n blocks for every k")
+    parser.add_argument("--wide", action="store_true", help="GPT-2 and ViT as wide as they are in use")
     parser.add_argument("--compile", action="store_true", help="torch.compile with activation_memory_budget too")
     parser.add_argument("--rounds", type=int, help="of the race; 7 unless it is quick")
     parser.add_argument("--only", help="one model, nothing is written")
@@ -238,18 +240,19 @@ def main() -> None:
     if not options.compile:
         lines.append("torch.compile with activation_memory_budget: with --compile; it compiles a minute for each point")
     print("\n".join(lines), flush=True)
-    for case in cases(quick=options.quick):
+    for case in cases(quick=options.quick, wide=options.wide):
         if options.only and case.name != options.only:
             continue
         found = measure(case, rounds=rounds, full=options.full, compiled=options.compile)
         lines += (now := table(case, found))
         print("\n".join(now), flush=True)
-    if not options.only:
+    if not (options.only or options.wide):
         lines += (now := joint(rows=64 if options.quick else 256, rounds=rounds))
         print("\n".join(now))
     if not (options.quick or options.only):
-        name = "frontier_every_k.txt" if options.full else "frontier.txt"
-        (ROOT / "benchmarks" / "results" / name).write_text("\n".join(lines) + "\n")
+        name = "frontier_wide" if options.wide else "frontier_every_k" if options.full else "frontier"
+        (ROOT / "benchmarks" / "results" / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    if not (options.quick or options.only or options.wide):
         (ROOT / "docs" / "images" / "frontier.svg").write_text(draw(read("\n".join(lines))))
 
 

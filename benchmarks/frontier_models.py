@@ -129,9 +129,14 @@ def images(rows: int) -> dict[str, torch.Tensor]:
     return {"x": torch.randn(rows, 3, 64, 64), "y": torch.randint(0, 10, (rows,))}
 
 
-def cases(*, quick: bool) -> list[Case]:
-    """All of 12 blocks or more; small ones for a quick look."""
+def cases(*, quick: bool, wide: bool = False) -> list[Case]:
+    """All of 12 blocks or more; small ones for a quick look, or those that are as wide as they are in use."""
     torch.manual_seed(0)
+    if wide:
+        return [
+            language("GPT-2-wide", layers=12, width=768, rows=4, length=128, causal=True),
+            vision("ViT-wide", layers=12, width=768, rows=8),
+        ]
     width, rows = (128, 4) if quick else (256, 8)
     return [
         language("GPT-2", layers=12, width=width, rows=rows, length=128, causal=True),
