@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 from itertools import pairwise
 from typing import Any
@@ -240,3 +241,36 @@ def test_with_a_budget_only_what_surely_fits_is_run() -> None:
     assert live.peak_bytes <= budget
     assert part.batch_size < 1024
     assert part.saved_bytes(1024) == whole.saved_bytes(1024)
+
+
+class Watched:
+    """A loss that counts the passes of each size that are watched."""
+
+    def __init__(self, fails_at: int = -1) -> None:
+        self.passes: collections.Counter[int] = collections.Counter()
+        self._fails_at = fails_at  # so many rows, when they are watched again
+
+    def __call__(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        watched = torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+        self.passes[len(batch)] += watched
+        if watched and len(batch) == self._fails_at and self.passes[len(batch)] > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB.")
+        return square_loss(model, batch)
+
+
+def test_only_the_sizes_that_a_profile_is_made_of_are_watched_again() -> None:
+    loss = Watched()
+    found = gf.profile(nn.Linear(64, 64), loss, torch.randn(16, 64), memory_bytes=1 << 30)
+    assert found.batch_size == 16
+    assert [loss.passes[size] for size in (1, 2, 4)] == [1, 1, 1]
+    assert min(loss.passes[8], loss.passes[16]) > 1
+
+
+@pytest.mark.parametrize("rows", [8, 16])
+def test_where_memory_runs_out_when_it_is_watched_again_once_must_do(rows: int) -> None:
+    model = nn.Linear(64, 64)
+    found = gf.profile(model, loss := Watched(rows), torch.randn(16, 64), memory_bytes=1 << 30)
+    assert loss.passes[rows] == 2
+    assert found.batch_size == 16
+    assert found.saved_bytes(16) == gf.profile(model, square_loss, torch.randn(16, 64)).saved_bytes(16)
+    assert all(parameter.grad is None for parameter in model.parameters())

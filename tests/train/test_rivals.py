@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -66,6 +67,25 @@ def test_the_clock_decides(recomputation_is_slow: bool, monkeypatch: pytest.Monk
     assert step.plan.keeps_everything is recomputation_is_slow
     assert step.plan.step_seconds == pytest.approx(64.0, rel=0.01)
     assert step(batch).stepped
+
+
+def test_plans_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch, found: Profile) -> None:
+    """On a machine that becomes ten times as slow while they are: so it does for both."""
+    order: list[bool] = []
+
+    def seconds(self: Planner, made: Any, part: Any) -> float:
+        order.append(made.plan.keeps_everything)
+        pace = 1.0 if len(order) <= 2 else 10.0
+        return pace * len(part) * (1.0 if made.plan.keeps_everything else 1.5)
+
+    monkeypatch.setattr(Planner, "_pass_seconds", seconds)
+    model, batch = network(), torch.randn(64, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    step = gf.fit(model, optimizer, square, batch, memory=budget_for(found, 16) + 8192)
+    assert set(order) == {False, True}
+    assert all(one is not other for one, other in pairwise(order))
+    assert step.plan.keeps_everything
+    assert step.plan.step_seconds == pytest.approx(640.0, rel=0.01)  # the pace that most passes had
 
 
 def test_plain_seconds_lie_between_those_measured(found: Profile) -> None:

@@ -200,8 +200,10 @@ def _growing(
         spent = sum(op.seconds for op in trace.operations)
         free = room - trace.gathered_peak_bytes
         # Beside the working set there is a sixth for what is rebuilt. Two sizes must be seen to tell what grows.
-        most = free / 2 if len(samples) > 1 else free * 5 / 6
-        if _working_bytes(trace) * 2 > most or spent > 1.0 or size == total:
+        enough = len(samples) > 1
+        if _working_bytes(trace) * 2 > (free / 2 if enough else free * 5 / 6):
+            break
+        if size == total or (enough and spent > 1.0):
             break
         size = min(total, size * 2)
     samples = _watched_again(model, loss_fn, batch, cut, samples, room / 6)
