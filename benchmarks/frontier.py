@@ -8,7 +8,7 @@ own. Times are CPU seconds of one thread without the meter, as ratios to plain P
 the rounds, and the ratio of the least of each. Points of gradfit are plans for a budget, not tuned by hand; beside
 their time stands what the plan predicted, and below which no choice of values to keep can come, by the operations'
 measured seconds. "gradfit, split" may also cut the batch, as `gf.fit` does; beside it stands plain PyTorch in as many
-pieces by hand. The wide model runs seven seconds, so there are only the memories that are aimed at.
+pieces by hand.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ import gradfit as gf
 from gradfit.planning.mincut import least_seconds
 
 ROOT = Path(__file__).parents[1]
-AIMED_SHARES = (0.5, 0.35, 0.15)
+SPLIT_SHARES = (0.5, 0.35, 0.15)
 SHARES = (0.97, 0.95, 0.9, 0.8, 0.65, 0.5, 0.42, 0.35, 0.25, 0.15, 0.1)
 _MORE = 3  # times as many rounds for who seems to be ahead, and for gradfit's point at that memory
 _KEPT = ("mm", "addmm", "bmm", "convolution", "scaled_dot_product")
@@ -107,27 +107,25 @@ def in_pieces(case: Case, size: int, plan: gf.Plan | None = None) -> None:
         del loss
 
 
-def points(case: Case, *, full: bool, few: bool) -> Iterator[Point]:
+def points(case: Case, *, full: bool) -> Iterator[Point]:
     count = len(case.model.blocks)
     yield Point("plain", "", partial(passes, case, plainly))
     chosen = range(1, count + 1) if full else sorted({count // 4, count // 2, 3 * count // 4, count})
-    if few:
-        chosen = [count // 2, count]
     for number in chosen:
         yield Point("checkpoint", f"{number} of {count} blocks", partial(passes, case, partial(first_blocks, number)))
-    for number in range(2, count // 2 + 1) if full else (4,) if few else (2, 4):
+    for number in range(2, count // 2 + 1) if full else (2, 4):
         yield Point("checkpoint_sequential", f"{number} segments", partial(passes, case, partial(in_segments, number)))
     for number in chosen if full else (count,):
         run = partial(passes, case, partial(selective, number))
         yield Point("selective", f"products, {number} of {count}", run)
 
 
-def plans(case: Case, plain_bytes: int, *, few: bool) -> Iterator[Point]:
+def plans(case: Case, plain_bytes: int) -> Iterator[Point]:
     rows = case.batch["x"].size(0)
     case.model.runner = plainly
     found = gf.profile(case.model, case.loss, case.batch)
     graph = found.at(rows, rows=rows)
-    for share in AIMED_SHARES if few else [*SHARES, 0.0]:
+    for share in [*SHARES, 0.0]:
         budget = graph.static_bytes + int(plain_bytes * share)
         setting = f"{share:.0%} budget"
         try:
@@ -144,7 +142,7 @@ def plans(case: Case, plain_bytes: int, *, few: bool) -> Iterator[Point]:
     if any(isinstance(module, nn.BatchNorm2d) for module in case.model.modules()):
         return  # in pieces its statistics are others
     by_hand: set[int] = set()
-    for share in AIMED_SHARES:
+    for share in SPLIT_SHARES:
         plan = gf.plan(found, memory=graph.static_bytes + int(plain_bytes * share), batch_size=rows)
         if plan.micro_batch < rows:
             name = f"{share:.0%}, {plan.micro_batch} rows"
@@ -155,13 +153,13 @@ def plans(case: Case, plain_bytes: int, *, few: bool) -> Iterator[Point]:
             yield Point("split by hand", f"{plan.micro_batch} rows", partial(in_pieces, case, plan.micro_batch))
 
 
-def measure(case: Case, *, rounds: int, full: bool, few: bool, compiled: bool) -> list[Point]:
+def measure(case: Case, *, rounds: int, full: bool, compiled: bool) -> list[Point]:
     """Every point's peak, in a run of its own; then its seconds, one run of each per round."""
     for parameter in case.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    found = list(points(case, full=full, few=few))
+    found = list(points(case, full=full))
     found[0].peak_bytes = peak_of(case, found[0])
-    found += plans(case, found[0].peak_bytes, few=few)
+    found += plans(case, found[0].peak_bytes)
     for point in found[1:]:
         point.peak_bytes = peak_of(case, point)
     if compiled:
@@ -228,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small shapes, nothing is written")
     parser.add_argument("--full", action="store_true", help="every peer on k of n blocks for every k")
-    parser.add_argument("--wide", action="store_true", help="GPT-2 as wide as it is in use, 2048 tokens, few points")
+    parser.add_argument("--wide", action="store_true", help="GPT-2 as wide as it is in use, 2048 tokens")
     parser.add_argument("--compile", action="store_true", help="torch.compile with activation_memory_budget too")
     parser.add_argument("--rounds", type=int, help="of the race; 7 unless it is quick")
     parser.add_argument("--only", help="one model, nothing is written")
@@ -247,7 +245,7 @@ def main() -> None:
     for case in cases(quick=options.quick, wide=options.wide):
         if options.only and case.name != options.only:
             continue
-        found = measure(case, rounds=rounds, full=options.full, few=options.wide, compiled=options.compile)
+        found = measure(case, rounds=rounds, full=options.full, compiled=options.compile)
         lines += (now := table(case, found))
         print("\n".join(now), flush=True)
     if not (options.only or options.wide):
