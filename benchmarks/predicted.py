@@ -157,16 +157,16 @@ def rows_of(name: str, make: Callable[[], Case], rounds: int) -> list[str]:
     lines = []
     for share in SHARES:
         try:
-            made = [one_round(make, int(plain * share * 1.02)) for _ in range(rounds)]
+            fits = [one_round(make, int(plain * share * 1.02)) for _ in range(rounds)]
         except gf.BudgetInfeasible:
             continue
-        made.sort(key=lambda one: one.error)
-        usual, worst = made[len(made) // 2], max((one.peak_error for one in made), key=abs)
+        fits.sort(key=lambda one: one.error)
+        usual, worst = fits[len(fits) // 2], max((one.peak_error for one in fits), key=abs)
         plan = usual.plan
         lines.append(
             f"  {name:8}{share:6.0%}{plan.micro_batch:4} × {plan.steps:<3}{plan.peak_bytes / 1e6:10.2f}"
             f"{usual.peak_bytes / 1e6:10.2f}{worst:+8.1%}{plan.step_seconds:10.3f}{usual.seconds:10.3f}"
-            f"{usual.error:+8.1%}{made[0].error:+9.1%}{made[-1].error:+8.1%}{plan.extra_fraction:+10.1%}"
+            f"{usual.error:+8.1%}{fits[0].error:+9.1%}{fits[-1].error:+8.1%}{plan.extra_fraction:+10.1%}"
             f"{usual.seconds / usual.plain_seconds - 1:+9.1%}"
         )
     return lines

@@ -359,11 +359,12 @@ class Planner:
             yield dataclasses.replace(made, plan=made.plan.taking(seconds + made.profile.optimizer_seconds))
 
     def _pass_seconds(self, made: Fitted, part: Any) -> float:
-        """Of a forward and backward, into gradients that are there if the step has several."""
-        if made.plan.steps == 1:
+        """Of a pass as most of its step are: if it has several, not the first one, into gradients that are there."""
+        alone = made.plan.steps == 1
+        if alone:
             drop_gradients(self._model)
         started = seconds_now()
-        with made.following(first=False):
+        with made.following(first=alone):
             loss, _ = run_loss(self._loss_fn, self._model, part)
         torch.autograd.backward(loss)
         if torch.accelerator.is_available():
