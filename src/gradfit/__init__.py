@@ -3,6 +3,7 @@
 from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.accumulate.buffer import AccumulationBufferDynamic, SymbolicShape
 from gradfit.accumulate.dynamic import DynamicBatchAccumulator
+from gradfit.accumulate.grad_accumulator import GradAccumulator
 from gradfit.accumulate.marks import disable_grad_accumulation, enable_grad_accumulation, has_grad_accumulation
 from gradfit.accumulate.result import StepResult
 from gradfit.accumulate.scaling import GradientScaling
@@ -27,6 +28,7 @@ from gradfit.errors import (
     GradfitError,
     GradientMismatch,
     GraphError,
+    InvalidParameter,
     MisuseError,
     NonFiniteGradient,
     RankFailed,
@@ -66,6 +68,7 @@ __all__ = [
     "ExactnessWarning",
     "FixedStepCount",
     "FixedTargetBatch",
+    "GradAccumulator",
     "GradfitError",
     "GradientAccumulationValidator",
     "GradientAccumulator",
@@ -78,6 +81,7 @@ __all__ = [
     "GradientScaling",
     "GraphError",
     "Hardware",
+    "InvalidParameter",
     "Job",
     "LossScaler",
     "MemoryStats",

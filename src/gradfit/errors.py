@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from typing import Any
 
 
 class GradfitError(Exception):
@@ -11,6 +13,18 @@ class GradfitError(Exception):
 
 class MisuseError(GradfitError, ValueError):
     """An argument that cannot mean anything; raised before anything is changed."""
+
+
+class InvalidParameter(MisuseError):
+    """One parameter that cannot be what was passed: `name` is the parameter's, `reason` what is wrong with it."""
+
+    def __init__(self, message: str, *, name: str, reason: str) -> None:
+        super().__init__(message)
+        self.name = name
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a worker process sends its errors home in a pickle
+        return functools.partial(type(self), name=self.name, reason=self.reason), self.args
 
 
 class UnknownName(MisuseError, KeyError):

@@ -24,7 +24,7 @@ def sgd(*tensors: torch.Tensor) -> torch.optim.Optimizer:
         ({"steps": -1}, "steps=-1"),
         ({"steps": 2.5}, "steps=2.5 is not a whole number"),
         ({"steps": True}, "steps=True"),
-        ({"optimizer": 4}, "Pass steps=4"),
+        ({"optimizer": 4, "steps": 3}, "optimizer=4 is a number"),
         ({"optimizer": object()}, r"without step\(\)"),
         ({"parameters": []}, "parameters is empty"),
         ({"parameters": [W, W]}, "parameters: the tensor at 1, of shape .2,., is there twice"),

@@ -1,4 +1,4 @@
-"""The tests that seeds 000 and 003 list, by their names there."""
+"""The tests that the first document lists, by their names there (docs/seeds.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def one_weight(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
-# -- seed 000, unit tests ---------------------------------------------------------------------------------------------
+# -- unit tests ---------------------------------------------------------------------------------------------
 
 
 def test_enable_accumulation_on_tensor() -> None:
@@ -116,7 +116,7 @@ def test_accumulation_with_multiple_tensors() -> None:
     assert accumulator.current_step == 0
 
 
-# -- seed 000, integration tests --------------------------------------------------------------------------------------
+# -- integration tests --------------------------------------------------------------------------------------
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
@@ -176,7 +176,7 @@ def test_memory_usage_with_large_accumulation_steps() -> None:
 
 
 def test_the_loop_as_printed() -> None:
-    """Seed 000's training loop, word for word, against the full batch."""
+    """The training loop, word for word, against the full batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     plain = copy.deepcopy(model)
@@ -185,7 +185,7 @@ def test_the_loop_as_printed() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     epochs, num_batches = 3, 8
 
-    accumulator = gf.GradientAccumulator(steps=4)
+    accumulator = gf.GradientAccumulator(4)
     accumulator.enable_accumulation(model.parameters())
     for _epoch in range(epochs):
         for batch in range(num_batches):
@@ -225,67 +225,73 @@ def test_accumulation_context() -> None:
     assert context.accumulation_steps == 0
 
 
-# -- seed 003 ---------------------------------------------------------------------------------------------------------
-
-
-def test_construction() -> None:
-    w = one_weight(1.0, 2.0)
-    sgd = torch.optim.SGD([w], lr=0.01)
-    accumulator = gf.GradientAccumulator(sgd, 4)
-    assert accumulator.accumulation_count == 4
-    assert accumulator.current_step == 0
-    assert accumulator.optimizer is sgd
-    assert repr(accumulator) == "GradientAccumulator(steps=4, current_step=0, parameters=1)"
-
-
-def test_zero_accumulation_steps_errors() -> None:
+def test_the_number_of_steps_may_come_first() -> None:
+    assert gf.GradientAccumulator(4).accumulation_count == 4
     with pytest.raises(gf.MisuseError, match=r"steps=0 must be at least 1. Pass steps=4"):
-        gf.GradientAccumulator(torch.optim.SGD([one_weight(1.0)], lr=0.01), steps=0)
-    with pytest.raises(ValueError, match="steps"):
-        gf.GradientAccumulator(torch.optim.SGD([one_weight(1.0)], lr=0.01), steps=-3)
+        gf.GradientAccumulator(0)
+    with pytest.raises(gf.MisuseError, match=r"optimizer=4 is a number.*GradientAccumulator\(4\)"):
+        gf.GradientAccumulator(4, 3)
+    with pytest.raises(gf.MisuseError, match="optimizer is a bool"):
+        gf.GradientAccumulator(True)
 
 
-def test_step_counting() -> None:
-    w = one_weight(1.0, 2.0)
-    accumulator = gf.GradientAccumulator(torch.optim.SGD([w], lr=0.1), steps=3)
-    for expected in (False, False, True):
-        w.grad = torch.ones_like(w)
-        assert bool(accumulator.step()) is expected
-    assert accumulator.current_step == 0
+def test_an_accumulator_is_disposed_of() -> None:
+    w = one_weight(1.0)
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    with gf.GradientAccumulator(optimizer, steps=2) as accumulator:
+        (w * 2).sum().backward()
+        accumulator.step()
+    assert w.grad is None  # an open window goes, and its half of a sum with it
+    assert not gf.has_grad_accumulation(w)
+    accumulator.dispose()  # once more does nothing
+    for use in (
+        lambda: accumulator.backward((w * 2).sum()),
+        accumulator.step,
+        accumulator.flush,
+        accumulator.__enter__,
+        lambda: accumulator.enable_accumulation([w]),
+        lambda: accumulator.micro_batch().__enter__(),
+    ):
+        with pytest.raises(gf.MisuseError, match=r"closed|micro_batch needs"):
+            use()
+    (w * 3).sum().backward()  # nobody counts, scales or holds anything from here on
+    optimizer.step()
+    assert (w.item(), w.grad.item()) == (-2.0, 3.0)
 
 
-def test_gradient_scaling() -> None:
-    w = one_weight(0.0)
-    accumulator = gf.GradientAccumulator(torch.optim.SGD([w], lr=1.0), steps=2)
-    w.grad = torch.tensor([6.0], dtype=torch.float64)
-    assert not accumulator.step()
-    w.grad = torch.tensor([12.0], dtype=torch.float64)
-    assert accumulator.step()
-    assert w.item() == -6.0
+def test_a_context_is_disposed_of() -> None:
+    w = one_weight(1.0)
+    context = gf.AccumulationContext(2)
+    context.register_tensor(w)
+    context.dispose()
+    (w * 2).sum().backward()
+    assert (context.accumulation_steps, w.grad.item()) == (0, 2.0)
 
 
-def test_flush_before_full_accumulation() -> None:
-    w = one_weight(0.0)
-    accumulator = gf.GradientAccumulator(torch.optim.SGD([w], lr=1.0), steps=4)
-    w.grad = torch.tensor([8.0], dtype=torch.float64)
-    accumulator.step()
-    assert accumulator.flush()
-    assert w.item() == -8.0
-    assert accumulator.current_step == 0
+def test_lbfgs_accumulates_inside_its_closure() -> None:
+    """An optimizer that wants the loss again and again gets each time all micro-batches, as one."""
 
+    def train(parts: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        x, y = torch.randn(24, 5).double(), torch.randn(24, 1).double()
+        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+        sizes = [24] if parts == 1 else [3, 11, 10]
+        accumulator = gf.GradientAccumulator(parameters=model.parameters(), steps=len(sizes))
 
-def test_flush_no_op_when_no_steps() -> None:
-    w = one_weight(5.0)
-    accumulator = gf.GradientAccumulator(torch.optim.SGD([w], lr=1.0), steps=4)
-    result = accumulator.flush()
-    assert not result
-    assert result.reason == "empty window"
-    assert w.item() == 5.0
+        def closure() -> torch.Tensor:
+            accumulator.reset()
+            total = torch.zeros((), dtype=torch.float64)
+            for inputs, targets in zip(x.split(sizes), y.split(sizes), strict=True):
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                accumulator.backward(loss, weight=len(inputs))
+                accumulator.step()
+                total += loss.detach() * len(inputs) / len(x)
+            return total
 
+        for _ in range(4):
+            optimizer.step(closure)
+        return [p.detach() for p in model.parameters()]
 
-def test_reset_drops_the_window() -> None:
-    w = one_weight(5.0)
-    accumulator = gf.GradientAccumulator(torch.optim.SGD([w], lr=1.0), steps=4)
-    accumulator.backward((w * 3).sum(), weight=7)
-    accumulator.reset()
-    assert (w.grad, accumulator.current_step, bool(accumulator.flush())) == (None, 0, False)
+    for cut, whole in zip(train(3), train(1), strict=True):
+        torch.testing.assert_close(cut, whole, rtol=1e-8, atol=1e-10)

@@ -44,7 +44,7 @@ class GradientAccumulator:
 
     def __init__(
         self,
-        optimizer: AnyOptimizer | None = None,
+        optimizer: AnyOptimizer | int | None = None,
         steps: int = 1,
         *,
         parameters: Iterable[Tensor] | None = None,
@@ -55,22 +55,25 @@ class GradientAccumulator:
         on_nonfinite: str = "raise",
         isolate: bool = False,
     ) -> None:
-        options.check(optimizer, steps, strategy, dtype, scaler, clip, on_nonfinite, isolate)
-        self.optimizer, self.scaler, self.dtype = optimizer, scaler, dtype
+        stepper, steps = options.read_optimizer_or_steps(optimizer, steps)
+        options.check(stepper, steps, strategy, dtype, scaler, clip, on_nonfinite, isolate)
+        self.optimizer: AnyOptimizer | None = stepper
+        self.scaler, self.dtype = scaler, dtype
         self.window = AccumulationContext(steps, strategy=strategy)
         skip = on_nonfinite == "skip"
         self._passes = Backpropagator(self.window, scaler=scaler, dtype=dtype, isolate=isolate, skip_nonfinite=skip)
         self._update = Update(
             self.window,
-            optimizer,
+            stepper,
             scaler=scaler,
             clip=clip,
             skip_nonfinite=skip,
             widens=dtype is not None,
         )
+        self._closed = False
         self._given = parameters is not None  # else the optimizer's groups say, window by window
         watch_steps(self._update)
-        tensors = options.choose_parameters(optimizer, parameters)
+        tensors = options.choose_parameters(stepper, parameters)
         if tensors is not None:
             self._register(tensors, "optimizer" if parameters is None else "parameters")
 
@@ -121,6 +124,7 @@ class GradientAccumulator:
 
     @enabled.setter
     def enabled(self, value: bool) -> None:
+        self._require_open()
         if bool(value) != self.enabled and self.window.accumulation_steps:
             raise MisuseError(f"enabled={value!r} in the middle of a window. Call flush() or reset() first.")
         self.window.enabled = bool(value)
@@ -141,10 +145,33 @@ class GradientAccumulator:
         """What `window.notes` held at the end of the last window, added up over all processes."""
         return self._update.notes
 
+    def close(self) -> None:
+        """Let all parameters go, for good. What is in an open window goes with it: call `flush()` before.
+
+        `with GradientAccumulator(…) as accumulator:` does it at the end of the block.
+        """
+        if not self._closed:
+            self.disable_accumulation()
+            self._closed = True
+
+    dispose = close
+
+    def __enter__(self) -> GradientAccumulator:
+        self._require_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise MisuseError("This accumulator is closed. Make another one: GradientAccumulator(optimizer, steps=4).")
+
     # -- membership -----------------------------------------------------------------------------------------------
 
     def enable_accumulation(self, parameters: Iterable[Tensor]) -> None:
         """Accumulate into these parameters too; those that are there already stay."""
+        self._require_open()
         tensors = options.read_parameters(parameters)
         if self.optimizer is not None:
             options.require_members(self.optimizer, tensors)
@@ -210,6 +237,7 @@ class GradientAccumulator:
         if terms is not None:
             read = options.read_terms(terms, loss, weight, reduction)
             if not self.enabled:
+                self._require_open()
                 live = [term / number for term, number in read.values() if number]
                 if live:
                     _plain_backward(self.scaler, torch.stack(live).sum())
@@ -223,6 +251,7 @@ class GradientAccumulator:
         number = weight if type(weight) is int and weight > 0 else read_weight(weight)
         loss = check_loss(loss) if number else loss
         if not window.enabled:
+            self._require_open()
             if loss is not None:
                 _plain_backward(self.scaler, loss)
         elif passes.one_at_a_time:
@@ -280,6 +309,7 @@ class GradientAccumulator:
             )
         number = None if weight is None else read_weight(weight)
         if not self.enabled:
+            self._require_open()
             yield
             return
         with self._passes.exclusive:
@@ -297,6 +327,7 @@ class GradientAccumulator:
         """End a micro-batch; when the window is full, normalise, clip, step and clear. True if it really stepped."""
         window = self.window
         if not window.enabled:
+            self._require_open()
             return self._update.finish()
         if not window.tensors:
             raise MisuseError(_NO_PARAMETERS)
@@ -314,6 +345,7 @@ class GradientAccumulator:
         have, until all of them flush. Call it on each, once, also where there was nothing to accumulate.
         """
         window = self.window
+        self._require_open()
         if not window.accumulation_steps and (window.ranks.size == 1 or not self.enabled):
             return StepResult(False, "empty window", None, 0, 0, 0)
         with window.lock:

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from gradfit.arguments import Number as Number
+from gradfit.arguments import read_count as read_count
 from gradfit.errors import MisuseError
-
-Number = int | float
 
 
 def read_weight(value: Any, name: str = "weight") -> Number:
@@ -29,21 +29,6 @@ def read_weight(value: Any, name: str = "weight") -> Number:
     if not 0 <= number < math.inf:
         raise MisuseError(f"{name}={number!r} must be 0 or more, and finite. Pass how many items the loss is about.")
     return number
-
-
-def read_count(value: Any, name: str, *, minimum: int = 1) -> int:
-    """A whole number of at least `minimum`.
-
-    >>> read_count(4, "steps")
-    4
-    """
-    if hasattr(value, "item") and not isinstance(value, Tensor):
-        value = value.item()  # numpy's integers
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise MisuseError(f"{name}={value!r} is not a whole number. Pass {name}={max(minimum, 4)}.")
-    if value < minimum:
-        raise MisuseError(f"{name}={value} must be at least {minimum}. Pass {name}={max(minimum, 4)}.")
-    return value
 
 
 def check_loss(loss: Any, name: str = "loss") -> Tensor:

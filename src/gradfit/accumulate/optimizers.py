@@ -28,8 +28,6 @@ class AnyOptimizer(Protocol):
 
 def check_optimizer(optimizer: Any) -> None:
     """Refuse what is no optimizer, and what cannot step without being given the loss again."""
-    if isinstance(optimizer, int):
-        raise MisuseError(f"optimizer={optimizer!r} is a number. Pass steps={optimizer}.")
     for method in ("step", "zero_grad"):
         if not callable(getattr(optimizer, method, None)):
             raise MisuseError(f"optimizer is a {type(optimizer).__name__} without {method}(). Pass a torch optimizer.")
@@ -39,8 +37,8 @@ def check_optimizer(optimizer: Any) -> None:
         if positional and parameter.default is parameter.empty:
             raise MisuseError(
                 f"optimizer: {type(optimizer).__name__}.step needs {parameter.name!r}, to compute the loss again and "
-                "again in one step, so no window can be accumulated for it. Pass an optimizer whose step() needs "
-                "nothing, or accumulate inside the closure with AccumulationContext."
+                "again in one step. Accumulate inside the closure: pass parameters=model.parameters() and no "
+                "optimizer, and let the closure reset(), run every micro-batch and return the loss."
             )
 
 

@@ -51,6 +51,18 @@ def check(
         raise MisuseError(f"on_nonfinite={on_nonfinite!r} is not known. Pass on_nonfinite='raise' or 'skip'.")
 
 
+def read_optimizer_or_steps(optimizer: Any, steps: Any) -> tuple[Any, Any]:
+    """`GradientAccumulator(4)` has the steps in the first place, and no optimizer."""
+    if isinstance(optimizer, bool) or not isinstance(optimizer, int):
+        return optimizer, steps
+    if steps != 1:
+        raise MisuseError(
+            f"optimizer={optimizer!r} is a number, and steps={steps!r} says how many micro-batches there are already. "
+            "Pass GradientAccumulator(optimizer, steps=4) or GradientAccumulator(4)."
+        )
+    return None, optimizer
+
+
 def choose_parameters(optimizer: Any, parameters: Any) -> list[Tensor] | None:
     """The parameters to accumulate into; None if nobody has named any yet."""
     if parameters is not None:

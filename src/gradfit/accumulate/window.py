@@ -142,6 +142,8 @@ class AccumulationContext:
         self._find_ranks()
         self._clear()
 
+    dispose = close
+
     def __enter__(self) -> AccumulationContext:
         return self
 
