@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import gc
 from typing import Any
 
 import torch
 
 from gradfit._torch import is_out_of_memory
-from gradfit._torch_listen import DispatchMode
 from gradfit.errors import StateError
 from gradfit.profiling.state import Generators
-from gradfit.tape.ops import info_of
+from gradfit.train.write_watch import WriteWatch
 from gradfit.tree import leaves
 
 
@@ -35,8 +33,9 @@ class UpdateSnapshot:
     """Around an optimizer's step: if it fails half-way, all that it changes is as before.
 
     Not `taken` where the copy does not fit into the budget, which is never broken for it. Then an operation for which
-    memory runs out is tried once more by itself, and if that fails, too, after something was changed, `StateError`
-    says so: a step that has half happened must not be repeated.
+    memory runs out is tried once more by itself. If that fails, too, numbers and entries of the optimizer are put back,
+    which take no room; but if a tensor was written to, `StateError` says so: a step that has half happened must not
+    be repeated.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, *, taken: bool) -> None:
@@ -49,36 +48,38 @@ class UpdateSnapshot:
         self._old_states: dict[Any, Any] = {}
         self._old_groups: list[dict[str, Any]] = []
         self._old_numbers: dict[str, Any] = {}
-        self._versions: list[tuple[torch.Tensor, int]] = []
-        self._again = _OnceMore()
+        self._watch: WriteWatch | None = None
 
     def __enter__(self) -> None:
-        if not self._taken:
-            changing = (*self._parameters, *leaves(list(self._states.values())))
-            self._versions = [(tensor, tensor._version) for tensor in changing]
-            self._again.__enter__()
-            return
-        self._copies = [parameter.detach().clone() for parameter in self._parameters]
-        self._old_states = {key: _clone(state) for key, state in self._states.items()}
         groups = getattr(self._optimizer, "param_groups", ())
         self._old_groups = [_clone({k: v for k, v in group.items() if k != "params"}) for group in groups]
         self._old_numbers = {k: v for k, v in vars(self._optimizer).items() if isinstance(v, int | float)}
+        if self._taken:
+            self._copies = [parameter.detach().clone() for parameter in self._parameters]
+            self._old_states = {key: _clone(state) for key, state in self._states.items()}
+            return
+        self._old_states = {key: _same_tensors(state) for key, state in self._states.items()}
+        # Not only what is in `state`: some optimizers hold tensors as attributes.
+        held = leaves([self._old_states, dict(vars(self._optimizer))])
+        self._watch = WriteWatch({id(tensor): tensor for tensor in (*self._parameters, *held)}.values())
+        self._watch.__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if not self._taken:
-            self._again.__exit__(kind, error, trace)
-            if is_out_of_memory(error) and any(tensor._version != version for tensor, version in self._versions):
-                raise StateError(
-                    "Memory ran out in the optimizer's step when it had changed some parameters, and the budget had no "
-                    "room for a copy to go back to. Load the last saved state, and raise `memory` or free some."
-                ) from error
-        elif kind is not None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.__exit__(kind, error, trace)
+        if kind is not None and (watch is None or not watch.wrote()):
             self._restore()
-        self._copies, self._old_states, self._old_groups, self._versions = [], {}, [], []
+        elif is_out_of_memory(error):
+            raise StateError(
+                "Memory ran out in the optimizer's step when it had changed some parameters, and the budget had no "
+                "room for a copy to go back to. Load the last saved state, and raise `memory` or free some."
+            ) from error
+        self._copies, self._old_states, self._old_groups = [], {}, []
 
     def _restore(self) -> None:
         with torch.no_grad():
-            for parameter, content in zip(self._parameters, self._copies, strict=True):
+            for parameter, content in zip(self._parameters, self._copies, strict=self._taken):
                 parameter.copy_(content)
         for key in list(self._states):
             if key in self._old_states:
@@ -90,25 +91,14 @@ class UpdateSnapshot:
         vars(self._optimizer).update(self._old_numbers)
 
 
-class _OnceMore(DispatchMode):
-    """Runs an operation a second time if there was no memory for its result: what cannot be made is not half made.
-
-    One that writes to many tensors may have written to some of them, and is not repeated.
-    """
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        try:
-            return func(*args, **(kwargs or {}))
-        except Exception as error:
-            if not is_out_of_memory(error) or info_of(func).writes_lists:
-                raise
-        gc.collect()
-        if torch.accelerator.is_available():
-            torch.accelerator.empty_cache()
-        return func(*args, **(kwargs or {}))
-
-
 def _clone(state: Any) -> Any:
     if isinstance(state, dict):
         return {name: _clone(item) for name, item in state.items()}
     return state.clone() if isinstance(state, torch.Tensor) else copy.copy(state)
+
+
+def _same_tensors(state: Any) -> Any:
+    """A copy of all but the tensors."""
+    if isinstance(state, dict):
+        return {name: _same_tensors(item) for name, item in state.items()}
+    return state if isinstance(state, torch.Tensor) else copy.copy(state)
