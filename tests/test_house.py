@@ -16,12 +16,13 @@ SOURCE = ROOT / "src" / "gradfit"
 ALLOWED = {
     "tape": set(),
     "autograd": {"tape"},
-    "accumulate": {"autograd", "distributed"},
+    "batches": {"tape"},
+    "accumulate": {"autograd", "batches", "distributed"},
     "distributed": {"accumulate", "tape"},
-    "profiling": {"tape", "accumulate"},
+    "profiling": {"tape", "batches", "accumulate"},
     "planning": {"profiling"},
-    "recompute": {"tape", "profiling", "planning"},
-    "train": {"tape", "recompute", "profiling", "planning", "accumulate", "distributed", "report"},
+    "recompute": {"tape", "batches", "profiling", "planning"},
+    "train": {"tape", "batches", "recompute", "profiling", "planning", "accumulate", "distributed", "report"},
     "report": {"profiling", "planning", "train", "recompute"},
     "cli": {"train", "report", "profiling", "planning", "recompute", "accumulate", "distributed", "autograd", "tape"},
 }

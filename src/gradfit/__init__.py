@@ -21,6 +21,8 @@ from gradfit.autograd.inspect import GradientReport, inspect_gradients
 from gradfit.autograd.loss_scale import LossScaler
 from gradfit.autograd.memory import MemoryStats
 from gradfit.autograd.second_order import hessian_vector_product
+from gradfit.batches import losses
+from gradfit.batches.loss import Loss, count_tokens
 from gradfit.errors import (
     ActivationOverwritten,
     BudgetInfeasible,
@@ -83,6 +85,7 @@ __all__ = [
     "Hardware",
     "InvalidParameter",
     "Job",
+    "Loss",
     "LossScaler",
     "MemoryStats",
     "Meter",
@@ -107,6 +110,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "chunked",
+    "count_tokens",
     "custom_op",
     "disable_grad_accumulation",
     "enable_grad_accumulation",
@@ -116,6 +120,7 @@ __all__ = [
     "hessian_vector_product",
     "inspect_gradients",
     "is_checkpoint",
+    "losses",
     "mark_checkpoint",
     "meter",
     "plan",

@@ -1,0 +1,279 @@
+"""What a scalar loss was divided by, read from autograd's graph.
+
+A loss is a sum of terms, each c · Σ elements / n. Walking back from the loss over additions, factors, casts and views
+one comes to the reductions that made it, and their nodes say what each divided by: `mean` the number of elements,
+`nll_loss` the weight of all targets that are not ignored, a division its divisor. Weighted by that number, the means of
+micro-batches make the mean of the batch, padding or not.
+
+Nothing is guessed: a node without a rule here is an unknown term. Numbers that are tensors stay on their device.
+
+The rules read the attributes `_saved_…` and `_input_metadata` of autograd's nodes, which torch 2.10 to 2.13 have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+Number = int | float | Tensor  # a tensor of one element, wherever it lives
+
+_MEAN, _SUM = 1, 2  # torch's numbers for reduction="mean" and "sum"
+_MOST_TERMS = 32  # a loss of more is a sum over rows written in Python: its terms are rows, not losses
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One summand of a loss: `scale` × the sum of some elements / `count`."""
+
+    count: Number | None
+    """What the sum was divided by; None if it was not."""
+    scale: Number
+    """By what the result was multiplied since, by the user's own coefficients for one."""
+    reduction: str
+    """What made it, for messages: "mean", "nll_loss", "sum", …"""
+
+    @property
+    def divisor(self) -> Number:
+        """All scalars between the sum and the loss as one positive number: the loss is ± the sum / `divisor`."""
+        return abs(_quotient(1 if self.count is None else self.count, self.scale))
+
+
+class Denominator(NamedTuple):
+    """What each term of a loss was divided by, in the order in which the loss adds them."""
+
+    terms: tuple[Term, ...]
+    unknown: tuple[str, ...] = ()
+    """Names of the nodes that no rule is for; their terms may be divided by anything."""
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether nothing was divided at all."""
+        return not self.unknown and all(term.count is None for term in self.terms)
+
+    def __str__(self) -> str:
+        named = [
+            term.reduction if term.count is None else f"{term.reduction} over {_shown(term.count)}"
+            for term in self.terms
+        ]
+        return " + ".join([*named, *self.unknown])
+
+
+def read_denominator(loss: Tensor) -> Denominator | None:
+    """What `loss` was divided by, term by term; None if no term can be read.
+
+    Args:
+        loss: a tensor of one element with a graph behind it.
+
+    >>> weight = torch.ones(4, 3, requires_grad=True)
+    >>> targets = torch.tensor([0, 2, -100, 1])
+    >>> print(read_denominator(torch.nn.functional.cross_entropy(weight, targets)))
+    nll_loss over 3
+    >>> mask = torch.tensor([1.0, 1.0, 0.0, 0.0])
+    >>> print(read_denominator((weight.sum(1) * mask).sum() / mask.sum()))
+    sum over 2
+    """
+    if loss.grad_fn is None or loss.numel() != 1:
+        return None
+    terms: list[Term] = []
+    unknown: list[str] = []
+    paths = [_Path(loss.grad_fn)]
+    while paths and len(terms) + len(unknown) < _MOST_TERMS:
+        path = paths.pop()
+        rule = _RULES.get(path.node.name())
+        found = None if rule is None else rule(path)
+        if found is None:
+            unknown.append(path.node.name())
+        elif isinstance(found, Term):
+            terms.append(found)
+        else:
+            paths += reversed(found)
+    if paths:
+        return None
+    return Denominator(tuple(terms), tuple(unknown)) if terms else None
+
+
+class _Path(NamedTuple):
+    """A node that was reached, and the scalars on the way to it."""
+
+    node: Any
+    scaled: Number = 1
+    divided: Number | None = None
+
+    def to(self, place: int, *, scale: Number = 1, divide: Number | None = None) -> list[_Path]:
+        """On to the node's input at that place; nowhere if it is a constant, or multiplied by 0."""
+        node = self.node.next_functions[place][0]
+        if node is None or (not isinstance(scale, Tensor) and scale == 0):
+            return []
+        divided = self.divided if divide is None else divide if self.divided is None else self.divided * divide
+        return [_Path(node, self.scaled * scale, divided)]
+
+    def mean(self, count: Number, name: str) -> Term:
+        """The term of a reduction that has divided by `count`."""
+        scale = self.scaled if self.divided is None else _quotient(self.scaled, self.divided)
+        return Term(count, scale, name)
+
+    def sum(self, name: str = "sum") -> Term:
+        """The term of a reduction that has not divided: what comes after it has, if anything."""
+        return Term(self.divided, self.scaled, name)
+
+    def shape(self, place: int) -> tuple[int, ...]:
+        """Of the node's input, in the forward pass."""
+        node, index = self.node.next_functions[place]
+        return tuple(node._input_metadata[index].shape)
+
+
+_Found = Term | list[_Path] | None
+_RULES: dict[str, Callable[[_Path], _Found]] = {}
+
+
+def _rule(*names: str) -> Callable[[Callable[[_Path], _Found]], Callable[[_Path], _Found]]:
+    def register(function: Callable[[_Path], _Found]) -> Callable[[_Path], _Found]:
+        _RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
+
+@_rule(
+    "ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewBackward0", "UnsafeViewBackward0",
+    "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "UnsqueezeBackward0",
+    "SelectBackward0", "PermuteBackward0", "TBackward0", "AsStridedBackward0", "ExpandBackward0",
+)  # fmt: skip
+def _same_number(path: _Path) -> _Found:
+    return path.to(0) if math.prod(path.shape(0)) == 1 else None
+
+
+@_rule("NegBackward0")
+def _neg(path: _Path) -> _Found:
+    return path.to(0, scale=-1)
+
+
+@_rule("AddBackward0", "AddBackward1", "SubBackward0", "SubBackward1", "RsubBackward1")
+def _add(path: _Path) -> _Found:
+    alpha = getattr(path.node, "_saved_alpha", 1)
+    name = path.node.name()
+    first, second = (-alpha, 1) if name.startswith("Rsub") else (1, -alpha if name.startswith("Sub") else alpha)
+    later = path.to(1, scale=second) if len(path.node.next_functions) > 1 else []
+    return path.to(0, scale=first) + later
+
+
+@_rule("MulBackward0", "MulBackward1")
+def _mul(path: _Path) -> _Found:
+    inputs = path.node.next_functions
+    if len(inputs) > 1 and inputs[0][0] is not None and inputs[1][0] is not None:
+        return None  # a product of two losses is no loss of one
+    if inputs[0][0] is not None:
+        return path.to(0, scale=_number(path.node._saved_other))
+    return path.to(1, scale=_number(path.node._saved_self))
+
+
+@_rule("DivBackward0", "DivBackward1")
+def _div(path: _Path) -> _Found:
+    inputs = path.node.next_functions
+    if len(inputs) > 1 and inputs[1][0] is not None:
+        return None  # what it is divided by is trained, too
+    return path.to(0, divide=_number(path.node._saved_other))
+
+
+@_rule("SumBackward0", "SumBackward1", "NansumBackward0")
+def _sum(path: _Path) -> _Found:
+    inside = _several(path)
+    if inside is not None:
+        return inside
+    # A sum of means over the other dimensions, as in x.mean(0).sum(), has divided there.
+    count = _inner_count(path)
+    return path.sum() if count == 1 else path.mean(count, "mean")
+
+
+@_rule("MeanBackward0", "MeanBackward1")
+def _mean(path: _Path) -> _Found:
+    inside = _several(path)
+    if inside is not None:
+        return inside
+    return path.mean(math.prod(path.shape(0)) * _inner_count(path), "mean")
+
+
+def _several(path: _Path) -> list[_Path] | None:
+    """Where a reduction is over one number, or over a stack of several losses: the way to each of them."""
+    shape = path.shape(0)
+    is_mean = path.node.name().startswith("Mean")
+    if not shape:
+        return path.to(0)
+    stack = path.node.next_functions[0][0]
+    if stack.name() not in ("StackBackward0", "CatBackward0"):
+        return None
+    inner = _Path(stack, path.scaled, path.divided)
+    places = [place for place, (node, _) in enumerate(stack.next_functions) if node is not None]
+    if any(math.prod(inner.shape(place)) != 1 for place in places):
+        return None
+    divide = math.prod(shape) if is_mean else None
+    return [step for place in places for step in inner.to(place, divide=divide)]
+
+
+def _inner_count(path: _Path) -> int:
+    """What reductions right below this one, over other dimensions, have divided by."""
+    count, node = 1, path.node.next_functions[0][0]
+    while node.name() in ("SumBackward1", "MeanBackward1", "ViewBackward0", "SqueezeBackward1", "SqueezeBackward2"):
+        inputs = node.next_functions
+        if inputs[0][0] is None:
+            break
+        if node.name() == "MeanBackward1":
+            before = math.prod(inputs[0][0]._input_metadata[inputs[0][1]].shape)
+            count *= before // max(1, math.prod(node._input_metadata[0].shape))
+        node = inputs[0][0]
+    return count
+
+
+@_rule("NllLossBackward0", "NllLoss2DBackward0")
+def _nll_loss(path: _Path) -> _Found:
+    if path.node._saved_reduction != _MEAN:
+        return path.sum("nll_loss")
+    return path.mean(_number(path.node._saved_total_weight), "nll_loss")
+
+
+@_rule(
+    "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0",
+    "BinaryCrossEntropyWithLogitsBackward0", "SoftMarginLossBackward0",
+)  # fmt: skip
+def _by_element(path: _Path) -> _Found:
+    place = 0 if path.node.next_functions[0][0] is not None else 1
+    name = _name(path)
+    return path.mean(math.prod(path.shape(place)), name) if path.node._saved_reduction == _MEAN else path.sum(name)
+
+
+@_rule("MultiMarginLossBackward0", "MultilabelMarginLossBackward0")
+def _by_row(path: _Path) -> _Found:
+    shape, name = path.shape(0), _name(path)
+    rows = shape[0] if len(shape) > 1 else 1
+    return path.mean(rows, name) if path.node._saved_reduction == _MEAN else path.sum(name)
+
+
+@_rule("DotBackward0")
+def _dot(path: _Path) -> _Found:
+    return path.sum()
+
+
+def _name(path: _Path) -> str:
+    return str(path.node.name()).removesuffix("Backward0")
+
+
+def _number(value: Any) -> Number:
+    """A scalar that a node has saved; a tensor of the CPU becomes a Python number, another stays where it is."""
+    if isinstance(value, Tensor) and value.device.type == "cpu":
+        return value.item()
+    return value  # type: ignore[no-any-return]
+
+
+def _quotient(number: Number, by: Number) -> Number:
+    """As tensors divide: a mean over no items at all is divided by 0."""
+    if isinstance(number, Tensor) or isinstance(by, Tensor) or by:
+        return number / by
+    return math.inf if number else math.nan
+
+
+def _shown(count: Number) -> str:
+    return f"{float(count):g}"
