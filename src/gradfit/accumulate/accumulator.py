@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradfit.accumulate import options, state
+from gradfit.accumulate.auto_weight import read_auto_weight
 from gradfit.accumulate.backprop import Backpropagator
 from gradfit.accumulate.numbers import Number, check_loss, read_weight
 from gradfit.accumulate.optimizers import AnyOptimizer, parameters_of, watch_steps
@@ -216,7 +217,7 @@ class GradientAccumulator:
     def backward(
         self,
         loss: Tensor | None = None,
-        weight: Number | Tensor = 1,
+        weight: Number | Tensor | str = 1,
         reduction: str = "mean",
         *,
         terms: Mapping[str, tuple[Tensor, Number | Tensor]] | None = None,
@@ -224,8 +225,11 @@ class GradientAccumulator:
         """Backpropagate one micro-batch's loss: the mean over `weight` items, or their sum (`reduction="sum"`).
 
         `terms` are several losses of one forward pass, each a sum with its own number of items, each normalised by its
-        own total over the window. A weight of 0 contributes nothing, even if the loss is NaN.
+        own total over the window. A weight of 0 contributes nothing, even if the loss is NaN. `weight="auto"` reads
+        from the loss's graph what it was divided by: the targets that a cross-entropy did not ignore, for one.
         """
+        if isinstance(weight, str):
+            weight = read_auto_weight(weight, loss, reduction)
         window, passes = self.window, self._passes
         if type(weight) is int and type(loss) is Tensor and window.closed and not (window.final or window.broken):
             seed = passes.known.get((weight, window.main.divisor, loss.dtype, loss.device, loss.shape))

@@ -39,7 +39,8 @@ class Term:
     @property
     def divisor(self) -> Number:
         """All scalars between the sum and the loss as one positive number: the loss is ± the sum / `divisor`."""
-        return abs(_quotient(1 if self.count is None else self.count, self.scale))
+        quotient = _quotient(1 if self.count is None else self.count, self.scale)
+        return quotient.abs() if isinstance(quotient, Tensor) else abs(quotient)
 
 
 class Denominator(NamedTuple):

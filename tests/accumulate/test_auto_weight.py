@@ -1,0 +1,84 @@
+"""`weight="auto"`: windows of means whose denominators are read from their graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import gradfit as gf
+
+ROWS, CLASSES = 16, 5
+CUTS = ((0, 3), (3, 8), (8, 16))
+
+
+def task() -> tuple[torch.nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, CLASSES, dtype=torch.float64)
+    targets = torch.randint(0, CLASSES, (ROWS,)).masked_fill(torch.rand(ROWS) < 0.5, -100)
+    return model, torch.randn(ROWS, 4, dtype=torch.float64), targets
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "padding": lambda scores, targets: F.cross_entropy(scores, targets),
+    "class weights": lambda scores, targets: F.cross_entropy(scores, targets, weight=torch.arange(1.0, 6).double()),
+    "label smoothing": lambda scores, targets: F.cross_entropy(scores, targets, label_smoothing=0.1),
+    "masked by hand": lambda scores, targets: (scores.sum(1) * (targets >= 0)).sum() / (targets >= 0).sum(),
+    "rows": lambda scores, targets: scores.square().mean() + 0.1 * scores.abs().mean(),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_the_window_is_the_full_batch(kind: str) -> None:
+    model, x, targets = task()
+    loss_of = LOSSES[kind]
+    expected = torch.autograd.grad(loss_of(model(x), targets), tuple(model.parameters()))
+    acc = gf.GradientAccumulator(steps=len(CUTS), parameters=model.parameters())
+    for start, end in CUTS:
+        acc.backward(loss_of(model(x[start:end]), targets[start:end]), weight="auto")
+        acc.step()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_a_micro_batch_of_padding_alone_contributes_nothing() -> None:
+    model, x, targets = task()
+    acc = gf.GradientAccumulator(steps=2, parameters=model.parameters())
+    acc.backward(F.cross_entropy(model(x[:3]), torch.full((3,), -100)), weight="auto")
+    acc.step()
+    acc.backward(F.cross_entropy(model(x), targets), weight="auto")
+    acc.step()
+    (expected,) = torch.autograd.grad(F.cross_entropy(model(x), targets), model.weight)  # type: ignore[arg-type]
+    torch.testing.assert_close(model.weight.grad, expected)
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "a sum": (lambda scores: scores.sum(), "is a sum"),
+    "unknown": (lambda scores: scores.max(), "MaxBackward1"),
+    "an unknown term": (lambda scores: scores.mean() + scores.norm(), "LinalgVectorNormBackward0"),
+    "two denominators": (lambda scores: scores.mean() + scores[:2].mean(), "mean over 80 . mean over 10.*terms="),
+    "a penalty that is a sum": (lambda scores: scores.mean() + scores.sum(), "several denominators"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_read_is_refused_before_anything_is_added(kind: str) -> None:
+    model, x, _ = task()
+    loss_of, message = REFUSED[kind]
+    acc = gf.GradientAccumulator(steps=2, parameters=model.parameters())
+    with pytest.raises(gf.MisuseError, match=message):
+        acc.backward(loss_of(model(x)), weight="auto")
+    assert acc.current_step == 0
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_other_words_and_sums_are_refused() -> None:
+    model, x, _ = task()
+    acc = gf.GradientAccumulator(steps=2, parameters=model.parameters())
+    with pytest.raises(gf.MisuseError, match="'auto'"):
+        acc.backward(model(x).mean(), weight="rows")
+    with pytest.raises(gf.MisuseError, match="reduction='sum'"):
+        acc.backward(model(x).sum(), weight="auto", reduction="sum")
