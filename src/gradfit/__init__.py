@@ -2,6 +2,7 @@
 
 from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.accumulate.buffer import AccumulationBufferDynamic, SymbolicShape
+from gradfit.accumulate.context import AccumulationContext
 from gradfit.accumulate.dynamic import DynamicBatchAccumulator
 from gradfit.accumulate.grad_accumulator import GradAccumulator
 from gradfit.accumulate.marks import disable_grad_accumulation, enable_grad_accumulation, has_grad_accumulation
@@ -10,7 +11,6 @@ from gradfit.accumulate.scaling import GradientScaling
 from gradfit.accumulate.schedule import VariableBatchScheduler
 from gradfit.accumulate.strategy import AdaptiveAccumulation, FixedStepCount, FixedTargetBatch, Strategy
 from gradfit.accumulate.validate import GradientAccumulationValidator
-from gradfit.accumulate.window import AccumulationContext
 from gradfit.autograd.check import GradientCheck, check_gradients
 from gradfit.autograd.clip import GradientClipper
 from gradfit.autograd.context import AutogradContext

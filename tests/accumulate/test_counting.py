@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradfit as gf
+from gradfit.accumulate.accumulator import BareAccumulator
 
 
 def two() -> tuple[torch.Tensor, torch.Tensor]:
@@ -264,7 +265,7 @@ def test_accumulators_are_not_kept_alive() -> None:
     a, _ = two()
     acc = watching(a)
     a.sum().backward()
-    reference = weakref.ref(acc), weakref.ref(acc.window), weakref.ref(acc.window.counter)
+    reference = weakref.ref(acc), weakref.ref(acc.window), weakref.ref(acc.window.plain)
     del acc
     gc.collect()
     assert [one() for one in reference] == [None] * 3
@@ -283,3 +284,19 @@ def test_deep_copies_of_models_are_free() -> None:
     acc = watching(*model.parameters())
     copy.deepcopy(model)(torch.ones(1, 2)).sum().backward()
     assert acc.current_step == 0
+
+
+def test_a_bare_window_is_out_of_reach() -> None:
+    """Plain passes, and other windows' own, are nobody's micro-batches: only its owner puts anything in."""
+    a, _ = two()
+    bare = BareAccumulator(torch.optim.SGD([a], lr=1.0), steps=2)
+    for _ in range(3):
+        (a * 7).sum().backward()
+    assert bare.current_step == 0
+    a.grad = None
+    watcher = watching(a, steps=2)
+    bare.backward((a * 2).sum())
+    bare.step()
+    bare.backward((a * 4).sum())
+    assert bare.step().micro_batches == 2
+    assert (a.tolist(), watcher.current_step) == ([1 - 3.0] * 3, 0)

@@ -13,13 +13,14 @@ from torch import Tensor
 from gradfit.accumulate import options, state
 from gradfit.accumulate.auto_weight import read_auto_weight
 from gradfit.accumulate.backprop import Backpropagator
+from gradfit.accumulate.context import AccumulationContext
 from gradfit.accumulate.numbers import Number, check_loss, read_weight
 from gradfit.accumulate.optimizers import AnyOptimizer, parameters_of, watch_steps
 from gradfit.accumulate.ranks import Alone
 from gradfit.accumulate.result import StepResult
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
 from gradfit.accumulate.update import Update
-from gradfit.accumulate.window import AccumulationContext
+from gradfit.accumulate.window import Window
 from gradfit.errors import MisuseError
 
 
@@ -43,6 +44,8 @@ class GradientAccumulator:
     4
     """
 
+    _window_kind: type[Window] = AccumulationContext
+
     def __init__(
         self,
         optimizer: AnyOptimizer | int | None = None,
@@ -60,7 +63,7 @@ class GradientAccumulator:
         options.check(stepper, steps, strategy, dtype, scaler, clip, on_nonfinite, isolate)
         self.optimizer: AnyOptimizer | None = stepper
         self.scaler, self.dtype = scaler, dtype
-        self.window = AccumulationContext(steps, strategy=strategy)
+        self.window = self._window_kind(steps, strategy=strategy)
         skip = on_nonfinite == "skip"
         self._passes = Backpropagator(self.window, scaler=scaler, dtype=dtype, isolate=isolate, skip_nonfinite=skip)
         self._update = Update(
@@ -412,6 +415,12 @@ class GradientAccumulator:
         from gradfit.distributed.state import restore
 
         restore(self, state_dict)
+
+
+class BareAccumulator(GradientAccumulator):
+    """The same for a step that owns its window: plain `loss.backward()` calls are nobody's micro-batches."""
+
+    _window_kind = Window
 
 
 _NO_PARAMETERS = "There are no parameters. Call enable_accumulation(model.parameters()) first."

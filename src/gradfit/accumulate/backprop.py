@@ -13,9 +13,10 @@ from torch import Tensor
 
 from gradfit import _torch
 from gradfit.accumulate.numbers import Number
+from gradfit.accumulate.plain_backwards import OWN_PASSES
 from gradfit.accumulate.scaling import back_off, gradient_norm, nonfinite_gradient
 from gradfit.accumulate.transaction import Total, Transaction, add_scaled
-from gradfit.accumulate.window import AccumulationContext
+from gradfit.accumulate.window import Window
 
 _NARROW = (torch.float16, torch.bfloat16)
 _SEEDS_KEPT = 256
@@ -26,7 +27,7 @@ class Backpropagator:
 
     def __init__(
         self,
-        window: AccumulationContext,
+        window: Window,
         *,
         scaler: Any,
         dtype: torch.dtype | None,
@@ -39,7 +40,6 @@ class Backpropagator:
         self.exclusive = threading.RLock()  # held while `.grad` is not the window's sums
         self.one_at_a_time = self.can_take_back  # no pass may run beside one whose gradients are apart
         self.narrow = False
-        self._own = window.counter.own
         self._seeds: dict[tuple[float, torch.dtype, torch.device, torch.Size], Tensor] = {}
         self.known: dict[tuple[int, float | None, torch.dtype, torch.device, torch.Size], Tensor] = {}
         """Seeds of passes that needed nothing but one: by the weight and divisor of a mean, and the loss's kind."""
@@ -137,7 +137,8 @@ class Backpropagator:
 
     def run(self, loss: Tensor, seed: Tensor, retain_graph: bool = False) -> None:
         """One pass; if it fails the window holds half of it, and says so from then on."""
-        own, thread = self._own, threading.get_ident()
+        own, thread = OWN_PASSES, threading.get_ident()
+        outermost = thread not in own
         own.add(thread)
         try:
             if type(loss) is Tensor:
@@ -149,7 +150,8 @@ class Backpropagator:
             self.window.ranks.failed(error)
             raise
         finally:
-            own.discard(thread)
+            if outermost:
+                own.discard(thread)
 
     def _rescale(self) -> float:
         """What brings gradients at the present loss scale to the scale the window began with; 1 but after a skip."""
@@ -174,11 +176,11 @@ class Backpropagator:
             for name in set(window.terms) - known:
                 del window.terms[name]
             window.broken = False
-            window.counter.abandon()
+            window.plain.abandon()
             raise
         finally:
             window.transaction = None
-            window.counter.end_micro_batch()
+            window.plain.end_micro_batch()
 
     def _commit(self, transaction: Transaction) -> None:
         window = self.window

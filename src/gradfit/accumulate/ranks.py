@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gradfit.accumulate.counting import BackwardCounter
 from gradfit.accumulate.numbers import Number
+from gradfit.accumulate.plain_backwards import NoPlainBackwards
 from gradfit.accumulate.scaling import gradient_norm
 from gradfit.accumulate.transaction import Total
 from gradfit.errors import MisuseError
@@ -59,7 +59,7 @@ class Window(Protocol):
 
     tensors: list[Tensor]
     enabled: bool
-    counter: BackwardCounter
+    plain: NoPlainBackwards
     sources: Sequence[Any]
 
 

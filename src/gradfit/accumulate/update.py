@@ -11,7 +11,7 @@ import torch
 from gradfit.accumulate.optimizers import AnyOptimizer, full_precision, stepper_of
 from gradfit.accumulate.result import StepResult
 from gradfit.accumulate.scaling import nonfinite_gradient, scale_gradients
-from gradfit.accumulate.window import AccumulationContext
+from gradfit.accumulate.window import Window
 
 _NOTHING = contextlib.nullcontext()
 _TORCH_ZERO_GRAD = torch.optim.Optimizer.zero_grad
@@ -22,7 +22,7 @@ class Update:
 
     def __init__(
         self,
-        window: AccumulationContext,
+        window: Window,
         optimizer: AnyOptimizer | None,
         *,
         scaler: Any,

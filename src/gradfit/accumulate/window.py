@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfit.accumulate.counting import BackwardCounter, weakly
 from gradfit.accumulate.finals import FinalGradients
 from gradfit.accumulate.marks import mark, unmark
 from gradfit.accumulate.numbers import Number, read_count
 from gradfit.accumulate.options import read_members
+from gradfit.accumulate.plain_backwards import NoPlainBackwards
 from gradfit.accumulate.ranks import ALONE, Alone, Whole, present_in, ranks_of, wrapped_since
 from gradfit.accumulate.scaling import scale_gradients
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
@@ -28,20 +28,11 @@ from gradfit.accumulate.transaction import Total, Transaction
 from gradfit.errors import MisuseError
 
 
-class AccumulationContext:
-    """An explicit window over some tensors: `target_steps` micro-batches become one gradient, their mean.
+class Window:
+    """The micro-batches of one update: `target_steps` of them, or what a strategy asks for, become one mean gradient.
 
-    `GradientAccumulator` does everything with one of these; alone it serves a hand-written update. Backward passes
-    count by themselves. `step()` ends a micro-batch: passes since the last `step()` are then one, and without any pass
-    it counts what was put into `.grad` by hand. Reading `is_ready` when the window is full makes its gradients final.
-
-    >>> w = torch.zeros(2, requires_grad=True)
-    >>> with AccumulationContext(2) as window:
-    ...     window.register_tensor(w)
-    ...     for x in (1.0, 3.0):
-    ...         (w * x).sum().backward()
-    ...     print(window.is_ready, w.grad)
-    True tensor([2., 2.])
+    A bare window holds what its owner puts in, by `Backpropagator`, and nothing else; `AccumulationContext` is one that
+    also counts plain `loss.backward()` calls. Either way it begins anew once it was used.
     """
 
     def __init__(self, target_steps: int, *, strategy: Strategy | None = None) -> None:
@@ -52,7 +43,7 @@ class AccumulationContext:
         self.sources: Sequence[Any] = self.tensors  # whose `.grad` autograd adds to
         self._found_alone = True  # nobody shares the tensors, as far as was seen when they were registered
         self.lock = threading.RLock()
-        self.counter = BackwardCounter(weakly(self._count_plain), weakly(self.break_off))
+        self.plain = NoPlainBackwards()
         self.delimited = False  # step() was seen to end micro-batches, so passes between two calls are one
         self.enabled = True
         self.transaction: Transaction | None = None
@@ -77,7 +68,7 @@ class AccumulationContext:
         self.whole: Whole | None = None  # what all processes hold, once they have met
         self.rescaled = False  # the scaler has another one by now
         self._finals: FinalGradients | None = None
-        self.counter.end_micro_batch()
+        self.plain.end_micro_batch()
         self.ranks.release()
 
     # -- what the seed calls it -----------------------------------------------------------------------------------
@@ -112,7 +103,7 @@ class AccumulationContext:
     def is_ready(self) -> bool:
         """Whether the window is full; if it is, its gradients are normalised from here on."""
         self.require_intact()
-        self.counter.end_micro_batch()
+        self.plain.end_micro_batch()
         if self.is_full:
             self.finalise()
         return self.is_full
@@ -131,28 +122,20 @@ class AccumulationContext:
         """Forget the window and its gradients, and start the next."""
         for source in (*self.tensors, *self.sources):
             source.grad = None
-        self.counter.abandon()
+        self.plain.abandon()
         self._clear()
 
     def close(self) -> None:
         """Stop counting; the tensors and their `.grad` are left as they are."""
-        self.counter.close()
+        self.plain.close()
         unmark(self, self.tensors)
         self.tensors, self.ids = [], set()
         self._find_ranks()
         self._clear()
 
-    dispose = close
-
-    def __enter__(self) -> AccumulationContext:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return (
-            f"AccumulationContext(target_steps={self.target_steps}, accumulation_steps={self.accumulation_steps}, "
+            f"{type(self).__name__}(target_steps={self.target_steps}, accumulation_steps={self.accumulation_steps}, "
             f"tensors={len(self.tensors)})"
         )
 
@@ -165,14 +148,14 @@ class AccumulationContext:
         self.ids.update(map(id, new))
         mark(self, new)
         for tensor in new:
-            self.counter.watch(tensor)
+            self.plain.watch(tensor)
         self._find_ranks()
 
     def forget_all(self, tensors: Iterable[Tensor]) -> None:
         """Take tensors out again."""
         gone = {id(tensor): tensor for tensor in tensors}
         for tensor in gone.values():
-            self.counter.forget(tensor)
+            self.plain.forget(tensor)
         unmark(self, gone.values())
         self.tensors = [tensor for tensor in self.tensors if id(tensor) not in gone]
         self.ids -= gone.keys()
@@ -196,7 +179,7 @@ class AccumulationContext:
 
     def begin(self) -> None:
         """Before a contribution: what a user has consumed is over, what is final and unused is taken up again."""
-        if self.broken or self.counter.passes:
+        if self.broken or self.plain.passes:
             self.require_intact()
         if self._found_alone:
             self._look_again()
@@ -266,7 +249,8 @@ class AccumulationContext:
         self.open += 1
         self.skipped += 1
 
-    def _count_plain(self, joins: bool, first: Tensor) -> None:
+    def count_plain(self, joins: bool, first: Tensor) -> None:
+        """A plain pass has added to the gradients, of `first` so far; `joins`: it shares the last one's micro-batch."""
         if not self.enabled:
             return
         with self.lock:
@@ -306,9 +290,9 @@ class AccumulationContext:
 
         Gives whether the window is full.
         """
-        if self.broken or self.counter.passes:
+        if self.broken or self.plain.passes:
             self.require_intact()
-        self.counter.end_micro_batch()
+        self.plain.end_micro_batch()
         if not self.open:
             if self.is_full:  # and the update failed
                 return True
@@ -337,7 +321,7 @@ class AccumulationContext:
             ranks = self.ranks
             reduces = ranks.size > 1 or ranks.lockstep
             present, sparse = present_in(self.sources, self.terms.values()) if reduces else ((), ())
-            steps, skipped, broken = self.accumulation_steps, self.skipped, self.broken or self.counter.found_dead
+            steps, skipped, broken = self.accumulation_steps, self.skipped, self.broken or self.plain.found_dead
             part = Whole(
                 self.totals(), steps - skipped, skipped, self.notes, self.scale, scale, flushing, joined, present,
                 sparse, broken,
@@ -352,7 +336,7 @@ class AccumulationContext:
     def combine(self) -> float:
         """Bring every sum of every process into `.grad`; gives the factor that is still to be multiplied by."""
         whole = self.whole or self.meet()
-        if self.broken or self.counter.passes:
+        if self.broken or self.plain.passes:
             self.require_intact()
         if self.final:
             return 1.0
@@ -387,7 +371,7 @@ class AccumulationContext:
 
     def require_intact(self) -> None:
         """Refuse to go on with gradients that hold half a micro-batch."""
-        if self.broken or self.counter.found_dead:
+        if self.broken or self.plain.found_dead:
             raise MisuseError(
                 "A backward pass failed half-way, so the window holds part of a micro-batch. Call reset() and repeat "
                 "it; with isolate=True, `with accumulator.micro_batch():` leaves the window as it was before."

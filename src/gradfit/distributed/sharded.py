@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from gradfit import _torch_fsdp as fsdp
+from gradfit.accumulate.plain_backwards import own_pass
 from gradfit.accumulate.scaling import gradient_norm
 from gradfit.distributed.gathers import Gathers
 from gradfit.distributed.group import Group
@@ -112,7 +113,7 @@ class Sharded(Together):
             kept = self._kept[id(tensor)]
             full = fsdp.unsharded_parameter(kept)
             if full is not None and full.requires_grad:
-                window.counter.watch(full)  # backward passes reach this one, not the shard
+                window.plain.watch(full)  # backward passes reach this one, not the shard
             if tensor.grad_dtype is not None and tensor.grad_dtype != tensor.dtype:
                 fsdp.accumulate_in(kept, tensor.grad_dtype)
 
@@ -133,7 +134,7 @@ class Sharded(Together):
     def add_up(self, window: Any, positions: tuple[int, ...], sparse: tuple[int, ...], factor: float) -> None:
         present = {id(window.tensors[at]) for at in positions}
         fsdp.initialise(self.modules)
-        with torch.no_grad(), window.counter.owned():
+        with torch.no_grad(), own_pass():
             for unit in reversed(self.units):
                 others, dtype = {}, None
                 for tensor, kept in fsdp.sharded_parameters(unit):

@@ -4,8 +4,11 @@
 2. A pass inside another pass (reentrant checkpointing) belongs to the outer one.
 3. A pass that keeps its graph (`retain_graph=True`) shares its micro-batch with the next pass, if that starts from
    another tensor: two losses of one forward are one micro-batch, one loss differentiated twice is two.
-4. Passes that the owner starts itself (`own`) are its own business.
+4. Passes that any window starts itself (`OWN_PASSES`) are its own business, and no other's.
 5. The hooks hold the counter weakly: tensors do not keep accumulators alive.
+
+Only public accumulators count plain passes. A window without it (`NoPlainBackwards`) is out of reach of every pass that
+it does not run itself.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -23,15 +26,53 @@ from gradfit import _torch
 
 _Handles = dict[int, torch.utils.hooks.RemovableHandle]
 
+OWN_PASSES: set[int] = set()
+"""Threads that run a backward pass which a window has started; it puts them here itself."""
 
-class BackwardCounter:
+
+@contextlib.contextmanager
+def own_pass() -> Iterator[None]:
+    """What this thread does inside is the business of whoever starts it: no plain pass (rule 4)."""
+    thread = threading.get_ident()
+    outermost = thread not in OWN_PASSES
+    OWN_PASSES.add(thread)
+    try:
+        yield
+    finally:
+        if outermost:
+            OWN_PASSES.discard(thread)
+
+
+class NoPlainBackwards:
+    """Counts nothing: for a window that no outside pass can reach."""
+
+    passes: Mapping[int, int] = {}
+    found_dead = False
+
+    def watch(self, tensor: Tensor) -> None:
+        """Begin to watch a tensor; a frozen one too, for the day it is not."""
+
+    def forget(self, tensor: Tensor) -> None:
+        """Stop watching a tensor."""
+
+    def close(self) -> None:
+        """Stop watching all tensors."""
+
+    def end_micro_batch(self) -> None:
+        """The next pass is a new micro-batch in any case."""
+
+    def abandon(self) -> None:
+        """Forget passes of this thread that have died half-way."""
+
+
+class PlainBackwards(NoPlainBackwards):
     """Calls `on_backward(joins, tensor)` for each plain backward pass that reaches a watched tensor, the first such.
 
     `joins` says that the pass belongs to the same micro-batch as the one before it. `on_failure()` is called when a
     pass is found to have died half-way.
 
     >>> seen = []
-    >>> counter = BackwardCounter(lambda joins, tensor: seen.append(joins), lambda: None)
+    >>> counter = PlainBackwards(lambda joins, tensor: seen.append(joins), lambda: None)
     >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     >>> counter.watch(a); counter.watch(b)
     >>> (a * b).sum().backward(); a.sum().backward(); seen
@@ -40,13 +81,12 @@ class BackwardCounter:
 
     def __init__(self, on_backward: Callable[[bool, Tensor], None], on_failure: Callable[[], None]) -> None:
         self._on_backward, self._on_failure = on_backward, on_failure
-        self.own: set[int] = set()  # threads that run a pass of the owner's, which puts them here
         self.passes: dict[int, int] = {}  # pass → thread, for plain passes that have begun and not ended
         self._lock = threading.Lock()
         self._retained: weakref.ref[object] | None = None  # rule 3: where the last pass, which kept its graph, started
         self._nested: weakref.ref[object] | None = None  # rule 2: an outer pass known only from the ones inside it
         self._handles: _Handles = {}
-        self._hook = _make_hook(weakref.ref(self), self.own, self.passes)
+        self._hook = _make_hook(weakref.ref(self), self.passes)
         weakref.finalize(self, _remove_all, self._handles)
 
     def watch(self, tensor: Tensor) -> None:
@@ -71,18 +111,8 @@ class BackwardCounter:
         """The next pass is a new micro-batch in any case."""
         self._retained = None
 
-    @contextlib.contextmanager
-    def owned(self) -> Iterator[None]:
-        """What this thread does inside is the owner's business (rule 4)."""
-        thread = threading.get_ident()
-        self.own.add(thread)
-        try:
-            yield
-        finally:
-            self.own.discard(thread)
-
     @property
-    def found_dead(self) -> bool:
+    def found_dead(self) -> bool:  # type: ignore[override]
         """Whether a pass of this thread has begun and not ended, though none is running."""
         return bool(self.passes) and _torch.graph_task_id() == -1 and threading.get_ident() in self.passes.values()
 
@@ -124,11 +154,9 @@ class BackwardCounter:
         self._on_backward(joins, tensor)
 
 
-def _make_hook(
-    counter: weakref.ref[BackwardCounter], own: set[int], open_passes: dict[int, int]
-) -> Callable[[Tensor], None]:
+def _make_hook(counter: weakref.ref[PlainBackwards], open_passes: dict[int, int]) -> Callable[[Tensor], None]:
     """The hook on every tensor; it runs for each tensor of each pass, so the two usual cases come first."""
-    thread_id, task_id = threading.get_ident, _torch.graph_task_id
+    thread_id, task_id, own = threading.get_ident, _torch.graph_task_id, OWN_PASSES
 
     def hook(tensor: Tensor) -> None:
         if thread_id() in own or (own and not tensor.is_cpu):
