@@ -16,7 +16,7 @@ from gradfit.autograd.clip import GradientClipper
 from gradfit.autograd.context import AutogradContext
 from gradfit.autograd.custom import custom_op
 from gradfit.autograd.gradients import GradientMap, backward
-from gradfit.autograd.graph import AutogradGraph, GradientEntry
+from gradfit.autograd.graph import AutogradGraph, GradientEntry, topological_sort
 from gradfit.autograd.inspect import GradientReport, inspect_gradients
 from gradfit.autograd.loss_scale import LossScaler
 from gradfit.autograd.memory import MemoryStats
@@ -46,7 +46,7 @@ from gradfit.profiling.record import Hardware, Profile
 from gradfit.recompute.apply import AppliedPlan, apply
 from gradfit.recompute.function import checkpoint, checkpoint_sequential, chunked, is_checkpoint, mark_checkpoint
 from gradfit.recompute.manager import CheckpointManager
-from gradfit.recompute.node import CheckpointNode
+from gradfit.recompute.node import CheckpointNode, GraphNode
 from gradfit.recompute.scope import CheckpointScope
 from gradfit.train.audit import AuditReport, audit
 from gradfit.train.fit import fit
@@ -82,6 +82,7 @@ __all__ = [
     "GradientReport",
     "GradientScaling",
     "GraphError",
+    "GraphNode",
     "Hardware",
     "InvalidParameter",
     "Job",
@@ -125,5 +126,6 @@ __all__ = [
     "meter",
     "plan",
     "profile",
+    "topological_sort",
 ]
 __version__ = "0.1.0"

@@ -334,3 +334,39 @@ def test_a_deep_graph_does_not_overflow_the_stack() -> None:
     for _ in range(5000):
         y = y * 1.0
     assert len(gf.AutogradContext.graph(y.sum())) == 5001
+
+
+def test_clear_inside_its_block_is_refused_and_clears_nothing() -> None:
+    w = torch.ones(3, requires_grad=True)
+    with gf.AutogradContext() as context:
+        loss = (w.exp() * w).sum()
+        held = context.memory_stats().saved_bytes
+        with pytest.raises(gf.MisuseError, match="after the block"):
+            context.clear()
+        assert context.memory_stats().saved_bytes == held
+    loss.backward()
+    assert torch.equal(w.grad, w.detach().exp() * 2)
+
+
+def test_topological_sort() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    h = model(x)
+    graph = gf.AutogradContext.graph((h + model(h)).sum())
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        entries = [graph[i] for i in torch.randperm(len(graph), generator=generator).tolist()]
+        order = gf.topological_sort(entries)
+        assert sorted(order) == list(range(len(entries)))
+        place = {value: order.index(at) for at, entry in enumerate(entries) for value in entry.outputs}
+        for at, entry in enumerate(entries):
+            assert all(place[value] > order.index(at) for value in entry.inputs if value in place)
+    assert gf.topological_sort([]) == []
+    assert len(gf.topological_sort(graph)) == len(graph)
+    circle = [gf.GradientEntry("A", (1,), (0,), ((),), ()), gf.GradientEntry("B", (0,), (1,), ((),), ())]
+    with pytest.raises(gf.GraphError, match="circle: "):
+        gf.topological_sort(circle)
+    with pytest.raises(gf.MisuseError, match="both have the output 0"):
+        gf.topological_sort([circle[0], circle[0]])
+    with pytest.raises(gf.MisuseError, match=r"entries\[0\]"):
+        gf.topological_sort(["A"])

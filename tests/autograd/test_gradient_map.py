@@ -335,3 +335,62 @@ def test_other_errors_of_the_engine_pass_through() -> None:
     y.detach().add_(1)  # bumps the version of what sigmoid saved
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         gf.backward(loss)
+
+
+def test_entries_are_found_by_the_id_of_their_tensor() -> None:
+    x, y, other = (torch.ones(2, requires_grad=True) for _ in range(3))
+    plain = gf.backward((x * 2 + y * 3).sum())
+    named = gf.backward((x * 2 + y * 3).sum(), {"x": x, "y": y})
+    for grads in (plain, named):
+        assert grads.get(id(x)) is grads[x]
+        assert grads[id(y)] is grads[y]
+        assert grads.get_mut(id(x)) is grads[x]
+        assert id(x) in grads
+        assert id(other) not in grads
+        assert grads.get(id(other)) is None
+        assert grads.get_mut(other) is None
+        assert grads.tensor(id(x)) is x
+        grads[id(x)] = torch.zeros(2)
+        assert grads[x].tolist() == [0, 0]
+        del grads[id(x)]
+        assert x not in grads
+        assert id(x) not in grads
+        assert len(grads) == 1
+        with pytest.raises(gf.MisuseError, match=r"key=.* Pass the tensor itself"):
+            grads.insert(id(x), torch.zeros(2))
+        with pytest.raises(KeyError):
+            grads[id(x)]
+
+
+def test_the_accumulation_loop_as_printed() -> None:
+    x = torch.ones(2, requires_grad=True)
+    accumulated_grads = gf.GradientMap()
+    for factor in (1.0, 3.0):
+        grads = gf.backward((x * factor).sum() * 0.5)
+        for tensor_id, grad in grads.iter():
+            acc_grad = accumulated_grads.get_mut(tensor_id)
+            if acc_grad is not None:
+                acc_grad.add_(grad)
+            else:
+                accumulated_grads.insert(tensor_id, grad.clone())
+    assert accumulated_grads.get(id(x)).tolist() == [2.0, 2.0]
+
+
+def test_unscaling_as_printed() -> None:
+    x = torch.ones(2, requires_grad=True)
+    grads = gf.backward((x * 3).sum() * 1024.0)
+    for _, grad in grads.iter_mut():
+        grad.mul_(1.0 / 1024.0)
+    for key, grad in grads.iter_mut():
+        grads[key] = grad * 2
+    assert grads[x].tolist() == [6.0, 6.0]
+
+
+def test_second_order_as_printed_names_create_graph() -> None:
+    x = torch.randn(10, requires_grad=True)
+    y = x.square().sum()
+    with pytest.raises(gf.GraphError, match="create_graph=True"):
+        gf.backward(gf.backward(y).get(x).sum())
+    grads = gf.backward(x.square().sum(), create_graph=True)
+    second_grads = gf.backward(grads.get(id(x)).sum())
+    assert torch.equal(second_grads[x], torch.full((10,), 2.0))

@@ -1,4 +1,4 @@
-"""Seed 002's unit and integration tests, by name; and nodes and managers beyond them."""
+"""The tests that the third document lists, by name (docs/seeds.md); and nodes and managers beyond them."""
 
 from __future__ import annotations
 
@@ -388,3 +388,109 @@ def test_clearing_checkpoints_of_a_graph_keeps_gradients_right() -> None:
     assert not any(node.is_checkpoint for node in scope.nodes())
     loss.backward()
     assert torch.equal(x.grad, torch.autograd.grad(x.exp().sin().tanh().exp().sum(), x)[0])
+
+
+# ------------------------------------------------------------------------------------------------ disposal, start, stop
+def freed_by(scope: gf.CheckpointScope, x: torch.Tensor, *, close: bool) -> int:
+    with scope:
+        h = x.exp().sin()
+        if close:
+            scope.close()
+        loss = h.cos().tanh().sum()
+    loss.backward()
+    return scope.stats.freed_bytes
+
+
+def test_closing_a_scope_ends_it_and_its_block_goes_on() -> None:
+    gradients = []
+    for close in (False, True):
+        x = torch.linspace(0, 1, 256, requires_grad=True)
+        assert freed_by(gf.CheckpointScope("a"), x, close=close) == (1024 if close else 3072)
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
+def test_closing_is_possible_at_any_time() -> None:
+    scope = gf.CheckpointScope("a")
+    scope.close()  # never entered
+    with scope:
+        pass
+    scope.dispose()
+    with scope, gf.CheckpointScope("b") as inner:
+        scope.close()  # and what was entered inside it
+        assert not inner.nodes()
+    with scope, scope:
+        scope.close()
+    scope.__enter__()
+    scope.close()
+    with pytest.raises(gf.MisuseError, match="outside of an enabled CheckpointScope"):
+        gf.mark_checkpoint(torch.ones(1))
+    with pytest.raises(gf.MisuseError, match="was not entered"):
+        gf.CheckpointScope("c").__exit__(None, None, None)
+
+
+def test_a_scope_keeps_its_name() -> None:
+    scope = gf.CheckpointScope("a")
+    with pytest.raises(AttributeError):
+        scope.name = "b"  # type: ignore[misc]
+    assert scope.name == "a"
+
+
+def test_checkpoint_nodes_are_graph_nodes() -> None:
+    x = gf.GraphNode(torch.ones(256), "input")
+    y = gf.CheckpointNode(torch.ones(256), "exp", x)
+    assert isinstance(y, gf.GraphNode)
+    assert (y.children, y.operation, y.nbytes, x.nbytes) == ((x,), "exp", 1024, 1024)
+    assert repr(x) == "<GraphNode input, 0 children>"
+    manager = gf.CheckpointManager(max_memory_mb=1)
+    assert manager.should_checkpoint(x)
+    assert manager.should_checkpoint(y)
+    assert manager.selective_checkpointing([x, y]) == [y]
+    with pytest.raises(gf.MisuseError, match=r"node=.* Pass one of scope.nodes"):
+        manager.should_checkpoint("exp")  # type: ignore[arg-type]
+
+
+def test_a_manager_is_started_and_stopped() -> None:
+    model, x = mlp(), torch.randn(64, 64)
+    results = []
+    for start in (False, True):
+        model.zero_grad()
+        manager = gf.CheckpointManager()
+        manager.auto_checkpoint, manager.max_memory_mb = start, 0.5
+        with gf.meter(model, x) as meter:
+            assert manager.start() is manager
+            loss = model(x).square().mean()
+            loss.backward()
+            manager.stop()
+        results.append((meter.peak_bytes, [p.grad for p in model.parameters()]))
+    assert results[1][0] <= 0.5 * 0.8 * 2**20 < results[0][0]
+    assert all(map(torch.equal, results[0][1], results[1][1]))
+    with pytest.raises(gf.MisuseError, match=r"not started. Call start\(\)"):
+        manager.stop()
+    with manager, pytest.raises(gf.MisuseError, match="entered already"):
+        manager.start()
+
+
+def test_a_manager_that_was_never_started_says_so_once() -> None:
+    model, x = mlp(8, 2), torch.randn(4, 8)
+    manager = gf.CheckpointManager(auto_checkpoint=True, max_memory_mb=1024, memory_threshold=0.8)
+    with torch.no_grad():
+        model(x)
+    loss = model(x).sum()
+    with pytest.warns(UserWarning, match=r"never started.*manager.start\(\)"):
+        loss.backward()
+    model(x).sum().backward()  # and not again
+    assert repr(manager).startswith("<CheckpointManager: 0 scopes")
+
+
+def test_a_manager_that_is_started_or_gone_says_nothing() -> None:
+    model, x = mlp(8, 2), torch.randn(4, 8)
+    manager = gf.CheckpointManager(auto_checkpoint=True, max_memory_mb=1024)
+    with manager:
+        model(x).sum().backward()
+    model(x).sum().backward()
+    gf.CheckpointManager(auto_checkpoint=True, max_memory_mb=1024)
+    model(x).sum().backward()
+    gf.CheckpointManager(max_memory_mb=1024)
+    model(x).sum().backward()
+    assert not torch.nn.modules.module._global_forward_hooks

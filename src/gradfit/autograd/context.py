@@ -98,14 +98,12 @@ class AutogradContext:
         backward pass through a cleared graph is a `GraphError`. Gradients, and what a `CheckpointScope` keeps to
         rebuild from, are left alone.
         """
+        if self is not None and self._entered:
+            raise MisuseError("clear() inside the block would lose what is being recorded. Call it after the block.")
         for node in _nodes(self):
             for slot in _torch.saved_slots(node):
                 slot.release(_Cleared(operation_name(node)))
         if self is not None:
-            if self._entered:
-                raise MisuseError(
-                    "clear() inside the block would lose what is being recorded. Call it after the block."
-                )
             self._recorder = None
 
 

@@ -14,15 +14,15 @@ from gradfit.autograd.nodes import backward_order, leaf_of, operation_name
 from gradfit.autograd.stats import GradientStats, total_norm, values_of
 from gradfit.errors import GraphError, MisuseError, NonFiniteGradient, StateError, UnknownName
 
-Key = str | Tensor
+Key = str | Tensor | int
 
 
 class GradientMap(MutableMapping[Key, Tensor]):
     """Gradients by tensor or by name.
 
     A gradient that is a value can be kept, compared, averaged over micro-batches, sent and saved, which a gradient
-    inside `.grad` cannot. An entry is found by its tensor and, if it has one, by its name; iterating gives the names
-    where there are names, the tensors otherwise. All operations ending in `_` work in place.
+    inside `.grad` cannot. An entry is found by its tensor, by `id(tensor)` and, if it has one, by its name; iterating
+    gives the names where there are names, the tensors otherwise. All operations ending in `_` work in place.
 
     >>> w = torch.tensor([3.0, 4.0], requires_grad=True)
     >>> grads = backward((w * w).sum() / 2, {"w": w})
@@ -36,6 +36,7 @@ class GradientMap(MutableMapping[Key, Tensor]):
         self._gradients: dict[Key, Tensor] = {}  # by name where there is one, else by tensor (hashed by identity)
         self._tensors: dict[str, Tensor] = {}
         self._names: dict[Tensor, str] = {}
+        self._ids: dict[int, Key] = {}  # of the tensors, which are held: no other tensor has such an id meanwhile
         for key, gradient in gradients.items() if isinstance(gradients, Mapping) else gradients:
             self[key] = gradient
 
@@ -56,28 +57,34 @@ class GradientMap(MutableMapping[Key, Tensor]):
     # -- a mapping ------------------------------------------------------------------------------------------------
 
     def __getitem__(self, key: Key) -> Tensor:
-        try:
-            return self._gradients[self._key(key)]
-        except KeyError:
-            raise self._unknown(key) from None
+        if key not in self:
+            raise self._unknown(key)
+        return self._gradients[self._key(key)]
 
     def __setitem__(self, key: Key, gradient: Tensor) -> None:
         key = self._key(key)
-        tensor = key if isinstance(key, Tensor) else self._tensors.get(key)
+        tensor = key if isinstance(key, Tensor) else self._tensors.get(str(key))
         if not isinstance(gradient, Tensor):
             raise MisuseError(f"The gradient of {label(key)} is a {type(gradient).__name__}. Pass a tensor.")
         if tensor is not None and gradient.shape != tensor.shape:
             raise MisuseError(
                 f"The gradient of {label(key)} has shape {tuple(gradient.shape)}, expected {tuple(tensor.shape)}."
             )
+        if isinstance(key, int):
+            raise MisuseError(f"key={key} is the id of no tensor in this map, and holds none. Pass the tensor itself.")
+        if tensor is not None:
+            self._ids[id(tensor)] = key
         self._gradients[key] = gradient
 
     def __delitem__(self, key: Key) -> None:
         key = self._key(key)
         if key not in self._gradients:
             raise self._unknown(key)
+        tensor = self.tensor(key)
         del self._gradients[key]
-        if isinstance(key, str) and key in self._tensors:
+        if tensor is not None:
+            del self._ids[id(tensor)]
+        if isinstance(key, str) and tensor is not None:
             del self._names[self._tensors.pop(key)]
 
     def __iter__(self) -> Iterator[Key]:
@@ -87,7 +94,10 @@ class GradientMap(MutableMapping[Key, Tensor]):
         return len(self._gradients)
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str | Tensor) and self._key(key) in self._gradients
+        if not isinstance(key, str | Tensor | int):
+            return False
+        mine = self._key(key)
+        return not isinstance(mine, int) and mine in self._gradients
 
     # Two maps are equal only if they are one: comparing tensors elementwise has no single answer.
     __eq__ = object.__eq__
@@ -96,6 +106,18 @@ class GradientMap(MutableMapping[Key, Tensor]):
     def insert(self, key: Key, gradient: Tensor) -> None:
         """Put a gradient in, or replace it: `grads[key] = gradient`."""
         self[key] = gradient
+
+    def iter(self) -> Iterator[tuple[Key, Tensor]]:
+        """Each key with its gradient, `items()` one by one."""
+        return iter(list(self._gradients.items()))
+
+    def iter_mut(self) -> Iterator[tuple[Key, Tensor]]:
+        """`iter`, to change what it gives: in place (`gradient.mul_(2)`), or by `grads[key] = gradient * 2`."""
+        return self.iter()
+
+    def get_mut(self, key: Key) -> Tensor | None:
+        """`get`, to change what it gives: in place (`gradient.add_(other)`); None if there is none."""
+        return self.get(key)
 
     def bind(self, key: Key, tensor: Tensor | None, gradient: Tensor) -> None:
         """Put a gradient in under a name, together with the tensor it belongs to."""
@@ -109,7 +131,7 @@ class GradientMap(MutableMapping[Key, Tensor]):
         if key not in self:
             raise self._unknown(key)
         key = self._key(key)
-        return key if isinstance(key, Tensor) else self._tensors.get(key)
+        return key if isinstance(key, Tensor) else self._tensors.get(str(key))
 
     # -- arithmetic -----------------------------------------------------------------------------------------------
 
@@ -245,7 +267,10 @@ class GradientMap(MutableMapping[Key, Tensor]):
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _key(self, key: Key) -> Key:
-        return self._names.get(key, key) if isinstance(key, Tensor) else key
+        """The key that an entry is filed under."""
+        if isinstance(key, Tensor):
+            return self._names.get(key, key)
+        return self._ids.get(key, key) if isinstance(key, int) else key
 
     def _match(self, key: Key, other: Mapping[Key, Tensor]) -> Key | None:
         """Which entry here `other[key]` belongs to: the two may know the same tensor by name and without."""
@@ -290,7 +315,8 @@ def backward(loss: Tensor, inputs: Inputs | None = None, create_graph: bool = Fa
     if not loss.requires_grad:
         raise GraphError(
             "loss has no graph: it does not require a gradient. Compute it outside torch.no_grad() and without "
-            ".detach(), from tensors with requires_grad=True."
+            ".detach(), from tensors with requires_grad=True. If it is made of gradients, pass create_graph=True to "
+            "the backward that gave them."
         )
     if inputs is None:
         pairs: list[tuple[str | None, Tensor]] = [(None, leaf) for leaf in _leaves(loss)]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import graphlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradfit import _torch, records
+from gradfit.arguments import read_instance, read_tensor
 from gradfit.autograd.nodes import backward_order, leaf_of, operation_name
 from gradfit.autograd.origin import Origin, OriginRecorder
 from gradfit.autograd.saved import SavedTensor, parameter_storages, saved_by, storage_of
-from gradfit.errors import GraphError
+from gradfit.errors import GraphError, MisuseError
 from gradfit.units import format_bytes
 
 
@@ -124,8 +126,40 @@ class AutogradGraph:
         return self.to_table()
 
 
+def topological_sort(entries: Iterable[GradientEntry]) -> list[int]:
+    """The positions of the entries in an order of the backward pass: each before those whose results it took.
+
+    >>> x, y = GradientEntry("Exp", (0,), (1,), ((),), ()), GradientEntry("Sum", (1,), (2,), ((),), ())
+    >>> topological_sort([x, y]), topological_sort([y, x])
+    ([1, 0], [0, 1])
+
+    Args:
+        entries: the operations of a graph in any order, `AutogradContext.graph(loss)` for example.
+
+    Raises:
+        GraphError: an operation needs its own result.
+    """
+    given = list(read_instance(entries, "entries", Iterable, "AutogradContext.graph(loss)"))
+    maker: dict[int, int] = {}
+    for position, entry in enumerate(given):
+        read_instance(entry, f"entries[{position}]", GradientEntry, "AutogradContext.graph(loss)")
+        for value in entry.outputs:
+            if maker.setdefault(value, position) != position:
+                raise MisuseError(
+                    f"entries[{maker[value]}] and entries[{position}] both have the output {value}. Pass the entries "
+                    "of one graph, each once."
+                )
+    needs = {at: [maker[value] for value in entry.inputs if value in maker] for at, entry in enumerate(given)}
+    try:
+        return list(graphlib.TopologicalSorter(needs).static_order())[::-1]
+    except graphlib.CycleError as error:
+        circle = ", ".join(given[at].op for at in error.args[1])
+        raise GraphError(f"entries hold a circle: {circle}. Pass those of AutogradContext.graph(loss).") from error
+
+
 def graph_of(loss: Tensor, recorder: OriginRecorder | None) -> AutogradGraph:
     """Write down the graph behind a tensor."""
+    read_tensor(loss, "loss", "the tensor that the model's loss returned")
     if not loss.requires_grad:
         raise GraphError("graph: this tensor has no graph. Compute it with requires_grad=True, outside no_grad().")
     nodes = backward_order(loss)[::-1]

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from torch.nn.modules.module import register_module_forward_pre_hook
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from gradfit._torch import inside_functorch
+from gradfit.arguments import read_flag, read_instance, read_number
 from gradfit.errors import MisuseError
-from gradfit.recompute.node import CheckpointNode
+from gradfit.recompute.node import CheckpointNode, GraphNode
 from gradfit.recompute.scope import CheckpointScope, ScopeStats, add_observer, remove_observer
 from gradfit.units import format_bytes
 
@@ -19,10 +24,11 @@ _MB = 1024 * 1024
 class CheckpointManager:
     """Looks after scopes, and decides which activations are worth keeping below `memory_threshold` of `max_memory_mb`.
 
-    Inside `with manager:`, every scope that is entered is registered. With `auto_checkpoint=True` no scope is needed:
-    activations are evicted while the forward runs, so that live bytes stay below the limit; keep the block open around
-    the backward pass too. Counted is what the block makes, what it reads, and the modules that it calls as a whole;
-    memory that it never meets (an optimizer's state) is not in `max_memory_mb`.
+    Inside `with manager:`, or between `manager.start()` and `manager.stop()`, every scope that is entered is
+    registered. With `auto_checkpoint=True` no scope is needed: activations are evicted while the forward runs, so that
+    live bytes stay below the limit; keep the block open around the backward pass too. Counted is what the block makes,
+    what it reads, and the modules that it calls as a whole; memory that it never meets (an optimizer's state) is not in
+    `max_memory_mb`.
 
     >>> import torch
     >>> manager = CheckpointManager(max_memory_mb=64)
@@ -33,11 +39,17 @@ class CheckpointManager:
     ...     loss.backward()
     >>> [scope.name for scope in manager.scopes], manager.stats.freed_bytes
     (['block'], 4096)
+
+    Args:
+        max_memory_mb: the memory there is, in MiB; None: not limited.
+        auto_checkpoint: evict what does not fit, without scopes.
+        memory_threshold: the part of `max_memory_mb` that may be used.
     """
 
     def __init__(
         self, max_memory_mb: float | None = None, auto_checkpoint: bool = False, memory_threshold: float = 0.8
     ) -> None:
+        self._entered = self._was_entered = False
         self.max_memory_mb = max_memory_mb
         self.memory_threshold = memory_threshold
         self.auto_checkpoint = auto_checkpoint
@@ -45,7 +57,6 @@ class CheckpointManager:
         self._nodes: list[CheckpointNode] = []
         self._online: Any = None
         self._hook: Any = None
-        self._entered = False
 
     def __repr__(self) -> str:
         limit = "no limit" if self.limit_bytes is None else f"limit {format_bytes(self.limit_bytes)}"
@@ -58,9 +69,7 @@ class CheckpointManager:
 
     @max_memory_mb.setter
     def max_memory_mb(self, megabytes: float | None) -> None:
-        if megabytes is not None and not (megabytes > 0):
-            raise MisuseError(f"max_memory_mb={megabytes!r} must be positive. Pass max_memory_mb=1024 for one GiB.")
-        self._max_memory_mb = megabytes
+        self._max_memory_mb = None if megabytes is None else read_number(megabytes, "max_memory_mb", above=0, like=1024)
 
     @property
     def memory_threshold(self) -> float:
@@ -69,9 +78,18 @@ class CheckpointManager:
 
     @memory_threshold.setter
     def memory_threshold(self, threshold: float) -> None:
-        if not 0 < threshold <= 1:
-            raise MisuseError(f"memory_threshold={threshold!r} must lie in (0, 1]. Pass memory_threshold=0.8.")
-        self._memory_threshold = threshold
+        self._memory_threshold = read_number(threshold, "memory_threshold", above=0, maximum=1, like=0.8)
+
+    @property
+    def auto_checkpoint(self) -> bool:
+        """Whether activations are evicted while the forward runs, without scopes."""
+        return self._auto_checkpoint
+
+    @auto_checkpoint.setter
+    def auto_checkpoint(self, automatic: bool) -> None:
+        self._auto_checkpoint = read_flag(automatic, "auto_checkpoint")
+        if automatic and not self._was_entered:
+            _say_if_never_entered(self)
 
     @property
     def limit_bytes(self) -> int | None:
@@ -100,32 +118,32 @@ class CheckpointManager:
 
     def register_scope(self, scope: CheckpointScope) -> None:
         """Look after a scope: its statistics, and its checkpoints when they are cleared."""
-        if not isinstance(scope, CheckpointScope):
-            raise MisuseError(f"scope must be a CheckpointScope, not {type(scope).__name__}.")
+        read_instance(scope, "scope", CheckpointScope, "a CheckpointScope")
         if not any(known is scope for known in self._scopes):
             self._scopes.append(scope)
 
     def unregister_scope(self, scope: CheckpointScope) -> None:
         """Forget a scope."""
         if not any(known is scope for known in self._scopes):
-            raise MisuseError(f"{scope!r} is not registered. Call register_scope() first.")
+            raise MisuseError(f"scope: {scope!r} is not registered. Call register_scope() first.")
         self._scopes = [known for known in self._scopes if known is not scope]
 
-    def should_checkpoint(self, node: CheckpointNode) -> bool:
+    def should_checkpoint(self, node: GraphNode) -> bool:
         """Whether to keep a node's result: it is marked, or it fits below the limit beside what is kept already."""
-        if node.is_checkpoint:
+        read_instance(node, "node", GraphNode, "one of scope.nodes()")
+        if isinstance(node, CheckpointNode) and node.is_checkpoint:
             return True
         return self.limit_bytes is not None and self.checkpoint_bytes + node.nbytes <= self.limit_bytes
 
-    def selective_checkpointing(self, nodes: Sequence[CheckpointNode]) -> list[CheckpointNode]:
+    def selective_checkpointing(self, nodes: Sequence[GraphNode]) -> list[CheckpointNode]:
         """Keep some of the nodes, evenly spread, as many as fit below the limit; without a limit, √n of them.
 
-        Nodes that are checkpoints already stay so. Returns those that were chosen.
+        Nodes that are checkpoints already stay so; a `GraphNode` that is no `CheckpointNode` has nothing to keep.
+        Returns those that were chosen.
         """
-        for node in nodes:
-            if not isinstance(node, CheckpointNode):
-                raise MisuseError(f"nodes must be CheckpointNodes, not {type(node).__name__}. Pass scope.nodes().")
-        free = [node for node in nodes if not node.is_checkpoint]
+        for node in read_instance(nodes, "nodes", (list, tuple), "scope.nodes()"):
+            read_instance(node, "nodes", GraphNode, "scope.nodes()")
+        free = [node for node in nodes if isinstance(node, CheckpointNode) and not node.is_checkpoint]
         chosen: list[CheckpointNode] = []
         if self.limit_bytes is None:
             chosen = _spread(free, math.isqrt(len(free)))
@@ -149,6 +167,16 @@ class CheckpointManager:
             node.clear_saved_activations()
         self._nodes.clear()
 
+    def start(self) -> CheckpointManager:
+        """Begin to look after scopes and memory, in this thread, until `stop()`: `with manager:` without a block."""
+        return self.__enter__()
+
+    def stop(self) -> None:
+        """End what `start()` began; after the backward pass, which is held to the limit as well."""
+        if not self._entered:
+            raise MisuseError("This CheckpointManager is not started. Call start() before stop().")
+        self.__exit__(None, None, None)
+
     def __enter__(self) -> CheckpointManager:
         if self._entered:
             raise MisuseError("This CheckpointManager is entered already. Make another one for a second block.")
@@ -164,7 +192,7 @@ class CheckpointManager:
             self._online.__enter__()
             # A module's last parameter is there when its first is used, so it must be counted from the beginning.
             self._hook = register_module_forward_pre_hook(self._online.count_module)
-        self._entered = True
+        self._entered = self._was_entered = True
         add_observer(self.register_scope)
         return self
 
@@ -180,3 +208,37 @@ class CheckpointManager:
 def _spread(nodes: Sequence[CheckpointNode], count: int) -> list[CheckpointNode]:
     """`count` of the nodes, with equal gaps, the last one included."""
     return [nodes[(number + 1) * len(nodes) // count - 1] for number in range(count)]
+
+
+def _say_if_never_entered(manager: CheckpointManager) -> None:
+    """Warn, once, when a backward pass begins that an automatic manager would have helped, had it been started.
+
+    Until then every module's forward is looked at: only a result knows when its backward pass comes.
+    """
+    reference = weakref.ref(manager)
+    handle: Any = None
+
+    def watch(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        idle = _idle(reference())
+        if idle is None:
+            handle.remove()
+        elif isinstance(output, torch.Tensor) and output.grad_fn is not None and not inside_functorch():
+            output.grad_fn.register_prehook(warn)
+
+    def warn(gradients: Any) -> None:
+        idle = _idle(reference())
+        if idle is not None:
+            idle._was_entered = True  # it is said once
+            warnings.warn(
+                f"A backward pass runs, but {idle!r} was never started, so nothing is evicted and no limit is held. "
+                "Put forward and backward into `with manager:`, or call manager.start() before and manager.stop() "
+                "after them.",
+                stacklevel=2,
+            )
+
+    handle = register_module_forward_hook(watch)
+
+
+def _idle(manager: CheckpointManager | None) -> CheckpointManager | None:
+    waits = manager is not None and manager.auto_checkpoint and not manager._was_entered
+    return manager if waits else None

@@ -1,4 +1,4 @@
-"""`CheckpointNode`: one recorded operation as a user sees it, and nodes of a user's own making."""
+"""`GraphNode` and `CheckpointNode`: recorded operations as a user sees them, and nodes of a user's own making."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import detached
+from gradfit.arguments import read_callable, read_instance, read_tensor
 from gradfit.errors import MisuseError
 from gradfit.tape import replay
 from gradfit.tape.graph import Operation, Tape, Value
@@ -16,8 +17,47 @@ from gradfit.tape.graph import Operation, Tape, Value
 RecomputeFunction = Callable[[], Sequence[torch.Tensor] | torch.Tensor]
 
 
-class CheckpointNode:
+class GraphNode:
     """An operation, its result, and the operations whose results it read (`children`).
+
+    >>> import torch
+    >>> x = GraphNode(torch.ones(2), "input")
+    >>> y = GraphNode(x.output.exp(), "exp", x)
+    >>> y.children[0].operation, y.nbytes
+    ('input', 8)
+
+    Args:
+        output: the operation's result; None if nobody holds it.
+        operation: what was done: an operator of `torch.ops.aten`, or any name.
+        children: the nodes whose results it read.
+    """
+
+    def __init__(self, output: torch.Tensor | None, operation: Any, *children: GraphNode) -> None:
+        if output is not None:
+            read_tensor(output, "output", "the operation's result, or None")
+        for child in children:
+            read_instance(child, "children", GraphNode, "GraphNodes or CheckpointNodes")
+        self.operation = operation
+        self.children: tuple[GraphNode, ...] = children
+        self._output = output
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.operation}, {len(self.children)} children>"
+
+    @property
+    def output(self) -> torch.Tensor | None:
+        """The result, as long as it is there."""
+        return self._output
+
+    @property
+    def nbytes(self) -> int:
+        """What keeping the result takes."""
+        output = self.output
+        return 0 if output is None else output.untyped_storage().nbytes()
+
+
+class CheckpointNode(GraphNode):
+    """A node whose result can be kept, or made again.
 
     `CheckpointScope.nodes()` lists one for each operation that the scope can replay; they hold nothing alive. A node
     can also be made by hand, with functions that make its activations again:
@@ -30,15 +70,10 @@ class CheckpointNode:
     [torch.Size([2])]
     """
 
-    def __init__(self, output: torch.Tensor | None, operation: Any, *children: CheckpointNode) -> None:
-        for child in children:
-            if not isinstance(child, CheckpointNode):
-                raise MisuseError(f"children must be CheckpointNodes, not {type(child).__name__}.")
-        self.operation = operation
-        self.children: tuple[CheckpointNode, ...] = children
+    def __init__(self, output: torch.Tensor | None, operation: Any, *children: GraphNode) -> None:
+        super().__init__(output, operation, *children)
         self.saved_activations: list[torch.Tensor] = []
         self.recompute_functions: list[RecomputeFunction] = []
-        self._output = output
         self._is_checkpoint = False
         self._values: list[weakref.ref[Value]] = []
 
@@ -50,15 +85,13 @@ class CheckpointNode:
         return node
 
     def __repr__(self) -> str:
-        return (
-            f"<CheckpointNode {self.operation}, {len(self.children)} children{', kept' if self.is_checkpoint else ''}>"
-        )
+        return f"{super().__repr__()[:-1]}{', kept' if self.is_checkpoint else ''}>"
 
     @property
     def output(self) -> torch.Tensor | None:
         """The result, as long as it is there; `recompute()` makes it again."""
         if not self._values:
-            return self._output
+            return super().output
         value = self._values[0]()
         return None if value is None else value.natural() if value.natural() is not None else value.tensor
 
@@ -66,7 +99,7 @@ class CheckpointNode:
     def nbytes(self) -> int:
         """What keeping the results takes."""
         if not self._values:
-            return 0 if self._output is None else self._output.untyped_storage().nbytes()
+            return super().nbytes
         total = 0
         for value in self._live():
             size, _, _, dtype = value.geometry
@@ -95,15 +128,12 @@ class CheckpointNode:
     def save_activations(self, *activations: torch.Tensor) -> None:
         """Hold these until `clear_saved_activations()`."""
         for activation in activations:
-            if not isinstance(activation, torch.Tensor):
-                raise MisuseError(f"activations must be tensors, not {type(activation).__name__}.")
+            read_tensor(activation, "activations", "tensors")
         self.saved_activations.extend(activations)
 
     def add_recompute_function(self, function: RecomputeFunction) -> None:
         """Add a function that returns activations; `recompute()` calls them in the order they were added."""
-        if not callable(function):
-            raise MisuseError(f"function={function!r} is not callable. Pass a function that returns tensors.")
-        self.recompute_functions.append(function)
+        self.recompute_functions.append(read_callable(function, "function", "a function that returns tensors"))
 
     def recompute(self) -> list[torch.Tensor]:
         """Make the activations again: by the node's functions, or by replaying the recorded operation.

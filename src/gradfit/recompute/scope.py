@@ -52,7 +52,8 @@ class _Frames(threading.local):
     def __init__(self) -> None:
         self.open: list[tuple[CheckpointScope, Segment | None, Recorder | None]] = []
         self.observers: list[Callable[[CheckpointScope], None]] = []  # told about every scope that is entered
-        self.torn: list[CheckpointScope] = []  # closed because one around them was left first
+        # Closed before their `with` block ended: by `close()`, or because one around them was left first.
+        self.closed: list[weakref.ref[CheckpointScope]] = []
         self.suspended = False  # scopes that are entered do nothing
 
 
@@ -82,7 +83,7 @@ class CheckpointScope:
     ) -> None:
         if keep is not None and not callable(keep):
             raise MisuseError(f"keep={keep!r} is not callable. Pass a function (op, output) -> bool.")
-        self.name = name
+        self._name = name
         self.is_enabled = enabled
         self.use_recomputation = use_recomputation
         self.keep = keep
@@ -90,6 +91,24 @@ class CheckpointScope:
         self._saved: list[weakref.ref[Value]] = []  # what autograd has handles on
         self._inner: list[weakref.ref[CheckpointScope]] = []
         self.replay_context: Callable[[], Any] | None = None  # entered around each replay
+
+    @property
+    def name(self) -> str:
+        """What the scope is called, in statistics and errors."""
+        return self._name
+
+    @untraced
+    def close(self) -> None:
+        """Leave the scope now, where its `with` block is still open: what follows in the block is kept.
+
+        Those that were entered inside it are closed with it. A scope that is not open is left as it is.
+        """
+        frames = _frames.open
+        if any(frame[0] is self for frame in frames):
+            while _close_innermost() is not self:
+                pass
+
+    dispose = close
 
     def __repr__(self) -> str:
         return f"CheckpointScope({self.name!r}, enabled={self.is_enabled}, {self.stats})"
@@ -157,8 +176,7 @@ class CheckpointScope:
         elif any(frame[0] is self for frame in frames):
             inner = frames[-1][0].name
             while frames[-1][0] is not self:
-                _frames.torn.append(frames[-1][0])
-                _leave(None, None, None)
+                _close_innermost()
             _leave(None, None, None)
             if kind is not None and kind is not GeneratorExit:
                 return  # an interrupt kept the inner one from closing: that is what the caller has to hear of
@@ -166,8 +184,8 @@ class CheckpointScope:
                 f"CheckpointScope({self.name!r}) is left while {inner!r}, entered after it, is still open; both are "
                 "closed now. Leave scopes in the reverse order of entering them: use nested `with` blocks."
             )
-        elif any(scope is self for scope in _frames.torn):
-            _frames.torn = [scope for scope in _frames.torn if scope is not self]
+        elif self in (closed := [reference() for reference in _frames.closed]):
+            del _frames.closed[closed.index(self)]
         else:
             raise MisuseError(f"CheckpointScope({self.name!r}) is left but was not entered. Use it in a `with` block.")
         if kind is not None and issubclass(kind, RuntimeError) and raised_by_functorch(trace):
@@ -213,6 +231,14 @@ class CheckpointScope:
 
     def note_recomputed(self, seconds: float) -> None:
         self.stats.recomputed_seconds += seconds
+
+
+def _close_innermost() -> CheckpointScope:
+    """Close the innermost scope before its block ends; leaving the block does nothing then."""
+    scope: CheckpointScope = _frames.open[-1][0]
+    _frames.closed = [*(one for one in _frames.closed if one() is not None), weakref.ref(scope)]
+    _leave(None, None, None)
+    return scope
 
 
 def _leave(kind: Any, error: Any, trace: Any) -> None:
