@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from gradfit.accumulate.accumulator import GradientAccumulator
+from gradfit.arguments import read_count
 from gradfit.distributed.sync import Together
-from gradfit.errors import MisuseError, RankFailed
+from gradfit.errors import RankFailed
 from gradfit.profiling.measure import LossFunction, check_batch, check_model
+from gradfit.train.arguments import check_arguments, check_optimizer_given
 from gradfit.train.batchnorm import warn_about_batch_norm
 from gradfit.train.fitted import Fitted
 from gradfit.train.planner import Planner
@@ -51,12 +53,13 @@ def fit(
     >>> step(torch.ones(32, 8)).stepped
     True
     """
+    check_arguments(model, loss_fn, split=split, offload=offload, reproducible=reproducible)
+    check_optimizer_given(optimizer)
     budget = parse_bytes(memory)
     rows = check_batch(sample_batch, split)
     if batch_size is None:
         batch_size = rows
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise MisuseError(f"batch_size={batch_size!r} is not a number of rows. Pass an int of at least 1.")
+    batch_size = read_count(batch_size, "batch_size")
     check_model(model)
     accumulator = GradientAccumulator(optimizer, clip=clip, scaler=scaler, dtype=dtype, on_nonfinite=on_nonfinite)
     planner = Planner(
