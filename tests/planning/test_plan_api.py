@@ -54,8 +54,10 @@ def test_the_plan_round_trips_through_json(half: gf.Plan) -> None:
 
 def test_the_plan_prints_what_a_person_wants_to_know(half: gf.Plan) -> None:
     lines = str(half).splitlines()
-    assert lines[0].startswith(f"micro-batch 8 × 1, {half.kept_values} of {half.saved_values} values kept, peak ")
-    assert lines[0].endswith(" % time")
+    assert lines[0].startswith(
+        f"micro-batch 8 × 1, {half.kept_values} of {half.saved_values} values kept; predicted: peak "
+    )
+    assert "% time, step " in lines[0]
     text = str(half)
     assert "parameters" in text
     assert "kept activations" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shutil
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ import torch
 import gradfit as gf
 from gradfit.report.curves import measure_curve, plain_peak_bytes, predict_plain, thin
 from gradfit.report.page import render, write_page
-from gradfit.report.record import Report
+from gradfit.report.record import Measured, Report
+from gradfit.report.tradeoff import fastest_for_their_memory, predictions
 from gradfit.train.builtin import gpt
 from gradfit.train.data import Batches
 from gradfit.train.machine import environment
@@ -42,7 +44,8 @@ def report() -> Report:
     return Report(
         "gpt <script>alert('no')</script>",
         profile,
-        plan,
+        plan.taking(3 * plan.step_seconds),
+        measured=Measured(plan.peak_bytes, 3 * plan.step_seconds, 5),
         frontier=tuple(gf.frontier(profile, batch_size=8, points=4)),
         plain_curve=measure_curve(job.model, job.optimizer, job.loss_fn, batch).timeline or [],
         planned_curve=measure_curve(job.model, job.optimizer, job.loss_fn, batch, plan=plan).timeline or [],
@@ -144,17 +147,48 @@ def test_the_table_sorts_and_filters(browser: Any, page_path: Path) -> None:
 
 def test_points_answer_to_the_mouse_and_the_keyboard(browser: Any, page_path: Path, report: Report) -> None:
     page = Visit(browser, page_path, 1440, "light").page
-    assert page.inner_text("#frontier-said").startswith("Chosen: peak")
+    assert page.inner_text("#frontier-said").startswith("Chosen, measured: peak")
     points = page.locator("#chart-frontier svg:visible .point")
-    assert points.count() == len({(p.peak_bytes, p.step_seconds) for p in report.frontier}) + 1
+    assert points.count() == len(fastest_for_their_memory(predictions(report))) + 1
     points.first.hover()
     hovered = page.inner_text("#frontier-said")
     assert hovered == points.first.get_attribute("aria-label")
-    assert not hovered.startswith("Chosen")
+    assert hovered.startswith("Predicted: peak")
     points.last.focus()
-    assert page.inner_text("#frontier-said").startswith("Chosen")
+    assert page.inner_text("#frontier-said").startswith("Chosen, measured")
     page.keyboard.press("Shift+Tab")
-    assert not page.inner_text("#frontier-said").startswith("Chosen")
+    assert page.inner_text("#frontier-said").startswith("Chosen, predicted")
+
+
+def test_what_is_predicted_and_what_was_measured_are_drawn_apart(report: Report) -> None:
+    """However slow the machine was: the line and the chosen plan on it are predicted in one way."""
+    front = fastest_for_their_memory(predictions(report))
+    assert [one.chosen for one in front].count(True) == 1
+    assert report.plan is not None
+    assert report.plan.seconds_measured
+    chosen = next(one for one in front if one.chosen)
+    assert chosen.step_seconds == pytest.approx(report.plan.step_seconds / 3)
+    text = render(report)
+    assert text.count('class="point chosen"') == text.count('class="point measured"') == 2  # wide and narrow
+    assert text.count("<rect ") == 2
+    assert "Chosen, measured: peak" in text
+    without = render(dataclasses.replace(report, measured=None))
+    assert "<rect " not in without
+    assert "Chosen, measured" not in without
+
+
+def test_without_a_budget_nothing_is_called_chosen(report: Report) -> None:
+    text = render(Report("trade-off", report.profile, frontier=report.frontier))
+    assert "Memory against time" in text
+    assert 'class="point chosen"' not in text
+    assert "hosen" not in text.split("</style>")[1].split("<script>")[0]
+
+
+def test_a_cut_batch_is_said_in_one_way(report: Report) -> None:
+    plan = gf.plan(report.profile, memory="1 GiB", batch_size=8, micro_batch=2)
+    text = render(Report("cut", report.profile, plan, frontier=(plan,)))
+    assert text.count("2 × 4") > 3
+    assert "4 × 2" not in text
 
 
 def test_without_scripts_it_can_still_be_read(browser: Any, page_path: Path) -> None:
@@ -171,7 +205,7 @@ def test_the_page_is_one_small_file_that_refers_to_nothing(report: Report) -> No
     assert "http" not in text.replace("http-equiv", "")
     for heading in ("Memory during one step", "Memory against time", "Memory by module", "Memory by source line"):
         assert heading in text
-    assert "Bit-identical." in text
+    assert "The replay is bit-identical; the batch is run in one piece." in text
     assert text.count("<title id=") == text.count("<desc id=") == text.count("<svg")
 
 

@@ -63,7 +63,7 @@ def test_models_are_identical_and_as_they_were(name: str) -> None:
     assert same_state(model, before)
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(p.grad is gradients[p] and bool((p.grad == 1).all()) for p in model.parameters())
-    assert str(report).startswith("bit-identical")
+    assert str(report).startswith("replay: bit-identical (")
 
 
 def test_a_plan_is_audited_in_its_micro_batches() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,7 +27,7 @@ from gradfit.planning.record import Plan
 from gradfit.profiling.record import Profile
 from gradfit.report.curves import plain_peak_bytes
 from gradfit.report.page import write_page
-from gradfit.report.record import Report
+from gradfit.report.record import Measured, Report
 from gradfit.train.audit import AuditReport
 from gradfit.units import format_bytes, format_seconds
 
@@ -63,11 +64,12 @@ def demo(json: Json = False, report: Page = None, debug: Debug = False) -> None:
             "gradfit demo",
             found,
             plan,
+            measured=Measured(fitted["peak_bytes"], statistics.median(fitted["seconds"]), len(fitted["seconds"])),
             frontier=plans,
             plain_curve=[(s, b) for s, b in plain["curve"]],
-            plain_label=f"plain PyTorch ({'ends where it died' if plain['died'] else 'it survived'})",
+            plain_label=f"plain PyTorch, measured ({'ends where it died' if plain['died'] else 'it survived'})",
             planned_curve=[(s, b) for s, b in fitted["curve"]],
-            planned_label="gradfit, its first step",
+            planned_label="gradfit, its first step, measured",
             limit_bytes=BUDGET_BYTES,
             losses=tuple(fitted["losses"]),
             audit=result,
@@ -79,10 +81,10 @@ def demo(json: Json = False, report: Page = None, debug: Debug = False) -> None:
     if json:
         print_result(json_module.dumps(_summary(plain, fitted, result, page)))
     else:
-        print_result(str(result).splitlines()[0])
+        print_result(str(result))
         _print_table(plain, fitted, needed)
         print_result(f"page: {page}   ({format_seconds(time.perf_counter() - started)})")
-    if not result.identical:
+    if not result:
         raise typer.Exit(EXIT_DIFFERENT)
 
 
@@ -158,7 +160,8 @@ def _said(plain: dict[str, Any], needed: int) -> str:
     cap = plain["cap_bytes"]
     limit = f"RLIMIT_DATA capped both processes at {format_bytes(cap)}" if cap else "Nothing was capped on this system"
     death = f"Plain PyTorch died: {plain['error']}" if plain["died"] else "Plain PyTorch survived."
-    return f"{limit}, {format_bytes(BUDGET_BYTES)} of it for tensors; plain needs {format_bytes(needed)}. {death}"
+    need = f"plain is predicted to need {format_bytes(needed)}"
+    return f"{limit}, {format_bytes(BUDGET_BYTES)} of it for tensors; {need}. {death}"
 
 
 def _summary(plain: dict[str, Any], fitted: dict[str, Any], result: AuditReport, page: Path) -> dict[str, Any]:
@@ -177,9 +180,10 @@ def _print_table(plain: dict[str, Any], fitted: dict[str, Any], needed: int) -> 
     table = Table(title=f"the same cap for both: {format_bytes(cap)}" if cap else "without a cap")
     for name in ("", "plain PyTorch", "gradfit"):
         table.add_column(name)
-    table.add_row("peak of tensors", f"needs {format_bytes(needed)}", format_bytes(fitted["peak_bytes"]))
+    peak = format_bytes(fitted["peak_bytes"])
+    table.add_row("peak of tensors", f"needs {format_bytes(needed)} (predicted)", f"{peak} (measured)")
     table.add_row("budget for tensors", format_bytes(BUDGET_BYTES), format_bytes(BUDGET_BYTES))
     table.add_row("outcome", "out of memory" if plain["died"] else "survived", f"{len(fitted['losses'])} steps")
     table.add_row("loss", "–", f"{fitted['losses'][0]:.3f} → {fitted['losses'][-1]:.3f}")
-    table.add_row("time per step", "–", format_seconds(min(fitted["seconds"])))
+    table.add_row("time per step", "–", f"{format_seconds(statistics.median(fitted['seconds']))} (measured, median)")
     Console(highlight=False).print(table)

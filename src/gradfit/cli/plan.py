@@ -9,7 +9,7 @@ from gradfit.cli.options import BatchSize, Debug, Json, Memory, Page, Seed, Targ
 from gradfit.cli.work import Work
 from gradfit.planning.api import frontier
 from gradfit.planning.api import plan as make_plan
-from gradfit.planning.record import Plan
+from gradfit.planning.record import Plan, percent
 from gradfit.profiling.table import columns
 from gradfit.units import format_bytes, format_seconds
 
@@ -40,8 +40,8 @@ def plan(
             with working("planning for every budget"):
                 plans = frontier(found, batch_size=size)
             print_result(_as_json(plans) if json else _as_table(plans))
-        if report is not None:
-            work.write(work.report(found, batch, made or plans[-1], frontier=tuple(plans)), report)
+        if report is not None:  # without --memory nothing is chosen, and the page says so of no plan
+            work.write(work.report(found, batch, made, frontier=tuple(plans)), report)
             note(f"page: {report}")
 
 
@@ -50,15 +50,17 @@ def _as_json(plans: list[Plan]) -> str:
 
 
 def _as_table(plans: list[Plan]) -> str:
-    rows = [("peak", "step", "recomputation", "micro-batches", "values kept")]
+    rows = [("peak", "step", "recomputation", "micro-batch × count", "values kept")]
     rows += [
         (
             format_bytes(made.peak_bytes),
             format_seconds(made.step_seconds),
-            f"{100 * made.extra_fraction:+.1f} %",
-            f"{made.steps} × {made.micro_batch}",
+            percent(made.extra_fraction),
+            made.split_text,
             f"{made.kept_values} of {made.saved_values}",
         )
         for made in plans
     ]
-    return "\n".join([*columns(rows), "Pass --memory to choose one."])
+    return "\n".join(
+        [*columns(rows), "All numbers are predicted from one measured step. Pass --memory to choose a plan."]
+    )

@@ -6,6 +6,7 @@ import hashlib
 import json as json_module
 import math
 import shlex
+import statistics
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +21,7 @@ from gradfit.cli.work import Work
 from gradfit.distributed.launch import Crew
 from gradfit.distributed.sharded import is_fully_sharded
 from gradfit.errors import MisuseError, StateError
+from gradfit.report.record import Measured
 from gradfit.train.audit import audit
 from gradfit.train.pieces import whole
 from gradfit.train.randomness import seed_everything
@@ -89,7 +91,7 @@ def train(
     crew.leave()
     if crew.rank == 0:
         if report is not None and run.step is not None and not result.interrupted:
-            _write_page(work, run.step, result, report)
+            _write_page(work, run.step, result, listener.seconds, report)
         print_result(_as_json(work, result, digest) if json else _in_words(result))
     if result.interrupted:
         note(f"Interrupted; the state is saved. Resume with: {command}")
@@ -102,6 +104,7 @@ class _Listener(Listener):
     def __init__(self, bar: Bar, stop: StopSignal, log_every: int, writer: Any) -> None:
         self._bar, self._stop, self._log_every, self._writer = bar, stop, log_every, writer
         self._total: int | None = None
+        self.seconds: list[float] = []
 
     def note(self, text: str) -> None:
         note(text)
@@ -113,12 +116,13 @@ class _Listener(Listener):
         self._stop.arm()  # until here there was nothing to save
 
     def stepped(self, step: int, result: TrainResult, seconds: float) -> None:
+        self.seconds.append(seconds)
         self._bar.update(self._bar.task_ids[0], completed=step, description=f"training, loss {result.loss:.4g}")
         if step % self._log_every == 0 or step == self._total:
             norm = "" if result.grad_norm is None else f"  gradient norm {result.grad_norm:.3g}"
             of = "" if self._total is None else f"/{self._total}"
-            peak = format_bytes(result.peak_bytes)
-            note(f"step {step}{of}  loss {result.loss:.4f}{norm}  peak {peak}  {format_seconds(seconds)}")
+            took = f"measured: peak {format_bytes(result.peak_bytes)}, {format_seconds(seconds)}"
+            note(f"step {step}{of}  loss {result.loss:.4f}{norm}  {took}")
         if self._writer is not None:
             self._writer.add_scalar("loss", result.loss, step)
             if result.grad_norm is not None:
@@ -173,11 +177,22 @@ def _writer(store: StateStore, saved: SavedState | None) -> Any:
     return SummaryWriter(str(store.directory / "tensorboard"), purge_step=purge)
 
 
-def _write_page(work: Work, step: TrainStep, result: RunReport, page: Path) -> None:
+def _write_page(work: Work, step: TrainStep, result: RunReport, seconds: list[float], page: Path) -> None:
     batch = work.batch()
     with working("running a batch plainly and as planned"):
-        found = audit(work.job.model, work.job.loss_fn, batch, plan=step.plan)
-    work.write(work.report(step.profile, batch, step.plan, audit=found, losses=tuple(result.losses)), page)
+        checked = audit(work.job.model, work.job.loss_fn, batch, plan=step.plan, split=work.job.split)
+    measured = Measured(result.peak_bytes, statistics.median(seconds), len(seconds)) if seconds else None
+    report = work.report(
+        step.profile,
+        batch,
+        step.plan,
+        measured=measured,
+        limit_bytes=step.budget_bytes,
+        audit=checked,
+        losses=tuple(result.losses),
+    )
+    work.write(report, page)
+    note(str(checked))
     note(f"page: {page}")
 
 
@@ -185,7 +200,7 @@ def _in_words(result: RunReport) -> str:
     if not result.losses:
         return f"Nothing to do: the run is at step {result.step} already. State: {result.out}"
     return (
-        f"step {result.step}, loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}, peak "
+        f"step {result.step}, loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}; measured: peak "
         f"{format_bytes(result.peak_bytes)} of {format_bytes(result.budget_bytes)}, {format_seconds(result.seconds)}. "
         f"State: {result.out}"
     )

@@ -9,7 +9,7 @@ from gradfit.planning.fast import Effort, Solution
 from gradfit.planning.heard import in_effect, last_write
 from gradfit.planning.microbatch import Choice, MicrobatchSearch
 from gradfit.planning.record import Alternative, Decision, Plan
-from gradfit.planning.simulate import ACTION_NAMES, KEEP, REBUILD, Simulation
+from gradfit.planning.simulate import ACTION_NAMES, KEEP, REBUILD, Segments, Simulation
 from gradfit.profiling.graph import Graph
 from gradfit.profiling.record import Profile
 from gradfit.units import format_bytes, parse_bytes
@@ -36,7 +36,7 @@ def plan(
     ...     nodes=(BackwardNode("relu", (2, 1)), BackwardNode("mm", (0,))),
     ... )
     >>> print(str(plan(profile, memory=1000)).splitlines()[0])
-    micro-batch 1 × 1, 2 of 2 values kept, peak 300 B, +0 % time
+    micro-batch 1 × 1, 2 of 2 values kept; predicted: peak 300 B, +0 % time, step 3 s
     """
     budget = parse_bytes(memory)
     size = _batch_size(profile, batch_size)
@@ -87,6 +87,19 @@ def frontier(profile: Profile, *, batch_size: int | None = None, points: int = 1
         if not front or choice.step_seconds < front[-1].step_seconds:  # faster than everything smaller
             front.append(choice)
     return [_plan(profile, search, choice, choice.solution.peak_bytes) for choice in reversed(front)]
+
+
+def predicted(profile: Profile, plan: Plan) -> tuple[int, float]:
+    """The peak in bytes and the seconds of a step that the profile alone predicts for a plan.
+
+    A plan that was tried out holds measured seconds, and perhaps the bytes of a copy beside the optimizer's step. To be
+    compared with plans that were not, it must be predicted as they were.
+    """
+    search = MicrobatchSearch(profile, plan.batch_size, split=True, micro_batch=plan.micro_batch)
+    numbers = {name: number for number, name in enumerate(ACTION_NAMES)}
+    actions = [numbers.get(action, KEEP) for action in plan.actions]
+    choice = search.of_plan(plan.micro_batch, actions, Segments(plan.segments, plan.segment_parents))
+    return choice.solution.peak_bytes, choice.step_seconds
 
 
 def _batch_size(profile: Profile, batch_size: int | None) -> int:

@@ -11,11 +11,13 @@ the search stops after two sizes that do not pay, though a third might.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from gradfit.planning.fast import Book, Effort, FastSolver, Solution
 from gradfit.planning.heard import in_effect, operations_heard
+from gradfit.planning.simulate import KEEP, Segments
 from gradfit.profiling.record import Profile
 
 
@@ -92,6 +94,14 @@ class MicrobatchSearch:
         if best is None or best.step_seconds > most_seconds:
             return None
         return _faster(best, self.at_size(best.micro_batch, budget_bytes))
+
+    def of_plan(self, micro_batch: int, actions: Sequence[int], segments: Segments) -> Choice:
+        """What this profile says of a plan that exists already, whatever was measured of it since."""
+        solver = self.solver(micro_batch)
+        if all(action == KEEP for action in actions):
+            return self._choice(micro_batch, solver.plain)
+        run = solver.simulator.run(actions, segments)
+        return self._choice(micro_batch, Solution(tuple(actions), segments, run))
 
     def _is_plain(self, micro_batch: int, budget_bytes: int) -> bool:
         return self.solver(micro_batch).plain.peak_bytes <= budget_bytes

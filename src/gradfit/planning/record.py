@@ -68,6 +68,7 @@ class Plan:
     more_memory: Alternative | None = None
     heard: int = 0  # after so many operations nothing is written over that a rebuilt value is made from
     predicted: bool = False  # from a profile on fake tensors
+    seconds_measured: bool = False  # `step_seconds` is of passes that were run; the other numbers are predicted
     versions: dict[str, str] = field(default_factory=dict)
 
     @cached_property
@@ -109,7 +110,13 @@ class Plan:
             plain_seconds=self.plain_seconds * pace,
             less_memory=less,
             more_memory=more,
+            seconds_measured=True,
         )
+
+    @property
+    def split_text(self) -> str:
+        """How the batch is cut, as it is said everywhere: the size of a micro-batch × how many there are."""
+        return f"{self.micro_batch} × {self.steps}"
 
     @property
     def signature(self) -> str:
@@ -124,16 +131,19 @@ class Plan:
         return records.from_json(Plan, text)
 
     def __str__(self) -> str:
+        where = " for a machine that is not here" if self.predicted else ""
+        step = f"step {format_seconds(self.step_seconds)}"
+        parts = [f"peak {format_bytes(self.peak_bytes)}", f"{percent(self.extra_fraction)} time"]
         lines = [
-            f"micro-batch {self.micro_batch} × {self.steps}, {self.kept_values} of {self.saved_values} values kept, "
-            f"peak {format_bytes(self.peak_bytes)}, {_percent(self.extra_fraction)} time"
-            + (" (predicted for a machine that is not here)" if self.predicted else ""),
-            f"budget {format_bytes(self.budget_bytes)}, step {format_seconds(self.step_seconds)}; "
-            f"kept between the passes {format_bytes(self.kept_bytes)} of {format_bytes(self.saved_bytes)}",
-            f"the peak is {self.peak_at}: {_parts(self.breakdown)}",
+            f"micro-batch {self.split_text}, {self.kept_values} of {self.saved_values} values kept; "
+            f"predicted{where}: {', '.join(parts if self.seconds_measured else [*parts, step])}"
+            + (f"; measured: {step}" if self.seconds_measured else ""),
+            f"budget {format_bytes(self.budget_bytes)}; predicted to be kept between the passes: "
+            f"{format_bytes(self.kept_bytes)} of {format_bytes(self.saved_bytes)}",
+            f"the predicted peak is {self.peak_at}: {_parts(self.breakdown)}",
         ]
         if self.decisions:
-            lines.append("most expensive decisions:")
+            lines.append("most expensive decisions, predicted:")
             lines += [
                 f"  {d.action} {format_bytes(d.nbytes)} of {d.operation} in {d.module or '(no module)'} "
                 f"({d.source or 'no source line'}): +{format_seconds(d.seconds)}"
@@ -143,8 +153,8 @@ class Plan:
             if other is not None:
                 change = other.step_seconds / self.step_seconds - 1 if self.step_seconds > 0 else 0.0
                 lines.append(
-                    f"next with {title}: micro-batch {other.micro_batch} × {other.steps}, "
-                    f"peak {format_bytes(other.peak_bytes)}, {_percent(change)} time against this plan"
+                    f"next with {title}, predicted: micro-batch {other.micro_batch} × {other.steps}, "
+                    f"peak {format_bytes(other.peak_bytes)}, {percent(change)} time against this plan"
                 )
         return "\n".join(lines)
 
@@ -154,7 +164,11 @@ def _parts(breakdown: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {format_bytes(count)}" for name, count in parts if count > 0) or "nothing"
 
 
-def _percent(fraction: float) -> str:
-    """A change in per cent, as it is said: "+6 %", "−0.4 %"."""
+def percent(fraction: float) -> str:
+    """A change in per cent, as it is said.
+
+    >>> percent(0.06), percent(-0.004)
+    ('+6 %', '−0.4 %')
+    """
     percent = 100 * fraction
     return f"{'−' if percent < 0 else '+'}{abs(percent):.{0 if abs(percent) >= 1 or percent == 0 else 1}f} %"

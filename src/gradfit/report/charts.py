@@ -34,12 +34,12 @@ class Series:
 
 @dataclass(frozen=True)
 class Point:
-    """A point one can hover over or tab to; `text` is what it then says."""
+    """A point one can hover over or tab to; `text` is what it then says. `kind` is its CSS class."""
 
     x: float
     y: float
     text: str
-    chosen: bool = False
+    kind: str = ""  # "chosen", or "measured", which is drawn as a square
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,9 @@ class Chart:
 def draw(chart: Chart) -> str:
     """The chart as two SVG elements, one of which the page shows, and a legend."""
     legend = "".join(f'<li><span class="key {s.kind}"></span>{escape(s.name)}</li>' for s in chart.series if s.name)
+    for kind in dict.fromkeys(p.kind for p in chart.points if p.kind):
+        name = "chosen, measured" if kind == "measured" else "chosen, predicted"
+        legend += f'<li><span class="key point {kind}"></span>{name}</li>'
     if chart.limit is not None:
         legend += f'<li><span class="key limit"></span>{escape(chart.limit[1])}</li>'
     drawn = "".join("".join(_svg(chart, size, name)) for size, name in ((_WIDE, "wide"), (_NARROW, "narrow")))
@@ -124,13 +127,21 @@ def _svg(chart: Chart, size: tuple[int, int], variant: str) -> Iterator[str]:
         yield f'<line class="limit" x1="{at.left}" x2="{edge}" y1="{y:.1f}" y2="{y:.1f}"/>'
     for series in chart.series:
         yield _line(series, at)
-    for p in sorted(chart.points, key=lambda point: point.chosen):
-        yield (
-            f'<circle class="point{" chosen" if p.chosen else ""}" cx="{at.x(p.x):.1f}" cy="{at.y(p.y):.1f}" '
-            f'r="{8 if p.chosen else 6}" tabindex="0" role="img" aria-label="{escape(p.text)}" '
-            f'data-text="{escape(p.text)}"><title>{escape(p.text)}</title></circle>'
-        )
+    for p in sorted(chart.points, key=lambda point: bool(point.kind)):
+        yield _marker(p, at)
     yield "</svg>"
+
+
+def _marker(point: Point, at: _Frame) -> str:
+    x, y, text = at.x(point.x), at.y(point.y), escape(point.text)
+    if point.kind == "measured":
+        shape = f'rect x="{x - 7:.1f}" y="{y - 7:.1f}" width="14" height="14"'
+    else:
+        shape = f'circle cx="{x:.1f}" cy="{y:.1f}" r="{8 if point.kind else 6}"'
+    return (
+        f'<{shape} class="{f"point {point.kind}".strip()}" tabindex="0" role="img" aria-label="{text}" '
+        f'data-text="{text}"><title>{text}</title></{shape.split(maxsplit=1)[0]}>'
+    )
 
 
 def _line(series: Series, at: _Frame) -> str:

@@ -9,12 +9,13 @@ from importlib import resources
 from pathlib import Path
 
 from gradfit.errors import MisuseError
-from gradfit.planning.record import Plan
-from gradfit.report.charts import Chart, Point, Series, draw
+from gradfit.planning.record import percent
+from gradfit.report.charts import Chart, Series, draw
 from gradfit.report.curves import plain_peak_bytes, thin
 from gradfit.report.record import Report
 from gradfit.report.tables import memory_bars, plan_table
-from gradfit.units import format_bytes, format_seconds
+from gradfit.report.tradeoff import trade_off
+from gradfit.units import format_bytes
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 
@@ -43,9 +44,14 @@ def render(report: Report) -> str:
             "modules",
             "Memory by module",
             memory_bars(report.profile, report.plan, "module"),
-            "Activations held for the backward pass. Layers of one stack are taken together.",
+            "Activations held for the backward pass, predicted from the profile. Layers of one stack are taken together.",
         ),
-        _section("lines", "Memory by source line", memory_bars(report.profile, report.plan, "source")),
+        _section(
+            "lines",
+            "Memory by source line",
+            memory_bars(report.profile, report.plan, "source"),
+            "The same by the line of code that made them.",
+        ),
         _plan(report),
         _audit(report),
         _environment(report),
@@ -88,23 +94,29 @@ def _headline(report: Report) -> str:
     profile, plan = report.profile, report.plan
     facts = []
     if plan is not None:
+        if report.limit_bytes is not None:
+            facts.append(("budget", format_bytes(report.limit_bytes)))
+        facts.append(("peak, predicted", format_bytes(plan.peak_bytes)))
+        if report.measured is not None:
+            facts.append(("peak, measured", format_bytes(report.measured.peak_bytes)))
         facts += [
-            ("budget", format_bytes(plan.budget_bytes)),
-            ("peak as planned", format_bytes(plan.peak_bytes)),
-            ("plain PyTorch would need", format_bytes(plain_peak_bytes(profile, plan.batch_size))),
-            ("micro-batches", f"{plan.steps} × {plan.micro_batch} rows"),
-            ("extra time", f"{100 * plan.extra_fraction:+.1f} %"),
+            ("plain PyTorch, predicted", format_bytes(plain_peak_bytes(profile, plan.batch_size))),
+            ("micro-batch × count", plan.split_text),
+            ("extra time, predicted", percent(plan.extra_fraction)),
             ("values kept", f"{plan.kept_values} of {plan.saved_values}"),
         ]
     else:
         facts += [
-            ("activations saved", format_bytes(profile.saved_bytes(profile.batch_size))),
-            ("plain PyTorch needs", format_bytes(plain_peak_bytes(profile, profile.batch_size))),
+            ("activations saved, measured", format_bytes(profile.saved_bytes(profile.batch_size))),
+            ("plain PyTorch, predicted", format_bytes(plain_peak_bytes(profile, profile.batch_size))),
             ("batch", f"{profile.batch_size} rows"),
         ]
     facts.append(("parameters", format_bytes(profile.parameter_bytes)))
     if report.audit is not None:
-        facts.append(("gradients", "bit-identical" if report.audit.identical else "different"))
+        facts += [
+            ("replay", "bit-identical" if report.audit.identical else "DIFFERENT"),
+            ("error against the full batch", _full_batch_error(report)),
+        ]
     notes = "".join(f"<p>{escape(note)}</p>" for note in report.notes)
     return f'<section aria-label="Summary"><dl class="facts">{_facts(facts)}</dl>{notes}</section>'
 
@@ -133,54 +145,8 @@ def _timeline(report: Report) -> str:
 
 
 def _frontier(report: Report) -> str:
-    plans = sorted({(p.peak_bytes, p.step_seconds): p for p in report.frontier}.values(), key=lambda p: p.peak_bytes)
-    if not plans:
-        return ""
-    chosen = report.plan
-    points = [Point(float(p.peak_bytes), p.step_seconds, _say(p)) for p in plans]
-    if chosen is not None:
-        points.append(Point(float(chosen.peak_bytes), chosen.step_seconds, "Chosen: " + _say(chosen), chosen=True))
-    line = [(float(p.peak_bytes), p.step_seconds) for p in plans]
-    chart = Chart(
-        name="frontier",
-        title="Peak memory against time of a step",
-        summary=f"{len(plans)} plans from {_say(plans[0])} to {_say(plans[-1])}."
-        + (f" Chosen: {_say(chosen)}." if chosen else ""),
-        x_label="peak memory (logarithmic)",
-        y_label="time of a step (logarithmic)",
-        x_unit="bytes",
-        y_unit="seconds",
-        series=[Series("best plan for each budget", "frontier", line)],
-        points=points,
-        y_from_zero=False,
-        log=True,
-    )
-    rows = "".join(
-        f"<tr><td>{format_bytes(p.peak_bytes)}</td><td>{format_seconds(p.step_seconds)}</td>"
-        f"<td>{p.steps} × {p.micro_batch}</td><td>{p.kept_values} of {p.saved_values}</td></tr>"
-        for p in plans
-    )
-    table = (
-        '<details><summary>The same as a table</summary><div class="scroll" tabindex="0" role="region" '
-        'aria-label="Trade-off as a table"><table><thead><tr><th scope="col">peak</th><th scope="col">step</th>'
-        f'<th scope="col">micro-batches</th><th scope="col">values kept</th></tr></thead><tbody>{rows}</tbody></table>'
-        "</div></details>"
-    )
-    said = f'<output class="said" id="frontier-said">{escape(points[-1].text)}</output>'
-    return _section(
-        "frontier",
-        "Memory against time",
-        draw(chart) + said + table,
-        "Each point is the fastest plan for its memory. Hover over one, or reach it with the tab key.",
-    )
-
-
-def _say(plan: Plan) -> str:
-    return (
-        f"peak {format_bytes(plan.peak_bytes)}, {format_seconds(plan.step_seconds)} per step "
-        f"({100 * plan.extra_fraction:+.1f} % recomputation), {plan.steps} × {plan.micro_batch} rows, "
-        f"{plan.kept_values} of {plan.saved_values} values kept"
-    )
+    drawn = trade_off(report)
+    return "" if drawn is None else _section("frontier", "Memory against time", drawn[0], drawn[1])
 
 
 def _loss(report: Report) -> str:
@@ -210,21 +176,39 @@ def _plan(report: Report) -> str:
         "<option>rebuild</option><option>offload</option></select></label>"
         '<output id="plan-count" aria-live="polite"></output></div>'
     )
-    text = f"{escape(str(report.plan).splitlines()[0])}. The peak is {escape(report.plan.peak_at)}."
+    text = f"{escape(str(report.plan).splitlines()[0])}. The predicted peak is {escape(report.plan.peak_at)}."
+    text += " Bytes and seconds of the values are predicted from the profile."
     return _section("plan", "The plan, value by value", tools + plan_table(report.profile, report.plan), text)
 
 
 def _audit(report: Report) -> str:
     if report.audit is None:
         return ""
-    verdict = "Bit-identical." if report.audit.identical else "There is a difference."
-    kind = "good" if report.audit.identical else "bad"
+    kind = "good" if report.audit else "bad"
     return _section(
         "audit",
         "Audit",
-        f'<p class="{kind}">{verdict}</p><pre tabindex="0">{escape(str(report.audit))}</pre>',
-        "The batch was run plainly and as planned from the same state, and compared bit by bit.",
+        f'<p class="{kind}">{_verdict(report)}</p><pre tabindex="0">{escape(str(report.audit))}</pre>',
+        "The batch was run plainly and as planned from the same state. Two questions: is what was rebuilt what it was, "
+        "bit by bit? And how far is the gradient from that of the whole batch in one piece?",
     )
+
+
+def _verdict(report: Report) -> str:
+    replay = "The replay is bit-identical" if report.audit.identical else "The replay differs"
+    if report.audit.full_batch is None:
+        return f"{replay}; the batch is run in one piece."
+    if report.audit.full_batch.exact:
+        return f"{replay}; the parts give the whole batch's gradient, up to rounding."
+    said = "was not measured" if report.audit.full_batch.error is None else "is another one"
+    return f"{replay}; the gradient of the whole batch {said}."
+
+
+def _full_batch_error(report: Report) -> str:
+    checked = report.audit.full_batch
+    if checked is None:
+        return "none, in one piece"
+    return "not measured" if checked.error is None else f"{checked.error:.2g} (by {checked.weighted_by})"
 
 
 def _environment(report: Report) -> str:

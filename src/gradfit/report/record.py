@@ -7,8 +7,22 @@ from typing import Any
 
 from gradfit.planning.record import Plan
 from gradfit.profiling.record import Profile
+from gradfit.units import format_bytes, format_seconds
 
 Curve = list[tuple[float, int]]  # (seconds, bytes)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What steps that followed the plan really took."""
+
+    peak_bytes: int
+    step_seconds: float  # the median
+    steps: int
+
+    def __str__(self) -> str:
+        took = f"peak {format_bytes(self.peak_bytes)}, {format_seconds(self.step_seconds)} per step"
+        return f"{took}, the median of {self.steps}" if self.steps > 1 else took
 
 
 @dataclass(frozen=True)
@@ -18,11 +32,12 @@ class Report:
     title: str
     profile: Profile
     plan: Plan | None = None
+    measured: Measured | None = None
     frontier: tuple[Plan, ...] = ()
     plain_curve: Curve = field(default_factory=list)
-    plain_label: str = "plain PyTorch"
+    plain_label: str = "plain PyTorch, measured"
     planned_curve: Curve = field(default_factory=list)
-    planned_label: str = "as planned"
+    planned_label: str = "as planned, measured"
     limit_bytes: int | None = None
     limit_label: str = "budget"
     losses: tuple[float, ...] = ()

@@ -6,7 +6,7 @@ import contextlib
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from gradfit import records
 from gradfit._torch_listen import unseen
 from gradfit.errors import MisuseError
 from gradfit.planning.record import Plan
-from gradfit.profiling.measure import LossFunction, run_loss
+from gradfit.profiling.measure import LossFunction, check_batch, run_loss
 from gradfit.profiling.state import Generators, generator_states, untouched
 from gradfit.recompute.planned import Script, recording
 from gradfit.recompute.scope import suspended
@@ -26,9 +26,8 @@ from gradfit.tape.record import Recorder
 from gradfit.tape.save import unpack
 from gradfit.train.batchnorm import batch_norm_note, batch_norms
 from gradfit.train.digest import Digests, as_bytes
-from gradfit.tree import leaves, size_of_batch, split_batch
-
-_COUPLING_TOLERANCE = 1e-3  # far above the rounding of a float sum, far below what a coupled loss changes
+from gradfit.train.full_batch import FullBatchError, compare_with_full_batch
+from gradfit.tree import leaves, split_batch
 
 
 @dataclass(frozen=True)
@@ -37,15 +36,20 @@ class Difference:
 
     kind: str  # "output", "gradient", "buffer", "generator" or "activation"
     name: str
-    largest: float
-    """The largest absolute difference; NaN where the shapes or kinds differ."""
+    largest: float | None
+    """The largest absolute difference; None where there is no such number: other shapes, or not finite."""
+
+    def __str__(self) -> str:
+        by = "" if self.largest is None else f" by up to {self.largest:.3g}"
+        return f"{self.kind} {self.name} differs{by}"
 
 
 @dataclass(frozen=True)
 class AuditReport:
-    """What was compared, what differs, and what micro-batches cannot be exact about."""
+    """Two answers: is what was rebuilt what it was, and how far is the update from the whole batch's."""
 
     identical: bool
+    """Whether the run as planned is, bit by bit, plain PyTorch's on the same micro-batches."""
     compared: dict[str, int]  # how many tensors of each kind
     differences: tuple[Difference, ...]
     first_operation: str | None
@@ -54,9 +58,16 @@ class AuditReport:
     micro_batch: int
     micro_batches: int
     notes: tuple[str, ...]
+    full_batch: FullBatchError | None = None
+    """The micro-batches' gradient beside that of the whole batch; None if the batch was not cut."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the update is the whole batch's: in one piece, or in parts that were measured to add up."""
+        return self.identical and (self.full_batch is None or self.full_batch.exact)
 
     def __bool__(self) -> bool:
-        return self.identical
+        return self.exact
 
     def to_json(self) -> str:
         return records.to_json(self)
@@ -67,16 +78,19 @@ class AuditReport:
 
     def __str__(self) -> str:
         counted = ", ".join(f"{count} {kind}{'s' if count != 1 else ''}" for kind, count in self.compared.items())
-        lines = [f"{'bit-identical' if self.identical else 'DIFFERENT'}: {counted} compared"]
-        lines += [
-            f"  {difference.kind} {difference.name} differs by up to {difference.largest:.3g}"
-            for difference in self.differences[:10]
-        ]
+        lines = [f"replay: {'bit-identical' if self.identical else 'DIFFERENT'} ({counted} compared)"]
+        lines += [f"  {difference}" for difference in self.differences[:10]]
         if len(self.differences) > 10:
             lines.append(f"  … and {len(self.differences) - 10} more")
         if self.first_operation is not None:
             lines.append(f"  the first operation that differs: {self.first_operation}")
+        lines.append(f"against the full batch: {self.said_of_full_batch}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    @property
+    def said_of_full_batch(self) -> str:
+        """The second answer, in words."""
+        return "the same, it is run in one piece" if self.full_batch is None else str(self.full_batch)
 
 
 def audit(
@@ -84,29 +98,42 @@ def audit(
     loss_fn: LossFunction | None = None,
     batch: Any = None,
     plan: Plan | None = None,
+    *,
+    split: Callable[[Any, int], Iterable[Any]] | None = None,
 ) -> AuditReport:
-    """Run the batch plainly and with recomputation, from the same state, and compare bit by bit; nothing stays changed.
+    """Run the batch plainly and with recomputation, from the same state, and compare; nothing stays changed.
 
-    Outputs, gradients, buffers and random generators are compared, and each activation that is rebuilt, with what it
-    was: the report names the first operation whose replay differs. With `plan` the batch is run as planned. Without it,
-    the `CheckpointScope`s in the code are audited if there are any, else everything is dropped and rebuilt, the
-    harshest plan there is.
+    Two questions are answered apart. *Is the replay bit-identical?* Outputs, gradients, buffers and random generators
+    are compared with plain PyTorch on the same micro-batches, and each activation that is rebuilt with what it was: the
+    report names the first operation whose replay differs. *How far is the update from the full batch's?* If the plan
+    cuts the batch, it is also run plainly in one piece, with the same random numbers, and the gradients are compared.
+
+    Args:
+        model: The model, in the mode it is trained in; or a function of tensors: `audit(fn, batch=(x, y))`
+            differentiates the sum of what it returns.
+        loss_fn: `(model, batch) -> loss`, as for `fit`.
+        batch: What to run.
+        plan: Run the batch as planned. Without it, the `CheckpointScope`s in the code are audited if there are any,
+            else everything is dropped and rebuilt, the harshest plan there is.
+        split: As for `fit`, where the batch is not cut along dim 0.
+
+    Raises:
+        MisuseError: An argument is missing or is not what it should be.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
     >>> print(audit(model, lambda m, x: m(x).mean(), torch.ones(6, 4)))
-    bit-identical: 1 output, 4 gradients, 0 buffers, 1 generator, 2 activations compared
-
-    A function of tensors can be audited as well: `audit(fn, batch=(x, y))` differentiates the sum of what it returns.
+    replay: bit-identical (1 output, 4 gradients, 0 buffers, 1 generator, 2 activations compared)
+    against the full batch: the same, it is run in one piece
     """
     if not isinstance(model, torch.nn.Module):
         function = model
         if not callable(function):
             raise MisuseError(f"audit() takes a model or a function, not {type(model).__name__}.")
         model, loss_fn, batch = _as_model(function, loss_fn, batch)
-    if loss_fn is None:
-        raise MisuseError("loss_fn is missing. Pass a function (model, batch) -> loss.")
-    micro = plan.micro_batch if plan is not None else None
-    parts = [batch] if micro is None or micro >= size_of_batch(batch) else list(split_batch(batch, micro))
+    if not callable(loss_fn):
+        given = "missing" if loss_fn is None else f"a {type(loss_fn).__name__}"
+        raise MisuseError(f"loss_fn is {given}. Pass audit(model, loss_fn, batch), with loss_fn(model, batch) -> loss.")
+    parts, micro_batch = _parts(batch, plan, split)
     inputs = [tensor for tensor in leaves(batch) if tensor.requires_grad]
     with untouched(model), _no_gradients(inputs):
         generators = Generators()
@@ -125,7 +152,10 @@ def audit(
             differences = [*_compare(plain, planned)]
     if checks.worst is not None:
         differences.append(checks.worst)
-    notes = [*_notes(model, loss_fn, batch, parts), *checks.notes]
+    full_batch = None
+    if len(parts) > 1:
+        full_batch = compare_with_full_batch(model, loss_fn, batch, parts, [check_batch(part, split) for part in parts])
+    notes = [*_notes(model, full_batch, micro_batch), *checks.notes]
     first = checks.first
     if differences and first is None:
         first = after.first_difference(before)
@@ -142,10 +172,22 @@ def audit(
         compared=compared,
         differences=tuple(differences),
         first_operation=first,
-        micro_batch=micro or (size_of_batch(batch) if parts == [batch] and next(leaves(batch)).dim() else 1),
+        micro_batch=micro_batch,
         micro_batches=len(parts),
         notes=tuple(notes),
+        full_batch=full_batch,
     )
+
+
+def _parts(batch: Any, plan: Plan | None, split: Callable[[Any, int], Iterable[Any]] | None) -> tuple[list[Any], int]:
+    """The micro-batches, and how many rows each but the last has."""
+    first = next(leaves(batch), None)
+    if plan is None and split is None and (first is None or not first.dim()):
+        return [batch], 1  # of a function of scalars
+    rows = check_batch(batch, split)
+    if plan is None or plan.micro_batch >= rows:
+        return [batch], rows
+    return list((split or split_batch)(batch, plan.micro_batch)), plan.micro_batch
 
 
 Results = dict[tuple[str, str], torch.Tensor | None]
@@ -257,7 +299,7 @@ def _compare(plain: Results, planned: Results) -> Iterator[Difference]:
         if expected is None and found is None:
             continue
         if expected is None or found is None:
-            yield Difference(kind, name, math.nan)
+            yield Difference(kind, name, None)
         elif not _same(expected, found):
             yield Difference(kind, name, _largest(expected, found))
 
@@ -271,50 +313,27 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(as_bytes(a), as_bytes(b))
 
 
-def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
+def _largest(a: torch.Tensor, b: torch.Tensor) -> float | None:
     if a.shape != b.shape or a.dtype != b.dtype or a.layout is not torch.strided:
-        return math.nan
+        return None
     if not a.dtype.is_floating_point and not a.dtype.is_complex:
         return float((a != b).any())
-    return float((a.detach().to(torch.complex128) - b.detach().to(torch.complex128)).abs().max())
+    largest = float((a.detach().to(torch.complex128) - b.detach().to(torch.complex128)).abs().max())
+    return largest if math.isfinite(largest) else None
 
 
-def _notes(model: torch.nn.Module, loss_fn: LossFunction, batch: Any, parts: list[Any]) -> list[str]:
-    """What is not exact about splitting this batch (section 1, rule 3 of the contract)."""
-    if len(parts) == 1:
+def _notes(model: torch.nn.Module, full_batch: FullBatchError | None, micro_batch: int) -> list[str]:
+    """What is not exact about cutting this batch, and what to do."""
+    if full_batch is None:
         return []
-    notes = []
-    if names := batch_norms(model):
-        notes.append(batch_norm_note(names, size_of_batch(parts[0])))
-    try:
-        coupling = _coupling(model, loss_fn, batch, parts)
-    except Exception as error:  # the user's code, in evaluation mode, which it may not be made for
-        notes.append(f"Whether the loss couples the batch could not be checked in evaluation mode: {error}.")
-        return notes
-    if coupling > _COUPLING_TOLERANCE:
+    notes = [batch_norm_note(names, micro_batch)] if (names := batch_norms(model)) else []
+    if full_batch.error is not None and not full_batch.exact and not notes:
+        by = "what the parts were weighted by is not what the loss is a mean over, or "
         notes.append(
-            f"The loss couples the batch: over all rows it differs by {coupling:.2g} (relative) from its parts' "
-            "weighted mean. Use gf.chunked for the encoder, or return (loss_sum, count) if the items are not the rows."
+            f"The parts do not add up to the whole batch: {by}the loss couples the batch. Return (loss_sum, count) with "
+            "the number of items, use gf.chunked for what couples rows, or raise `memory` until the batch is not cut."
         )
     return notes
-
-
-def _coupling(model: torch.nn.Module, loss_fn: LossFunction, batch: Any, parts: list[Any]) -> float:
-    """How far the whole batch's loss is from its parts', with everything that is random or batch-wide switched off."""
-    with untouched(model), torch.no_grad():
-        model.eval()
-
-        def total(part: Any) -> tuple[float, float]:
-            result = loss_fn(model, part)
-            if isinstance(result, tuple):
-                return float(result[0]), float(result[1])
-            rows = float(size_of_batch(part))
-            return float(result) * rows, rows
-
-        whole, items = total(batch)
-        pieces = [total(part) for part in parts]
-    mean, split = whole / max(items, 1e-12), sum(p[0] for p in pieces) / max(sum(p[1] for p in pieces), 1e-12)
-    return abs(mean - split) / max(abs(mean), abs(split), 1e-12)
 
 
 class _Function(torch.nn.Module):
