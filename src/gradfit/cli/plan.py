@@ -61,6 +61,4 @@ def _as_table(plans: list[Plan]) -> str:
         )
         for made in plans
     ]
-    return "\n".join(
-        [*columns(rows), "All numbers are predicted from one measured step. Pass --memory to choose a plan."]
-    )
+    return "\n".join([*columns(rows), "All of this is predicted from a measured profile. Pass --memory to choose one."])

@@ -44,7 +44,7 @@ def render(report: Report) -> str:
             "modules",
             "Memory by module",
             memory_bars(report.profile, report.plan, "module"),
-            "Activations held for the backward pass, predicted from the profile. Layers of one stack are taken together.",
+            "Activations held for the backward pass, predicted. Layers of one stack are taken together.",
         ),
         _section(
             "lines",

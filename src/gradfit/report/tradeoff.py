@@ -92,9 +92,7 @@ def _lead(report: Report, chosen: Prediction | None, front: list[Prediction]) ->
         better = [one for one in front if one.peak_bytes <= chosen.peak_bytes]
         if chosen not in front and better:
             slower = percent(chosen.step_seconds / better[-1].step_seconds - 1)
-            text += (
-                f" It is predicted to take {slower} time against the line; it was preferred when both were measured."
-            )
+            text += f" It is predicted to take {slower} time against the line; measured, it was the faster one."
     if report.measured is not None:
         text += " The square is what its steps took, measured."
     return text + " Hover over a point, or reach it with the tab key."

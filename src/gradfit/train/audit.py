@@ -328,10 +328,10 @@ def _notes(model: torch.nn.Module, full_batch: FullBatchError | None, micro_batc
         return []
     notes = [batch_norm_note(names, micro_batch)] if (names := batch_norms(model)) else []
     if full_batch.error is not None and not full_batch.exact and not notes:
-        by = "what the parts were weighted by is not what the loss is a mean over, or "
         notes.append(
-            f"The parts do not add up to the whole batch: {by}the loss couples the batch. Return (loss_sum, count) with "
-            "the number of items, use gf.chunked for what couples rows, or raise `memory` until the batch is not cut."
+            f"The parts, weighted by {full_batch.weighted_by}, do not add up to the whole batch: the loss couples the "
+            "batch, or is a mean over something else. Return (loss_sum, count), count being the items; use gf.chunked "
+            "for what couples rows, or raise `memory` until the batch is not cut."
         )
     return notes
 
