@@ -17,7 +17,11 @@ from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode_temporarily,
+)
 from torch.utils._pytree import tree_leaves
 
 Ear = Callable[[Any, Any, Any], Any]  # (operator, args, kwargs) -> what the operator returns
@@ -31,6 +35,11 @@ _include = torch._C._dispatch_tls_set_dispatch_key_included
 _modes = torch._C._len_torch_dispatch_stack
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _PYTHON = torch._C.DispatchKey.Python
+
+# Dispatch modes and subclasses have to come before the key, which is told what they let through. Torch 2.13 has it in
+# this order; in torch 2.10 the key is the higher of the two (c10/core/DispatchKey.h), and calls them itself.
+_ABOVE_MODES = not torch._C._dispatch_keyset_full_after(_PYTHON).has(_KEY)
+_EXCLUDED_IN_MODES = torch._C._dispatch_keyset_full() - torch._C._dispatch_keyset_full_after(_KEY) - _KEYS
 
 _libraries: list[torch.library.Library] = []
 _views: set[str] = set()  # operators that pass the key over
@@ -209,6 +218,33 @@ def _heard(op: Any, /, *args: Any, **kwargs: Any) -> Any:
         _exclude(_KEY, False)
 
 
+def _heard_above_modes(op: Any, keys: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """As `_heard`, where the key comes before modes and subclasses: these are asked first, and call back."""
+    if not keys.has(_PYTHON):
+        return _heard(op, *args, **kwargs)
+    with torch._C._ExcludeDispatchKeyGuard(_EXCLUDED_IN_MODES):  # what torch excludes there, except for the key
+        return _ask_modes_and_subclasses(op, args, kwargs)
+
+
+def _ask_modes_and_subclasses(op: Any, args: Any, kwargs: Any) -> Any:
+    """What torch does for its `Python` key (`handle_torch_function_no_python_arg_parser`, python_arg_parser.cpp)."""
+    kinds: list[Any] = []  # in the order of the arguments, a subclass before its bases
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and torch._C._dispatch_keys(leaf).has(_PYTHON) and type(leaf) not in kinds:
+            place = next((i for i, kind in enumerate(kinds) if issubclass(type(leaf), kind)), len(kinds))
+            kinds.insert(place, type(leaf))
+    out: Any = NotImplemented
+    if _modes():
+        with _pop_mode_temporarily() as mode:
+            out = mode.__torch_dispatch__(op, tuple(kinds), args, kwargs)
+    for kind in kinds:
+        if out is NotImplemented:
+            out = kind.__torch_dispatch__(op, tuple(kinds), args, kwargs)
+    if out is NotImplemented:
+        raise TypeError(f"Multiple dispatch failed for {op}: no mode and none of {kinds} implements it.")
+    return out
+
+
 def _register(views: Iterable[str]) -> None:
     """Make the key known to every operator.
 
@@ -222,7 +258,7 @@ def _register(views: Iterable[str]) -> None:
         everything = library("_", "IMPL")
         _views.update("aten::" + name for name in views)
         try:
-            everything.fallback(_heard, _NAME)
+            everything.fallback(_heard_above_modes if _ABOVE_MODES else _heard, _NAME, with_keyset=_ABOVE_MODES)
         except RuntimeError:  # somebody else uses the key: modes do the same, only slower
             _libraries.append(everything)
             return
@@ -231,9 +267,10 @@ def _register(views: Iterable[str]) -> None:
             namespace, _, name = full.partition("::")
             if namespace not in namespaces:
                 namespaces[namespace] = library(namespace, "IMPL")
-            kernel = torch.library.fallthrough_kernel if full in _views else _kernel(namespace, name)
+            passes = full in _views
+            kernel = torch.library.fallthrough_kernel if passes else _kernel(namespace, name)
             if kernel is not None:
-                namespaces[namespace].impl(name, kernel, _NAME)
+                namespaces[namespace].impl(name, kernel, _NAME, with_keyset=_ABOVE_MODES and not passes)
         _let_pass_higher_order()
         _libraries.extend((everything, *namespaces.values()))
 
@@ -241,7 +278,8 @@ def _register(views: Iterable[str]) -> None:
 def _kernel(namespace: str, name: str) -> Any:
     packet, _, overload = name.partition(".")
     try:
-        return functools.partial(_heard, getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default"))
+        operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+        return functools.partial(_heard_above_modes if _ABOVE_MODES else _heard, operator)
     except (AttributeError, RuntimeError):  # known to the dispatcher only: Python can neither call nor hear it
         return None
 
