@@ -120,7 +120,7 @@ def restore_flags(module: torch.nn.Module, before: dict[str, Any]) -> None:
 
 def broadcasts_buffers(module: DistributedDataParallel) -> bool:
     """Whether DDP would make all replicas' buffers (running statistics) the same before a forward."""
-    return bool(module.forward_sync_buffers) and len(module.modules_buffers) > 0
+    return bool(module.broadcast_buffers) and len(module.modules_buffers) > 0
 
 
 def broadcast_buffers(module: Any, rank: int) -> None:

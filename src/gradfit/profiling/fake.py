@@ -201,7 +201,7 @@ def _device_of(model: torch.nn.Module) -> torch.device:
     device = next(model.parameters()).device
     if device.type != "meta":
         return device
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _optimizer_cost(
