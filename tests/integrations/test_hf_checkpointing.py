@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from one_configuration import assert_same_bits
 
 import gradfit as gf
 from gradfit.integrations.transformers import enable_checkpointing
@@ -21,19 +23,21 @@ def causal(config: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     return hf.AutoModelForCausalLM.from_config(config), {"input_ids": tokens(), "labels": tokens()}
 
 
-def make(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+def make(name: str) -> tuple[Any, dict[str, Any]]:
+    """A small model that fills no key-value cache, as its layers do not while they are checkpointed, and a batch."""
     torch.manual_seed(0)
+    cache = {"use_cache": False}
     small = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}
     if name == "gpt2":
-        return causal(hf.GPT2Config(n_layer=3, n_embd=32, n_head=4, vocab_size=60, n_positions=32))
+        return causal(hf.GPT2Config(n_layer=3, n_embd=32, n_head=4, vocab_size=60, n_positions=32, **cache))
     if name == "llama":
-        return causal(hf.LlamaConfig(**small, num_key_value_heads=2, vocab_size=60, attention_dropout=0.1))
+        return causal(hf.LlamaConfig(**small, num_key_value_heads=2, vocab_size=60, attention_dropout=0.1, **cache))
     if name == "bert":
         model = hf.BertForMaskedLM(hf.BertConfig(**small, vocab_size=60))
         return model, {"input_ids": tokens(), "labels": tokens()}
     if name == "t5":
         config = hf.T5Config(
-            d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=60, decoder_start_token_id=0
+            d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, vocab_size=60, decoder_start_token_id=0, **cache
         )
         return hf.T5ForConditionalGeneration(config), {"input_ids": tokens(), "labels": tokens(length=12)}
     config = hf.ViTConfig(**small, image_size=16, patch_size=4, hidden_dropout_prob=0.1)
@@ -41,31 +45,34 @@ def make(name: str) -> tuple[Any, dict[str, torch.Tensor]]:
     return hf.ViTForImageClassification(config), {"pixel_values": pixels, "labels": torch.tensor([0, 1, 1, 0])}
 
 
-def run(model: Any, batch: dict[str, torch.Tensor]) -> tuple[list[Any], int]:
+def run(model: Any, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
     model.train()
+    model.zero_grad()
     torch.manual_seed(5)
+    out = model(**batch)
+    out.loss.backward()
+    computed = {f"gradient of {name}": p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    computed |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+    return computed | {"loss": out.loss.detach(), "logits": out.logits.detach(), "rng": torch.get_rng_state()}
+
+
+def peak(model: Any, batch: dict[str, Any]) -> int:
     with gf.meter(model, batch) as live:
-        out = model(**batch)
-        out.loss.backward()
-    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
-    buffers = [buffer.clone() for buffer in model.buffers()]
-    return [out.loss.detach(), out.logits.detach(), torch.get_rng_state(), *gradients, *buffers], live.peak_bytes
+        run(model, batch)
+    return live.peak_bytes
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "vit"])
 def test_not_a_bit_changes(name: str) -> None:
     model, batch = make(name)
     plain = copy.deepcopy(model)
     enable_checkpointing(model)
-    expected, before = run(plain, batch)
-    actual, after = run(model, batch)
-    assert len(actual) == len(expected)
-    assert all(a is b or torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-    assert after < 0.9 * before
+    assert_same_bits(lambda: run(plain, batch), lambda: run(model, batch))
+    before = peak(plain, batch)
+    assert peak(model, batch) < 0.9 * before
     model.gradient_checkpointing_disable()
-    model.zero_grad()
-    _, again = run(model, batch)
-    assert again > 0.95 * before
+    assert peak(model, batch) > 0.95 * before
 
 
 def test_every_second_layer() -> None:
@@ -73,9 +80,20 @@ def test_every_second_layer() -> None:
     half = copy.deepcopy(model)
     enable_checkpointing(model)
     enable_checkpointing(half, every_n_layers=2)
-    (expected, least), (actual, more) = run(model, batch), run(half, batch)
-    assert all(a is b or torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
-    assert least < more
+    assert_same_bits(lambda: run(model, batch), lambda: run(half, batch))
+    assert peak(model, batch) < peak(half, batch)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_transformers_says_that_checkpointed_layers_fill_no_cache(name: str, caplog: Any) -> None:
+    """Comparing it with a model that does would be comparing two configurations."""
+    model, batch = make(name)
+    plain, batch["use_cache"] = copy.deepcopy(model), True
+    enable_checkpointing(model)
+    hf.utils.logging.warning_once.cache_clear()
+    with caplog.at_level(logging.WARNING), pytest.raises(AssertionError, match="two configurations"):
+        assert_same_bits(lambda: run(plain, batch), lambda: run(model, batch))
+    assert "`use_cache=False`" in caplog.text
 
 
 def test_a_model_without_support_is_refused() -> None:

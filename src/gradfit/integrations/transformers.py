@@ -18,8 +18,17 @@ from gradfit.units import parse_bytes
 def enable_checkpointing(model: Any, *, every_n_layers: int = 1) -> None:
     """`model.gradient_checkpointing_enable()`, with gradfit's tape in the place of torch's checkpoint.
 
-    Layers run once: BatchNorm is updated once and a cache is written once. `model.gradient_checkpointing_disable()`
-    undoes it.
+    Layers run once, so BatchNorm is updated once. `model.gradient_checkpointing_disable()` undoes it.
+
+    While they train, checkpointed layers fill no key-value cache (transformers decides so, and logs it at the first
+    forward): loss and gradients are, bit by bit, those of the plain model with `use_cache=False`.
+
+    Args:
+        model: any model of `transformers` that supports gradient checkpointing.
+        every_n_layers: checkpoint one layer of so many.
+
+    Raises:
+        MisuseError: the model does not support gradient checkpointing.
 
     >>> config = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=16)
     >>> enable_checkpointing(transformers.GPT2LMHeadModel(config))
