@@ -6,8 +6,11 @@ import os
 # A virtual machine may announce matrix tiles (AMX) that it cannot run, and bfloat16 would crash. Before torch is used.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import hypothesis
 import torch
 
+hypothesis.settings.register_profile("tests", deadline=None)  # seconds decide nothing
+hypothesis.settings.load_profile("tests")
 torch.set_num_threads(1)  # tests run side by side; threads that wait for each other's cores take a hundred times longer
 
 

@@ -18,7 +18,10 @@ from gradfit._torch_distributed import local_part
 
 def param_groups(module: Any) -> list[Any]:
     """The groups of parameters that one `fully_shard` unit gathers and reduces together."""
-    return list(module._get_fsdp_state()._fsdp_param_groups)
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # one a module, up to torch 2.10
 
 
 def units_of(model: torch.nn.Module) -> list[Any]:
@@ -209,7 +212,7 @@ def reduce_group(group: Any, dtype: torch.dtype | None) -> None:
     try:
         group.post_backward()
         group.finalize_backward()
-        group.comm_ctx.reduce_scatter_states.clear()
+        _drop_reduced_inputs(group.comm_ctx)
     finally:
         group._training_state = state
         for name, value in before.items():
@@ -218,6 +221,14 @@ def reduce_group(group: Any, dtype: torch.dtype | None) -> None:
         gradient: Any = tensor.grad
         if gradient is not None and gradient._spec.tensor_meta.dtype != gradient.dtype:
             tensor.grad = _of_its_own_type(gradient)
+
+
+def _drop_reduced_inputs(communication: Any) -> None:
+    """Let go of what was reduced, which FSDP2 holds until its next reduction."""
+    if hasattr(communication, "reduce_scatter_states"):
+        communication.reduce_scatter_states.clear()
+    else:
+        communication.reduce_scatter_state = None  # up to torch 2.10
 
 
 def _of_its_own_type(gradient: Any) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import time
 from typing import Any
 
 import pytest
@@ -149,7 +148,6 @@ def test_isolated_it_costs_one_micro_batch(pair: Pool, how: str, scaler: bool) -
 def one_rank_raises(rank: int, size: int, where: str) -> Any:
     model, _ = models("ddp", size)
     acc = gf.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=1)
-    started = time.perf_counter()
     try:
         loss = model(rows(0, 2) if rank == 0 or where != "forward" else rows(0, 2)[:, :3]).square().mean()
         if rank == 1 and where == "backward":
@@ -157,7 +155,7 @@ def one_rank_raises(rank: int, size: int, where: str) -> Any:
         acc.backward(loss)
         acc.step()
     except Exception as error:
-        return type(error).__name__, str(error), time.perf_counter() - started
+        return type(error).__name__, str(error)
     return None
 
 
@@ -171,11 +169,10 @@ def _refuse(gradient: torch.Tensor) -> torch.Tensor:
 )
 def test_the_others_hear_which_rank_failed_and_why(where: str, says: str) -> None:
     with Pool(2, timeout_seconds=3) as pool:
-        (name, text, seconds), (other, _, _) = pool.run(one_rank_raises, where)
+        (name, text), (other, _) = pool.run(one_rank_raises, where)
     assert name == "RankFailed"
     assert "rank 1 raised" in text
     assert says in text
-    assert seconds < 20
     assert other in ("RuntimeError", "ValueError")
 
 

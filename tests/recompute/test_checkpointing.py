@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import time
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradfit as gf
 
@@ -221,16 +222,26 @@ def test_memory_savings_on_a_large_model() -> None:
     assert live[1] < 0.2 * live[0]
 
 
+class Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
 def test_recompute_overhead() -> None:
-    x = torch.randn(512, 64)
-    seconds = {False: 9.0, True: 9.0}
-    for _ in range(8):
-        for scoped in (False, True):
-            model = mlp(depth=16)
-            started = time.thread_time()
-            train(model, [model[start : start + 8] for start in range(0, 32, 8)], x, scoped, steps=2)
-            seconds[scoped] = min(seconds[scoped], time.thread_time() - started)
-    assert seconds[True] < 3 * seconds[False]
+    """Every operator is replayed once at most, and a scope's last not at all; benchmarks/tape.py has the seconds."""
+    model, h = mlp(depth=16), torch.randn(8, 64)
+    for start in range(0, 32, 8):
+        with gf.CheckpointScope("block"):
+            h = model[start : start + 8](h)
+    with Counting() as backward:
+        h.square().mean().backward()
+    assert 0 < backward.calls[torch.ops.aten.addmm.default] <= 16
+    assert 0 < backward.calls[torch.ops.aten.gelu.default] <= 12
 
 
 def test_the_three_usage_examples() -> None:

@@ -58,7 +58,13 @@ def assert_same(a: Result, b: Result) -> None:
 def check(name: str, kind: str, where: str) -> None:
     if kind == "float64" and name == "mixtral":
         pytest.skip("its grouped matrix multiplication has no float64 in torch")
-    assert_same(run(name, kind, "plain"), run(name, kind, where))
+    try:
+        plain = run(name, kind, "plain")
+    except RuntimeError as error:
+        if "could not create a primitive" not in str(error):
+            raise
+        pytest.skip(f"plain PyTorch cannot run it on this CPU either: {error}")
+    assert_same(plain, run(name, kind, where))
 
 
 @pytest.mark.parametrize("name", MODELS)

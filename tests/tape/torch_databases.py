@@ -235,9 +235,7 @@ def compare(case: Case, variant: str) -> str | None:
         if ours.backward_error is not None:
             return ""
         # Torch refuses, and the tape has the old content: then it has to be the right one.
-        plain = run(
-            case, variant, scope=contextlib.nullcontext(), hooks=saved_tensors_hooks(torch.clone, lambda t: t)
-        )
+        plain = run(case, variant, scope=contextlib.nullcontext(), hooks=saved_tensors_hooks(torch.clone, lambda t: t))
         if plain.forward_error is not None or plain.backward_error is not None:
             return ""
     if ours.backward_error is not None:
