@@ -38,6 +38,11 @@ def wait_for_training(process: subprocess.Popen[str]) -> None:
             return
 
 
+def resumed(folder: Path) -> list[str]:
+    """`--resume`, once there is a run to resume: a process that is killed early has not begun one."""
+    return ["--resume"] if (folder / "killed" / "run.json").exists() else []
+
+
 @pytest.mark.parametrize(("kills", "steps"), [(3, 40), pytest.param(30, 200, marks=pytest.mark.slow)])
 def test_sigkill_at_random_moments(folder: Path, kills: int, steps: int) -> None:
     code, out, errors = finish(start(folder, "--steps", str(steps), "--out", "through"))
@@ -46,7 +51,7 @@ def test_sigkill_at_random_moments(folder: Path, kills: int, steps: int) -> None
     draw = random.Random(kills)
     done = 0
     while done < kills:
-        process = start(folder, "--steps", str(steps), "--out", "killed", "--resume")
+        process = start(folder, "--steps", str(steps), "--out", "killed", *resumed(folder))
         if draw.random() < 0.2:
             time.sleep(draw.uniform(0, 2))  # before it has begun, while it plans or reads
         else:
@@ -56,7 +61,7 @@ def test_sigkill_at_random_moments(folder: Path, kills: int, steps: int) -> None
         code, _, errors = finish(process)
         assert code == -signal.SIGKILL, f"over before it could be killed: {code} {errors}"
         done += 1
-    code, out, errors = finish(start(folder, "--steps", str(steps), "--out", "killed", "--resume"))
+    code, out, errors = finish(start(folder, "--steps", str(steps), "--out", "killed", *resumed(folder)))
     assert code == 0, errors
     found = json.loads(out)
     assert found["step"] == steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json as json_module
 import math
@@ -23,6 +24,7 @@ from gradfit.distributed.sharded import is_fully_sharded
 from gradfit.errors import MisuseError, StateError
 from gradfit.report.record import Measured
 from gradfit.train.audit import audit
+from gradfit.train.begun import are_settings, read_begun, write_begun
 from gradfit.train.pieces import whole
 from gradfit.train.randomness import seed_everything
 from gradfit.train.run import Listener, Run, RunReport, RunSettings
@@ -62,7 +64,11 @@ def train(
     states = CrewStates(base, crew)
     store = states.store
     saved = _saved(states, resume)
-    before = saved.content["settings"] if saved is not None else {}
+    before = saved.content["settings"] if saved is not None else _begun(base, crew) if resume else {}
+    if resume and not before and not crew.restarted:
+        raise MisuseError(
+            f"There is no run in {str(base)!r} to resume. Check --out, or leave out --resume to begin one."
+        )
     seed = _first(seed, before.get("seed"), 0)
     work = Work.load(target, batch_size=_first(batch_size, before.get("batch_size")), seed=seed, page=report)
     crew.share(work.job.model)
@@ -73,8 +79,10 @@ def train(
     store.prepare()
     if steps is None and epochs is None:
         steps, epochs = before.get("steps"), before.get("epochs", 1)
-    budget = before["memory_bytes"] if memory is None and saved is not None else work.budget(memory, crew)
+    budget = before["memory_bytes"] if memory is None and before else work.budget(memory, crew)
     settings = RunSettings(work.batch_size, budget, seed, steps, epochs)
+    if saved is None and crew.rank == 0:
+        write_begun(base, dataclasses.asdict(settings))
     command = f"gradfit train {shlex.quote(target)} --out {shlex.quote(str(base))} --resume"
     with warnings_as_notes(), StopSignal() as stop, working("planning") as bar:
         listener = _Listener(bar, stop, log_every, _writer(store, saved) if tensorboard and crew.rank == 0 else None)
@@ -83,7 +91,7 @@ def train(
             run.resume(saved, lambda: states.everybody(saved))
             listener.note(f"Resuming at step {run.step_number} from {saved.path}.")
         elif resume:
-            listener.note(f"There is no state in {store.directory}: starting from the beginning.")
+            listener.note(f"{base} has no state yet: starting from the beginning, with the settings it was begun with.")
         result = run.train()
         result.out = str(base)
         listener.close()
@@ -139,12 +147,19 @@ def _default_out(target: str, resume: bool) -> Path:
     """runs/NAME, or the next of runs/NAME-2, … that is free; to resume, the last that is not."""
     base = Path("runs") / target_name(target)
     number, found = 1, base
-    while StateStore(found).names():
+    while StateStore(found).names() or read_begun(found) is not None:
         number += 1
         found = base.with_name(f"{base.name}-{number}")
     if resume and number > 1:
         return base if number == 2 else base.with_name(f"{base.name}-{number - 1}")
     return found
+
+
+def _begun(base: Path, crew: Crew) -> dict[str, Any]:
+    """What the run was begun with, as the first rank reads it."""
+    said = crew.first_says(json_module.dumps(read_begun(base) if crew.rank == 0 else None))
+    begun: dict[str, Any] | None = json_module.loads(said)
+    return begun or {}
 
 
 def _saved(states: CrewStates, resume: bool) -> SavedState | None:
@@ -161,9 +176,7 @@ def _saved(states: CrewStates, resume: bool) -> SavedState | None:
         note(f"Passed over {problem}")
     if saved.passed_over:
         note(f"Using {saved.path.name}, the one before.")
-    settings = saved.content.get("settings")
-    kinds = {"seed": int, "batch_size": int, "memory_bytes": int, "steps": int | None, "epochs": int | None}
-    if not isinstance(settings, dict) or any(not isinstance(settings.get(name), kind) for name, kind in kinds.items()):
+    if not are_settings(saved.content.get("settings")):
         raise StateError(f"{saved.path.name} is not a state of gradfit train: its settings are not numbers.")
     return saved
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -104,10 +105,27 @@ class Batches:
                 self._pending, self._before_pending = None, None
         if len(parts) < 2:
             return parts[0] if parts else None
+        self._check_alike(parts)
         return join_chunks(parts, sum(size_of_batch(part) for part in parts))
 
+    def _check_alike(self, parts: list[Any]) -> None:
+        """Batches can be joined along their rows only if those are of one shape."""
+        first = [tuple(tensor.shape[1:]) for tensor in leaves(parts[0])]
+        for part in parts[1:]:
+            shapes = [tuple(tensor.shape[1:]) for tensor in leaves(part)]
+            if shapes != first:
+                one, other = next((a, b) for a, b in zip_longest(first, shapes) if a != b)
+                raise MisuseError(
+                    f"Batches of the data cannot be joined into one of {self.batch_size} rows: rows of one have shape "
+                    f"{one}, of the next {other}. Pad all to one length; or pass --batch-size {size_of_batch(part)}, "
+                    "the size they come in, or a job with split=, so that each is an update of its own."
+                )
+
     def _fetch(self) -> Any:
-        for batch in self._iterator or ():
+        # Not `self._iterator or ()`: that asks a loader over an IterableDataset for its length, which it has not.
+        if self._iterator is None:
+            return None
+        for batch in self._iterator:
             self._position += 1
             return batch
         return None
