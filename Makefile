@@ -4,7 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-all lint bench docs clean
+# `make test-torch TORCH=2.15.0`: the whole suite with another torch, in a venv of its own.
+TORCH ?= 2.10.0
+TORCH_VENV := .venv-torch-$(TORCH)
+TORCH_STAMP := $(TORCH_VENV)/.installed
+
+.PHONY: setup demo test test-all test-cpu test-torch lint bench docs clean
 
 setup: $(STAMP)
 
@@ -23,6 +28,19 @@ test: setup
 test-all: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow or not slow' --timeout 3600
 
+test-cpu: setup
+	$(BIN)/python tests/every_cpu.py
+
+test-torch: $(TORCH_STAMP)
+	$(TORCH_VENV)/bin/python -m pytest -n 2 --dist worksteal
+
+$(TORCH_STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(TORCH_VENV)
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(TORCH_VENV)/constraints.txt
+	$(TORCH_VENV)/bin/pip install --quiet --constraint $(TORCH_VENV)/constraints.txt torch
+	$(TORCH_VENV)/bin/pip install --quiet --constraint $(TORCH_VENV)/constraints.txt --editable '.[test]'
+	touch $(TORCH_STAMP)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,4 +53,4 @@ docs: setup
 	$(BIN)/python docs/figures.py
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-torch-* build dist .pytest_cache .mypy_cache .ruff_cache

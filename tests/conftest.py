@@ -11,7 +11,8 @@ import torch
 
 hypothesis.settings.register_profile("tests", deadline=None)  # seconds decide nothing
 hypothesis.settings.load_profile("tests")
-torch.set_num_threads(1)  # tests run side by side; threads that wait for each other's cores take a hundred times longer
+# One: tests run side by side, and threads that wait for each other's cores take a hundred times longer.
+torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))
 
 
 def pytest_collection_finish() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,3 +105,32 @@ def test_versions_agree() -> None:
     declared = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert declared is not None
     assert declared.group(1) == gradfit.__version__
+
+
+def test_the_range_of_torch_is_the_tested_one() -> None:
+    from gradfit._torch_versions import NEWEST, OLDEST
+
+    declared = re.search(r'"torch>=(\d+)\.(\d+),<(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert declared is not None
+    oldest, beyond = tuple(map(int, declared.groups()[:2])), tuple(map(int, declared.groups()[2:]))
+    assert (oldest, beyond) == (OLDEST, (NEWEST[0], NEWEST[1] + 1))
+
+
+@pytest.mark.parametrize(
+    ("version", "is_tested"),
+    [
+        ("2.9.1", False), ("2.10.0+cu128", True), ("2.13.0+cpu", True), ("2.15.1", True), ("2.16.0.dev20261101", False),
+        ("3.0.0", False), ("1.13.1", False),
+    ],
+)  # fmt: skip
+def test_which_versions_of_torch_are_tested(version: str, is_tested: bool) -> None:
+    from gradfit._torch_versions import untested
+
+    assert (untested(version) is None) == is_tested
+
+
+def test_another_version_of_torch_gets_one_warning() -> None:
+    program = "import torch; torch.__version__ = '2.9.1'\nimport gradfit, gradfit.tape.record"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr.count("gradfit is tested with torch 2.10 to 2.15, and this is torch 2.9.1") == 1
+    assert done.stderr.startswith("<string>:2: ")

@@ -15,14 +15,6 @@ import gradfit as gf
 Result = dict[str, torch.Tensor]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def scoped(blocks: list[nn.Module], *, parts: bool) -> None:
     """Put a scope into every block, and with `parts` into every child of a block too."""
     for number, block in enumerate(blocks):
@@ -67,11 +59,13 @@ def check(name: str, kind: str, where: str) -> None:
     assert_same(plain, run(name, kind, where))
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("name", MODELS)
 def test_nested_scopes(name: str) -> None:
     check(name, "float32", "nested")
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("name", ["gpt2", "t5", "resnet", "lstm", "inplace"])
 @pytest.mark.parametrize(("kind", "where"), [("autocast", "blocks"), ("float64", "whole")])
 def test_dtypes(name: str, kind: str, where: str) -> None:

@@ -134,14 +134,6 @@ def _property(count: int) -> Any:
     return decorate
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @_property(300)
 def test_random_programs(program: list[Instruction], dtype: torch.dtype, choice: Choice, twice: bool) -> None:
     check(program, dtype, choice, twice=twice)
@@ -154,6 +146,7 @@ def test_many_random_programs(program: list[Instruction], dtype: torch.dtype, ch
     check(program, dtype, choice, twice=twice)
 
 
+@pytest.mark.exact
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kind", ["one scope", "hold", "kept unheard"])
 def test_every_operation_alone(name: str, kind: str) -> None:

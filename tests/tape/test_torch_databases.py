@@ -31,6 +31,11 @@ def test_one_case_of_every_name_and_dtype() -> None:
     assert sweep("--sample", "1") > 1800
 
 
+@pytest.mark.exact
+def test_a_tenth_of_these() -> None:
+    assert sweep("--sample", "0.1") > 180
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 def test_all_cases(part: int) -> None:

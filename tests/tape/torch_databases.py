@@ -288,7 +288,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))  # as in conftest.py
     compared = refused = failed = 0
     warnings.simplefilter("ignore")  # torch's own, about what its samples do
     for case, variant in chosen_cases(arguments):
