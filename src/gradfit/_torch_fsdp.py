@@ -252,6 +252,31 @@ def forget_pass(modules: list[Any]) -> None:
         state = module._get_fsdp_state()
         if state._is_root and hasattr(state, "_reset_iter_state"):
             state._reset_iter_state()
+        elif state._is_root:
+            _forget_pass_of(state)
+
+
+def _forget_pass_of(root: Any) -> None:
+    """What `_reset_iter_state` does in later versions; torch 2.10 has no such function."""
+    communication, context = root._comm_ctx, root._state_ctx
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        under_way = getattr(communication, name)
+        if under_way is not None and under_way.event is not None:
+            root._device_handle.current_stream().wait_event(under_way.event)
+        setattr(communication, name, None)
+    communication.post_forward_order.clear()
+    idle = type(root._training_state).IDLE
+    for state in context.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = idle
+        group = state._fsdp_param_group
+        if group is not None:
+            group.finalize_backward()  # waits for what this group communicates
+            group._partial_reduce_output = None
+            group._training_state = idle
+            group._to_sharded()
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
 
 
 def never_gathered(unit: Any) -> bool:
