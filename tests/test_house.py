@@ -25,7 +25,7 @@ ALLOWED = {
     "planning": {"profiling"},
     "recompute": {"tape", "batches", "profiling", "planning"},
     "train": {"tape", "batches", "recompute", "profiling", "planning", "accumulate", "distributed", "report"},
-    "report": {"profiling", "planning", "train", "recompute"},
+    "report": {"batches", "profiling", "planning", "train", "recompute"},
     "cli": {"train", "report", "profiling", "planning", "recompute", "accumulate", "distributed", "autograd", "tape"},
 }
 PRIVATE = re.compile(r"torch\._[^_]|from torch\.[a-z_.]*\._|torch\.utils\._")

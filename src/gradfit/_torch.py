@@ -241,6 +241,12 @@ def after_accumulation(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None
     return handle
 
 
+def global_module_hooks() -> list[dict[int, Any]]:
+    """The hooks that run before and after every module's forward, in all of the process."""
+    modules: Any = torch.nn.modules.module
+    return [modules._global_forward_pre_hooks, modules._global_forward_hooks]
+
+
 def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiply dense tensors by a number, in place, in one call."""
     if tensors:

@@ -122,15 +122,15 @@ def test_a_lie_that_is_not_replayed_is_found_in_the_forward() -> None:
 
 
 class Counting(nn.Module):
-    """State that is neither parameter nor buffer: two runs from the same state are not the same."""
+    """State that is no attribute of a module: two runs from the same state are not the same."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.calls = nn.Linear(4, 4), 0
+        self.linear, self.calls = nn.Linear(4, 4), [0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return self.linear(x) * self.calls
+        self.calls[0] += 1
+        return self.linear(x) * self.calls[0]
 
 
 def test_hidden_state_is_told_apart_from_a_replay_that_differs() -> None:

@@ -24,13 +24,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit._torch import FakeTensorMode, outside_fake_mode
+from gradfit.batches.snapshot import Generators
 from gradfit.profiling.assemble import Sample, assemble, same_structure
 from gradfit.profiling.measure import LossFunction, check_batch, check_model, run_loss
 from gradfit.profiling.optimizer import OptimizerCost, optimizer_cost
 from gradfit.profiling.record import Hardware, Profile
 from gradfit.profiling.roofline import Roofline, Stopwatch, this_machine
 from gradfit.profiling.shapes import Shapes, emptied
-from gradfit.profiling.state import Generators
 from gradfit.profiling.trace import Trace
 from gradfit.tree import map_tensors
 from gradfit.units import format_bytes

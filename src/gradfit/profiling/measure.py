@@ -13,6 +13,7 @@ import torch
 from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_out_of_memory, raised_by_functorch, storage_key
 from gradfit._torch_fsdp import drop_gradients
+from gradfit.batches.snapshot import untouched
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.profiling.assemble import Sample, assemble
 from gradfit.profiling.clock import seconds_now
@@ -20,7 +21,6 @@ from gradfit.profiling.meter import tensors_in
 from gradfit.profiling.optimizer import OptimizerCost, optimizer_cost
 from gradfit.profiling.record import Hardware, Profile
 from gradfit.profiling.resident import gradient_bytes, storage_bytes
-from gradfit.profiling.state import untouched
 from gradfit.profiling.trace import Trace, watching
 from gradfit.tree import leaves, size_of_batch, split_batch
 
@@ -61,6 +61,10 @@ def profile(
         return predict(model, loss_fn, sample_batch, optimizer, hardware=hardware, split=split)
     total = check_batch(sample_batch, split)
     check_model(model)
+    if rows is not None and not 1 <= rows <= total:
+        raise MisuseError(
+            f"rows={rows!r} cannot be cut from a batch of {total} rows. Pass 1 to {total}, or leave it out."
+        )
     cut = split or split_batch
     cost = optimizer_cost(optimizer) if optimizer is not None else OptimizerCost(0, 0, 0.0)
     with untouched(model):

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from gradfit import _torch_distributed as distributed
 from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import after_accumulation, current_node, graph_task_id, storage_key
 from gradfit._torch_listen import DispatchMode, unseen
+from gradfit.interrupts import uninterrupted
 from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.source import source_line
 from gradfit.tape import replay
@@ -351,22 +353,15 @@ class Trace(DispatchMode):
     @contextmanager
     def listening(self, model: torch.nn.Module) -> Iterator[None]:
         """Know which module is running, when a parameter gets its gradient, and when a unit's are gathered."""
-        stop_hearing = fsdp.hear_resizes(self.resized)
-        hooks = [
-            torch.nn.modules.module.register_module_forward_pre_hook(self.enter_module),
-            torch.nn.modules.module.register_module_forward_hook(self.leave_module, always_call=True),
-            *(
-                after_accumulation(p, self.gradient_accumulated)
-                for p in model.parameters()
-                if p.requires_grad and not distributed.is_dtensor(p)
-            ),
-        ]
-        try:
+        with ExitStack() as undo:
+            with uninterrupted():  # else a hook may be set that nobody knows of
+                undo.callback(fsdp.hear_resizes(self.resized))
+                undo.callback(register_module_forward_pre_hook(self.enter_module).remove)
+                undo.callback(register_module_forward_hook(self.leave_module, always_call=True).remove)
+                for parameter in model.parameters():
+                    if parameter.requires_grad and not distributed.is_dtensor(parameter):
+                        undo.callback(after_accumulation(parameter, self.gradient_accumulated).remove)
             yield
-        finally:
-            stop_hearing()
-            for hook in hooks:
-                hook.remove()
 
 
 @contextmanager
@@ -383,5 +378,10 @@ def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
         trace.unpack(packed[0])
         return unpack(packed[1])
 
-    with trace.listening(model), trace, recorder, saved_tensors_hooks(pack, take):
-        yield trace
+    try:
+        with trace.listening(model), trace, recorder, saved_tensors_hooks(pack, take):
+            yield trace
+    except BaseException:
+        # The graph's nodes hold `pack`, which holds the trace, which holds a node: a circle that no collector sees.
+        trace.finish_backward()
+        raise

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,13 +55,12 @@ class Evictor(Meter):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         now = time.perf_counter()
-        for argument in args:
-            if isinstance(argument, torch.Tensor):
-                self._see(argument)
-                try:
-                    self._used[storage_key(argument)] = now
-                except (RuntimeError, NotImplementedError):
-                    continue
+        for argument in _tensors_in(args):
+            self._see(argument)
+            try:
+                self._used[storage_key(argument)] = now
+            except (RuntimeError, NotImplementedError):
+                continue
         info = info_of(func)
         key, need = self._need(func, args, kwargs or {}) if info.recordable and not info.view else (None, 0)
         if self.current_bytes + need > self._start:
@@ -101,7 +101,7 @@ class Evictor(Meter):
         return None, known
 
     def _evict(self, need_bytes: int, args: Any) -> None:
-        busy = {storage_key(a) for a in args if isinstance(a, torch.Tensor) and a.layout is torch.strided}
+        busy = {storage_key(a) for a in _tensors_in(args) if a.layout is torch.strided}
         now = time.perf_counter()
         candidates = []
         for reference, seconds in self._pool:
@@ -158,7 +158,11 @@ class Online:
 
     def __enter__(self) -> Online:
         self.evictor.__enter__()
-        self._recorder.__enter__()
+        try:
+            self._recorder.__enter__()
+        except BaseException as error:
+            self.evictor.__exit__(type(error), error, error.__traceback__)
+            raise
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -184,9 +188,18 @@ class _HoldAll:
         raise RuntimeError("gradfit: nothing is offloaded online")
 
 
+def _tensors_in(args: Any) -> Iterator[torch.Tensor]:
+    """Of an operator's arguments, those in lists (`cat`, `index`) too."""
+    for argument in args:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from (item for item in argument if isinstance(item, torch.Tensor))
+
+
 def _bound(args: Any) -> int:
     """More than any sensible operation on these arguments returns: each row of one against each column of another."""
-    tensors = [a for a in args if isinstance(a, torch.Tensor) and a.dim() and a.numel()]
+    tensors = [a for a in _tensors_in(args) if a.dim() and a.numel()]
     rows = max((t.numel() // t.shape[-1] for t in tensors), default=0)
     columns = max((t.shape[-1] for t in tensors), default=0)
     size = max((t.element_size() for t in tensors), default=0)

@@ -179,10 +179,14 @@ class Tape:
         self.lock = lock  # accelerators' backward passes unpack in threads of their own
         self.pass_number = 1
         self.retains = True  # what a sweep makes and the rest of the pass needs
-        process.tape_begins()
+        process.tape_begins(self)
 
     def __del__(self) -> None:
-        process.tape_ends()
+        try:
+            process.tape_ends(self)
+        except BaseException:  # Ctrl-C, which Python drops in a destructor
+            process.tape_ends(self)
+            raise
 
     @classmethod
     def alone(cls) -> Tape:

@@ -18,7 +18,7 @@ from gradfit._torch_listen import run_compiled_functions_again, run_compiled_fun
 
 _PATIENCE = 100_000
 _lock = threading.RLock()  # a tape may die while one is being counted
-_tapes = 0
+_tapes: set[int] = set()
 _threshold: tuple[int, int, int] | None = None
 _recordings: set[int] = set()
 
@@ -38,22 +38,25 @@ def recording_ends(recorder: object) -> None:
             run_compiled_functions_again()
 
 
-def tape_begins() -> None:
+def tape_begins(tape: object) -> None:
     """Hold the collector back."""
-    global _tapes, _threshold
+    global _threshold
     with _lock:
-        _tapes += 1
-        if _tapes == 1 and 0 < gc.get_threshold()[0] < _PATIENCE:
+        _tapes.add(id(tape))
+        if _threshold is None and 0 < gc.get_threshold()[0] < _PATIENCE:
             _threshold = gc.get_threshold()
             gc.set_threshold(_PATIENCE, *_threshold[1:])
 
 
-def tape_ends() -> None:
-    """After the last one the collector is as it was, unless somebody else has set it since."""
-    global _tapes, _threshold
+def tape_ends(tape: object) -> None:
+    """After the last one the collector is as it was, unless somebody else has set it since.
+
+    May be called twice, as `recording_ends`.
+    """
+    global _threshold
     with _lock:
-        _tapes -= 1
-        if _tapes == 0 and _threshold is not None:
+        _tapes.discard(id(tape))
+        if not _tapes and _threshold is not None:
             if gc.get_threshold()[0] == _PATIENCE:
                 gc.set_threshold(*_threshold)
             _threshold = None

@@ -98,12 +98,22 @@ class Rewound:
                 generator = self._private[source.device] = torch.Generator(source.device)
             generator.set_state(start)
             return {"generator": generator}
-        if not self._present:
-            _global.acquire()
         if id(source) not in self._present:
-            self._present[id(source)] = (source, get_state(source))
+            self._hold(source)
         set_state(source, start)
         return {}
+
+    def _hold(self, source: Any) -> None:
+        """Remember where a generator is, to put it back; until then no other replay may rewind one."""
+        first = not self._present
+        if first:
+            _global.acquire()
+        try:
+            self._present[id(source)] = (source, get_state(source))
+        except BaseException:
+            if first:
+                _global.release()
+            raise
 
     def __enter__(self) -> Rewound:
         return self

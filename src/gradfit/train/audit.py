@@ -15,10 +15,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit import records
 from gradfit._torch_listen import unseen
+from gradfit.batches.snapshot import Snapshot, generator_states, untouched
 from gradfit.errors import MisuseError
 from gradfit.planning.record import Plan
 from gradfit.profiling.measure import LossFunction, check_batch, run_loss
-from gradfit.profiling.state import Generators, generator_states, untouched
 from gradfit.recompute.planned import Script, recording
 from gradfit.recompute.scope import suspended
 from gradfit.tape.graph import Handle, Operation, Segment
@@ -135,17 +135,16 @@ def audit(
         raise MisuseError(f"loss_fn is {given}. Pass audit(model, loss_fn, batch), with loss_fn(model, batch) -> loss.")
     parts, micro_batch = _parts(batch, plan, split)
     inputs = [tensor for tensor in leaves(batch) if tensor.requires_grad]
-    with untouched(model), _no_gradients(inputs):
-        generators = Generators()
-        buffers = [buffer.clone() for buffer in model.buffers()]
+    with untouched(model, inputs):
+        start = Snapshot(model, inputs)
         before, after = Digests(), Digests()
         with suspended() as scopes:
             plain = _run(model, loss_fn, parts, inputs, lambda: before)
-        _rewind(model, inputs, buffers, generators)
+        start.restore()
         checks = _Checks()
         if scopes and plan is None:  # the code has scopes of its own: those are audited
             differences = [*_compare(plain, _run(model, loss_fn, parts, inputs, None))]
-            _rewind(model, inputs, buffers, generators)
+            start.restore()
         with suspended() if scopes and plan is None else contextlib.nullcontext():
             planned = _run(model, loss_fn, parts, inputs, lambda: _checked(checks, plan, after))
         if not scopes or plan is not None:
@@ -217,29 +216,6 @@ def _run(
     for number, state in enumerate(generator_states()):
         found["generator", "cpu" if number == 0 else f"device {number - 1}"] = state
     return found
-
-
-def _rewind(
-    model: torch.nn.Module, inputs: list[torch.Tensor], buffers: list[torch.Tensor], generators: Generators
-) -> None:
-    for tensor in (*model.parameters(), *inputs):
-        tensor.grad = None
-    with torch.no_grad():
-        for buffer, content in zip(model.buffers(), buffers, strict=True):
-            buffer.copy_(content)
-    generators.restore()
-
-
-@contextlib.contextmanager
-def _no_gradients(inputs: list[torch.Tensor]) -> Iterator[None]:
-    before = [tensor.grad for tensor in inputs]
-    for tensor in inputs:
-        tensor.grad = None
-    try:
-        yield
-    finally:
-        for tensor, gradient in zip(inputs, before, strict=True):
-            tensor.grad = gradient
 
 
 class _Checks:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gradfit._torch_fsdp import drop_gradients
 from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.arguments import read_count
 from gradfit.distributed.sync import Together
@@ -45,6 +46,7 @@ def fit(
     and temporaries. Under DDP and FSDP2 it is that of each rank, communication included, and all ranks call `fit`. If
     it cannot be held, `BudgetInfeasible` says before anything is trained what could. `known` are the plans of an
     earlier step (`step.known`): a run that is resumed must add in the same order as before.
+    Gradients that earlier passes have left in `.grad` are cleared: they are no part of the first step.
     `reproducible` chooses the micro-batch by arithmetic, not by the clock, so that two runs add in the same order.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
@@ -62,6 +64,7 @@ def fit(
     batch_size = read_count(batch_size, "batch_size")
     check_model(model)
     accumulator = GradientAccumulator(optimizer, clip=clip, scaler=scaler, dtype=dtype, on_nonfinite=on_nonfinite)
+    drop_gradients(model)  # what earlier passes left is no part of any step, and would take room
     planner = Planner(
         model,
         optimizer,

@@ -68,9 +68,9 @@ def covered(fitted: Fitted, copy_bytes: int, limit_bytes: int) -> Fitted:
     return dataclasses.replace(fitted, plan=plan, peak_bytes=max(peak, fitted.peak_bytes), copied=True)
 
 
-def smaller(plan: Plan) -> Plan:
-    """The same plan at half the micro-batch."""
-    micro = max(1, plan.micro_batch // 2)
+def smaller(plan: Plan, min_batch: int) -> Plan:
+    """The same plan at half the micro-batch, or the smallest that the model can run."""
+    micro = max(min_batch, plan.micro_batch // 2)
     return dataclasses.replace(plan, micro_batch=micro, steps=-(-plan.batch_size // micro))
 
 

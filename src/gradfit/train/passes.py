@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gradfit.batches.snapshot import Snapshot
 from gradfit.errors import MisuseError
 from gradfit.planning.record import Plan
 from gradfit.profiling.measure import LossFunction, check_model, run_loss
@@ -15,7 +16,6 @@ from gradfit.recompute.evict import Online
 from gradfit.recompute.planned import Diverged
 from gradfit.train.fitted import Fitted, PartShape, part_shape
 from gradfit.train.planner import Planner
-from gradfit.train.rollback import Snapshot
 from gradfit.units import parse_bytes
 
 

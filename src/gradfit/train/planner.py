@@ -16,6 +16,7 @@ import torch
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_distributed import local_part
 from gradfit._torch_fsdp import drop_gradients
+from gradfit.batches.snapshot import untouched
 from gradfit.errors import BudgetInfeasible
 from gradfit.planning.api import plain_plan, recomputing_plan
 from gradfit.planning.api import plan as make_plan
@@ -25,7 +26,6 @@ from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.measure import LossFunction, check_batch, profile, run_loss
 from gradfit.profiling.meter import meter
 from gradfit.profiling.record import Profile
-from gradfit.profiling.state import untouched
 from gradfit.recompute.evict import Online
 from gradfit.recompute.offload import measure_bandwidth
 from gradfit.recompute.planned import Diverged, LooksAtData
@@ -94,7 +94,8 @@ class Planner:
         shape = shape_of(batch)
         if limit_bytes is None:
             for known in self._fitted:
-                if known.plan.batch_size >= batch_size and covers(known.shape, shape):
+                fits = known.peak_bytes <= self.limit_bytes  # it may come from a step with a larger budget
+                if fits and known.plan.batch_size >= batch_size and covers(known.shape, shape):
                     return known
         found = self._fit(batch, batch_size, shape, limit_bytes or self.limit_bytes)
         found = self._covered(found, limit_bytes or self.limit_bytes)
@@ -109,7 +110,7 @@ class Planner:
         Where this one is the smallest there is, it is that one again: memory may have run out for another's sake.
         """
         if not fitted.steady:
-            return self.replace(fitted, plan=smaller(fitted.plan), seen=False)
+            return self.replace(fitted, plan=smaller(fitted.plan, fitted.profile.min_batch), seen=False)
         plan = fitted.plan
         limit = int(min(fitted.peak_bytes, self.limit_bytes) * 0.9)
         try:
@@ -229,12 +230,12 @@ class Planner:
         """The operations depend on the data, so no plan can name them: evict online, in micro-batches that fit."""
         made = dataclasses.replace(made, steady=False)
         while (tried := self._try_out_online(made, batch, limit_bytes)) is None:
-            if made.plan.micro_batch == 1:
+            if made.plan.micro_batch <= made.profile.min_batch:
                 least = max(limit_bytes, made.plan.peak_bytes)
                 while self._try_out_online(made, batch, least) is None:
                     least = int(least * 1.03) + 1024
                 raise self._infeasible(made.plan, int(least * 1.1))  # what is evicted depends on the clock
-            made = dataclasses.replace(made, plan=smaller(made.plan))
+            made = dataclasses.replace(made, plan=smaller(made.plan, made.profile.min_batch))
         return tried
 
     def _try_out_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted | None:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradfit.batches.snapshot import generator_states, restore_generators
 from gradfit.errors import StateError
-from gradfit.profiling.state import generator_states, restore_generators
 
 
 def seed_everything(seed: int) -> None:

@@ -1,4 +1,4 @@
-"""What a failed attempt changed, put back: buffers and generators, and the parameters if the update itself failed."""
+"""What an optimizer's step that fails has changed, put back: parameters, its state, its numbers."""
 
 from __future__ import annotations
 
@@ -9,24 +9,8 @@ import torch
 
 from gradfit._torch import is_out_of_memory
 from gradfit.errors import StateError
-from gradfit.profiling.state import Generators
 from gradfit.train.write_watch import WriteWatch
 from gradfit.tree import leaves
-
-
-class Snapshot:
-    """Buffers and generators as they are now."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._live = dict(model.named_buffers())
-        self.buffers = {name: buffer.detach().clone() for name, buffer in self._live.items()}
-        self._generators = Generators()
-
-    def restore(self) -> None:
-        with torch.no_grad():
-            for name, buffer in self._live.items():
-                buffer.copy_(self.buffers[name])
-        self._generators.restore()
 
 
 class UpdateSnapshot:
@@ -40,6 +24,7 @@ class UpdateSnapshot:
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, *, taken: bool) -> None:
         self._optimizer, self._taken = optimizer, taken
+        self.done = False  # the optimizer has stepped: from here on nothing is taken back
         own = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
         trained = [p for p in model.parameters() if p.requires_grad]
         self._parameters = list({id(p): p for p in (*trained, *own)}.values())
@@ -65,6 +50,7 @@ class UpdateSnapshot:
         self._watch.__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.done = kind is None
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.__exit__(kind, error, trace)
@@ -76,6 +62,11 @@ class UpdateSnapshot:
                 "room for a copy to go back to. Load the last saved state, and raise `memory` or free some."
             ) from error
         self._copies, self._old_states, self._old_groups = [], {}, []
+
+    def undo(self) -> None:
+        """Take back a step that was interrupted before it was `done`, wherever that was."""
+        if not self.done and self._copies:
+            self._restore()
 
     def _restore(self) -> None:
         with torch.no_grad():

@@ -1,8 +1,9 @@
 """One exact full-batch update under a budget: split, forward (tape), backward (replay), accumulate, update.
 
 A step either happens as a whole or not at all. What an attempt changes before the optimizer steps (gradients, buffers,
-random generators) is put back if it fails; the optimizer's own step is covered by a copy of the parameters and its
-state where the budget has room for one, which it usually has: all activations are gone by then.
+random generators) is put back if it fails, or is interrupted; the optimizer's own step is covered by a copy of the
+parameters and its state where the budget has room for one, which it usually has: all activations are gone by then.
+Where it has not, Ctrl-C waits until the optimizer has stepped.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from gradfit._torch import is_out_of_memory
+from gradfit._torch_fsdp import drop_gradients
 from gradfit._torch_listen import unseen
 from gradfit.accumulate.accumulator import GradientAccumulator
+from gradfit.batches.snapshot import Snapshot
 from gradfit.errors import BudgetInfeasible, MisuseError, StateError
+from gradfit.interrupts import uninterrupted
 from gradfit.planning.record import Plan
 from gradfit.profiling.measure import LossFunction, run_loss
 from gradfit.profiling.meter import Meter, meter
@@ -26,7 +30,7 @@ from gradfit.recompute.evict import Online
 from gradfit.recompute.planned import Diverged
 from gradfit.train.fitted import Fitted, PartShape, part_shape
 from gradfit.train.planner import Planner
-from gradfit.train.rollback import Snapshot, UpdateSnapshot
+from gradfit.train.rollback import UpdateSnapshot
 
 _MOST_ATTEMPTS = 6
 
@@ -83,6 +87,7 @@ class TrainStep:
         self._loss_fn, self._planner, self._fitted = loss_fn, planner, fitted
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._astray: set[PartShape] = set()  # parts that left their plan: what to drop is decided online
+        self._changing: UpdateSnapshot | None = None  # while the optimizer steps
 
     @property
     def plan(self) -> Plan:
@@ -115,21 +120,25 @@ class TrainStep:
 
         `after_micro_batch` is called between two micro-batches; what it raises ends the step, with nothing changed.
         `progress` goes on with a step that was ended so: the same batch, the generators as they were then.
+        Gradients that other passes have left in `.grad` are cleared first, as by `optimizer.zero_grad()`.
         """
         if self.accumulator.current_step:
             raise MisuseError("The accumulator is in the middle of a window. Call step.accumulator.flush() or reset().")
         if not self.model.training:
             raise MisuseError("The model is in evaluation mode. Call model.train() before step(batch).")
+        self._clear_gradients()
         with self.accumulator.rehearsal():  # a new shape is profiled and tried out
             fitted = self._fitted = self._planner.fitted(batch, self._planner.rows(batch))
-        before = Snapshot(self.model)
-        self._buffers = before.buffers if progress is None else progress.buffers
+        before = Snapshot(self.model, self.accumulator.window.tensors)
+        if after_micro_batch is not None:
+            self._buffers = before.buffers if progress is None else progress.buffers
         for attempt in range(1, _MOST_ATTEMPTS + 1):
+            self._changing = None
             try:
                 return self._attempt(batch, fitted, attempt, progress, after_micro_batch)
-            except Exception as error:
-                self.accumulator.reset()
-                before.restore()
+            except BaseException as error:
+                if not self._take_back(before):
+                    raise  # interrupted when all was done
                 short = is_out_of_memory(error) or isinstance(error, BudgetInfeasible)
                 astray = isinstance(error, Diverged)
                 if not (short or astray) or attempt == _MOST_ATTEMPTS:
@@ -142,6 +151,25 @@ class TrainStep:
             if not astray:
                 fitted = self._fitted = self._planner.tighter(self._fitted)
         raise AssertionError("unreachable")
+
+    def _clear_gradients(self) -> None:
+        """A step's gradients are those of its batch alone, and its budget has no room for others."""
+        tensors = (*self.model.parameters(), *self.accumulator.window.tensors)
+        if any(tensor.grad is not None for tensor in tensors):
+            drop_gradients(self.model)
+            for tensor in tensors:
+                tensor.grad = None
+
+    def _take_back(self, before: Snapshot) -> bool:
+        """Make everything as it was before the attempt; False if the optimizer has stepped: then it has happened."""
+        with uninterrupted():
+            if self._changing is not None:
+                if self._changing.done:
+                    return False
+                self._changing.undo()
+            self.accumulator.reset()
+            before.restore()
+        return True
 
     def idle(self) -> TrainResult:
         """Take part in a step for which this rank has no rows."""
@@ -207,7 +235,10 @@ class TrainStep:
                 items += number
                 accumulator.backward(loss, weight=weight, reduction="mean" if count is None else "sum")
                 del loss
-        with UpdateSnapshot(self.model, self.optimizer, taken=fitted.copied):
+        self._changing = UpdateSnapshot(self.model, self.optimizer, taken=fitted.copied)
+        alone = accumulator.ranks.size == 1  # else it may have to wait for another rank
+        # Without a copy to go back to, the optimizer is not interrupted.
+        with uninterrupted() if alone and not fitted.copied else contextlib.nullcontext(), self._changing:
             accumulator.window.notes = {"loss": total, "items": items}
             result = accumulator.flush()
         total, items = accumulator.notes["loss"], accumulator.notes["items"]

@@ -1,0 +1,200 @@
+"""All that running a model changes, so that a trial leaves no trace and a step that fails has not happened.
+
+What a snapshot knows, beside the parameters' content, which only an optimizer changes:
+
+1. Buffers, by module and name. One that the forward wrote to gets its content back; one that it put another tensor in
+   the place of (`self.count = self.count + 1`) is the first tensor again.
+2. Every other attribute of each module (its mode, a counter, a cached mask) is what it was. Lists and dicts that a
+   module holds are the same objects as before, with what was put into them.
+3. Gradients, those that FSDP2 has not reduced yet too.
+4. Random generators: torch's on every device, Python's, NumPy's.
+5. The garbage collector's thresholds, and the hooks that are set for all modules.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradfit._torch import global_module_hooks
+from gradfit._torch_fsdp import drop_gradients, set_unsharded_gradient, units_of, unsharded_gradient
+from gradfit.interrupts import uninterrupted
+
+_MISSING = object()
+
+
+def generator_states() -> list[torch.Tensor]:
+    """The default generators' states: the CPU's, then each accelerator's."""
+    states = [torch.get_rng_state()]
+    if torch.accelerator.is_available():
+        module = torch.get_device_module(torch.accelerator.current_accelerator())
+        states += [module.get_rng_state(index) for index in range(torch.accelerator.device_count())]
+    return states
+
+
+def restore_generators(states: list[torch.Tensor]) -> None:
+    """Put the default generators back to what `generator_states` returned."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        module = torch.get_device_module(torch.accelerator.current_accelerator())
+        for index, state in enumerate(states[1:]):
+            module.set_rng_state(state, index)
+
+
+class Generators:
+    """All global random generators as they are now: torch's, Python's and NumPy's, from which models draw, too."""
+
+    def __init__(self) -> None:
+        self._torch, self._python, self._numpy = generator_states(), random.getstate(), np.random.get_state()
+
+    def restore(self) -> None:
+        """Put them back."""
+        with uninterrupted():
+            restore_generators(self._torch)
+            random.setstate(self._python)
+            np.random.set_state(self._numpy)
+
+
+class _Module:
+    """One module's attributes and buffers as they are now."""
+
+    __slots__ = ("attributes", "buffers", "module")
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.attributes = dict(vars(module))
+        self.buffers = {name: _Buffer(buffer) for name, buffer in module._buffers.items()} if module._buffers else {}
+
+    def restore(self) -> None:
+        now, before = vars(self.module), self.attributes
+        for name in [name for name in now if name not in before]:
+            del now[name]
+        for name, value in before.items():
+            if now.get(name, _MISSING) is not value:
+                now[name] = value
+        registered = self.module._buffers
+        for name in [name for name in registered if name not in self.buffers]:
+            del registered[name]
+        for name, buffer in self.buffers.items():
+            registered[name] = buffer.restored()
+
+
+class _Buffer:
+    """One buffer: which tensor, and a copy of its content."""
+
+    __slots__ = ("content", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor | None) -> None:
+        self.tensor = tensor
+        self.content = None if tensor is None else tensor.detach().clone()
+        self.version = None if tensor is None or tensor.is_inference() else tensor._version
+
+    def restored(self) -> torch.Tensor | None:
+        tensor, content = self.tensor, self.content
+        if tensor is None or content is None or tensor.is_meta:
+            return tensor
+        # A write through `.data` or NumPy does not move the version.
+        if self.version is None or tensor._version != self.version or not torch.equal(tensor, content):
+            with torch.no_grad():
+                tensor.copy_(content)
+        return tensor
+
+
+class Snapshot:
+    """All of a model's state beside its parameters' content, as it is now; `restore()` puts it back, whole.
+
+    `tensors` are others whose gradients are put back too: inputs that require one. Gradients are held, not copied:
+    set them to None before anything adds to them (`clear_gradients`).
+    """
+
+    def __init__(self, model: torch.nn.Module, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._model = model
+        modules = _modules_of(model)
+        self._modules = [_Module(module) for module in modules]
+        holders = [p for module in modules for p in module._parameters.values() if p is not None]
+        self._gradients = [(holder, holder.grad) for holder in (*holders, *tensors)]
+        sharded = [kept for unit in units_of(model) for kept in unit.fsdp_params]
+        self._unreduced = [(kept, unsharded_gradient(kept)) for kept in sharded]
+        self._thresholds = gc.get_threshold()
+        self._hooks = [(hooks, dict(hooks)) for hooks in global_module_hooks()]
+        self._generators = Generators()
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Copies of the buffers' content, by the names of `model.named_buffers()`."""
+        copies = {
+            id(buffer.tensor): buffer.content
+            for module in self._modules
+            for buffer in module.buffers.values()
+            if buffer.content is not None
+        }
+        return {name: copies[id(tensor)] for name, tensor in self._model.named_buffers()}
+
+    def clear_gradients(self) -> None:
+        """From here on nothing is added to the gradients that were there."""
+        drop_gradients(self._model)
+        for holder, _ in self._gradients:
+            holder.grad = None
+
+    def restore(self) -> None:
+        """Make everything as it was."""
+        with uninterrupted():
+            for module in self._modules:
+                module.restore()
+            self.clear_gradients()
+            for holder, gradient in self._gradients:
+                holder.grad = gradient
+            for kept, gradient in self._unreduced:
+                set_unsharded_gradient(kept, gradient)
+            for hooks, before in self._hooks:
+                for key in [key for key in hooks if key not in before]:
+                    del hooks[key]
+            if gc.get_threshold() != self._thresholds:
+                gc.set_threshold(*self._thresholds)
+            self._generators.restore()
+
+
+class untouched:  # noqa: N801  (as torch.no_grad)
+    """A context: run anything inside, and the model's whole state (see above) comes back as it was.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    >>> with untouched(model):
+    ...     model(torch.randn(4, 2)).sum().backward()
+    >>> int(model[1].num_batches_tracked), model[0].weight.grad
+    (0, None)
+    """
+
+    def __init__(self, model: torch.nn.Module, tensors: Iterable[torch.Tensor] = ()) -> None:
+        self._model, self._tensors = model, list(tensors)
+        self._before: Snapshot | None = None
+
+    def __enter__(self) -> Snapshot:
+        before = self._before = Snapshot(self._model, self._tensors)
+        try:
+            before.clear_gradients()
+        except BaseException:  # Ctrl-C: `__exit__` is not called
+            before.restore()
+            raise
+        return before
+
+    def __exit__(self, *error: Any) -> None:
+        before, self._before = self._before, None
+        if before is not None:
+            before.restore()
+
+
+def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Each module once. `model.modules()` gives the same, and takes longer than all the rest of a snapshot."""
+    found: dict[int, torch.nn.Module] = {}
+    left = [model]
+    while left:
+        module = left.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            left.extend(child for child in module._modules.values() if child is not None)
+    return list(found.values())
