@@ -24,6 +24,7 @@ class UpdateSnapshot:
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, *, taken: bool) -> None:
         self._optimizer, self._taken = optimizer, taken
+        self._begun = False  # the copy is whole, and the optimizer may be at work
         self.done = False  # the optimizer has stepped: from here on nothing is taken back
         own = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -42,6 +43,7 @@ class UpdateSnapshot:
         if self._taken:
             self._copies = [parameter.detach().clone() for parameter in self._parameters]
             self._old_states = {key: _clone(state) for key, state in self._states.items()}
+            self._begun = True
             return
         self._old_states = {key: _same_tensors(state) for key, state in self._states.items()}
         # Not only what is in `state`: some optimizers hold tensors as attributes.
@@ -54,18 +56,20 @@ class UpdateSnapshot:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.__exit__(kind, error, trace)
-        if kind is not None and (watch is None or not watch.wrote()):
-            self._restore()
-        elif is_out_of_memory(error):
+        if kind is not None and watch is not None and watch.wrote():
+            what = "Memory ran out in the optimizer's step" if is_out_of_memory(error) else "The optimizer's step failed"
             raise StateError(
-                "Memory ran out in the optimizer's step when it had changed some parameters, and the budget had no "
-                "room for a copy to go back to. Load the last saved state, and raise `memory` or free some."
+                f"{what} when it had changed some parameters, and the budget had no room for a copy to go back to. "
+                "Load the last saved state, and raise `memory` or free some."
             ) from error
+        if kind is not None:
+            self._restore()
+        self._begun = False
         self._copies, self._old_states, self._old_groups = [], {}, []
 
     def undo(self) -> None:
         """Take back a step that was interrupted before it was `done`, wherever that was."""
-        if not self.done and self._copies:
+        if self._begun and not self.done:
             self._restore()
 
     def _restore(self) -> None:
