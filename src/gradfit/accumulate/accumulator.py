@@ -297,7 +297,7 @@ class GradientAccumulator:
             self.ranks.failed(error)
             raise
         finally:
-            self.window.counter.abandon()  # trials that died half-way
+            self.window.plain.abandon()  # trials that died half-way
             self.enabled = enabled
 
     # -- transactions ---------------------------------------------------------------------------------------------

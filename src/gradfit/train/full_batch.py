@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from gradfit._torch import is_out_of_memory
+from gradfit.batches.snapshot import Generators, untouched
 from gradfit.profiling.measure import LossFunction, run_loss
-from gradfit.profiling.state import Generators, untouched
 from gradfit.train.same_draws import CannotShare, WholeDraws
 
 Gradients = list[torch.Tensor | None]

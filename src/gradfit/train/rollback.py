@@ -57,7 +57,9 @@ class UpdateSnapshot:
         if watch is not None:
             watch.__exit__(kind, error, trace)
         if kind is not None and watch is not None and watch.wrote():
-            what = "Memory ran out in the optimizer's step" if is_out_of_memory(error) else "The optimizer's step failed"
+            what = (
+                "Memory ran out in the optimizer's step" if is_out_of_memory(error) else "The optimizer's step failed"
+            )
             raise StateError(
                 f"{what} when it had changed some parameters, and the budget had no room for a copy to go back to. "
                 "Load the last saved state, and raise `memory` or free some."
