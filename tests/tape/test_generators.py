@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradfit as gf
+from gradfit.tape import rng
+from gradfit.tape.record import Recorder
 
 _DRAWS: dict[str, Any] = {
     "rand_like": lambda p, g: torch.rand_like(p, generator=g),
@@ -55,3 +59,68 @@ def test_drawing_again(name: str, own: bool) -> None:
     assert scope.stats.freed_bytes > 0
     for plain, ours in zip(*results, strict=True):
         assert torch.equal(plain, ours)
+
+
+class Accelerator:
+    """Draws on the CPU that are recorded as an accelerator's: by its device, which is a new object at each asking."""
+
+    def get_rng_state(self, device: torch.device) -> torch.Tensor:
+        assert device.type == "cuda"
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
+        assert device.type == "cuda"
+        torch.set_rng_state(state)
+
+    def current_device(self) -> int:
+        return 1
+
+    def capture(self, args: Any, kwargs: Any) -> Any:
+        source = rng._source((), {"device": torch.device("cuda")})
+        return source, rng.get_state(source)
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    here = Accelerator()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: here)
+    monkeypatch.setattr(rng, "capture", here.capture)
+    return here
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [F.dropout, lambda h: F.dropout(F.dropout(h).sin()), lambda h: h * torch.rand_like(h),
+     lambda h: h * torch.randn_like(h) * torch.rand_like(h)],
+    ids=["dropout", "two dropouts", "rand_like", "randn_like and rand_like"],
+)  # fmt: skip
+@pytest.mark.usefixtures("accelerator")
+def test_an_accelerators_generator_is_left_as_it_was(draw: Any) -> None:
+    results = []
+    for enabled in (False, True):
+        torch.manual_seed(1)
+        x = torch.linspace(-1, 1, 20).requires_grad_()
+        with gf.CheckpointScope("s", enabled=enabled):
+            loss = draw(draw(x.exp()).sin()).exp().sum()
+        state = torch.get_rng_state()
+        gradient = torch.autograd.grad(loss, x)[0]
+        assert torch.equal(torch.get_rng_state(), state)
+        results.append((loss.detach(), gradient, torch.rand(3)))
+    for plain, ours in zip(*results, strict=True):
+        assert torch.equal(plain, ours)
+
+
+def test_the_current_device_is_named_when_it_is_recorded(accelerator: Accelerator) -> None:
+    source, _ = accelerator.capture((), {})
+    assert source == torch.device("cuda", 1)
+    assert rng.with_index(torch.device("cuda", 3)) == torch.device("cuda", 3)
+
+
+def test_a_tensor_made_from_nothing_is_made_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`device="cuda"` is recorded with the index it had then; a fake tensor can be on a device that is not here."""
+    recorded: list[Any] = []
+    monkeypatch.setattr(Recorder, "_record", lambda self, func, info, args, kwargs, *rest: recorded.append(kwargs))
+    with FakeTensorMode(), gf.CheckpointScope("s"):
+        torch.arange(3, device="cuda", dtype=torch.float64)
+    assert recorded[0]["device"] == torch.device("cuda", 0)
+    assert recorded[0]["dtype"] == torch.float64

@@ -30,7 +30,8 @@ def without_content(info: OpInfo, args: Any, kwargs: Any, out: Any) -> tuple[OpI
     if not _is_usual(out):
         return None
     if name in _RANDOM:
-        return info_of(_RANDOM[name]), (out.size(),), options
+        # No generator: the device's own, unless replay has a private one to give, as it has on the CPU.
+        return info_of(_RANDOM[name]), (out.size(),), {"generator": None, **options}
     number = _FILLED[name]
     if number is None:
         number = kwargs["fill_value"] if "fill_value" in kwargs else args[-1]

@@ -139,8 +139,9 @@ class Recorder(Writer):
             return out
         if info.scratch and _in_training(args):
             args = [_scratch(each) if at in info.scratch else each for at, each in enumerate(args)]
-        if info.dtype and "dtype" not in kwargs and isinstance(out, _Tensor):
-            kwargs = {**kwargs, "dtype": out.dtype}  # the default dtype may be another one at replay
+        if info.dtype and isinstance(out, _Tensor) and ("dtype" not in kwargs or not out.is_cpu):
+            # At replay another dtype may be the default one, and another accelerator the current one.
+            kwargs = {**kwargs, "dtype": out.dtype, "device": out.device}
         if info.shape_only and (instead := without_content(info, args, kwargs, out)) is not None:
             info, args, kwargs = instead
         self._record(func, info, args, kwargs, out, state, choices)

@@ -52,7 +52,7 @@ def get_state(source: Any) -> torch.Tensor:
     """The state of a generator, or of a device's default one."""
     if isinstance(source, torch.Generator):
         return source.get_state()
-    state: torch.Tensor = torch.get_device_module(source).get_rng_state(source)
+    state: torch.Tensor = torch.get_device_module(source).get_rng_state(*_which(source))
     return state
 
 
@@ -61,7 +61,12 @@ def set_state(source: Any, state: torch.Tensor) -> None:
     if isinstance(source, torch.Generator):
         source.set_state(state)
     else:
-        torch.get_device_module(source).set_rng_state(state, source)
+        torch.get_device_module(source).set_rng_state(state, *_which(source))
+
+
+def _which(device: torch.device) -> tuple[torch.device, ...]:
+    """What a device's module is asked with: `torch.mps` knows one device, and takes none."""
+    return () if device.type == "mps" else (device,)
 
 
 def _source(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -75,7 +80,20 @@ def _source(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             elif isinstance(argument, list | tuple) and argument and isinstance(argument[0], torch.Tensor):
                 device = argument[0].device
     device = torch.device(kwargs.get("device") or device or "cpu")
-    return torch.default_generator if device.type == "cpu" else device
+    return torch.default_generator if device.type == "cpu" else with_index(device)
+
+
+def with_index(device: torch.device) -> torch.device:
+    """The device that is meant now: `cuda` is another one at replay if the current device has changed since."""
+    if device.index is not None:
+        return device
+    current = getattr(torch.get_device_module(device), "current_device", None)
+    return torch.device(device.type, 0 if current is None else current())
+
+
+def _identity(source: Any) -> Any:
+    """A generator is itself; an object that names a device is a new one at each asking."""
+    return source if isinstance(source, torch.device) else id(source)
 
 
 class Rewound:
@@ -86,7 +104,7 @@ class Rewound:
     """
 
     def __init__(self) -> None:
-        self._present: dict[int, State] = {}
+        self._present: dict[Any, State] = {}  # by `_identity`
         self._private: dict[torch.device, torch.Generator] = {}
 
     def start(self, state: State, takes_generator: bool) -> dict[str, Any]:
@@ -98,7 +116,7 @@ class Rewound:
                 generator = self._private[source.device] = torch.Generator(source.device)
             generator.set_state(start)
             return {"generator": generator}
-        if id(source) not in self._present:
+        if _identity(source) not in self._present:
             self._hold(source)
         set_state(source, start)
         return {}
@@ -109,7 +127,7 @@ class Rewound:
         if first:
             _global.acquire()
         try:
-            self._present[id(source)] = (source, get_state(source))
+            self._present[_identity(source)] = (source, get_state(source))
         except BaseException:
             if first:
                 _global.release()
