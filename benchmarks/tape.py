@@ -65,7 +65,7 @@ class Bottleneck(nn.Module):
 class Hold:
     """Everything recorded, every tensor kept."""
 
-    def choose(self, func: Any, results: list[torch.Tensor]) -> list[int]:
+    def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int]:
         return [HOLD] * len(results)
 
 

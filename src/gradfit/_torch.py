@@ -186,6 +186,15 @@ def selective_policy(context: Any) -> Any:
     return context.policy_fn if isinstance(context, _CachingTorchDispatchMode) else None
 
 
+def selective_context(output: Any) -> Any:
+    """What such a policy function is asked with; torch 2.10 does not tell it what the operation returned."""
+    from torch.utils.checkpoint import SelectiveCheckpointContext
+
+    context = SelectiveCheckpointContext(is_recompute=False)
+    context.op_output = output
+    return context
+
+
 def has_freed_tensors(node: Node) -> bool:
     """Whether a backward pass has already taken what this operation saved."""
     for attribute in ("saved_tensors", *(name for name in dir(node) if name.startswith("_saved_"))):

@@ -101,7 +101,7 @@ def test_an_input_written_to_later_makes_no_cycle() -> None:
 @pytest.mark.parametrize("kind", ["drop", "hold", "keep"])
 def test_an_output_saved_by_its_own_node_makes_no_cycle(kind: str) -> None:
     class Holding:
-        def choose(self, func: Any, results: list[torch.Tensor]) -> list[int]:
+        def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int]:
             return [HOLD] * len(results)
 
     before = objects_of_the_tape()

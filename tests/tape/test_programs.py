@@ -36,7 +36,7 @@ class RandomPolicy:
         self.random = random.Random(seed)
         self.among = among
 
-    def choose(self, func: Any, results: list[torch.Tensor]) -> list[int]:
+    def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int]:
         return [self.random.choice(self.among) for _ in results]
 
 

@@ -152,8 +152,9 @@ class DynamicBatchAccumulator:
                 )
 
     def _mean(self) -> Gradient:
+        dtypes = {key: value.dtype for key, value in _values(self._like).items()}
         means = {
-            key: (total * self._total.factor).to(_values(self._like)[key].dtype if key in _values(self._like) else None)
+            key: (total * self._total.factor).to(dtypes.get(key, total.dtype))
             for key, total in (self._sums or {}).items()
         }
         if None in means:

@@ -31,7 +31,7 @@ class _Always:
     def __init__(self, choice: int) -> None:
         self.choice = choice
 
-    def choose(self, func: Any, results: list[torch.Tensor]) -> list[int]:
+    def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int]:
         return [self.choice] * len(results)
 
     def offload(self, tensor: torch.Tensor) -> Any:

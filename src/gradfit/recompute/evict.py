@@ -181,7 +181,7 @@ class Online:
 class _HoldAll:
     """Keep everything, for as long as there is room."""
 
-    def choose(self, func: Any, results: list[torch.Tensor]) -> list[int] | None:
+    def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int] | None:
         return [HOLD] * len(results)
 
     def offload(self, tensor: torch.Tensor) -> Any:

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from gradfit._torch import selective_policy, storage_key
+from gradfit._torch import selective_context, selective_policy, storage_key
 from gradfit._torch_listen import untraced
 from gradfit.errors import MisuseError
-from gradfit.recompute.scope import CheckpointScope, KeepPolicy, current_recorder, inside_scope
+from gradfit.recompute.scope import CheckpointScope, KeepOperation, current_recorder, inside_scope
 from gradfit.tree import join_chunks, size_of_batch, split_batch
 
 T = TypeVar("T")
@@ -35,8 +35,8 @@ def checkpoint(
     Takes torch's arguments, so that replacing the import is enough. Replaying operations makes four of them moot:
     `use_reentrant` (there is one way), `preserve_rng_state` (it always is), `early_stop` (only what is needed is
     replayed), and `determinism_check` with `debug` (the same operations are replayed; `gf.audit` compares values).
-    Of `context_fn`, a selective policy becomes the scope's `keep`; other contexts are entered around the forward and
-    around each replay.
+    Of `context_fn`, a selective policy decides what is kept, asked once for each operation, as torch asks it; other
+    contexts are entered around the forward and around each replay, of which one backward pass may need several.
 
     >>> import torch
     >>> x = torch.ones(3, requires_grad=True)
@@ -50,11 +50,11 @@ def checkpoint(
         around, replaying = context_fn()
         policy = selective_policy(around)
         if policy is not None:
-            scope.keep = _as_keep(policy)
+            scope.keep_operation = _as_keep_operation(policy)
             around = contextlib.nullcontext()
         elif not isinstance(replaying, contextlib.nullcontext):
-            scope.replay_context = lambda: replaying
-    with scope, around:
+            scope.replay_context = lambda: _Around(replaying)
+    with scope, _Around(around):
         return function(*args, **kwargs)
 
 
@@ -144,12 +144,32 @@ def is_checkpoint(tensor: torch.Tensor) -> bool:
 _marked: dict[int, Any] = {}
 
 
-def _as_keep(policy: Callable[..., Any]) -> KeepPolicy:
-    """A torch selective-checkpointing policy as a keep policy."""
-    from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+class _Around:
+    """A context of the user's, entered once or many times, that cannot swallow what is raised inside.
 
-    def keep(op: Any, output: torch.Tensor) -> bool:
-        choice = policy(SelectiveCheckpointContext(is_recompute=False), op)
+    torch's own checkpoint passes such an error on, too: there would be no result to return.
+    """
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._entered: Any = None
+
+    def __enter__(self) -> None:
+        # One that `@contextmanager` made is over after its first use; contextlib makes it anew where it decorates.
+        anew = getattr(self._context, "_recreate_cm", None)
+        self._entered = self._context if anew is None else anew()
+        self._entered.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+
+def _as_keep_operation(policy: Callable[..., Any]) -> KeepOperation:
+    """A torch selective-checkpointing policy as a scope's."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    def keep(op: Any, results: list[torch.Tensor], args: Any, kwargs: Any) -> bool:
+        choice = policy(selective_context(results[0] if len(results) == 1 else tuple(results)), op, *args, **kwargs)
         if isinstance(choice, bool):
             return choice
         return choice in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)

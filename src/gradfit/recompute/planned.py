@@ -80,7 +80,7 @@ class PlanPolicy:
             self._segments.append(Segment(self._segments[parent], root.scope))
         self._recorder = recorder
 
-    def choose(self, func: Any, results: list[torch.Tensor]) -> list[int] | None:
+    def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int] | None:
         packs = self._passes_bits(func, results)
         position, names = self._operation, self._script.names
         if self.diverged is None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gradfit.recompute.node import CheckpointNode
 
 KeepPolicy = Callable[[Any, torch.Tensor], bool]
+KeepOperation = Callable[[Any, list[torch.Tensor], Any, Any], bool]  # (op, results, args, kwargs)
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -87,6 +88,7 @@ class CheckpointScope:
         self.is_enabled = enabled
         self.use_recomputation = use_recomputation
         self.keep = keep
+        self.keep_operation: KeepOperation | None = None  # torch's kind of policy: asked once for all results
         self.stats = ScopeStats()
         self._saved: list[weakref.ref[Value]] = []  # what autograd has handles on
         self._inner: list[weakref.ref[CheckpointScope]] = []
@@ -146,7 +148,7 @@ class CheckpointScope:
                 frames.append((self, None, None))
                 return
             segment = Segment(Segment(None), self)
-            recorder = Recorder(segment, _Keep() if self.keep is not None else None)
+            recorder = Recorder(segment, _Keep() if self._has_policy else None)
             frames.append((self, segment, recorder))
             recorder.__enter__()
         else:
@@ -156,11 +158,15 @@ class CheckpointScope:
                 around._inner = [*(inner for inner in around._inner if inner() is not None), weakref.ref(self)]
             segment = Segment(recorder.segment, self)
             recorder.segment = segment
-            if recorder.policy is None and (self.keep is not None or not self.use_recomputation):
+            if recorder.policy is None and (self._has_policy or not self.use_recomputation):
                 recorder.policy = _Keep()
             frames.append((self, segment, None))
         if isinstance(recorder.policy, _Keep):
             recorder.policy.scopes.append(self)
+
+    @property
+    def _has_policy(self) -> bool:
+        return self.keep is not None or self.keep_operation is not None
 
     @untraced
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -278,10 +284,12 @@ class _Keep:
     def __init__(self) -> None:
         self.scopes: list[CheckpointScope] = []
 
-    def choose(self, func: Any, results: list[torch.Tensor]) -> list[int] | None:
+    def choose(self, func: Any, results: list[torch.Tensor], args: Any, kwargs: Any) -> list[int] | None:
         for scope in reversed(self.scopes):
             if not scope.use_recomputation:
                 return [KEEP] * len(results)
+            if scope.keep_operation is not None:
+                return [KEEP if scope.keep_operation(func, results, args, kwargs) else DROP] * len(results)
             if scope.keep is not None:
                 return [KEEP if scope.keep(func, result) else DROP for result in results]
         return None

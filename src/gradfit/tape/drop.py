@@ -27,7 +27,7 @@ class DropAll:
         self._operations = 0
         self._bytes = self._large_bytes = 0
 
-    def choose(self, func: Any, results: list[torch.Tensor]) -> list[int] | None:
+    def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int] | None:
         made = sum(result.untyped_storage().nbytes() for result in results)
         self._filled += made
         self._operations += 1

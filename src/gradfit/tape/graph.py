@@ -11,7 +11,9 @@ handle, whatever only that handle needed dies with it. Links the other way (`use
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 
 from gradfit.tape import process
 
+_next_epoch = itertools.count(1).__next__  # a value may be read by several tapes
 Geometry = tuple[torch.Size, tuple[int, ...], Any, torch.dtype]
 
 
@@ -76,7 +79,7 @@ class Value:
 
     __slots__ = (
         "__weakref__", "evictable", "fragile", "gone", "handles", "key", "known_geometry", "natural", "op", "position",
-        "seen", "segment", "tensor", "users", "version",
+        "seen", "segment", "tensor", "unpacked", "unwanted", "users", "version",
     )  # fmt: skip
 
     def __init__(
@@ -102,8 +105,11 @@ class Value:
         self.evictable = False  # kept when autograd saves it, until somebody needs the memory
         self.tensor: torch.Tensor | None = None
         self.version = -1  # the version counter of `tensor` when it was kept; -1: it is private to the tape
-        self.users: list[weakref.ref[Operation]] | None = None  # not kept for roots, which nobody has to make again
+        # Operations that read it. Not kept for roots, which nobody has to make again.
+        self.users: list[weakref.ref[Operation]] | deque[weakref.ref[Operation]] | None = None
+        self.unwanted = 0  # the epoch of its tape in which it was found that nobody will ask for it
         self.handles: list[weakref.ref[Handle]] | None = None  # autograd's; a node that dies unused takes its own along
+        self.unpacked = (0, 0, 0)  # in which pass, of how many handles, so many at the end are not pending
 
     @property
     def geometry(self) -> Geometry:
@@ -120,18 +126,31 @@ class Value:
         return self.op is None
 
     def pending(self, pass_number: int) -> bool:
-        """Whether backward will still ask for it in this pass."""
-        for reference in self.handles or ():
-            handle = reference()
+        """Whether backward will still ask for it in this pass. What is not pending once is not looked at again."""
+        handles = self.handles
+        if handles is None:
+            return False
+        count = len(handles)
+        number, of, done = self.unpacked
+        if number != pass_number or of != count:
+            done = 0
+        pending = False
+        while done < count:
+            handle = handles[count - 1 - done]()  # the last one was packed last, and is mostly unpacked first
             if handle is not None and handle.pass_number != pass_number:
-                return True
-        return False
+                pending = True
+                break
+            done += 1
+        self.unpacked = (pass_number, count, done)
+        return pending
 
 
 class Operation:
     """One recorded call: enough to make its results again."""
 
-    __slots__ = ("__weakref__", "args", "func", "index", "info", "inputs", "kwargs", "outputs", "rng", "written")
+    __slots__ = (
+        "__weakref__", "args", "func", "index", "info", "inputs", "kwargs", "outputs", "rng", "unwanted", "written",
+    )  # fmt: skip
 
     def __init__(self, index: int, func: Any, info: Any, args: Any, kwargs: Any, inputs: list[Value]) -> None:
         self.index = index
@@ -140,7 +159,10 @@ class Operation:
         self.args = args  # as called, with a Value or a Slice in the place of every tensor
         self.kwargs = kwargs
         self.inputs = inputs  # each once
-        self.outputs: list[weakref.ref[Value] | None] = []
+        self.outputs: (
+            list[weakref.ref[Value] | None] | deque[weakref.ref[Value] | None]
+        ) = []  # None: kept, and no value of the tape
+        self.unwanted = 0  # as a value's: none of its results is wanted
         self.written: tuple[Value, ...] = ()  # the versions that it overwrites
         self.rng: Any = None
 
@@ -173,11 +195,12 @@ class Leaf:
 class Tape:
     """What the handles of one recording share."""
 
-    __slots__ = ("__weakref__", "lock", "pass_number", "retains")
+    __slots__ = ("__weakref__", "epoch", "lock", "pass_number", "retains")
 
     def __init__(self, lock: Any) -> None:
         self.lock = lock  # accelerators' backward passes unpack in threads of their own
         self.pass_number = 1
+        self.epoch = _next_epoch()  # what was found unwanted stays so until the next one
         self.retains = True  # what a sweep makes and the rest of the pass needs
         process.tape_begins(self)
 
@@ -187,6 +210,15 @@ class Tape:
         except BaseException:  # Ctrl-C, which Python drops in a destructor
             process.tape_ends(self)
             raise
+
+    def begin_pass(self) -> None:
+        """Another backward over a retained graph begins."""
+        self.pass_number += 1
+        self.begin_epoch()
+
+    def begin_epoch(self) -> None:
+        """Something that was there was dropped: what it would be made from may be wanted again."""
+        self.epoch = _next_epoch()
 
     @classmethod
     def alone(cls) -> Tape:

@@ -33,6 +33,7 @@ UNKNOWN, UNCOUNTED, WRITTEN = -1, -2, -4  # `Value.seen`: not known, made under 
 ATOMS = frozenset(
     {int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
+FEW = 8  # inputs that are looked through one by one: see `each_once`
 Fresh = list[tuple[int, torch.Tensor, int]]  # position among the results, the tensor, its storage
 next_index = itertools.count().__next__
 _Tensor = torch.Tensor
@@ -94,7 +95,7 @@ class Known:
             self._hold(value, tensor)
         elif value.fragile is not None:
             self._settle(value, tensor)
-        if value not in inputs:
+        if len(inputs) > FEW or value not in inputs:
             inputs.append(value)
         if value.natural() is tensor:
             return value
@@ -187,7 +188,7 @@ class Known:
             named = self._template_kwargs(kwargs, inputs)
         except Untrackable:  # rule 5
             return None
-        return Operation(next_index(), func, info, template, named, inputs)
+        return Operation(next_index(), func, info, template, named, each_once(inputs))
 
     def _adopt(self, op: Operation, fresh: Fresh, choices: list[int] | None) -> None:
         """Make a value of each new storage."""
@@ -275,6 +276,11 @@ class Known:
                 value.gone = None
                 value.natural = nothing
             self._roots.pop(key, None)
+
+
+def each_once(inputs: list[Value]) -> list[Value]:
+    """Without repetitions. While they are few, nobody lets one in; looking through many would take their square."""
+    return inputs if len(inputs) <= FEW else list(dict.fromkeys(inputs))
 
 
 def expected(value: Value, version: int) -> bool:

@@ -14,8 +14,8 @@ KEPT = [KEEP]  # for `decide`: all results are kept, however many they are
 class Policy(Protocol):
     """Decides, for every result of every recorded operation, whether it is kept."""
 
-    def choose(self, func: Any, results: list[torch.Tensor]) -> list[int] | None:
-        """One of DROP, KEEP, HOLD and OFFLOAD for each result; None drops all."""
+    def choose(self, func: Any, results: list[torch.Tensor], args: Any, kwargs: Any) -> list[int] | None:
+        """One of DROP, KEEP, HOLD and OFFLOAD for each result of `func(*args, **kwargs)`; None drops all."""
 
 
 class OffloadingPolicy(Policy, Protocol):

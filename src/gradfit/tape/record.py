@@ -26,7 +26,7 @@ from gradfit._torch_listen import listening, pop_hooks, push_hooks, stop_tracing
 from gradfit.tape import process, replay, rng
 from gradfit.tape.allocate import without_content
 from gradfit.tape.graph import Operation, Segment, Slice, Value, geometry_of
-from gradfit.tape.known import ATOMS, NO_KWARGS, Fresh, next_index
+from gradfit.tape.known import ATOMS, FEW, NO_KWARGS, Fresh, each_once, next_index
 from gradfit.tape.ops import OpInfo, info_of, infos, view_names
 from gradfit.tape.policy import KEEP, KEPT, Policy
 from gradfit.tape.save import unpack
@@ -135,8 +135,9 @@ class Recorder(Writer):
             return out
         if not info.recordable:  # rule 5
             if choices is None:
-                self._choose(func, fresh_results(out, args))
+                self._choose(func, fresh_results(out, args), (args, kwargs))
             return out
+        called = (args, kwargs)
         if info.scratch and _in_training(args):
             args = [_scratch(each) if at in info.scratch else each for at, each in enumerate(args)]
         if info.dtype and isinstance(out, _Tensor) and ("dtype" not in kwargs or not out.is_cpu):
@@ -144,13 +145,17 @@ class Recorder(Writer):
             kwargs = {**kwargs, "dtype": out.dtype, "device": out.device}
         if info.shape_only and (instead := without_content(info, args, kwargs, out)) is not None:
             info, args, kwargs = instead
-        self._record(func, info, args, kwargs, out, state, choices)
+        self._record(func, info, args, kwargs, out, state, choices, called)
         return out
 
     def _record(
-        self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any, state: Any, choices: list[int] | None
-    ) -> None:
-        """Every microsecond here is paid hundreds of times per step: what is common is written out."""
+        self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any, state: Any, choices: list[int] | None,
+        called: tuple[Any, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Every microsecond here is paid hundreds of times per step: what is common is written out.
+
+        `called` is what the forward called the operator with, where something else is recorded.
+        """
         if self._dead:
             self._bury()
         made = self._made
@@ -171,7 +176,7 @@ class Recorder(Writer):
                     elif value.fragile is not None or not 0 <= value.seen == argument._version:
                         template.append(self._reference(argument, inputs))
                     else:
-                        if value not in inputs:
+                        if len(inputs) > FEW or value not in inputs:
                             inputs.append(value)
                         template.append(value if value.natural() is argument else Slice(value, place_of(argument)))
                 elif kind in ATOMS:
@@ -184,25 +189,25 @@ class Recorder(Writer):
             fresh = _fresh(out, inputs)
         except (Untrackable, RuntimeError):  # rule 5
             if choices is None:
-                self._choose(func, fresh_results(out, args))
+                self._choose(func, fresh_results(out, args), called or (args, kwargs))
             return
         if not fresh:
             return
         if choices is None and self.policy is not None:
-            choices = self.policy.choose(func, [tensor for _, tensor, _ in fresh])
+            choices = self.policy.choose(func, [tensor for _, tensor, _ in fresh], *(called or (args, kwargs)))
             if choices is not None and choices.count(KEEP) == len(choices):
                 return
         for _, _, key in fresh:
             if key in made or (key in self._roots and self._root(key) is not None):
                 return  # it gave back a tensor that was there before: nothing new was made
-        op = Operation(next_index(), func, info, template, named, inputs)
+        op = Operation(next_index(), func, info, template, named, each_once(inputs))
         op.rng = state
         self._adopt(op, fresh, choices)
 
-    def _choose(self, func: Any, fresh: Fresh) -> list[int] | None:
+    def _choose(self, func: Any, fresh: Fresh, called: tuple[Any, Any]) -> list[int] | None:
         if self.policy is None or not fresh:
             return None
-        return self.policy.choose(func, [tensor for _, tensor, _ in fresh])
+        return self.policy.choose(func, [tensor for _, tensor, _ in fresh], *called)
 
 
 def _fresh(out: Any, inputs: list[Value]) -> Fresh:
@@ -214,13 +219,11 @@ def _fresh(out: Any, inputs: list[Value]) -> Fresh:
                 return []
         return [(0, out, key)]
     fresh: Fresh = []
+    given = {value.key for value in inputs}
     for position, tensor in enumerate(out if type(out) is tuple and list not in map(type, out) else flatten((out,))):
         if type(tensor) is _Tensor:
             key = storage_key(tensor)
-            for value in inputs:
-                if value.key == key:
-                    break
-            else:
+            if key not in given:
                 fresh.append((position, tensor, key))
         elif isinstance(tensor, _Tensor):
             raise Untrackable

@@ -12,6 +12,8 @@ import contextlib
 import operator
 import threading
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +36,7 @@ class Scratch:
 
 
 _index = operator.attrgetter("index")
+_MANY = 16  # readers of one value
 
 
 class _Depth(threading.local):
@@ -61,10 +64,10 @@ def take(handle: Handle) -> torch.Tensor:
     tape, value = handle.tape, handle.value
     with tape.lock:
         if handle.pass_number == tape.pass_number:
-            tape.pass_number += 1  # asked for a second time: another backward over a retained graph
-        number = handle.pass_number = tape.pass_number
+            tape.begin_pass()  # asked for a second time
+        handle.pass_number = tape.pass_number
         tensor = rebuild(value, tape, retain=tape.retains) if value.tensor is None else content(value)
-        release_if_done(value, number)
+        release_if_done(value, tape)
     return tensor if handle.geometry is None else shaped(tensor, handle.geometry)
 
 
@@ -72,7 +75,7 @@ def rebuild(target: Value, tape: Tape, *, retain: bool = True) -> torch.Tensor:
     """Run the sweep for `target`, caching what the rest of this pass needs if it is to `retain` anything."""
     started = time.perf_counter()
     operations = _needed(target)
-    retained = _retained(operations, target, tape.pass_number) if retain else set()
+    retained = _retained(operations, target, tape) if retain else set()
     uses: dict[Value, int] = {}
     for op in operations:
         for value in op.inputs:
@@ -92,7 +95,7 @@ def rebuild(target: Value, tape: Tape, *, retain: bool = True) -> torch.Tensor:
     if retain:
         for value in uses:
             if value.tensor is not None and value.op is not None:
-                release_if_done(value, tape.pass_number)
+                release_if_done(value, tape)
     scope = target.segment.scope
     if scope is not None:
         scope.note_recomputed(time.perf_counter() - started)
@@ -108,18 +111,50 @@ def _context_of(segment: Segment | None) -> Any:
     return contextlib.nullcontext()
 
 
-def release_if_done(value: Value, number: int) -> None:
-    """Drop a rebuilt value once nothing in pass `number` will ask for it."""
-    if value.tensor is None or value.op is None or value.pending(number):
+def release_if_done(value: Value, tape: Tape) -> None:
+    """Drop a rebuilt value once nothing in this pass will ask for it."""
+    if value.tensor is None or value.op is None or value.pending(tape.pass_number):
         return
-    for user in value.users or ():
-        reader = user()
-        if reader is not None:
-            for reference in reader.outputs:
-                output = reference() if reference is not None else None
-                if output is not None and output.tensor is None and _wanted(output, number, set(), {}):
-                    return
-    value.tensor = None
+    if not _has_reader_to_run(value, tape):
+        value.tensor = None
+
+
+def _has_reader_to_run(value: Value, tape: Tape) -> bool:
+    """Whether this pass will run an operation again that reads the value."""
+    if value.users is not None and len(value.users) >= _MANY and not isinstance(value.users, deque):
+        value.users = deque(value.users)
+    return _any_wanted(value.users or (), _is_to_run, tape)
+
+
+def _is_to_run(op: Operation, tape: Tape) -> bool:
+    if op.unwanted == tape.epoch:
+        return False
+    if len(op.outputs) >= _MANY and not isinstance(op.outputs, deque):
+        op.outputs = deque(op.outputs)
+    if _any_wanted(op.outputs, _is_to_be_made, tape):
+        return True
+    op.unwanted = tape.epoch
+    return False
+
+
+def _is_to_be_made(value: Value, tape: Tape) -> bool:
+    return value.tensor is None and _wanted(value, tape, set(), {})
+
+
+def _any_wanted(references: Sequence[Any], wanted: Callable[[Any, Tape], bool], tape: Tape) -> bool:
+    """Whether one of these is wanted. It is asked often, and mostly the same one is: in a queue it stays the first."""
+    if not isinstance(references, deque):
+        return any(
+            wanted(there, tape)
+            for reference in references
+            if reference is not None and (there := reference()) is not None
+        )
+    for _ in range(len(references)):
+        there = references[-1]() if references[-1] is not None else None
+        if there is not None and wanted(there, tape):
+            return True
+        references.rotate()
+    return False
 
 
 def content(value: Value) -> torch.Tensor:
@@ -159,21 +194,25 @@ def _needed(target: Value) -> list[Operation]:
     return sorted(found, key=_index)
 
 
-def _wanted(value: Value, number: int, there: set[Value], known: dict[Value, bool]) -> bool:
-    """Will pass `number` still ask for this value, itself or to make others from that are not `there`?"""
+def _wanted(value: Value, tape: Tape, there: set[Value], known: dict[Value | Operation, bool]) -> bool:
+    """Will this pass still ask for this value, itself or to make others from that are not `there`?"""
     decided = known.get(value)
     if decided is not None:
         return decided
-    stack, seen = [value], [value]
+    number, epoch = tape.pass_number, tape.epoch
+    stack = [value]
+    seen: list[Value | Operation] = [value]
     wanted = value.pending(number)
     while stack and not wanted:
         for user in stack.pop().users or ():
             reader = user()
-            if reader is None:
+            if reader is None or reader.unwanted == epoch or reader in known:
                 continue
+            known[reader] = False
+            seen.append(reader)
             for reference in reader.outputs:
                 output = reference() if reference is not None else None
-                if output is None or output.tensor is not None or output in there:
+                if output is None or output.tensor is not None or output.unwanted == epoch or output in there:
                     continue
                 decided = known.get(output)
                 if decided or output.pending(number):
@@ -185,16 +224,20 @@ def _wanted(value: Value, number: int, there: set[Value], known: dict[Value, boo
     if wanted:
         for other in seen:
             known.pop(other, None)  # not decided after all
+    elif not there:
+        for other in seen:  # and nobody need look again
+            other.unwanted = epoch
     known[value] = wanted
     return wanted
 
 
-def _retained(operations: list[Operation], target: Value, number: int) -> set[Value]:
+def _retained(operations: list[Operation], target: Value, tape: Tape) -> set[Value]:
     """Which results of the sweep stay after it. Readers come after what they read, so one pass backwards decides."""
+    number = tape.pass_number
     retained: set[Value] = set()
-    known: dict[Value, bool] = {}
+    known: dict[Value | Operation, bool] = {}
     there = {target}
-    if _wanted(target, number, retained, known):
+    if _wanted(target, tape, retained, known):
         retained.add(target)
     segment = target.segment
     for op in reversed(operations):
@@ -203,7 +246,7 @@ def _retained(operations: list[Operation], target: Value, number: int) -> set[Va
             if value is None or value.tensor is not None or value in there:
                 continue
             if (value.segment is segment or value.segment.encloses(segment)) and (
-                value.pending(number) or _wanted(value, number, there, known)
+                value.pending(number) or _wanted(value, tape, there, known)
             ):
                 retained.add(value)
                 there.add(value)
@@ -259,17 +302,23 @@ def _write_again(
 ) -> None:
     """The same for one that writes: on a private copy, if somebody else wants what it writes over."""
     private: dict[Value, torch.Tensor] = {}
-    seen = made
+    covered: dict[Value, torch.Tensor | None] = {}
     for old in op.written:
         tensor = made.get(old)
         if tensor is not None and uses[old] == 1 and old.tensor is None and old is not target:
             private[old] = tensor  # nobody else wants the old version: write over it
         else:
-            private[old] = copy_storage(content(old) if tensor is None else tensor, old.geometry)
-            seen = {**seen, old: private[old]}
-    args = [each if type(each) in ATOMS else _argument(each, op, seen) for each in op.args]
-    out = _call(op, args, seen, rewound)
-    del seen, args
+            private[old] = made[old] = copy_storage(content(old) if tensor is None else tensor, old.geometry)
+            covered[old] = tensor
+    args = [each if type(each) in ATOMS else _argument(each, op, made) for each in op.args]
+    out = _call(op, args, made, rewound)
+    del args
+    for old, tensor in covered.items():
+        if tensor is None:
+            del made[old]
+        else:
+            made[old] = tensor
+    covered.clear()
     results: list[Any] | None = None
     for reference in op.outputs:
         value = None if reference is None else reference()

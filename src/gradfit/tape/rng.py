@@ -85,7 +85,8 @@ def _source(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def with_index(device: torch.device) -> torch.device:
     """The device that is meant now: `cuda` is another one at replay if the current device has changed since."""
-    if device.index is not None:
+    index: int | None = device.index
+    if index is not None:
         return device
     current = getattr(torch.get_device_module(device), "current_device", None)
     return torch.device(device.type, 0 if current is None else current())

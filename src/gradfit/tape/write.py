@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from gradfit._torch import base_of, storage_key
 from gradfit.errors import UnsupportedOp
 from gradfit.tape.graph import Operation, Value, nothing
-from gradfit.tape.known import NO_KWARGS, UNCOUNTED, WRITTEN, expected, next_index, version_of
+from gradfit.tape.known import NO_KWARGS, UNCOUNTED, WRITTEN, each_once, expected, next_index, version_of
 from gradfit.tape.ops import LOAD, OpInfo
 from gradfit.tape.policy import HOLD, KEEP, OFFLOAD
 from gradfit.tape.save import Saver
@@ -29,7 +29,7 @@ class Writer(Saver):
             if key in self._leaves:
                 self._save_leaves(key)
             out = info.call(*args, **kwargs)  # unknown before, unknown after: a counter of batches, mostly
-            if self.policy is not None and (choices := self.policy.choose(func, [target])) is not None:
+            if self.policy is not None and (choices := self.policy.choose(func, [target], args, kwargs)) is not None:
                 self._offload([target], choices)
             return out
         if (
@@ -44,13 +44,14 @@ class Writer(Saver):
         op: Operation | None = None
         try:
             template = [old, *self._template(args[1:], inputs)]
-            op = Operation(next_index(), func, info, template, self._template_kwargs(kwargs, inputs), inputs)
+            named = self._template_kwargs(kwargs, inputs)
+            op = Operation(next_index(), func, info, template, named, each_once(inputs))
         except Untrackable:  # rule 5
             pass
         if old.tensor is not None:
             self._save_value(old)
         out = info.call(*args, **kwargs)
-        choices = None if self.policy is None else self.policy.choose(func, [target])
+        choices = None if self.policy is None else self.policy.choose(func, [target], args, kwargs)
         key, watcher, natural = old.key, old.gone, old.natural
         old.gone, old.natural = None, nothing
         if op is None or (choices is not None and choices[0] in (KEEP, OFFLOAD)):
@@ -95,10 +96,13 @@ class Writer(Saver):
         out = info.call(*args, **kwargs)
         if info.writes_lists:
             increment_version(targets)  # torch does not, under a dispatch mode
-        fresh = [] if out is targets[0] else [entry for entry in fresh_results(out, args) if entry[2] not in keys]
+        fresh = []
+        if out is not targets[0]:
+            written_to = set(keys)
+            fresh = [entry for entry in fresh_results(out, args) if entry[2] not in written_to]
         choices = None
         if self.policy is not None:
-            choices = self.policy.choose(func, [*targets, *(t for _, t, _ in fresh)])
+            choices = self.policy.choose(func, [*targets, *(t for _, t, _ in fresh)], args, kwargs)
         for key, old in zip(keys, olds, strict=True):
             self._made.pop(key, None)
             self._roots.pop(key, None)
