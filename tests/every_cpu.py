@@ -17,7 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+TESTS = Path(__file__).parent
 NATIVE = ""  # the variable is not set: whatever this CPU can do
 SETTINGS = {
     "ATEN_CPU_CAPABILITY": ("default", "avx2", NATIVE),
@@ -31,9 +31,10 @@ def run(values: tuple[str, ...]) -> bool:
     """Run the tests that are marked `exact`; print a line, and everything if one fails."""
     environment = {name: value for name, value in os.environ.items() if name not in SETTINGS}
     environment |= {name: value for name, value in zip(SETTINGS, values, strict=True) if value != NATIVE}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "exact", "-p", "no:cacheprovider", *sys.argv[1:]]
+    files = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if "mark.exact" in path.read_text()]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "exact", "-p", "no:cacheprovider", *files, *sys.argv[1:]]
     started = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, check=False)
     setting = " ".join(f"{name}={value or 'native'}" for name, value in zip(SETTINGS, values, strict=True))
     summary = (done.stdout.splitlines() or ["no output"])[-1]
     print(f"{setting}: {summary} ({time.monotonic() - started:.0f} s)", flush=True)

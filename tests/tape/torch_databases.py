@@ -275,8 +275,10 @@ def chosen_cases(arguments: argparse.Namespace) -> Iterator[tuple[Case, str]]:
                     yield from ((case, variant) for variant in case.variants)
                 continue
             draw = random.Random(f"{name} {dtype}")
+            if draw.random() > arguments.sample:
+                continue
             few = list(itertools.islice(cases(entry, dtype), 1 + draw.randrange(MOST_SAMPLES)))
-            if few and draw.random() < arguments.sample:
+            if few:
                 yield few[-1], draw.choice(few[-1].variants)
 
 
