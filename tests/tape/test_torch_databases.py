@@ -9,6 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch_databases import VARIANTS, Callee, Case, compare
+
+from gradfit.recompute.scope import inside_scope
 
 PROGRAM = Path(__file__).with_name("torch_databases.py")
 
@@ -25,6 +29,24 @@ def sweep(*arguments: str) -> int:
     counted = re.search(r"(\d+) compared", done.stdout)
     assert counted is not None, done.stdout
     return int(counted[1])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_differs_inside_a_scope_is_reported(variant: str) -> None:
+    def differs(given: list[torch.Tensor]) -> torch.Tensor:
+        return given[0].sin() * (1.5 if inside_scope() else 1.0)
+
+    def refuses(given: list[torch.Tensor]) -> torch.Tensor:
+        if inside_scope():
+            raise ValueError("not here")
+        return given[0].sin()
+
+    x = [torch.randn(3, requires_grad=True)]
+    assert compare(Case("wrong", x[0].dtype, 0, x, lambda _: Callee(differs), []), variant) is not None
+    assert compare(Case("refused", x[0].dtype, 0, x, lambda _: Callee(refuses), []), variant) == (
+        "forward: ValueError: not here"
+    )
+    assert compare(Case("right", x[0].dtype, 0, x, lambda _: Callee(lambda given: given[0].sin()), []), variant) is None
 
 
 def test_one_case_of_every_name_and_dtype() -> None:
