@@ -168,16 +168,30 @@ def unsharded_gradient(kept: Any) -> Tensor | None:
 
 
 def set_unsharded_gradient(kept: Any, gradient: Tensor | None) -> None:
-    """Put a full gradient where the next backward adds to it."""
+    """Put a full gradient where the next backward adds to it; the unit has been gathered before, or it is None."""
     full = getattr(kept, "_unsharded_param", None)
-    kept.unsharded_accumulated_grad = None
     if full is not None:
         full.grad = None
+    if _full_parameter_owns_gradient(kept):
+        if gradient is not None and full is not None:
+            if full.grad_dtype not in (None, gradient.dtype):
+                full.grad_dtype = gradient.dtype
+            full.grad = gradient
+        return
+    kept.unsharded_accumulated_grad = None
     if gradient is not None:
         if full is not None and full.dtype == gradient.dtype:
             full.grad = gradient
         else:
             kept.unsharded_accumulated_grad = gradient
+
+
+def _full_parameter_owns_gradient(kept: Any) -> bool:
+    """Whether gradients of every type add up in the full parameter's `.grad`, as in torch 2.15.
+
+    Before, those of another type than the parameter's were in an attribute of their own.
+    """
+    return isinstance(getattr(type(kept), "unsharded_accumulated_grad", None), property)
 
 
 def unsharded_parameter(kept: Any) -> Tensor | None:
@@ -194,6 +208,11 @@ def unsharded_size(kept: Any) -> torch.Size:
 def accumulate_in(kept: Any, dtype: torch.dtype) -> None:
     """Add up this parameter's unreduced gradients in a wider type than its own."""
     kept.reduce_dtype = dtype
+    full = unsharded_parameter(kept)
+    if _full_parameter_owns_gradient(kept) and full is not None and full.grad_dtype not in (None, dtype):
+        gradient, full.grad = full.grad, None
+        full.grad_dtype = dtype
+        full.grad = None if gradient is None else gradient.to(dtype)
 
 
 def reduce_group(group: Any, dtype: torch.dtype | None) -> None:
@@ -202,12 +221,15 @@ def reduce_group(group: Any, dtype: torch.dtype | None) -> None:
     Every parameter of the group must have a full gradient, or none may: the ranks must reduce the same.
     """
     names = ("reduce_grads", "all_reduce_grads", "gradient_divide_factor", "force_sum_reduction_for_comms")
-    types = ("_orig_dtype", "_reduce_dtype")
-    before = {name: getattr(group, name) for name in names + types}
+    types = [(group, "_orig_dtype"), (group, "_reduce_dtype")]
+    types += [(kept, "sharded_grad_dtype") for kept in group.fsdp_params]  # in place of `_orig_dtype`, in torch 2.15
+    changed = [(group, name) for name in names] + [(owner, name) for owner, name in types if hasattr(owner, name)]
+    before = [(owner, name, getattr(owner, name)) for owner, name in changed]
     group.reduce_grads = group.all_reduce_grads = group.force_sum_reduction_for_comms = True
     group.gradient_divide_factor = 1.0
     if dtype is not None:
-        group._orig_dtype = group._reduce_dtype = dtype
+        for owner, name in changed[len(names) :]:
+            setattr(owner, name, dtype)
     state = group._training_state
     try:
         group.post_backward()
@@ -215,8 +237,8 @@ def reduce_group(group: Any, dtype: torch.dtype | None) -> None:
         _drop_reduced_inputs(group.comm_ctx)
     finally:
         group._training_state = state
-        for name, value in before.items():
-            setattr(group, name, value)
+        for owner, name, value in before:
+            setattr(owner, name, value)
     for tensor, _ in sharded_parameters(group):
         gradient: Any = tensor.grad
         if gradient is not None and gradient._spec.tensor_meta.dtype != gradient.dtype:
@@ -224,7 +246,11 @@ def reduce_group(group: Any, dtype: torch.dtype | None) -> None:
 
 
 def _drop_reduced_inputs(communication: Any) -> None:
-    """Let go of what was reduced, which FSDP2 holds until its next reduction."""
+    """Wait for the reduction, and let go of what was reduced, which FSDP2 holds until its next one."""
+    events = getattr(communication, "_last_post_reduce_events", {})  # torch 2.15 does not wait for its own
+    for event in events.values():
+        communication.device_handle.current_stream().wait_event(event)
+    events.clear()
     if hasattr(communication, "reduce_scatter_states"):
         communication.reduce_scatter_states.clear()
     else:

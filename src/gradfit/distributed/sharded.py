@@ -137,6 +137,9 @@ class Sharded(Together):
         with torch.no_grad(), own_pass():
             for unit in reversed(self.units):
                 others, dtype = {}, None
+                wanted = any(id(tensor) in present for tensor, _ in fsdp.sharded_parameters(unit))
+                if wanted and fsdp.never_gathered(unit):  # on this rank, and so on no other: they gather together
+                    fsdp.take_part(unit)
                 for tensor, kept in fsdp.sharded_parameters(unit):
                     gradient = fsdp.unsharded_gradient(kept)
                     if id(tensor) not in present:
@@ -150,8 +153,6 @@ class Sharded(Together):
                         gradient.mul_(factor)
                     fsdp.set_unsharded_gradient(kept, gradient)
                 if dtype is not None:
-                    if fsdp.never_gathered(unit):  # on this rank, and so on no other: they gather together
-                        fsdp.take_part(unit)
                     fsdp.reduce_group(unit, dtype)
                 for kept, gradient in others.items():  # another optimizer's
                     fsdp.set_unsharded_gradient(kept, gradient)
