@@ -160,18 +160,27 @@ def output_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
     """What an operator's new results will take, by fake tensors; None where they cannot tell."""
     with _disable_current_modes(), _quiet(logging.getLogger("torch._subclasses.fake_tensor")):
         try:
-            mode = FakeTensorMode()
-            fake_args, fake_kwargs = tree_map(
-                lambda leaf: mode.from_tensor(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf,
-                (args, kwargs),
-            )
-            with mode:
+            with FakeTensorMode():
+                fake_args, fake_kwargs = tree_map(
+                    lambda leaf: _unrelated(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
+                )
                 leaves = [leaf for leaf in tree_leaves((fake_args, fake_kwargs)) if isinstance(leaf, torch.Tensor)]
                 given = {storage_key(leaf) for leaf in leaves}
                 results = [r for r in tree_leaves(func(*fake_args, **fake_kwargs)) if isinstance(r, torch.Tensor)]
                 return sum(r.untyped_storage().nbytes() for r in results if storage_key(r) not in given)
         except Exception:  # data-dependent shapes, operators without a meta kernel, layouts without a storage
             return None
+
+
+def _unrelated(tensor: torch.Tensor) -> torch.Tensor:
+    """Inside a fake mode, one of the same geometry.
+
+    Not `mode.from_tensor`, after which the mode watches the real tensor's storage for as long as either lives.
+    """
+    kinds = (_plain_tensor.__torch_dispatch__, FakeTensor.__torch_dispatch__)
+    if tensor.layout is not torch.strided or type(tensor).__torch_dispatch__ not in kinds:
+        raise NotImplementedError("it has no geometry of its own")
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 def schema_of(op: Any) -> Any:

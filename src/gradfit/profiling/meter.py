@@ -17,13 +17,13 @@ from gradfit import _torch_distributed as distributed
 from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import FakeTensor, inside_fake_mode, storage_key
 from gradfit._torch_listen import DispatchMode
+from gradfit._torch_storage import StorageWatch
 from gradfit.errors import MisuseError
 from gradfit.units import format_bytes
 
 
-class _Storage(weakref.ref):  # type: ignore[type-arg]
-    __slots__ = ("key", "nbytes")
-    key: int
+class _Storage(StorageWatch):
+    __slots__ = ("nbytes",)
     nbytes: int
 
 

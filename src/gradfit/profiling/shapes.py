@@ -15,10 +15,11 @@ import torch
 
 from gradfit._torch import NEEDS_CONTENT, NO_FAKE_KERNEL, FakeTensor, fake_mode, storage_key
 from gradfit._torch_listen import DispatchMode
+from gradfit._torch_storage import StorageWatch
 from gradfit.errors import UnsupportedOp
 from gradfit.profiling.source import source_line
 from gradfit.tape.ops import info_of
-from gradfit.tape.storage import Watcher, flatten, written_tensors
+from gradfit.tape.storage import flatten, written_tensors
 
 _LARGEST_BYTES = 64 << 20  # of a tensor of whole numbers that is really made
 _MEASURE = "gf.profile(model, loss_fn, sample_batch, optimizer), without fake= and hardware="
@@ -30,9 +31,8 @@ class Shapes(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.fake = fake_mode()
-        self._lost: dict[
-            int, Watcher
-        ] = {}  # by address: storages of whole numbers into which something unknown was written
+        # By address: storages of whole numbers into which something unknown was written.
+        self._lost: dict[int, StorageWatch] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -76,7 +76,7 @@ class Shapes(DispatchMode):
         return _has_content(tensor) and storage_key(tensor) not in self._lost
 
     def _lose(self, tensor: torch.Tensor) -> None:
-        watcher = Watcher(tensor.untyped_storage(), lambda dead: self._lost.pop(dead.key, None))
+        watcher = StorageWatch(tensor.untyped_storage(), lambda dead: self._lost.pop(dead.key, None))
         watcher.key = storage_key(tensor)
         self._lost[watcher.key] = watcher
 

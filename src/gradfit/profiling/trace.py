@@ -6,7 +6,6 @@ them, which is what a planner must know, and a model can be watched in far less 
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from gradfit import _torch_distributed as distributed
 from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import after_accumulation, current_node, graph_task_id, storage_key
 from gradfit._torch_listen import DispatchMode, unseen
+from gradfit._torch_storage import StorageWatch
 from gradfit.interrupts import uninterrupted
 from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.source import source_line
@@ -71,11 +71,10 @@ class TracedNode:
     gradient_bytes: int = 0
 
 
-class _Storage(weakref.ref):  # type: ignore[type-arg]
+class _Storage(StorageWatch):
     """Tells the trace when a storage dies."""
 
-    __slots__ = ("key", "nbytes", "storage")
-    key: int
+    __slots__ = ("nbytes", "storage")
     nbytes: int
     storage: int
 

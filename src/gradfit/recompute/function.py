@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -11,6 +10,7 @@ import torch
 
 from gradfit._torch import selective_context, selective_policy, storage_key
 from gradfit._torch_listen import untraced
+from gradfit._torch_storage import StorageWatch
 from gradfit.errors import MisuseError
 from gradfit.recompute.scope import CheckpointScope, KeepOperation, current_recorder, inside_scope
 from gradfit.tree import join_chunks, size_of_batch, split_batch
@@ -129,7 +129,9 @@ def mark_checkpoint(tensor: torch.Tensor) -> torch.Tensor:
         )
     recorder.keep(tensor)
     key = storage_key(tensor)
-    _marked[key] = weakref.ref(tensor.untyped_storage(), lambda _: _marked.pop(key, None))
+    if key not in _marked:
+        watch = _marked[key] = StorageWatch(tensor.untyped_storage(), lambda dead: _marked.pop(dead.key, None))
+        watch.key = key
     return tensor
 
 
@@ -141,7 +143,7 @@ def is_checkpoint(tensor: torch.Tensor) -> bool:
         return False
 
 
-_marked: dict[int, Any] = {}
+_marked: dict[int, StorageWatch] = {}
 
 
 class _Around:

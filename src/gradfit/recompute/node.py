@@ -13,6 +13,7 @@ from gradfit.arguments import read_callable, read_instance, read_tensor
 from gradfit.errors import MisuseError
 from gradfit.tape import replay
 from gradfit.tape.graph import Operation, Tape, Value
+from gradfit.tape.known import version_of
 
 RecomputeFunction = Callable[[], Sequence[torch.Tensor] | torch.Tensor]
 
@@ -93,7 +94,10 @@ class CheckpointNode(GraphNode):
         if not self._values:
             return super().output
         value = self._values[0]()
-        return None if value is None else value.natural() if value.natural() is not None else value.tensor
+        if value is None:
+            return None
+        tensor = _unchanged(value)
+        return value.tensor if tensor is None else tensor
 
     @property
     def nbytes(self) -> int:
@@ -121,8 +125,8 @@ class CheckpointNode(GraphNode):
                 if value.op is not None:
                     value.tensor = None
             elif value.tensor is None:
-                natural = value.natural()
-                tensor = detached(natural) if natural is not None else replay.rebuild(value, Tape.alone(), retain=False)
+                there = _unchanged(value)
+                tensor = replay.rebuild(value, Tape.alone(), retain=False) if there is None else detached(there)
                 value.tensor, value.version = tensor, tensor._version
 
     def save_activations(self, *activations: torch.Tensor) -> None:
@@ -165,6 +169,12 @@ class CheckpointNode(GraphNode):
 
     def _live(self) -> list[Value]:
         return [value for reference in self._values if (value := reference()) is not None]
+
+
+def _unchanged(value: Value) -> torch.Tensor | None:
+    """The tensor that the forward saw, if nobody has written to it since."""
+    tensor = value.forward_tensor()
+    return tensor if tensor is not None and 0 <= value.seen == version_of(tensor) else None
 
 
 def nodes_from(values: Iterable[Value]) -> list[CheckpointNode]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from gradfit._torch import detached, storage_key
 from gradfit.tape import process
 
 _next_epoch = itertools.count(1).__next__  # a value may be read by several tapes
@@ -78,8 +79,8 @@ class Value:
     """One version of one storage: `tensor` is there when it is kept or was rebuilt, `op` when it can be rebuilt."""
 
     __slots__ = (
-        "__weakref__", "evictable", "fragile", "gone", "handles", "key", "known_geometry", "natural", "op", "position",
-        "seen", "segment", "tensor", "unpacked", "unwanted", "users", "version",
+        "__weakref__", "digest", "evictable", "fragile", "gone", "handles", "key", "known_geometry", "natural", "op",
+        "position", "seen", "segment", "tensor", "unpacked", "unwanted", "users", "version",
     )  # fmt: skip
 
     def __init__(
@@ -104,7 +105,8 @@ class Value:
         self.fragile: str | None = None  # no recorded operation has filled it: somebody unseen may
         self.evictable = False  # kept when autograd saves it, until somebody needs the memory
         self.tensor: torch.Tensor | None = None
-        self.version = -1  # the version counter of `tensor` when it was kept; -1: it is private to the tape
+        self.version = -1  # the version counter of `tensor` when it was kept; -1: it is private to the tape, or
+        self.digest: bytes | None = None  # of what was in `tensor`, where a version counter would not tell
         # Operations that read it. Not kept for roots, which nobody has to make again.
         self.users: list[weakref.ref[Operation]] | deque[weakref.ref[Operation]] | None = None
         self.unwanted = 0  # the epoch of its tape in which it was found that nobody will ask for it
@@ -119,6 +121,13 @@ class Value:
                 raise RuntimeError("gradfit: a value without a tensor and without a geometry")
             self.known_geometry = geometry_of(self.tensor)
         return self.known_geometry
+
+    def forward_tensor(self) -> torch.Tensor | None:
+        """The tensor that the forward saw, if it lives and still lies where it lay: `.data =` may have moved it."""
+        tensor = self.natural()
+        if tensor is None or storage_key(tensor) != self.key or geometry_of(tensor) != self.geometry:
+            return None
+        return tensor
 
     @property
     def root(self) -> bool:
@@ -182,14 +191,23 @@ class Slice:
 
 
 class Leaf:
-    """A tensor argument that is a parameter, or a view of one: it is there anyway, and only checked at replay."""
+    """A tensor argument that is a parameter, or a view of one: it is there anyway, and only checked at replay.
 
-    __slots__ = ("__weakref__", "key", "tensor", "version")
+    `content` is an alias of what was read: `.data =` gives the parameter another storage, but not the alias. Writes to
+    it count up the version of `source`, the argument itself; None if the content is a copy that nobody else has.
+    """
 
-    def __init__(self, tensor: torch.Tensor, version: int, key: int) -> None:
-        self.tensor = tensor
-        self.version = version
-        self.key = key
+    __slots__ = ("__weakref__", "content", "source", "version")
+
+    def __init__(self, argument: torch.Tensor) -> None:
+        self.content = detached(argument)
+        self.source: torch.Tensor | None = argument
+        self.version = argument._version
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether somebody has written to it since it was read."""
+        return self.source is not None and self.source._version != self.version
 
 
 class Tape:

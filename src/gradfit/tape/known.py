@@ -12,19 +12,29 @@ from typing import Any, cast
 
 import torch
 
-from gradfit._torch import base_of, detached_in_dispatch, storage_key
+from gradfit._torch import base_of, detached_in_dispatch
+from gradfit._torch_storage import StorageWatch
 from gradfit.tape.graph import Leaf, Operation, Segment, Slice, Value, geometry_of, nothing, shaped
 from gradfit.tape.ops import CONSTANT, LOAD, OpInfo
 from gradfit.tape.policy import DROP, HOLD, KEEP, OFFLOAD, OffloadingPolicy, Policy
 from gradfit.tape.storage import (
     Untrackable,
-    Watcher,
     copy_storage,
     fills_storage,
     holds_only,
     key_of,
     parts_of,
     place_of,
+)
+from gradfit.tape.unwatched import (
+    LARGE_BYTES,
+    copy_span,
+    digest_of,
+    has_one_owner,
+    is_unwatched,
+    same_content,
+    share_memory,
+    span_bytes,
 )
 
 NO_KWARGS: dict[str, Any] = {}
@@ -38,6 +48,7 @@ Fresh = list[tuple[int, torch.Tensor, int]]  # position among the results, the t
 next_index = itertools.count().__next__
 _Tensor = torch.Tensor
 _reference_to = weakref.ref
+_MANY = 16  # references to one parameter, before dead ones are looked for
 
 
 class Known:
@@ -52,6 +63,7 @@ class Known:
         self._made: dict[int, Value] = {}  # made by a recorded operation
         self._roots: dict[int, weakref.ref[Value]] = {}  # made by somebody else, and read
         self._leaves: dict[int, list[weakref.ref[Leaf]]] = {}  # parameters that were read
+        self._unwatched: dict[int, list[weakref.ref[Value]]] = {}  # made by somebody else, and held by content
         self._refilled: set[int] = set()  # always hold the same when they hold anything: see units.py
         # Watchers of storages that are gone. Only noted when it happens: an interrupt in a weak reference's callback
         # would be swallowed, and leave an address in the table that is somebody else's by then.
@@ -91,6 +103,11 @@ class Known:
             owner = tensor if base is None else base
             if owner.requires_grad and owner.is_leaf and not tensor.is_inference():
                 return self._leaf(tensor, key)
+            if is_unwatched(tensor):
+                value = self._by_content(tensor, key)
+                if value not in inputs:
+                    inputs.append(value)
+                return value
             value = Value(key, None, self.segment)
             self._hold(value, tensor)
         elif value.fragile is not None:
@@ -102,13 +119,35 @@ class Known:
         geometry = place_of(tensor)
         return value if geometry == value.geometry else Slice(value, geometry)
 
+    def _by_content(self, tensor: torch.Tensor, key: int) -> Value:
+        """Rule 7. If it is read again, and what is in it is still the same, so is the value."""
+        geometry = place_of(tensor)
+        earlier = [reference for reference in self._unwatched.get(key, ()) if reference() is not None]
+        for reference in earlier:
+            value = reference()
+            if value is not None and value.tensor is not None:
+                if value.digest is None:
+                    if same_content(value.tensor, tensor):
+                        return value
+                elif value.geometry == geometry and value.digest == digest_of(tensor):
+                    return value
+        value = Value(key, None, self.segment)
+        if span_bytes(tensor) < LARGE_BYTES:
+            value.tensor = copy_span(tensor)
+        else:
+            value.tensor, value.digest = detached_in_dispatch(tensor), digest_of(tensor)
+        self._unwatched[key] = [*earlier, _reference_to(value)]
+        return value
+
     def _leaf(self, tensor: torch.Tensor, key: int) -> Leaf:
-        leaf = Leaf(tensor, tensor._version, key)
+        leaf = Leaf(tensor)
         others = self._leaves.get(key)
         if others is None:
             self._leaves[key] = [_reference_to(leaf)]
         else:
             others.append(_reference_to(leaf))
+            if len(others) >= _MANY and len(others) & (len(others) - 1) == 0:
+                others[:] = [reference for reference in others if reference() is not None]
         return leaf
 
     def _save_leaves(self, key: int, early: int = 0) -> None:
@@ -118,12 +157,12 @@ class Known:
         copy: torch.Tensor | None = None
         for reference in self._leaves.pop(key, ()):
             leaf = reference()
-            if leaf is None or leaf.tensor._version - early != leaf.version or leaf.tensor.is_conj():
+            source = None if leaf is None else leaf.source
+            if leaf is None or source is None or source._version - early != leaf.version or source.is_conj():
                 continue  # nobody needs it, or it is too late: then replay refuses
             if copy is None:
-                copy = copy_storage(leaf.tensor, geometry_of(leaf.tensor))
-            leaf.tensor = shaped(copy, geometry_of(leaf.tensor))
-            leaf.version, leaf.key = copy._version, storage_key(copy)
+                copy = copy_storage(leaf.content, geometry_of(leaf.content))
+            leaf.content, leaf.source = shaped(copy, geometry_of(leaf.content)), None
 
     def _save_value(self, old: Value) -> None:
         """Rule 4: an old version that is held by reference is about to be lost."""
@@ -131,9 +170,9 @@ class Known:
             return
         if old.op is not None:
             old.tensor = None  # it can be rebuilt
-        elif old.version != -1:
+        elif old.version != -1 or old.digest is not None:
             old.tensor = copy_storage(old.tensor, old.geometry)
-            old.version = -1
+            old.version, old.digest = -1, None
             self._roots.pop(old.key, None)  # the copy is not what lies there, even if the write now fails
 
     def _present(self, key: int, tensor: torch.Tensor, early: int = 0) -> Value | None:
@@ -172,7 +211,10 @@ class Known:
         self._hold(value, tensor, alias)
 
     def _hold(self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch) -> None:
-        place_of(tensor)  # or it is not what lies in its storage
+        geometry = place_of(tensor)  # or it is not what lies in its storage
+        if tensor.is_inference():  # rule 7: no version counter
+            value.tensor = copy_storage(tensor, geometry)
+            return
         # Not the tensor itself: it may have, or get, a graph that holds the tape.
         value.tensor = alias(tensor)
         value.natural = weakref.ref(tensor)
@@ -212,7 +254,7 @@ class Known:
             except RuntimeError:  # rule 5: a nested tensor
                 outputs.append(None)
                 continue
-            watcher = Watcher(tensor.untyped_storage(), forget)
+            watcher = StorageWatch(tensor.untyped_storage(), forget)
             watcher.key = key
             try:
                 seen, natural = tensor._version, _reference_to(tensor)
@@ -270,12 +312,40 @@ class Known:
                 continue
             if key in self._leaves:
                 self._save_leaves(key)
-            value = self._made.pop(key, None) or self._root(key)
-            if value is not None:
+            if key not in self._made and self._root(key) is None:
+                self._write_unknown(tensor, key)
+            self._lose_key(key)
+
+    def _lose_key(self, key: int) -> None:
+        value = self._made.pop(key, None) or self._root(key)
+        if value is not None:
+            self._save_value(value)
+            value.gone = None
+            value.natural = nothing
+        self._roots.pop(key, None)
+
+    def _write_unknown(self, target: torch.Tensor, key: int) -> None:
+        """Somebody is about to write to a storage that no value of the table stands for.
+
+        If torch did not allocate its memory (it came by DLPack, or by NumPy), other storages may lie in the same.
+        """
+        for reference in self._unwatched.get(key, ()):
+            if (value := reference()) is not None:
                 self._save_value(value)
-                value.gone = None
-                value.natural = nothing
-            self._roots.pop(key, None)
+        if has_one_owner(target):
+            return
+        for other, value in list(self._made.items()):
+            tensor = value.forward_tensor()
+            if tensor is None or share_memory(tensor, target):  # None: only views are left, nobody can say of what
+                self._lose_key(other)
+        for other in list(self._roots):
+            root = self._root(other)
+            if root is not None and root.tensor is not None and share_memory(root.tensor, target):
+                self._lose_key(other)
+        for other, leaves in list(self._leaves.items()):
+            leaf = next((leaf for reference in leaves if (leaf := reference()) is not None), None)
+            if leaf is not None and share_memory(leaf.content, target):
+                self._save_leaves(other)
 
 
 def each_once(inputs: list[Value]) -> list[Value]:

@@ -11,6 +11,7 @@ Rules, cited in this room where they are obeyed:
    memory handed out uninitialised too, if somebody reads it before a recorded operation has written to it, and for
    storages that somebody the recorder does not see wrote to (their version counter, or their content, tells).
 6. Backward passes are not recorded, even inside a scope.
+7. A root whose memory can be written to unseen is held by content: as a copy, or with a digest that replay compares.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class Recorder(Writer):
                     self._made.clear()  # the graph's saved tensors hold `pack`, and so this object
                     self._roots.clear()
                     self._leaves.clear()
+                    self._unwatched.clear()
                     self.policy = self.watching = self.decide = self.saving = None
                     while self._units:
                         self._units.pop().remove()

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from gradfit._torch import below_autograd, storage_key
+from gradfit._torch import below_autograd
 from gradfit.errors import ActivationOverwritten, UnsupportedOp
 from gradfit.tape.graph import Geometry, Handle, Leaf, Operation, Segment, Slice, Tape, Value, geometry_of, shaped
 from gradfit.tape.known import ATOMS
 from gradfit.tape.rng import Rewound
 from gradfit.tape.storage import copy_storage, flatten
+from gradfit.tape.unwatched import digest_of
 
 
 class Scratch:
@@ -163,21 +164,42 @@ def content(value: Value) -> torch.Tensor:
     if tensor is None:
         raise RuntimeError("gradfit: a value was used before it was rebuilt")
     if value.version >= 0:
-        _check(tensor, value.version, value.key if value.op is None else None)
+        if tensor._version != value.version:
+            _refuse_overwritten(tensor, tensor._version, value.version)
+        if value.op is None:
+            _check_there(tensor)
+    elif value.digest is not None and digest_of(tensor) != value.digest:
+        raise ActivationOverwritten(
+            f"A tensor of shape {tuple(tensor.shape)} from which activations are recomputed has changed since the "
+            "forward pass. It lies in memory that torch does not watch (NumPy's, DLPack's, a mapped file's, or "
+            "inference mode's). Call backward() before refilling it, or use `x.clone()` in the forward pass."
+        )
     return tensor
 
 
-def _check(tensor: torch.Tensor, version: int, key: int | None) -> None:
-    if tensor._version != version:
-        raise ActivationOverwritten(
-            f"A tensor of shape {tuple(tensor.shape)} from which activations are recomputed was modified in place "
-            f"after the forward pass (it is at version {tensor._version}, version {version} was expected). "
-            "Call backward() before changing it, or write `x = x + y` instead of `x += y`."
-        )
-    if key is not None and (storage_key(tensor) != key or (tensor.numel() and not tensor.untyped_storage().nbytes())):
+def _content_of_leaf(leaf: Leaf) -> torch.Tensor:
+    """A parameter as it was read, checked likewise."""
+    if leaf.source is not None:
+        if leaf.source._version != leaf.version:
+            _refuse_overwritten(leaf.source, leaf.source._version, leaf.version)
+        _check_there(leaf.content)
+    return leaf.content
+
+
+def _refuse_overwritten(tensor: torch.Tensor, version: int, expected: int) -> None:
+    raise ActivationOverwritten(
+        f"A tensor of shape {tuple(tensor.shape)} from which activations are recomputed was modified in place "
+        f"after the forward pass (it is at version {version}, version {expected} was expected). "
+        "Call backward() before changing it, or write `x = x + y` instead of `x += y`."
+    )
+
+
+def _check_there(tensor: torch.Tensor) -> None:
+    """FSDP2 takes a parameter's memory away and leaves the storage."""
+    if tensor.numel() and not tensor.untyped_storage().nbytes():
         raise UnsupportedOp(
-            f"A tensor of shape {tuple(tensor.shape)} from which activations are recomputed has been freed or replaced "
-            "since the forward pass (a resharded parameter). End the scope where the sharded unit ends."
+            f"A tensor of shape {tuple(tensor.shape)} from which activations are recomputed has been freed since the "
+            "forward pass (a resharded parameter). End the scope where the sharded unit ends."
         )
 
 
@@ -371,8 +393,7 @@ def _argument(reference: Any, op: Operation, made: dict[Value, torch.Tensor]) ->
         tensor = made.get(reference)
         return content(reference) if tensor is None else tensor
     if kind is Leaf:
-        _check(reference.tensor, reference.version, reference.key)
-        return reference.tensor
+        return _content_of_leaf(reference)
     if kind is Slice:
         tensor = made.get(reference.value)
         return shaped(content(reference.value) if tensor is None else tensor, reference.geometry)

@@ -40,7 +40,7 @@ class Saver(Known):
         try:
             key = storage_key(tensor) if type(tensor) is torch.Tensor else key_of(tensor)
         except (Untrackable, RuntimeError, NotImplementedError):
-            return (tensor.detach() if tensor.grad_fn is not None else tensor, None)
+            return (tensor.detach() if tensor.grad_fn is not None else tensor, version_of(tensor))
         value = self._made.get(key)
         if value is None:
             return self._pack_root(tensor)
@@ -61,7 +61,7 @@ class Saver(Known):
                 return self._pack_root(tensor)
         handle = Handle(self.tape, value, geometry)
         if value.handles is None:
-            self._first_pack(value, tensor, natural)
+            self._first_pack(value, tensor)
             value.handles = [weakref.ref(handle)]
         else:
             value.handles.append(weakref.ref(handle))
@@ -75,9 +75,13 @@ class Saver(Known):
             self._note_kept(tensor)
         return (detached(tensor), version_of(tensor))
 
-    def _first_pack(self, value: Value, tensor: torch.Tensor, natural: torch.Tensor | None) -> None:
-        if value.evictable and (natural is not None or tensor.dtype is value.geometry[3]):
-            value.tensor = shaped(detached(tensor), value.geometry) if natural is None else detached(natural)
+    def _first_pack(self, value: Value, tensor: torch.Tensor) -> None:
+        forward_tensor = value.forward_tensor() if value.evictable else None
+        if value.evictable and (forward_tensor is not None or tensor.dtype is value.geometry[3]):
+            if forward_tensor is None:
+                value.tensor = shaped(detached(tensor), value.geometry)
+            else:
+                value.tensor = detached(forward_tensor)
             value.version = tensor._version
         elif self.segment.scope is not None:
             self.segment.scope.note_freed(value, tensor.untyped_storage().nbytes())
@@ -91,8 +95,11 @@ class Saver(Known):
             return
         if value is not None and value.op is not None:
             self._made.pop(value.key, None)
-            natural = value.natural()
-            value.tensor = detached(natural) if natural is not None else shaped(detached(tensor), value.geometry)
+            forward_tensor = value.forward_tensor()
+            if forward_tensor is None:
+                value.tensor = shaped(detached(tensor), value.geometry)
+            else:
+                value.tensor = detached(forward_tensor)
             value.version = tensor._version
             value.gone = value.op = None
             value.fragile = None
@@ -107,8 +114,8 @@ class Saver(Known):
                 return value.tensor
         for reference in (each for leaves in self._leaves.values() for each in leaves):
             leaf = reference()
-            if leaf is not None and leaf.tensor._version != leaf.version:
-                return leaf.tensor
+            if leaf is not None and leaf.overwritten:
+                return leaf.content
         return None
 
     def _note_kept(self, tensor: torch.Tensor) -> None:

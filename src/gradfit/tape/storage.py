@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,13 +20,6 @@ _default_dispatch = torch.Tensor.__torch_dispatch__
 
 class Untrackable(Exception):
     """A tensor without a storage of its own: sparse, nested, a wrapper subclass, a functorch level."""
-
-
-class Watcher(weakref.ref):  # type: ignore[type-arg]
-    """Takes a dead storage's address out of the recorder's table."""
-
-    __slots__ = ("key",)
-    key: int
 
 
 def key_of(tensor: torch.Tensor) -> int:

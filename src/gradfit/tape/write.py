@@ -28,6 +28,7 @@ class Writer(Saver):
         if old is None and not target.is_inference() and self._root(key := storage_key(target)) is None:
             if key in self._leaves:
                 self._save_leaves(key)
+            self._write_unknown(target, key)
             out = info.call(*args, **kwargs)  # unknown before, unknown after: a counter of batches, mostly
             if self.policy is not None and (choices := self.policy.choose(func, [target], args, kwargs)) is not None:
                 self._offload([target], choices)
@@ -88,11 +89,13 @@ class Writer(Saver):
                 for old in olds:
                     old.fragile = None  # type: ignore[union-attr]  # written to, not read
             op = self._open(func, info, args, kwargs)
-        for key, old in zip(keys, olds, strict=True):
+        for key, old, target in zip(keys, olds, targets, strict=True):
             if key in self._leaves:
                 self._save_leaves(key, early)
             if old is not None:
                 self._save_value(old)
+            else:
+                self._write_unknown(target, key)
         out = info.call(*args, **kwargs)
         if info.writes_lists:
             increment_version(targets)  # torch does not, under a dispatch mode

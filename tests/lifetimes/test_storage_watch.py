@@ -1,0 +1,108 @@
+"""How gradfit learns that a storage has died."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import torch
+from child_process import run_child
+
+import gradfit as gf
+from gradfit._torch import output_bytes, storage_key
+from gradfit._torch_storage import StorageWatch
+
+
+def lives_of(storage: torch.UntypedStorage) -> int:
+    count, life = 0, getattr(storage, "_gradfit_life", None)
+    while life is not None:
+        count, life = count + 1, life.older
+    return count
+
+
+def test_a_budget_that_cannot_be_held_does_not_crash_the_interpreter() -> None:
+    assert run_child("budget_that_cannot_be_held.py") == 100
+
+
+def test_many_watches_that_are_garbage_do_not_crash_the_interpreter() -> None:
+    assert run_child("garbage_watches.py") == 200
+
+
+def test_a_watch_tells_once_and_only_when_the_storage_dies() -> None:
+    dead: list[StorageWatch] = []
+    x = torch.zeros(8)
+    watch = StorageWatch(x.untyped_storage(), dead.append)
+    view = x.view(2, 4)
+    gc.collect()
+    del x
+    assert not dead
+    del view
+    assert dead == [watch]
+    assert dead[0] is watch
+
+
+def test_a_storage_that_dies_in_another_thread() -> None:
+    dead: list[StorageWatch] = []
+    box = [torch.zeros(8)]
+    watch = StorageWatch(box[0].untyped_storage(), dead.append)
+    thread = threading.Thread(target=box.clear)
+    thread.start()
+    thread.join()
+    assert dead == [watch]
+
+
+def test_each_watcher_is_told() -> None:
+    dead: list[StorageWatch] = []
+    x = torch.zeros(8)
+    watches = [StorageWatch(x.untyped_storage(), dead.append) for _ in range(3)]
+    del watches[1]
+    del x
+    assert len(dead) == 2
+
+
+def test_watching_a_parameter_again_and_again_leaves_nothing_behind() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4, 4))
+    for _ in range(10):
+        with gf.meter(weight), gf.meter(weight):
+            pass
+        gc.collect()
+    storage = weight.untyped_storage()
+    assert lives_of(storage) <= 2
+    assert weakref.getweakrefcount(storage) == 0
+
+
+def test_nothing_of_ours_refers_to_a_storage_weakly() -> None:
+    """Neither a meter, nor a scope, nor the question how much an operation will allocate."""
+    x = torch.randn(4, 4, requires_grad=True)
+    with gf.meter(x), gf.CheckpointScope("scope"):
+        h = gf.mark_checkpoint(x * 2)
+        y = h.sin()
+    assert output_bytes(torch.ops.aten.mm.default, (x, x), {}) == 64
+    for tensor in (x, h, y):
+        assert weakref.getweakrefcount(tensor.untyped_storage()) == 0
+
+
+def test_what_an_operation_will_allocate() -> None:
+    a, sparse = torch.randn(4, 6), torch.eye(4).to_sparse()
+    aten = torch.ops.aten
+    assert output_bytes(aten.mm.default, (a, a.t()), {}) == 4 * 4 * 4
+    assert output_bytes(aten.add_.Tensor, (a, a), {}) == 0
+    assert output_bytes(aten.cat.default, ([a, a],), {}) == 2 * 4 * 6 * 4
+    assert output_bytes(aten.t.default, (a,), {}) == 0
+    assert output_bytes(aten.nonzero.default, (a,), {}) is None
+    assert output_bytes(aten.mm.default, (sparse, a), {}) is None
+
+
+def test_a_mark_goes_with_its_storage() -> None:
+    x = torch.randn(4, requires_grad=True)
+    with gf.CheckpointScope("scope"):
+        h = gf.mark_checkpoint(x.exp())
+        gf.mark_checkpoint(h.view(2, 2))
+        key = storage_key(h)
+    assert gf.is_checkpoint(h.view(4))
+    h.sum().backward()
+    del h
+    from gradfit.recompute import function
+
+    assert key not in function._marked
