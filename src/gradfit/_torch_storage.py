@@ -15,39 +15,44 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 _ATTRIBUTE = "_gradfit_life"  # of a storage: the newest of its lives
 
 
 class _Life:
     """Dies with the storage that holds it."""
 
-    __slots__ = ("__weakref__", "older")
+    __slots__ = ("__weakref__",)
+    older: _Life | None = None
 
-    def __init__(self, older: _Life | None) -> None:
+
+class _AnotherLife(_Life):
+    """For one more who watches at the same time."""
+
+    __slots__ = ("older",)
+
+    def __init__(self, older: _Life) -> None:
         self.older = older
 
 
 class StorageWatch(weakref.ref):  # type: ignore[type-arg]
-    """Calls `callback(watch)` when a storage dies, whoever frees it, and before its address can be used again.
-
-    It does not keep the storage alive, and forgets about it when it is dropped itself.
-    """
+    """What `watch_storage` gives: drop it, and nobody is told any more."""
 
     __slots__ = ("key",)
-    key: int  # the storage's address; whoever makes the watch sets it
-
-    def __new__(cls, storage: torch.UntypedStorage, callback: Callable[[Any], object]) -> StorageWatch:
-        life: _Life | None = getattr(storage, _ATTRIBUTE, None)
-        while life is not None and _watched(life):
-            life = life.older
-        if life is None:
-            life = _Life(getattr(storage, _ATTRIBUTE, None))
-            setattr(storage, _ATTRIBUTE, life)
-        watch: StorageWatch = _new(cls, life, callback)
-        return watch
+    key: int  # the storage's address; whoever watches sets it
 
 
-_new: Any = weakref.ref.__new__
-_watched = weakref.getweakrefcount
+def watch_storage(storage: Any, callback: Callable[[Any], object], kind: type[StorageWatch] = StorageWatch) -> Any:
+    """Call `callback(watch)` when a storage dies, whoever frees it, and before its address can be used again.
+
+    The watch that it gives is of this kind: a `StorageWatch`, or a subclass with more slots.
+    """
+    newest: _Life | None = getattr(storage, _ATTRIBUTE, None)
+    if newest is None:
+        life = storage._gradfit_life = _Life()
+        return kind(life, callback)
+    free: _Life | None = newest
+    while free is not None and weakref.getweakrefcount(free):
+        free = free.older
+    if free is None:
+        free = storage._gradfit_life = _AnotherLife(newest)
+    return kind(free, callback)

@@ -11,7 +11,7 @@ from child_process import run_child
 
 import gradfit as gf
 from gradfit._torch import output_bytes, storage_key
-from gradfit._torch_storage import StorageWatch
+from gradfit._torch_storage import StorageWatch, watch_storage
 
 
 def lives_of(storage: torch.UntypedStorage) -> int:
@@ -32,7 +32,7 @@ def test_many_watches_that_are_garbage_do_not_crash_the_interpreter() -> None:
 def test_a_watch_tells_once_and_only_when_the_storage_dies() -> None:
     dead: list[StorageWatch] = []
     x = torch.zeros(8)
-    watch = StorageWatch(x.untyped_storage(), dead.append)
+    watch = watch_storage(x.untyped_storage(), dead.append)
     view = x.view(2, 4)
     gc.collect()
     del x
@@ -45,7 +45,7 @@ def test_a_watch_tells_once_and_only_when_the_storage_dies() -> None:
 def test_a_storage_that_dies_in_another_thread() -> None:
     dead: list[StorageWatch] = []
     box = [torch.zeros(8)]
-    watch = StorageWatch(box[0].untyped_storage(), dead.append)
+    watch = watch_storage(box[0].untyped_storage(), dead.append)
     thread = threading.Thread(target=box.clear)
     thread.start()
     thread.join()
@@ -55,7 +55,7 @@ def test_a_storage_that_dies_in_another_thread() -> None:
 def test_each_watcher_is_told() -> None:
     dead: list[StorageWatch] = []
     x = torch.zeros(8)
-    watches = [StorageWatch(x.untyped_storage(), dead.append) for _ in range(3)]
+    watches = [watch_storage(x.untyped_storage(), dead.append) for _ in range(3)]
     del watches[1]
     del x
     assert len(dead) == 2

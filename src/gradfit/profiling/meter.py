@@ -17,7 +17,7 @@ from gradfit import _torch_distributed as distributed
 from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import FakeTensor, inside_fake_mode, storage_key
 from gradfit._torch_listen import DispatchMode
-from gradfit._torch_storage import StorageWatch
+from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.errors import MisuseError
 from gradfit.units import format_bytes
 
@@ -114,7 +114,7 @@ class Meter(DispatchMode):
         if self.device is not None and tensor.device.type != self.device.type:
             return
         storage = tensor.untyped_storage()
-        entry = _Storage(storage, self._dead)
+        entry = watch_storage(storage, self._dead, _Storage)
         entry.key = key
         entry.nbytes = storage.nbytes()
         self._live[key] = entry

@@ -15,7 +15,7 @@ import torch
 
 from gradfit._torch import NEEDS_CONTENT, NO_FAKE_KERNEL, FakeTensor, fake_mode, storage_key
 from gradfit._torch_listen import DispatchMode
-from gradfit._torch_storage import StorageWatch
+from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.errors import UnsupportedOp
 from gradfit.profiling.source import source_line
 from gradfit.tape.ops import info_of
@@ -76,7 +76,7 @@ class Shapes(DispatchMode):
         return _has_content(tensor) and storage_key(tensor) not in self._lost
 
     def _lose(self, tensor: torch.Tensor) -> None:
-        watcher = StorageWatch(tensor.untyped_storage(), lambda dead: self._lost.pop(dead.key, None))
+        watcher = watch_storage(tensor.untyped_storage(), lambda dead: self._lost.pop(dead.key, None))
         watcher.key = storage_key(tensor)
         self._lost[watcher.key] = watcher
 

@@ -19,7 +19,7 @@ from gradfit import _torch_distributed as distributed
 from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import after_accumulation, current_node, graph_task_id, storage_key
 from gradfit._torch_listen import DispatchMode, unseen
-from gradfit._torch_storage import StorageWatch
+from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.interrupts import uninterrupted
 from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.source import source_line
@@ -206,7 +206,7 @@ class Trace(DispatchMode):
         self.values.append(TracedValue(content.nbytes(), operation, storage, key=key))
         self._versions[storage] = [number]
         self._newest[key] = number
-        watcher = _Storage(content, self._died)
+        watcher = watch_storage(content, self._died, _Storage)
         watcher.key, watcher.nbytes, watcher.storage = key, content.nbytes(), storage
         self._watchers[key] = watcher
         return number
@@ -245,7 +245,7 @@ class Trace(DispatchMode):
         out, seconds = self.run(func, args, kwargs)
         self.nodes[-1].seconds += seconds
         for _, tensor, key in fresh_results(out, args):
-            watcher = _Storage(tensor.untyped_storage(), self._other_died)
+            watcher = watch_storage(tensor.untyped_storage(), self._other_died, _Storage)
             watcher.key, watcher.nbytes = key, tensor.untyped_storage().nbytes()
             self._other[key] = watcher
             self._other_bytes += watcher.nbytes

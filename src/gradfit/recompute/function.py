@@ -10,7 +10,7 @@ import torch
 
 from gradfit._torch import selective_context, selective_policy, storage_key
 from gradfit._torch_listen import untraced
-from gradfit._torch_storage import StorageWatch
+from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.errors import MisuseError
 from gradfit.recompute.scope import CheckpointScope, KeepOperation, current_recorder, inside_scope
 from gradfit.tree import join_chunks, size_of_batch, split_batch
@@ -130,7 +130,7 @@ def mark_checkpoint(tensor: torch.Tensor) -> torch.Tensor:
     recorder.keep(tensor)
     key = storage_key(tensor)
     if key not in _marked:
-        watch = _marked[key] = StorageWatch(tensor.untyped_storage(), lambda dead: _marked.pop(dead.key, None))
+        watch = _marked[key] = watch_storage(tensor.untyped_storage(), lambda dead: _marked.pop(dead.key, None))
         watch.key = key
     return tensor
 

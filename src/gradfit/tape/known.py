@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from gradfit._torch import base_of, detached_in_dispatch
-from gradfit._torch_storage import StorageWatch
+from gradfit._torch_storage import watch_storage
 from gradfit.tape.graph import Leaf, Operation, Segment, Slice, Value, geometry_of, nothing, shaped
 from gradfit.tape.ops import CONSTANT, LOAD, OpInfo
 from gradfit.tape.policy import DROP, HOLD, KEEP, OFFLOAD, OffloadingPolicy, Policy
@@ -254,7 +254,7 @@ class Known:
             except RuntimeError:  # rule 5: a nested tensor
                 outputs.append(None)
                 continue
-            watcher = StorageWatch(tensor.untyped_storage(), forget)
+            watcher = watch_storage(tensor.untyped_storage(), forget)
             watcher.key = key
             try:
                 seen, natural = tensor._version, _reference_to(tensor)

@@ -61,7 +61,7 @@ class Saver(Known):
                 return self._pack_root(tensor)
         handle = Handle(self.tape, value, geometry)
         if value.handles is None:
-            self._first_pack(value, tensor)
+            self._first_pack(value, tensor, natural)
             value.handles = [weakref.ref(handle)]
         else:
             value.handles.append(weakref.ref(handle))
@@ -75,13 +75,10 @@ class Saver(Known):
             self._note_kept(tensor)
         return (detached(tensor), version_of(tensor))
 
-    def _first_pack(self, value: Value, tensor: torch.Tensor) -> None:
-        forward_tensor = value.forward_tensor() if value.evictable else None
+    def _first_pack(self, value: Value, tensor: torch.Tensor, natural: torch.Tensor | None) -> None:
+        forward_tensor = natural if natural is tensor or not value.evictable else value.forward_tensor()
         if value.evictable and (forward_tensor is not None or tensor.dtype is value.geometry[3]):
-            if forward_tensor is None:
-                value.tensor = shaped(detached(tensor), value.geometry)
-            else:
-                value.tensor = detached(forward_tensor)
+            value.tensor = _whole(value, tensor, forward_tensor)
             value.version = tensor._version
         elif self.segment.scope is not None:
             self.segment.scope.note_freed(value, tensor.untyped_storage().nbytes())
@@ -95,11 +92,7 @@ class Saver(Known):
             return
         if value is not None and value.op is not None:
             self._made.pop(value.key, None)
-            forward_tensor = value.forward_tensor()
-            if forward_tensor is None:
-                value.tensor = shaped(detached(tensor), value.geometry)
-            else:
-                value.tensor = detached(forward_tensor)
+            value.tensor = _whole(value, tensor, value.forward_tensor())
             value.version = tensor._version
             value.gone = value.op = None
             value.fragile = None
@@ -124,6 +117,13 @@ class Saver(Known):
             self._kept.add(key)
             if self.segment.scope is not None:
                 self.segment.scope.note_kept(tensor.untyped_storage().nbytes())
+
+
+def _whole(value: Value, tensor: torch.Tensor, forward_tensor: torch.Tensor | None) -> torch.Tensor:
+    """All of a value's result, of which `tensor` may be a view."""
+    if forward_tensor is None:
+        return shaped(detached(tensor), value.geometry)
+    return detached(forward_tensor)
 
 
 def unpack(packed: Any) -> torch.Tensor:
