@@ -14,7 +14,7 @@ import torch
 
 from gradfit._torch import base_of, detached_in_dispatch
 from gradfit._torch_storage import watch_storage
-from gradfit.tape.graph import Leaf, Operation, Segment, Slice, Value, geometry_of, nothing, shaped
+from gradfit.tape.graph import Geometry, Leaf, Operation, Segment, Slice, Value, geometry_of, nothing, shaped
 from gradfit.tape.ops import CONSTANT, LOAD, OpInfo
 from gradfit.tape.policy import DROP, HOLD, KEEP, OFFLOAD, OffloadingPolicy, Policy
 from gradfit.tape.storage import (
@@ -63,7 +63,7 @@ class Known:
         self._made: dict[int, Value] = {}  # made by a recorded operation
         self._roots: dict[int, weakref.ref[Value]] = {}  # made by somebody else, and read
         self._leaves: dict[int, list[weakref.ref[Leaf]]] = {}  # parameters that were read
-        self._unwatched: dict[int, list[weakref.ref[Value]]] = {}  # made by somebody else, and held by content
+        self._unwatched: dict[int, dict[Geometry, weakref.ref[Value]]] = {}  # likewise, and held by content
         self._refilled: set[int] = set()  # always hold the same when they hold anything: see units.py
         # Watchers of storages that are gone. Only noted when it happens: an interrupt in a weak reference's callback
         # would be swallowed, and leave an address in the table that is somebody else's by then.
@@ -105,7 +105,7 @@ class Known:
                 return self._leaf(tensor, key)
             if is_unwatched(tensor):
                 value = self._by_content(tensor, key)
-                if value not in inputs:
+                if len(inputs) > FEW or value not in inputs:
                     inputs.append(value)
                 return value
             value = Value(key, None, self.segment)
@@ -122,21 +122,17 @@ class Known:
     def _by_content(self, tensor: torch.Tensor, key: int) -> Value:
         """Rule 7. If it is read again, and what is in it is still the same, so is the value."""
         geometry = place_of(tensor)
-        earlier = [reference for reference in self._unwatched.get(key, ()) if reference() is not None]
-        for reference in earlier:
-            value = reference()
-            if value is not None and value.tensor is not None:
-                if value.digest is None:
-                    if same_content(value.tensor, tensor):
-                        return value
-                elif value.geometry == geometry and value.digest == digest_of(tensor):
-                    return value
+        small = span_bytes(tensor) < LARGE_BYTES
+        digest = None if small else digest_of(tensor)
+        earlier = self._unwatched.setdefault(key, {})
+        value = earlier[geometry]() if geometry in earlier else None
+        if value is not None and value.tensor is not None:
+            same = value.digest == digest if value.digest is not None else same_content(value.tensor, tensor)
+            if same:
+                return value
         value = Value(key, None, self.segment)
-        if span_bytes(tensor) < LARGE_BYTES:
-            value.tensor = copy_span(tensor)
-        else:
-            value.tensor, value.digest = detached_in_dispatch(tensor), digest_of(tensor)
-        self._unwatched[key] = [*earlier, _reference_to(value)]
+        value.tensor, value.digest = copy_span(tensor) if small else detached_in_dispatch(tensor), digest
+        earlier[geometry] = _reference_to(value)
         return value
 
     def _leaf(self, tensor: torch.Tensor, key: int) -> Leaf:
@@ -170,9 +166,11 @@ class Known:
             return
         if old.op is not None:
             old.tensor = None  # it can be rebuilt
-        elif old.version != -1 or old.digest is not None:
+        elif old.digest is not None:
+            old.tensor, old.digest, old.known_geometry = copy_span(old.tensor), None, None
+        elif old.version != -1:
             old.tensor = copy_storage(old.tensor, old.geometry)
-            old.version, old.digest = -1, None
+            old.version = -1
             self._roots.pop(old.key, None)  # the copy is not what lies there, even if the write now fails
 
     def _present(self, key: int, tensor: torch.Tensor, early: int = 0) -> Value | None:
@@ -329,7 +327,7 @@ class Known:
 
         If torch did not allocate its memory (it came by DLPack, or by NumPy), other storages may lie in the same.
         """
-        for reference in self._unwatched.get(key, ()):
+        for reference in self._unwatched.get(key, {}).values():
             if (value := reference()) is not None:
                 self._save_value(value)
         if has_one_owner(target):
