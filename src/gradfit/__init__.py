@@ -1,5 +1,6 @@
 """gradfit trains any PyTorch model, at any batch size, in the memory you have, with the same gradients."""
 
+import gradfit._starting
 import gradfit._torch_versions  # noqa: F401  (warns, before anything of torch is missing)
 from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.accumulate.buffer import AccumulationBufferDynamic, SymbolicShape

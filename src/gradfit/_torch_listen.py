@@ -331,6 +331,35 @@ push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # those of `s
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
+class ThreadState:
+    """What contexts have set for this thread: gradients, saved-tensor hooks, dispatch modes, the listener.
+
+    A context that Ctrl-C ends while it begins or ends may leave its setting behind, torch's own contexts too.
+    `restore()` takes away what was set since.
+    """
+
+    def __init__(self) -> None:
+        self._gradients, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._hooks, self._modes = _top_hooks(False), _modes()
+        self._ear, self._excluded = _thread.ear, _is_excluded(_KEY)
+
+    def restore(self) -> None:
+        """Make it as it was."""
+        if not self._inference and not torch.is_inference_mode_enabled():
+            torch.set_grad_enabled(self._gradients)
+        while (top := _top_hooks(False)) is not None and top != self._hooks:
+            pop_hooks()
+        while _modes() > self._modes:
+            torch._C._pop_torch_dispatch_stack(None)
+        if _thread.ear is not self._ear:
+            _include(_KEY, self._ear is not None)
+            _thread.ear = self._ear
+        if _is_excluded(_KEY) != self._excluded:
+            _exclude(_KEY, self._excluded)
+
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 _frames = torch._C._dynamo.eval_frame
 

@@ -42,6 +42,10 @@ class StateError(MisuseError):
     """A saved state that does not belong to what it is loaded into, or is damaged."""
 
 
+class StateNotWritten(GradfitError, OSError):
+    """A state that could not be saved: the disk is full, or gone. The one before it is whole."""
+
+
 class NonFiniteGradient(GradfitError, ArithmeticError):
     """A NaN or an infinity where a gradient was expected."""
 

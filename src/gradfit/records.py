@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ def from_json(cls: type[R], text: str) -> R:
     """Read what `to_json` wrote; anything else is a `StateError`, and no code is ever run."""
     try:
         data = json.loads(text)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise StateError(f"This is not a {cls.__name__}: not JSON ({error}). Pass the text of to_json().") from None
     found = data.get("gradfit") if isinstance(data, dict) else type(data).__name__
     if found != cls.__name__:
@@ -37,7 +38,7 @@ def from_json(cls: type[R], text: str) -> R:
     data = {key: value for key, value in data.items() if key not in ("gradfit", "version")}
     try:
         return typing.cast(R, _read_as(typing.cast(Any, cls))(data))
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
         raise StateError(f"This {cls.__name__} is damaged: {error}. Make it again.") from None
 
 
@@ -48,7 +49,15 @@ def _encode(value: Any) -> Any:
         return [_encode(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): _encode(item) for key, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no NaN and no infinity
     return value
+
+
+def _read_float(data: Any) -> float:
+    if type(data) not in (int, float) and data not in ("nan", "inf", "-inf"):
+        raise TypeError(f"{data!r} is not a number")
+    return float(data)
 
 
 @functools.cache
@@ -81,7 +90,7 @@ def _read_as(hint: Any) -> Callable[[Any], Any]:
         inner = [_read_as(argument) for argument in arguments if argument is not type(None)]
         return lambda data: None if data is None else inner[0](data)
     if hint is float:
-        return float
+        return _read_float
     if hint in (int, str, bool):
 
         def read_plain(data: Any) -> Any:

@@ -15,7 +15,7 @@ from torch import nn
 
 import gradfit as gf
 from gradfit.train.planner import Planner
-from gradfit.train.run import _read_fitted, _write_fitted
+from gradfit.train.run_state import read_plan, write_plan
 
 
 class Counting(torch.optim.Optimizer):
@@ -171,6 +171,6 @@ def test_the_copy_is_in_the_predicted_seconds(monkeypatch: pytest.MonkeyPatch) -
 def test_a_plan_that_was_tightened_can_be_saved_and_read() -> None:
     run = Run("adamw", 10**7)
     tighter = dataclasses.replace(run.step.known[0], saved_bytes=None, asked=3)  # as after an out-of-memory
-    again = _read_fitted(json.loads(json.dumps(_write_fitted(tighter, lambda record: record.to_json()))))
+    again = read_plan(json.loads(json.dumps(write_plan(tighter, lambda record: record.to_json()))))
     assert (again.saved_bytes, again.asked, again.copied) == (None, 3, True)
     assert again.plan == tighter.plan

@@ -8,7 +8,8 @@ What a snapshot knows, beside the parameters' content, which only an optimizer c
    module holds are the same objects as before, with what was put into them.
 3. Gradients, those that FSDP2 has not reduced yet too.
 4. Random generators: torch's on every device, Python's, NumPy's.
-5. The garbage collector's thresholds, and the hooks that are set for all modules.
+5. The garbage collector's thresholds, the hooks that are set for all modules, and what contexts have set for this
+   thread: Ctrl-C may have ended one, torch's own too, when it had just begun.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from gradfit._torch import global_module_hooks
 from gradfit._torch_fsdp import drop_gradients, set_unsharded_gradient, units_of, unsharded_gradient
+from gradfit._torch_listen import ThreadState
 from gradfit.interrupts import uninterrupted
 
 _MISSING = object()
@@ -122,6 +124,7 @@ class Snapshot:
         self._unreduced = [(kept, unsharded_gradient(kept)) for kept in sharded]
         self._thresholds = gc.get_threshold()
         self._hooks = [(hooks, dict(hooks)) for hooks in global_module_hooks()]
+        self._thread = ThreadState()
         self._generators = Generators()
 
     @property
@@ -144,6 +147,7 @@ class Snapshot:
     def restore(self) -> None:
         """Make everything as it was."""
         with uninterrupted():
+            self._thread.restore()
             for module in self._modules:
                 module.restore()
             self.clear_gradients()
@@ -183,9 +187,9 @@ class untouched:  # noqa: N801  (as torch.no_grad)
         return before
 
     def __exit__(self, *error: Any) -> None:
-        before, self._before = self._before, None
-        if before is not None:
-            before.restore()
+        if self._before is not None:
+            self._before.restore()
+            self._before = None
 
 
 def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import sys
@@ -12,11 +14,12 @@ import typer
 
 from gradfit import __version__
 from gradfit.cli.audit import audit
+from gradfit.cli.console import results_at_the_end
 from gradfit.cli.demo import demo
 from gradfit.cli.plan import plan
 from gradfit.cli.profile import profile
 from gradfit.cli.train import train
-from gradfit.errors import BudgetInfeasible, GradfitError, MisuseError
+from gradfit.errors import BudgetInfeasible, GradfitError, MisuseError, StateNotWritten
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 1, 2, 3, 130
 _ClickException: Any = typer.BadParameter.__mro__[2]  # typer has its own copy of click in some versions
@@ -54,36 +57,68 @@ _EXAMPLES: dict[Callable[..., None], str] = {
     audit: "gradfit audit gpt --memory '200 MiB'",
     demo: "gradfit demo --report demo.html",
 }
+
+
+class _Interrupted(Exception):
+    """Ctrl-C, as an error like others: of KeyboardInterrupt click makes an exit without a word."""
+
+
+def _guarded(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose job may do anything: what would end the process is an error that is reported, too."""
+
+    @functools.wraps(command)
+    def run_command(*args: Any, **options: Any) -> None:
+        try:
+            command(*args, **options)
+        except KeyboardInterrupt:
+            raise _Interrupted from None
+        except SystemExit as ended:
+            raise GradfitError(
+                f"The job's code called sys.exit({ended.code!r}) while gradfit was running it. Raise an exception "
+                "where it cannot go on."
+            ) from ended
+
+    return run_command
+
+
 for _command, _example in _EXAMPLES.items():
-    app.command(epilog=f"Example: {_example}")(_command)
+    app.command(epilog=f"Example: {_example}")(_guarded(_command))
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; no exception leaves this, except with --debug."""
+    """Run one command; no exception leaves this, except with --debug. With --json there is one document, always."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        code = typer.main.get_command(app).main(given, prog_name="gradfit", standalone_mode=False)
+        with results_at_the_end() if "--json" in given else contextlib.nullcontext():
+            code = typer.main.get_command(app).main(given, prog_name="gradfit", standalone_mode=False)
         return code if isinstance(code, int) else 0
     except BrokenPipeError:  # the reader of our output is gone, as in `gradfit profile gpt | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
-    except (KeyboardInterrupt, typer.Abort):
+    except (KeyboardInterrupt, typer.Abort, _Interrupted):
         return _fail("Interrupted.", EXIT_INTERRUPTED, given)
     except Exception as error:
         if "--debug" in given:
             raise
-        if isinstance(error, _ClickException):
-            usage = getattr(error, "ctx", None)
-            command = usage.command_path if usage is not None else "gradfit"
-            said = error.format_message().rstrip(".")
-            return _fail(f"{said}. See '{command} --help'.", EXIT_USAGE, given) if said else EXIT_USAGE
-        if isinstance(error, BudgetInfeasible):
-            details = {"min_bytes": error.min_bytes, "breakdown": error.breakdown}
-            return _fail(str(error), EXIT_INFEASIBLE, given, **details)
-        if isinstance(error, MisuseError):
-            return _fail(str(error), EXIT_USAGE, given)
-        name = "" if isinstance(error, GradfitError) else f"{type(error).__name__}: "
-        return _fail(f"{name}{error} (--debug shows where.)", EXIT_FAILED, given)
+        return _explain(error, given)
+
+
+def _explain(error: Exception, given: list[str]) -> int:
+    """One line for an error, and its exit code."""
+    if isinstance(error, _ClickException):
+        usage = getattr(error, "ctx", None)
+        command = usage.command_path if usage is not None else "gradfit"
+        said = error.format_message().rstrip(".")
+        return _fail(f"{said}. See '{command} --help'.", EXIT_USAGE, given) if said else EXIT_USAGE
+    if isinstance(error, BudgetInfeasible):
+        details = {"min_bytes": error.min_bytes, "breakdown": error.breakdown}
+        return _fail(str(error), EXIT_INFEASIBLE, given, **details)
+    if isinstance(error, MisuseError):
+        return _fail(str(error), EXIT_USAGE, given)
+    if isinstance(error, StateNotWritten):
+        return _fail(str(error), EXIT_FAILED, given)
+    name = "" if isinstance(error, GradfitError) else f"{type(error).__name__}: "
+    return _fail(f"{name}{error} (--debug shows where.)", EXIT_FAILED, given)
 
 
 def _fail(message: str, code: int, given: list[str], **details: Any) -> int:

@@ -16,9 +16,30 @@ from gradfit.errors import ExactnessWarning
 console = Console(stderr=True, highlight=False)
 
 
+_held: list[str] | None = None  # results that wait for the end of the command
+
+
 def print_result(text: str) -> None:
     """A result, on stdout, as it is: no markup, no wrapping."""
+    if _held is not None:
+        _held.append(text)
+        return
     sys.stdout.write(text.rstrip("\n") + "\n")
+
+
+@contextlib.contextmanager
+def results_at_the_end() -> Iterator[None]:
+    """Print results when the block has ended well, and not at all if it fails: then an error is the one document."""
+    global _held
+    held: list[str] = []
+    _held = held
+    try:
+        yield
+    finally:
+        _held = None
+    for text in held:
+        print_result(text)
+    sys.stdout.flush()
 
 
 def note(text: str) -> None:

@@ -22,7 +22,10 @@ Memory = Annotated[
 BatchSize = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Rows in one update. Default: the job's.", show_default=False)
 ]
-Seed = Annotated[int, typer.Option("--seed", min=0, help="Seeds the model, the data's order and all randomness.")]
+MOST_SEED = 2**63 - 1
+Seed = Annotated[
+    int, typer.Option("--seed", min=0, max=MOST_SEED, help="Seeds the model, the data's order and all randomness.")
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 Page = Annotated[
     Path | None, typer.Option("--report", help="Write a self-contained HTML page here.", show_default=False)

@@ -16,15 +16,15 @@ import typer
 from rich.progress import Progress as Bar
 
 from gradfit.cli.console import console, note, print_result, warnings_as_notes, working
-from gradfit.cli.options import BatchSize, Debug, Json, Memory, Page, Target
+from gradfit.cli.options import MOST_SEED, BatchSize, Debug, Json, Memory, Page, Target
 from gradfit.cli.stop import StopSignal
 from gradfit.cli.work import Work
 from gradfit.distributed.launch import Crew
 from gradfit.distributed.sharded import is_fully_sharded
-from gradfit.errors import MisuseError, StateError
+from gradfit.errors import MisuseError
 from gradfit.report.record import Measured
 from gradfit.train.audit import audit
-from gradfit.train.begun import are_settings, read_begun, write_begun
+from gradfit.train.begun import read_begun, write_begun
 from gradfit.train.pieces import whole
 from gradfit.train.randomness import seed_everything
 from gradfit.train.run import Listener, Run, RunReport, RunSettings
@@ -48,7 +48,7 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     seed: Annotated[
-        int | None, typer.Option("--seed", min=0, help="Seeds model, data and randomness. Default: 0.")
+        int | None, typer.Option("--seed", min=0, max=MOST_SEED, help="Seeds model, data and randomness. Default: 0.")
     ] = None,
     log_every: Annotated[int, typer.Option("--log-every", min=1, help="Steps between two lines.")] = 10,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write scalars to OUT/tensorboard.")] = False,
@@ -63,6 +63,8 @@ def train(
     base = Path(crew.first_says(str(out if out is not None else _default_out(target, resume))))
     states = CrewStates(base, crew)
     store = states.store
+    if store.names() or read_begun(base) is not None:
+        store.prepare()  # before anything in it is read: another run may be writing
     saved = _saved(states, resume)
     before = saved.content["settings"] if saved is not None else _begun(base, crew) if resume else {}
     if resume and not before and not crew.restarted:
@@ -97,6 +99,7 @@ def train(
         listener.close()
     digest = digest_of(work.job.model) if json else ""  # by all ranks together
     crew.leave()
+    store.close()
     if crew.rank == 0:
         if report is not None and run.step is not None and not result.interrupted:
             _write_page(work, run.step, result, listener.seconds, report)
@@ -176,8 +179,6 @@ def _saved(states: CrewStates, resume: bool) -> SavedState | None:
         note(f"Passed over {problem}")
     if saved.passed_over:
         note(f"Using {saved.path.name}, the one before.")
-    if not are_settings(saved.content.get("settings")):
-        raise StateError(f"{saved.path.name} is not a state of gradfit train: its settings are not numbers.")
     return saved
 
 

@@ -41,10 +41,8 @@ class Work:
     @classmethod
     def load(cls, target: str, *, batch_size: int | None, seed: int, page: Path | None = None) -> Work:
         """Seed, then build the job: the same seed gives the same model."""
-        if page is not None and not page.absolute().parent.is_dir():
-            raise MisuseError(
-                f"There is no directory {str(page.parent)!r} for --report. Make it, or pass another path."
-            )
+        if page is not None:
+            _check_page(page)
         seed_everything(seed)
         job = load_target(target)
         return cls(target, job, job.batch_size if batch_size is None else batch_size, seed)
@@ -117,3 +115,16 @@ class Work:
 
     def write(self, report: Report, page: Path) -> None:
         write_page(report, page)
+
+
+def _check_page(page: Path) -> None:
+    """Refuse a path that no page can be written to, before anything is measured for it."""
+    try:
+        there, is_folder = page.absolute().parent.is_dir(), page.is_dir()
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise MisuseError(f"--report {str(page)[:80]!r} is no path: {why}. Pass another.") from None
+    if not there:
+        raise MisuseError(f"There is no directory {str(page.parent)!r} for --report. Make it, or pass another path.")
+    if is_folder:
+        raise MisuseError(f"--report {str(page)!r} is a directory. Pass the path of a file, as page.html.")

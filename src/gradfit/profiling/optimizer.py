@@ -89,13 +89,8 @@ def _worst_rows(parameters: list[torch.Tensor], bursts: list[int]) -> list[list[
     return [row for one in rows if one for row in (one, one[::-1])]
 
 
-def _step_alone(
-    optimizer: Any, group: dict[str, Any], contents: list[torch.Tensor], clock: Callable[[], float]
-) -> OptimizerCost:
-    stand_ins = [torch.nn.Parameter(content) for content in contents]
-    for stand_in in stand_ins:
-        # One memory for both, whose content is of no interest: so this takes no more than the real step will.
-        stand_in.grad = stand_in.detach()
+def probe_of(optimizer: Any, group: dict[str, Any], stand_ins: list[torch.nn.Parameter]) -> Any:
+    """A copy of the optimizer with one group, of these parameters in place of its own, that has not stepped yet."""
     probe = copy.copy(optimizer)  # by what a checkpoint has of it
     shared = {id(parameter): parameter for one in optimizer.param_groups for parameter in one["params"]}
     for name, own in vars(optimizer).items():
@@ -103,6 +98,17 @@ def _step_alone(
             setattr(probe, name, copy.deepcopy(own, dict(shared)))
     probe.param_groups = [{**group, "params": stand_ins}]
     probe.state = collections.defaultdict(dict)
+    return probe
+
+
+def _step_alone(
+    optimizer: Any, group: dict[str, Any], contents: list[torch.Tensor], clock: Callable[[], float]
+) -> OptimizerCost:
+    stand_ins = [torch.nn.Parameter(content) for content in contents]
+    for stand_in in stand_ins:
+        # One memory for both, whose content is of no interest: so this takes no more than the real step will.
+        stand_in.grad = stand_in.detach()
+    probe = probe_of(optimizer, group, stand_ins)
     try:
         with torch.no_grad(), meter(stand_ins) as live:
             before = live.current_bytes

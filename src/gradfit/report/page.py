@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterable
 from html import escape
 from importlib import resources
@@ -22,14 +23,28 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 def write_page(report: Report, path: str | Path) -> Path:
     """Write the page, whole or not at all."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.tmp")
+    target, content = Path(path), render(report)
     try:
-        temporary.write_text(render(report), encoding="utf-8")
-        os.replace(temporary, target)
+        # A name that nobody could know, so that no link lies there to be followed.
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name[:32]}.", suffix=".tmp", dir=target.parent)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(content)
+            os.chmod(temporary, 0o666 & ~_umask())
+            os.replace(temporary, target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise MisuseError(f"Cannot write the page to {str(path)!r}: {error.strerror}. Pass another path.") from None
     return target
+
+
+def _umask() -> int:
+    """What new files may not be, which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
 
 
 def render(report: Report) -> str:

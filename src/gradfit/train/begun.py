@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from gradfit.errors import StateError
+from gradfit.train.expected import fields, text
+from gradfit.train.run_state import check_settings
+from gradfit.train.state import naming, open_regular
 
 NAME = "run.json"
-_KINDS = {"batch_size": int, "memory_bytes": int, "seed": int, "steps": int | None, "epochs": int | None}
 _MAX_BYTES = 64 * 1024
 
 
 def write_begun(directory: Path, settings: dict[str, Any]) -> None:
     """Write the settings of a run that begins in this directory, whole or not at all."""
     temporary = directory / f".{NAME}.tmp"
-    temporary.write_text(json.dumps({"format": "gradfit-run", "settings": settings}), encoding="utf-8")
-    os.replace(temporary, directory / NAME)
+    with naming(directory):
+        temporary.unlink(missing_ok=True)  # a link would be followed
+        temporary.write_text(json.dumps({"format": "gradfit-run", "settings": settings}), encoding="utf-8")
+        os.replace(temporary, directory / NAME)
 
 
 def read_begun(directory: Path) -> dict[str, Any] | None:
@@ -27,16 +31,12 @@ def read_begun(directory: Path) -> dict[str, Any] | None:
     if path.is_symlink() or not path.is_file():
         return None
     try:
-        content = json.loads(path.read_bytes()[:_MAX_BYTES])
-        settings = content["settings"] if content["format"] == "gradfit-run" else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        settings = None
-    if not are_settings(settings):
-        raise StateError(f"{str(path)!r} does not say what the run was begun with. Remove it, and leave out --resume.")
-    checked: dict[str, Any] = settings or {}
-    return checked
-
-
-def are_settings(settings: Any) -> bool:
-    """Whether these are the numbers of a run, each of its kind."""
-    return isinstance(settings, dict) and all(isinstance(settings.get(name), kind) for name, kind in _KINDS.items())
+        with open_regular(path) as file:
+            content = json.loads(file.read(_MAX_BYTES))
+        fields({"format": text("gradfit-run"), "settings": check_settings})("It", content)
+    except (ValueError, RecursionError) as error:  # a StateError is one
+        raise StateError(
+            f"{str(path)!r} does not say what the run was begun with ({error}). Remove it, and leave out --resume."
+        ) from None
+    settings: dict[str, Any] = content["settings"]
+    return settings

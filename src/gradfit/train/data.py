@@ -151,14 +151,24 @@ class Batches:
             "own": [generator.get_state() for generator in self._generators()],
         }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go to where `state` was taken. Draws from the global generators: put those back afterwards."""
+    def check(self, state: dict[str, Any]) -> None:
+        """Raise a `StateError` unless these data have such a place."""
         kind = "batches" if self.rows is None else "rows"
         if state["kind"] != kind or state["rows"] != self.rows:
             raise StateError(
                 f"The state's data are {state['rows'] or ''} {state['kind']}, the job's {self.rows or ''} {kind}. "
                 "Resume with the data the run began with."
             )
+        generators = self._generators()
+        if len(state["own"]) != len(generators):
+            raise StateError(
+                f"The state has {len(state['own'])} generators of the data, the job {len(generators)}. Resume with the "
+                "data the run began with."
+            )
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go to where `state` was taken. Draws from the global generators: put those back afterwards."""
+        self.check(state)
         self.epoch, self._order, self._iterator, self._pending = state["epoch"], None, None, None
         self._position = state["position"]
         self._at_start, self._before_pending = state["at_start"], state["before_pending"]
@@ -183,6 +193,11 @@ class Batches:
         if partly:
             restore_random(state["before_pending"], generators)
             self._pending, self._offset = self._fetch(), state["offset"]
+            if self._pending is None or self._offset >= size_of_batch(self._pending):
+                raise StateError(
+                    f"The state is at row {self._offset} of a batch that the data do not have. Resume with the data "
+                    "the run began with."
+                )
 
 
 def number_of_rows(data: Any) -> int | None:

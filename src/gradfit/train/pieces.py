@@ -62,6 +62,8 @@ def as_piece(saved: Any) -> Piece:
     """A whole tensor is the only piece of itself."""
     if isinstance(saved, Piece):
         return saved
+    if not isinstance(saved, Tensor) and not hasattr(saved, "get_shape"):
+        raise StateError(f"A rank's state has a {type(saved).__name__} where there must be a tensor.")
     shape = tuple(saved.shape if isinstance(saved, Tensor) else saved.get_shape())
     return Piece(saved, shape, (0,) * len(shape))
 

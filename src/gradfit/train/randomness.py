@@ -11,6 +11,8 @@ import torch
 
 from gradfit.batches.snapshot import generator_states, restore_generators
 from gradfit.errors import StateError
+from gradfit.interrupts import uninterrupted
+from gradfit.train.expected import fields, integer, list_of, number, optional, tensor
 
 
 def seed_everything(seed: int) -> None:
@@ -37,23 +39,71 @@ def random_state(own: Sequence[torch.Generator] = ()) -> dict[str, Any]:
     }
 
 
+_WORDS = 624  # of the Mersenne Twister, which Python and NumPy use
+_RANDOM = fields(
+    {
+        "torch": list_of(tensor(torch.uint8), most=1024),
+        "python": fields(
+            {
+                "version": integer(3, 3),
+                "numbers": tensor(torch.int64, (_WORDS + 1,)),
+                "gauss": optional(number()),
+            }
+        ),
+        "numpy": fields(
+            {
+                "key": tensor(torch.int64, (_WORDS,)),
+                "pos": integer(0, _WORDS),  # beyond it NumPy reads past its end
+                "has_gauss": integer(0, 1),
+                "gauss": number(),
+            }
+        ),
+        "own": list_of(tensor(torch.uint8)),
+    }
+)
+
+
+def check_random(where: str, state: Any) -> None:
+    """Raise a `StateError` unless generators of this machine can be put to this state."""
+    _RANDOM(where, state)
+    numbers, key = state["python"]["numbers"], state["numpy"]["key"]
+    _in_bounds(f"{where}.python.numbers", numbers[:_WORDS], 2**32 - 1)
+    _in_bounds(f"{where}.python.numbers", numbers[_WORDS:], _WORDS)
+    _in_bounds(f"{where}.numpy.key", key, 2**32 - 1)
+    for index, content in enumerate((*state["torch"][:1], *state["own"])):  # those of the CPU
+        try:
+            torch.Generator().set_state(content)
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise StateError(f"{where} has a state {index} that is no generator's ({error}).") from None
+
+
+def _in_bounds(where: str, numbers: torch.Tensor, high: int) -> None:
+    if int(numbers.min()) < 0 or int(numbers.max()) > high:
+        raise StateError(f"{where} has a number that is not from 0 to {high}.")
+
+
 def restore_random(state: dict[str, Any], own: Sequence[torch.Generator] = ()) -> None:
-    """Put back what `random_state` gave."""
+    """Put back what `random_state` gave; nothing is changed if it is not such a state."""
+    check_random("The state of the generators", state)
     if len(state["own"]) != len(own) or len(state["torch"]) != len(generator_states()):
         raise StateError(
             f"The state holds {len(state['torch'])} devices' and {len(state['own'])} loaders' generators, here are "
             f"{len(generator_states())} and {len(own)}. Resume on the same kind of machine with the same data."
         )
-    restore_generators(state["torch"])
-    python = state["python"]
-    random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
-    np.random.set_state(
-        {
-            "bit_generator": "MT19937",
-            "state": {"key": state["numpy"]["key"].numpy().astype("uint32"), "pos": state["numpy"]["pos"]},
-            "has_gauss": state["numpy"]["has_gauss"],
-            "gauss": state["numpy"]["gauss"],
-        }
-    )
-    for generator, content in zip(own, state["own"], strict=True):
-        generator.set_state(content)
+    python, legacy = state["python"], state["numpy"]
+    with uninterrupted():
+        try:
+            restore_generators(state["torch"])
+            for generator, content in zip(own, state["own"], strict=True):
+                generator.set_state(content)
+        except (RuntimeError, ValueError, TypeError) as error:  # of another device than the CPU
+            raise StateError(f"A generator's state is of another kind than here: {error}.") from None
+        random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+        np.random.set_state(
+            {
+                "bit_generator": "MT19937",
+                "state": {"key": legacy["key"].numpy().astype("uint32"), "pos": legacy["pos"]},
+                "has_gauss": legacy["has_gauss"],
+                "gauss": legacy["gauss"],
+            }
+        )

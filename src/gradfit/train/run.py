@@ -25,10 +25,10 @@ from gradfit.profiling.record import Profile
 from gradfit.train import snapshot
 from gradfit.train.data import Batches
 from gradfit.train.fit import fit
-from gradfit.train.fitted import Fitted
 from gradfit.train.job import Job
 from gradfit.train.pieces import Everybody
 from gradfit.train.randomness import random_state, restore_random, seed_everything
+from gradfit.train.run_state import check_state, read_plan, write_plan
 from gradfit.train.state import SavedState, StateStore, write_atomically
 from gradfit.train.step import Progress, TrainResult, TrainStep
 from gradfit.train.together import ranks_of
@@ -140,11 +140,11 @@ class Run:
         """
         state = saved.content
         try:
+            check_state(state)
             _check_settings(state["settings"], self.settings)
+            self.batches.check(state["place"]["data"])
             snapshot.check(self.job, state["job"])
-            fitted = [_read_fitted(text) for text in state["plans"]]
-            if type(state["step"]) is not int or state["step"] < 0 or not isinstance(state["place"], dict):
-                raise StateError("The state's step or place is not one.")
+            fitted = [read_plan(saved_plan) for saved_plan in state["plans"]]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             if isinstance(error, StateError):
                 raise
@@ -305,7 +305,7 @@ class Run:
             "accumulator": window_state.save(self.step.accumulator),
             "ranks": self.crew.size,
             "job": snapshot.capture(self.job),
-            "plans": [_write_fitted(fitted, self._text) for fitted in self.step.known],
+            "plans": [write_plan(fitted, self._text) for fitted in self.step.known],
         }
         path = self.store.save(content, step=self.step_number, micro=progress["done"] if progress else 0)
         self._saved_at = time.perf_counter()
@@ -334,30 +334,3 @@ def _check_settings(saved: dict[str, Any], now: RunSettings) -> None:
                 f"The run was begun with {name} {saved[name]}, not {getattr(now, name)}: that would be another run. "
                 f"Leave out {option}, or pass another --out."
             )
-
-
-_SCALARS = [field.name for field in dataclasses.fields(Fitted) if field.name not in ("plan", "profile", "shape")]
-
-
-def _write_fitted(fitted: Fitted, text: Callable[[Any], str]) -> dict[str, Any]:
-    return {
-        "plan": text(fitted.plan),
-        "profile": text(fitted.profile),
-        "shape": [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in fitted.shape],
-        **{name: getattr(fitted, name) for name in _SCALARS},
-    }
-
-
-def _read_fitted(saved: dict[str, Any]) -> Fitted:
-    types = {name: getattr(torch, name) for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
-    scalars: dict[str, Any] = {
-        name: saved[name] if saved[name] is None or isinstance(saved[name], bool) else int(saved[name])
-        for name in _SCALARS
-        if name in saved  # one that is newer than the state has its default
-    }
-    return Fitted(
-        plan=Plan.from_json(saved["plan"]),
-        profile=Profile.from_json(saved["profile"]),
-        shape=tuple((tuple(int(n) for n in shape), types[dtype]) for shape, dtype in saved["shape"]),
-        **scalars,
-    )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import collections
-import copy
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from gradfit._torch_distributed import is_dtensor
 from gradfit.errors import StateError
+from gradfit.profiling.optimizer import probe_of
+from gradfit.train.expected import same_kind
 from gradfit.train.job import Job
 from gradfit.train.nest import Piece
 from gradfit.train.pieces import Everybody, Filler, whole
@@ -24,6 +26,7 @@ def capture(job: Job) -> dict[str, Any]:
         "model": _tensors_of(job.model),
         "extra": extra,
         "optimizer": job.optimizer.state_dict(),
+        "own": _own_attributes(job.optimizer),
         "scheduler": None if job.scheduler is None else job.scheduler.state_dict(),
     }
 
@@ -40,9 +43,19 @@ def check(job: Job, state: dict[str, Any]) -> None:
         _same_kind(f"{name!r}", saved[name], tensor)
     if (state.get("scheduler") is None) != (job.scheduler is None):
         raise StateError("The state and the job must both have a scheduler or neither. Resume with the same job.")
-    if not isinstance(state.get("extra"), dict):
-        raise StateError("The state has no 'extra'. It was not written by gradfit train.")
+    extra = {key for key in job.model.state_dict() if key.endswith(_EXTRA)}
+    if strange := sorted(_dict(state, "extra").keys() ^ extra):
+        raise StateError(f"The state's and the model's extra state differ: {strange[0]!r}. Resume with the same model.")
     _check_optimizer(job.optimizer, _dict(state, "optimizer"))
+    own = _own_attributes(job.optimizer)
+    if strange := sorted(state.get("own", {}).keys() - own.keys()):
+        raise StateError(
+            f"The state's optimizer has {strange[0]!r}, the job's has not. Resume with the same optimizer."
+        )
+    for name, value in state.get("own", {}).items():
+        same_kind(f"The state's optimizer's {name!r}", value, own[name])
+    if job.scheduler is not None:
+        same_kind("The state's scheduler", state["scheduler"], job.scheduler.state_dict())
 
 
 def restore(job: Job, state: dict[str, Any], everybody: Everybody = list) -> None:
@@ -54,10 +67,26 @@ def restore(job: Job, state: dict[str, Any], everybody: Everybody = list) -> Non
         optimizer = _gathered(job.optimizer, state["optimizer"], filler)
         filler.finish()
     if state["extra"]:
-        job.model.load_state_dict({**job.model.state_dict(), **state["extra"]})
-    _restore_optimizer(job.optimizer, optimizer)
+        with _said("extra state"):
+            job.model.load_state_dict({**job.model.state_dict(), **state["extra"]})
+    with _said("optimizer"):
+        _restore_optimizer(job.optimizer, optimizer)
+        _restore_own(job.optimizer, state.get("own", {}))
     if job.scheduler is not None:
-        job.scheduler.load_state_dict(state["scheduler"])
+        with _said("scheduler"):
+            job.scheduler.load_state_dict(state["scheduler"])
+
+
+@contextlib.contextmanager
+def _said(part: str) -> Iterator[None]:
+    """What an optimizer, a scheduler or a model does not take of a state is the state's fault."""
+    try:
+        yield
+    except Exception as error:
+        raise StateError(
+            f"The job's {part} does not take what the state has of it ({type(error).__name__}: {error}). Resume with "
+            "the same job."
+        ) from error
 
 
 def whole_model(model: torch.nn.Module, keep: bool) -> dict[str, torch.Tensor]:
@@ -110,15 +139,61 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) ->
         raise StateError(
             f"The state is that of another optimizer than {type(optimizer).__name__}. Resume with the same."
         )
+    for number, (group, own) in enumerate(zip(groups, here["param_groups"], strict=True)):
+        same_kind(f"The state's optimizer's group {number}", group, own)
+        for name in _FRACTIONS & group.keys():
+            for value in group[name] if isinstance(group[name], tuple | list) else [group[name]]:
+                if isinstance(value, int | float) and not 0 <= value <= 1:
+                    raise StateError(f"The state's optimizer has {name} {value!r}, which is not from 0 to 1.")
     expected = _Expected(optimizer)
     for index, entries in states.items():
         if index not in expected.by_index or not isinstance(entries, dict):
             raise StateError(
                 f"The state's optimizer has an entry for parameter {index!r}, which the job does not have."
             )
-        for name, made in expected.of(index).items():
-            if isinstance(made, torch.Tensor) and name in entries:
-                _same_kind(f"optimizer's {name!r} of parameter {index}", entries[name], made)
+        for name, made in expected.of(index).items() if entries else ():
+            what = f"optimizer's {name!r} of parameter {index}"
+            if name not in entries:
+                raise StateError(f"The state has no {what}. Resume with the same optimizer.")
+            if isinstance(made, torch.Tensor) and isinstance(entries[name], torch.Tensor | Piece):
+                _same_kind(what, entries[name], made)
+            else:
+                same_kind(f"The state's {what}", entries[name], made)
+
+
+_FRACTIONS = {"betas"}  # of others torch takes roots
+
+
+def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What an optimizer holds beside what torch's `state_dict` has of it: counters, numbers, tensors of its own."""
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in _TORCHS_OWN
+        and (_is_plain(value) or (isinstance(value, torch.Tensor) and id(value) not in trained))
+    }
+
+
+_TORCHS_OWN = vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)).keys() | {"step", "_opt_called"}  # the last: schedulers'
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _restore_own(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    for name, value in saved.items():
+        here = getattr(optimizer, name, None)
+        if isinstance(here, torch.Tensor) and isinstance(value, torch.Tensor):
+            with torch.no_grad():
+                here.copy_(value)
+        else:
+            setattr(optimizer, name, value)
 
 
 class _Expected:
@@ -165,9 +240,7 @@ def _state_after_one_step(
     """What this optimizer keeps for such a parameter, seen on a stand-in."""
     stand_in = torch.nn.Parameter(torch.zeros_like(parameter))
     stand_in.grad = torch.zeros_like(parameter)
-    probe = copy.copy(optimizer)
-    probe.param_groups = [{**group, "params": [stand_in]}]
-    probe.state = collections.defaultdict(dict)
+    probe = probe_of(optimizer, group, [stand_in])
     with torch.no_grad():
         probe.step()
     return dict(probe.state.get(stand_in, {}))

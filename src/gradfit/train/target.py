@@ -68,14 +68,16 @@ def _module_from_file(place: str, target: str) -> Any:
     path = Path(place)
     if not path.is_file():
         raise TargetError(f"There is no file {place!r}. Pass file.py:function with a path from {Path.cwd().name}/.")
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    shadows = path.stem in sys.stdlib_module_names  # whoever imports that module must get it, not the job
+    name = f"gradfit_job_{path.stem}" if shadows or path.stem in sys.modules else path.stem
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise TargetError(f"{place!r} is not a Python file. Pass file.py:function.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # so that dataclasses and data-loading workers find it
+    sys.modules[name] = module  # so that dataclasses and data-loading workers find it
     folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)  # as `python file.py` does: its neighbours can be imported
+    if folder not in sys.path:  # as `python file.py` does: its neighbours can be imported
+        sys.path.insert(len(sys.path) if shadows else 0, folder)
     _guarded(target, "cannot be imported:", spec.loader.exec_module, module)
     return module
 
@@ -98,7 +100,7 @@ def _guarded(target: str, what: str, function: Callable[..., Any], *args: Any) -
     """Call the user's code; whatever it raises becomes one line that says where."""
     try:
         return function(*args)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         frames = [
             f
             for f in traceback.extract_tb(error.__traceback__)
@@ -108,4 +110,8 @@ def _guarded(target: str, what: str, function: Callable[..., Any], *args: Any) -
         if isinstance(error, SyntaxError):
             place = f" ({Path(error.filename or target).name}:{error.lineno})"
         text = " ".join(str(error).split()) or "no message"
+        if isinstance(error, SystemExit):
+            raise TargetError(
+                f"{target} called sys.exit({error.code!r}){place}. Let it return a gradfit.Job, or raise an exception."
+            ) from error
         raise TargetError(f"{target} {what} {type(error).__name__}: {text}{place}") from error

@@ -14,6 +14,7 @@ from typing import Any
 from gradfit.distributed.launch import Crew
 from gradfit.errors import StateError
 from gradfit.train.nest import Piece
+from gradfit.train.run_state import check_state
 from gradfit.train.state import SavedState, StateStore
 
 
@@ -31,7 +32,7 @@ class CrewStates:
         self.store = self._store_of(crew.rank)
 
     def _store_of(self, rank: int) -> StateStore:
-        return StateStore(self.out if rank == 0 else self.out / "ranks" / str(rank))
+        return StateStore(self.out if rank == 0 else self.out / "ranks" / str(rank), check_state)
 
     def load(self) -> SavedState | None:
         """The newest state that all ranks can go on from, on all ranks together; None if the first rank has none.
@@ -90,8 +91,7 @@ class CrewStates:
 
 def ranks_of(saved: SavedState) -> int:
     """How many ranks the run had that wrote a state."""
-    ranks = saved.content.get("ranks", 1)
-    return ranks if type(ranks) is int and ranks > 0 else 1
+    return int(saved.content.get("ranks", 1))
 
 
 def _in_pieces(saved: SavedState) -> bool:

@@ -1,0 +1,33 @@
+"""A context that is interrupted as it begins leaves its setting behind, torch's own too: a snapshot takes it away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import gradfit as gf
+from gradfit._torch_listen import ThreadState
+from gradfit.batches.snapshot import untouched
+
+LEAVE: dict[str, Callable[[], object]] = {
+    "gradients": lambda: torch.set_grad_enabled(False),
+    "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t).__enter__(),
+    "modes": lambda: gf.meter().__enter__(),
+    "recorder": lambda: gf.CheckpointScope("left").__enter__(),
+}
+
+
+@pytest.mark.parametrize("what", LEAVE)
+def test_what_is_left_behind_is_taken_away(what: str) -> None:
+    model = nn.Linear(2, 2)
+    before = ThreadState()
+    with untouched(model):
+        LEAVE[what]()
+    after = ThreadState()
+    names = ("_gradients", "_hooks", "_modes", "_ear", "_excluded")
+    assert [getattr(after, name) for name in names] == [getattr(before, name) for name in names]
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
