@@ -11,9 +11,11 @@ operations are replayed many times. A plan is better where one can be made.
 
 from __future__ import annotations
 
+import contextlib
+import heapq
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ import torch
 from gradfit._torch import output_bytes, storage_key, storage_owners
 from gradfit.errors import BudgetInfeasible
 from gradfit.profiling.meter import Meter
-from gradfit.tape.graph import Operation, Segment, Value
+from gradfit.tape.graph import Operation, Segment, Tape, Value
 from gradfit.tape.ops import info_of
 from gradfit.tape.policy import HOLD
 from gradfit.tape.record import Recorder
@@ -41,7 +43,12 @@ class Evictor(Meter):
         self.limit_bytes = limit_bytes
         self.evictions = 0
         self._start = int(limit_bytes * threshold)
-        self._pool: list[tuple[weakref.ref[Value], float]] = []  # values that were made, and the seconds it took
+        self._held: dict[int, weakref.ref[Value]] = {}  # values that are there and can be made again
+        self._awaited: dict[int, weakref.ref[Value]] = {}  # those of the sweep that runs
+        self._queue: list[tuple[float, int, weakref.ref[Value]]] = []  # some of them, a heap by what dropping costs
+        self._before_scan = 0  # how many may be dropped before all are looked at again
+        self._lock: Any = contextlib.nullcontext()  # the tape's: replays run in threads of the autograd engine
+        self._tape: weakref.ref[Tape] | None = None
         self._seconds: dict[int, float] = {}  # by operation
         self._used: dict[int, float] = {}  # by storage: when it was last an argument
         self._sizes: dict[Any, int] = {}
@@ -51,6 +58,8 @@ class Evictor(Meter):
         """A recorder whose values this evictor may drop; enter the evictor first, then it."""
         recorder = Recorder(Segment(Segment(None)), _HoldAll())
         recorder.watching = self._note
+        recorder.tape.holding = self._hold
+        self._lock, self._tape = recorder.tape.lock, weakref.ref(recorder.tape)
         return recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,11 +88,12 @@ class Evictor(Meter):
 
     def _note(self, op: Operation) -> None:
         self._seconds[op.index] = self._last_seconds
-        for reference in op.outputs:
-            if reference is not None:
-                self._pool.append((reference, self._last_seconds))
-        if len(self._pool) > 256 and len(self._pool) & (len(self._pool) - 1) == 0:
-            self._pool = [entry for entry in self._pool if entry[0]() is not None]
+
+    def _hold(self, values: Iterable[Value]) -> None:
+        """These are there now, or will be in the sweep that begins."""
+        held = {id(value): weakref.ref(value) for value in values}
+        self._held.update(held)
+        self._awaited = held
 
     def _need(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
         """Bytes that an operation is about to allocate; with a key if that is a guess, to be corrected under it."""
@@ -101,32 +111,68 @@ class Evictor(Meter):
         return None, known
 
     def _evict(self, need_bytes: int, args: Any) -> None:
-        busy = {storage_key(a) for a in _tensors_in(args) if a.layout is torch.strided}
+        """Drop the cheapest first. What they cost is looked at again when half of those in the queue are gone."""
+        busy = {storage_key(a) for a in args if isinstance(a, torch.Tensor) and a.layout is torch.strided}
         now = time.perf_counter()
-        candidates = []
-        for reference, seconds in self._pool:
+        with self._lock:
+            need_bytes -= self._drop(need_bytes, busy, now, self._before_scan)
+            if need_bytes > 0:
+                self._scan(now)
+                self._before_scan = len(self._queue) // 2
+                self._drop(need_bytes, busy, now, len(self._queue))
+
+    def _scan(self, now: float) -> None:
+        """Make the queue of all values that are there."""
+        self._queue, there = [], {}
+        for identity, reference in self._held.items():
+            value = reference()
+            if value is None or value.op is None:
+                continue
+            if value.tensor is not None or identity in self._awaited:
+                there[identity] = reference
+            if value.tensor is not None:
+                self._queue.append((self._price(value, now), identity, reference))
+        self._held = there
+        heapq.heapify(self._queue)
+
+    def _drop(self, need_bytes: int, busy: set[int], now: float, most: int) -> int:
+        """Drop at most so many from the queue, until enough bytes are free; returns how many are."""
+        freed = 0
+        while freed < need_bytes and self._queue and most > 0:
+            price, identity, reference = heapq.heappop(self._queue)
             value = reference()
             if value is None or value.tensor is None or value.op is None:
                 continue
-            key = storage_key(value.tensor)
-            if key in busy or storage_owners(value.tensor) > 1:  # somebody else holds it: nothing would be freed
+            if storage_key(value.tensor) in busy or storage_owners(value.tensor) > 1:
+                continue  # somebody else holds it: nothing would be freed
+            present = self._price(value, now)
+            if self._queue and present > max(price, self._queue[0][0]):  # it was used since, or is dearer now
+                heapq.heappush(self._queue, (present, identity, reference))
                 continue
-            size = value.tensor.untyped_storage().nbytes()
-            age = now - self._used.get(key, 0.0) + 1e-6
-            candidates.append((self._cost(value, seconds) / (max(size, 1) * age), size, value))
-        candidates.sort(key=lambda entry: entry[0])
-        freed = 0
-        for _, size, value in candidates:
-            if freed >= need_bytes:
-                break
+            freed += value.tensor.untyped_storage().nbytes()
             value.tensor = None
-            freed += size
             self.evictions += 1
+            self._before_scan -= 1
+            most -= 1
+        tape = None if self._tape is None else self._tape()
+        if freed and tape is not None:
+            tape.begin_epoch()
+        return freed
 
-    def _cost(self, value: Value, seconds: float) -> float:
+    def _price(self, value: Value, now: float) -> float:
+        """Seconds to rebuild a value that is there, for each byte and each second that it was not used."""
+        tensor = value.tensor
+        if tensor is None or value.op is None:
+            return 0.0
+        age = now - self._used.get(storage_key(tensor), 0.0) + 1e-6
+        return self._cost(value) / (max(tensor.untyped_storage().nbytes(), 1) * age)
+
+    def _cost(self, value: Value) -> float:
         """Seconds to rebuild a value, with the dropped values on the way to it."""
-        total = seconds
-        stack = list(value.op.inputs) if value.op is not None else []
+        if value.op is None:
+            return 0.0
+        total = self._seconds.get(value.op.index, 0.0)
+        stack = list(value.op.inputs)
         seen: set[int] = set()
         while stack and len(seen) < _CHAIN:
             source = stack.pop()

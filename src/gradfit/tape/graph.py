@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -213,13 +213,14 @@ class Leaf:
 class Tape:
     """What the handles of one recording share."""
 
-    __slots__ = ("__weakref__", "epoch", "lock", "pass_number", "retains")
+    __slots__ = ("__weakref__", "epoch", "holding", "lock", "pass_number", "retains")
 
     def __init__(self, lock: Any) -> None:
         self.lock = lock  # accelerators' backward passes unpack in threads of their own
         self.pass_number = 1
         self.epoch = _next_epoch()  # what was found unwanted stays so until the next one
         self.retains = True  # what a sweep makes and the rest of the pass needs
+        self.holding: Callable[[Iterable[Value]], None] | None = None  # told of values that may be evicted from now on
         process.tape_begins(self)
 
     def __del__(self) -> None:

@@ -77,6 +77,8 @@ def rebuild(target: Value, tape: Tape, *, retain: bool = True) -> torch.Tensor:
     started = time.perf_counter()
     operations = _needed(target)
     retained = _retained(operations, target, tape) if retain else set()
+    if tape.holding is not None:
+        tape.holding(retained)  # as soon as they are made
     uses: dict[Value, int] = {}
     for op in operations:
         for value in op.inputs:
@@ -93,6 +95,8 @@ def rebuild(target: Value, tape: Tape, *, retain: bool = True) -> torch.Tensor:
                 left = uses[value] = uses[value] - 1
                 if left == 0 and value is not target:
                     made.pop(value, None)
+    if tape.holding is not None:
+        tape.holding(retained)
     if retain:
         for value in uses:
             if value.tensor is not None and value.op is not None:

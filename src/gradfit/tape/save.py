@@ -80,6 +80,8 @@ class Saver(Known):
         if value.evictable and (forward_tensor is not None or tensor.dtype is value.geometry[3]):
             value.tensor = _whole(value, tensor, forward_tensor)
             value.version = tensor._version
+            if self.tape.holding is not None:
+                self.tape.holding((value,))
         elif self.segment.scope is not None:
             self.segment.scope.note_freed(value, tensor.untyped_storage().nbytes())
 
