@@ -438,3 +438,19 @@ def test_linear_saves_what_it_read() -> None:
 
     for ours, plain in zip(run(True), run(False), strict=True):
         assert torch.equal(ours, plain)
+
+
+def test_memory_filled_by_numpy_under_inference_mode() -> None:
+    """Uninitialised when it was made, filled unseen, read through a view, refilled after the scope."""
+
+    def run(scoped: bool) -> torch.Tensor:
+        x = torch.linspace(-1, 1, 4).requires_grad_()
+        with gf.CheckpointScope("scope", enabled=scoped):
+            with torch.inference_mode():
+                buffer = torch.empty(8)
+            buffer.numpy()[:] = np.arange(8)
+            loss = ((x + buffer[2:6]).sin() + buffer[4:]).exp().sum()
+        buffer.numpy()[:] = 5
+        return torch.autograd.grad(loss, x)[0]
+
+    assert torch.equal(run(True), run(False))

@@ -210,8 +210,8 @@ class Known:
 
     def _hold(self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch) -> None:
         geometry = place_of(tensor)  # or it is not what lies in its storage
-        if tensor.is_inference():  # rule 7: no version counter
-            value.tensor = copy_storage(tensor, geometry)
+        if is_unwatched(tensor):  # rule 7
+            value.tensor, value.natural = copy_storage(tensor, geometry), nothing
             return
         # Not the tensor itself: it may have, or get, a graph that holds the tape.
         value.tensor = alias(tensor)

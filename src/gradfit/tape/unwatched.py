@@ -60,11 +60,13 @@ def digest_of(tensor: torch.Tensor) -> bytes:
     """A number for all of its bits."""
     with unseen():
         content: Any = _flat(tensor).view(torch.uint8).cpu().numpy()
-    return hashlib.blake2b(content, digest_size=16).digest()
+    return hashlib.sha1(content, usedforsecurity=False).digest()  # as fast as copying
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the storages of two tensors overlap, though they may be two."""
+    if isinstance(a, FakeTensor) or isinstance(b, FakeTensor):  # which have no memory
+        return False
     one, other = a.untyped_storage(), b.untyped_storage()
     return (
         a.device == b.device
