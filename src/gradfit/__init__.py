@@ -54,6 +54,7 @@ from gradfit.train.audit import AuditReport, audit
 from gradfit.train.fit import fit
 from gradfit.train.job import Job
 from gradfit.train.step import TrainResult, TrainStep
+from gradfit.tree import whole
 
 __all__ = [
     "AccumulationBufferDynamic",
@@ -129,5 +130,6 @@ __all__ = [
     "plan",
     "profile",
     "topological_sort",
+    "whole",
 ]
 __version__ = "0.1.0"

@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from gradfit.errors import MisuseError
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """Something in a batch that every part gets as it is."""
+
+    content: Any
+
+
+def whole(content: Any) -> Whole:
+    """Mark an entry of a batch that goes to every part uncut: `loss_fn` is given `content` itself.
+
+    Args:
+        content: anything: a table that all rows use, a list of names, a size.
+
+    >>> [unmarked(part)["names"] for part in split_batch({"x": torch.arange(3), "names": whole(["a", "b"])}, 2)]
+    [['a', 'b'], ['a', 'b']]
+    """
+    return Whole(content)
 
 
 def leaves(nest: Any) -> Iterator[torch.Tensor]:
@@ -21,34 +41,129 @@ def leaves(nest: Any) -> Iterator[torch.Tensor]:
     elif isinstance(nest, list | tuple):
         for item in nest:
             yield from leaves(item)
+    elif isinstance(nest, Whole):
+        yield from leaves(nest.content)
     elif dataclasses.is_dataclass(nest) and not isinstance(nest, type):
         for field in dataclasses.fields(nest):
             yield from leaves(getattr(nest, field.name))
 
 
-def size_of_batch(batch: Any) -> int:
-    """The rows of a batch: the size of dim 0, on which all its tensors must agree.
+class _Entry(NamedTuple):
+    """Something in a batch that has rows."""
 
-    >>> size_of_batch({"x": torch.zeros(6, 2), "y": torch.zeros(6)})
+    name: str
+    rows: int
+    is_tensor: bool
+
+
+def size_of_batch(batch: Any) -> int:
+    """The rows of a batch: the size of dim 0, on which all its tensors and lists must agree.
+
+    >>> size_of_batch({"x": torch.zeros(6, 2), "text": ["a", "b", "c", "d", "e", "f"]})
     6
     """
-    sizes = {tensor.size(0) for tensor in leaves(batch) if tensor.dim()}
-    if len(sizes) != 1:
-        found = f"sizes {sorted(sizes)} along dim 0" if sizes else "no tensor with a dim 0"
-        raise MisuseError(f"The batch cannot be split: it has {found}. Pass split=, a function (batch, size) -> parts.")
-    return sizes.pop()
+    entries = list(_entries(batch, ""))
+    tensors = [entry for entry in entries if entry.is_tensor]
+    if not tensors:
+        raise MisuseError(
+            "The batch cannot be split: it has no tensor with a dim 0. Pass split=, a function (batch, size) -> parts."
+        )
+    rows = tensors[0].rows
+    for entry in (*tensors, *entries):
+        if entry.rows != rows:
+            what = f"size {entry.rows} along dim 0" if entry.is_tensor else f"length {entry.rows}"
+            raise MisuseError(
+                f"The batch cannot be split: {entry.name} has {what}, {tensors[0].name} has {rows} rows. Pass "
+                f"gf.whole(…) as {entry.name} if every part is to get all of it, or split=, a function "
+                "(batch, size) -> parts."
+            )
+    return rows
+
+
+def _entries(nest: Any, name: str) -> Iterator[_Entry]:
+    """What has rows, by name: tensors, arrays, and lists that are no containers of tensors."""
+    if isinstance(nest, torch.Tensor | np.ndarray):
+        if nest.ndim:
+            yield _Entry(name or "it", nest.shape[0], isinstance(nest, torch.Tensor))
+    elif isinstance(nest, Whole):
+        return
+    elif isinstance(nest, Mapping):
+        for key, item in nest.items():
+            yield from _entries(item, f"{name}[{key!r}]")
+    elif _is_row_list(nest):
+        yield _Entry(name or "it", len(nest), False)
+    elif isinstance(nest, list | tuple):
+        for position, item in enumerate(nest):
+            yield from _entries(item, f"{name}[{position}]")
+    elif dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        for field in dataclasses.fields(nest):
+            yield from _entries(getattr(nest, field.name), f"{name}.{field.name}")
+
+
+def _is_row_list(nest: Any) -> bool:
+    """A list or tuple with one item a row: one that holds no tensors, arrays or marks."""
+    if not isinstance(nest, list | tuple) or hasattr(nest, "_fields"):
+        return False
+    return not any(_holds_rows(item) for item in nest)
+
+
+def _holds_rows(nest: Any) -> bool:
+    if isinstance(nest, torch.Tensor | np.ndarray | Whole):
+        return True
+    if isinstance(nest, Mapping):
+        return any(map(_holds_rows, nest.values()))
+    if isinstance(nest, list | tuple):
+        return any(map(_holds_rows, nest))
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        return any(_holds_rows(getattr(nest, field.name)) for field in dataclasses.fields(nest))
+    return False
 
 
 def split_batch(batch: Any, size: int) -> Iterator[Any]:
-    """Parts of at most `size` rows, as views; what is not a tensor goes into each part as it is.
+    """Parts of at most `size` rows: tensors as views, lists with them; numbers and strings go into each as they are.
 
-    >>> [part.tolist() for part in split_batch(torch.arange(5), 2)]
-    [[0, 1], [2, 3], [4]]
+    >>> list(split_batch({"x": torch.arange(3), "text": ["a", "b", "c"]}, 2))
+    [{'x': tensor([0, 1]), 'text': ['a', 'b']}, {'x': tensor([2]), 'text': ['c']}]
     """
     total = size_of_batch(batch)
     for start in range(0, total, size):
-        rows = slice(start, start + size)
-        yield map_tensors(batch, lambda tensor, rows=rows: tensor[rows] if tensor.dim() else tensor)  # type: ignore[misc]
+        yield take_rows(batch, slice(start, start + size))
+
+
+def take_rows(nest: Any, rows: slice) -> Any:
+    """These rows of a nest."""
+    if isinstance(nest, torch.Tensor | np.ndarray):
+        return nest[rows] if nest.ndim else nest
+    if isinstance(nest, Whole):
+        return nest
+    if _is_row_list(nest):
+        return nest[rows]
+    return _map_many(nest, [nest], lambda parts: take_rows(parts[0], rows))
+
+
+def unmarked(nest: Any) -> Any:
+    """The nest as `loss_fn` is given it: without the marks of `whole`; the nest itself where there are none."""
+    return _unmark(nest) if _holds_marks(nest) else nest
+
+
+def _unmark(nest: Any) -> Any:
+    if isinstance(nest, Whole):
+        return nest.content
+    if isinstance(nest, torch.Tensor) or _is_row_list(nest):
+        return nest
+    return _map_many(nest, [nest], lambda parts: _unmark(parts[0]))
+
+
+def _holds_marks(nest: Any) -> bool:
+    if isinstance(nest, Whole):
+        return True
+    if isinstance(nest, Mapping):
+        return any(map(_holds_marks, nest.values()))
+    if isinstance(nest, list | tuple):
+        return any(_holds_marks(item) for item in nest if not isinstance(item, str | int | float | torch.Tensor))
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        return any(_holds_marks(getattr(nest, field.name)) for field in dataclasses.fields(nest))
+    return False
 
 
 def repeat_rows(batch: Any, rows: int) -> Any:
@@ -60,8 +175,19 @@ def repeat_rows(batch: Any, rows: int) -> Any:
     have = size_of_batch(batch)
     if have == rows:
         return batch
-    index = torch.arange(rows) % have
-    return map_tensors(batch, lambda tensor: tensor[index.to(tensor.device)] if tensor.dim() else tensor)
+    return _repeat(batch, [row % have for row in range(rows)])
+
+
+def _repeat(nest: Any, order: list[int]) -> Any:
+    if isinstance(nest, torch.Tensor):
+        return nest[torch.tensor(order, device=nest.device)] if nest.dim() else nest
+    if isinstance(nest, np.ndarray):
+        return nest[order] if nest.ndim else nest
+    if isinstance(nest, Whole):
+        return nest
+    if _is_row_list(nest):
+        return type(nest)(nest[row] for row in order)
+    return _map_many(nest, [nest], lambda parts: _repeat(parts[0], order))
 
 
 def join_chunks(outputs: Sequence[Any], total: int) -> Any:

@@ -265,7 +265,11 @@ def _name(path: _Path) -> str:
 def _number(value: Any) -> Number:
     """A scalar that a node has saved; a tensor of the CPU becomes a Python number, another stays where it is."""
     if isinstance(value, Tensor) and value.device.type == "cpu":
-        return value.item()
+        # Not item(): under a dispatch mode torch would hand it the plain number that this scalar was wrapped from.
+        number: Any = value.tolist()
+        while isinstance(number, list):
+            number = number[0]
+        return number  # type: ignore[no-any-return]
     return value  # type: ignore[no-any-return]
 
 

@@ -13,16 +13,19 @@ import torch
 from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_out_of_memory, raised_by_functorch, storage_key
 from gradfit._torch_fsdp import drop_gradients
-from gradfit.batches.snapshot import untouched
+from gradfit.batches.additivity import MOST_ROWS, batch_norms, measure_additivity
+from gradfit.batches.loss import PartLoss, read_loss
+from gradfit.batches.record import Additivity
+from gradfit.batches.snapshot import Generators, untouched
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.profiling.assemble import Sample, assemble
 from gradfit.profiling.clock import seconds_now
-from gradfit.profiling.meter import tensors_in
+from gradfit.profiling.meter import meter, tensors_in
 from gradfit.profiling.optimizer import OptimizerCost, optimizer_cost
 from gradfit.profiling.record import Hardware, Profile
 from gradfit.profiling.resident import gradient_bytes, storage_bytes
 from gradfit.profiling.trace import Trace, watching
-from gradfit.tree import leaves, size_of_batch, split_batch
+from gradfit.tree import leaves, size_of_batch, split_batch, unmarked
 
 LossFunction = Callable[[torch.nn.Module, Any], Any]
 _Cut = Callable[[Any, int], Iterable[Any]]
@@ -42,6 +45,7 @@ def profile(
     fake: bool = False,
     hardware: Hardware | None = None,
     host_bandwidth: float = 0.0,
+    additivity: Additivity | None = None,
 ) -> Profile:
     """Measure what one step does: each operation's seconds and bytes, what autograd saves, where it comes from.
 
@@ -49,6 +53,8 @@ def profile(
     changed: gradients, buffers and random generators are put back. With `memory_bytes` only as much of the batch is run
     as fits, by estimate, into that many bytes; with `rows`, just that many rows. With a `host_bandwidth`, in bytes per
     second out of the device's memory, plans may offload. `fake=True` measures nothing: it predicts for `hardware`.
+    Whether the loss adds up over parts of the batch is measured, too (`additivity`, unless it is given): a plan from
+    this profile does not cut a batch whose parts' losses do not make that of the whole.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
     >>> found = profile(model, lambda m, x: m(x).square().mean(), torch.ones(4, 8))
@@ -68,6 +74,10 @@ def profile(
     cut = split or split_batch
     cost = optimizer_cost(optimizer) if optimizer is not None else OptimizerCost(0, 0, 0.0)
     with untouched(model):
+        if additivity is None:
+            additivity = _additivity(model, loss_fn, sample_batch, split, memory_bytes)
+        if not additivity.runs_parts:
+            rows = total
         if rows is not None:
             room = _room(model, sample_batch, memory_bytes, cost)
             samples = [_sample(model, loss_fn, next(iter(cut(sample_batch, rows))), rows, room / 6, room)]
@@ -77,9 +87,42 @@ def profile(
         least = 2 if samples[-1].refused_one else 1
     resident = tensors_in([*model.parameters(), *model.buffers(), *leaves(sample_batch)])
     known = {storage_key(tensor) for tensor in resident}
-    return assemble(
+    found = assemble(
         model, sample_batch, total, samples, cost, host_bandwidth=host_bandwidth, static=known, min_batch=least
     )
+    return dataclasses.replace(found, additivity=additivity, splittable=additivity.adds_up)
+
+
+def _additivity(
+    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, split: _Cut | None, memory_bytes: int | None
+) -> Additivity:
+    """Measured inside of `untouched`, which puts buffers and generators back."""
+
+    def backward(loss: torch.Tensor) -> None:
+        torch.autograd.backward(loss)
+        drop_gradients(model)
+
+    # FSDP2 lets go of its parameters in the backward pass: a forward alone would hold them.
+    finish = backward if distributed.is_running() else None
+    rows = MOST_ROWS if memory_bytes is None else _rows_within(model, loss_fn, batch, split, memory_bytes)
+    return measure_additivity(model, loss_fn, batch, split=split, rows=rows, rewind=Generators().restore, finish=finish)
+
+
+def _rows_within(
+    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, split: _Cut | None, memory_bytes: int
+) -> int:
+    """How many rows a forward alone can have below the budget: of a few, and at least two, by what few take."""
+    few = 2 if batch_norms(model) else 1
+    part = next(iter((split or split_batch)(batch, few)))
+    try:
+        with meter(model, batch) as live, torch.no_grad():
+            before = live.current_bytes
+            loss_fn(model, unmarked(part))
+    except Exception:  # the user's code, which may need gradients or more rows: measured it will be said
+        return 2
+    taken = max(1, live.peak_bytes - before)
+    room = 0.9 * (memory_bytes - before - storage_bytes(model.parameters()) / 16)
+    return max(2, min(MOST_ROWS, int(room / taken * few)))
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -110,10 +153,17 @@ def check_batch(batch: Any, split: Callable[[Any, int], Iterable[Any]] | None) -
 
 
 def run_loss(loss_fn: LossFunction, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
-    """Call `loss_fn` and check what it returns: `(loss, None)` for a mean, `(loss, count)` for a sum.
+    """Call `loss_fn` and check what it returns: `(loss, None)` for a mean, `(loss, count)` for a sum."""
+    part = run_part(loss_fn, model, batch, 0)
+    return part.loss, part.count
+
+
+def run_part(loss_fn: LossFunction, model: torch.nn.Module, batch: Any, rows: int) -> PartLoss:
+    """Call `loss_fn` with a batch of so many rows, and read what it returns.
 
     A `loss_fn` that changes the batch would see another one in the next micro-batch or after an out-of-memory.
     """
+    batch = unmarked(batch)
     before = [(tensor, tensor._version) for tensor in leaves(batch)]
     result = loss_fn(model, batch)
     after = list(leaves(batch))
@@ -121,16 +171,7 @@ def run_loss(loss_fn: LossFunction, model: torch.nn.Module, batch: Any) -> tuple
         new is not old or new._version != version for new, (old, version) in zip(after, before, strict=True)
     ):
         raise MisuseError("loss_fn changed the batch it was given. Work on a copy: batch = dict(batch), x = x.clone().")
-    loss, count = result if isinstance(result, tuple) else (result, None)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise MisuseError(
-            f"loss_fn must return a scalar loss or (loss_sum, count); it returned {shape}. "
-            "Take .mean(), or .sum() and count."
-        )
-    if not loss.requires_grad:
-        raise MisuseError("The loss has no graph: nothing that requires a gradient went into it. Do not detach() it.")
-    return loss, count
+    return read_loss(result, rows)
 
 
 def _samples(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from gradfit import records
+from gradfit.batches.record import Additivity
 from gradfit.errors import MisuseError, StateError
 from gradfit.profiling.graph import Graph
 from gradfit.profiling.table import describe
@@ -144,7 +145,8 @@ class Profile:
     replay_overhead_seconds: float = 0.0  # the tape's, per replayed operation
     batch_size: int = 1  # at which it was measured
     min_batch: int = 1
-    splittable: bool = True  # False: the batch cannot be cut, so its size is the only micro-batch
+    splittable: bool = True  # False: the batch is not to be cut, so its size is the only micro-batch
+    additivity: Additivity | None = None  # whether the losses of parts make that of the whole; None: not measured
     host_bandwidth: float = 0.0  # bytes per second out to the host or a file; 0 means offloading is not offered
     device: str = "cpu"
     predicted: bool = False  # from fake tensors, not measured

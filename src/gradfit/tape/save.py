@@ -37,6 +37,8 @@ class Saver(Known):
             self._bury()
         if tensor.requires_grad and tensor.is_leaf:  # it lives anyway, even if it was made inside
             return (tensor, tensor._version)
+        if tensor.numel() == 1:  # a number costs less than its rebuilding, and can be looked at without a sweep
+            return self._pack_root(tensor)
         try:
             key = storage_key(tensor) if type(tensor) is torch.Tensor else key_of(tensor)
         except (Untrackable, RuntimeError, NotImplementedError):

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit import records
 from gradfit._torch_listen import unseen
+from gradfit.batches.additivity import batch_norms
 from gradfit.batches.snapshot import Snapshot, generator_states, untouched
 from gradfit.errors import MisuseError
 from gradfit.planning.record import Plan
@@ -24,7 +25,7 @@ from gradfit.recompute.scope import suspended
 from gradfit.tape.graph import Handle, Operation, Segment
 from gradfit.tape.record import Recorder
 from gradfit.tape.save import unpack
-from gradfit.train.batchnorm import batch_norm_note, batch_norms
+from gradfit.train.batchnorm import batch_norm_note
 from gradfit.train.digest import Digests, as_bytes
 from gradfit.train.full_batch import FullBatchError, compare_with_full_batch
 from gradfit.tree import leaves, split_batch

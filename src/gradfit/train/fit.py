@@ -8,17 +8,18 @@ from typing import Any
 import torch
 
 from gradfit._torch_fsdp import drop_gradients
-from gradfit.accumulate.accumulator import GradientAccumulator
+from gradfit.accumulate.accumulator import BareAccumulator
 from gradfit.arguments import read_count
 from gradfit.distributed.sync import Together
 from gradfit.errors import RankFailed
 from gradfit.profiling.measure import LossFunction, check_batch, check_model
 from gradfit.train.arguments import check_arguments, check_optimizer_given
-from gradfit.train.batchnorm import warn_about_batch_norm
+from gradfit.train.budget import read_budget
+from gradfit.train.cutting import warn_about_cutting
 from gradfit.train.fitted import Fitted
+from gradfit.train.optimizer_of import check_members, trained_parameters, unwrap_optimizer
 from gradfit.train.planner import Planner
 from gradfit.train.step import TrainStep
-from gradfit.units import parse_bytes
 
 
 def fit(
@@ -26,7 +27,7 @@ def fit(
     optimizer: Any,
     loss_fn: LossFunction,
     sample_batch: Any,
-    memory: int | float | str,
+    memory: int | float | str | None,
     batch_size: int | None = None,
     *,
     split: Callable[[Any, int], Iterable[Any]] | None = None,
@@ -37,17 +38,43 @@ def fit(
     offload: bool = False,
     known: Iterable[Fitted] = (),
     reproducible: bool = False,
+    micro_batch: int | str | None = None,
+    exact: bool = True,
 ) -> TrainStep:
     """Profile the model, plan for the budget, try the plan, and return the step that follows it.
 
-    `loss_fn(model, batch)` returns the mean loss over the batch's rows, or `(loss_sum, count)` where the items are not
-    the rows (tokens). A batch is any nest of tensors, split along dim 0; `split(batch, size)` says otherwise. The
-    budget covers all tensors of the step: parameters, gradients, optimizer state, the batch, activations, recomputation
-    and temporaries. Under DDP and FSDP2 it is that of each rank, communication included, and all ranks call `fit`. If
-    it cannot be held, `BudgetInfeasible` says before anything is trained what could. `known` are the plans of an
-    earlier step (`step.known`): a run that is resumed must add in the same order as before.
-    Gradients that earlier passes have left in `.grad` are cleared: they are no part of the first step.
-    `reproducible` chooses the micro-batch by arithmetic, not by the clock, so that two runs add in the same order.
+    The budget covers all tensors of the step: parameters, gradients, optimizer state, the batch, activations,
+    recomputation and temporaries. Under DDP and FSDP2 it is that of each rank, communication included, and all ranks
+    call `fit`.
+
+    The step is one update with the gradient of the whole batch, however it is cut. So before anything is cut the loss
+    is measured on a few rows and on parts of them, and what a mean was divided by is read from its graph for every
+    micro-batch: padding, class weights and masks are right as they stand. A loss that does not add up (a contrastive
+    one, BatchNorm in training mode) is left whole, and recomputation alone holds the budget.
+
+    Args:
+        model: in training mode; it may be wrapped in DDP or sharded by FSDP2.
+        optimizer: any with `step()` and `zero_grad()`; wrappers of other libraries are unwrapped.
+        loss_fn: `loss_fn(model, batch)` returns a mean loss, `(loss_sum, count)`, `(loss, logs)` or a `Loss`.
+        sample_batch: a batch like those to come; nothing is trained on it.
+        memory: the budget, as bytes or text ("1.5 GiB"); "80%" of what the device (or the process's limit) has; "auto"
+            for nine tenths of what is free; None for no budget: as fast as it goes, and repeated in less memory if it
+            runs out.
+        batch_size: rows of the batches to come, if not the sample's.
+        split: `split(batch, size)` gives the parts; without it lists and tensors are cut along dim 0.
+        clip: the largest norm of the gradient, or a `GradientClipper`.
+        scaler: a `torch.amp.GradScaler` or a `LossScaler`.
+        dtype: in which gradients add up, if not in the parameters' own.
+        on_nonfinite: "raise", or "skip" to leave the update out.
+        offload: whether values may be moved out of the device's memory.
+        known: the plans of an earlier step (`step.known`): a run that is resumed must add in the same order as before.
+        reproducible: choose the micro-batch by arithmetic, not by the clock, so that two runs add in the same order.
+        micro_batch: a size to use, or "whole" never to cut; None chooses.
+        exact: False cuts a loss that does not add up all the same, with a warning that says the measured error.
+
+    Raises:
+        MisuseError: an argument cannot be right; nothing was changed.
+        BudgetInfeasible: no plan holds the budget; it says the smallest that can be held, and what takes it.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -55,15 +82,25 @@ def fit(
     >>> step(torch.ones(32, 8)).stepped
     True
     """
-    check_arguments(model, loss_fn, split=split, offload=offload, reproducible=reproducible)
+    check_arguments(model, loss_fn, split=split, offload=offload, reproducible=reproducible, exact=exact)
     check_optimizer_given(optimizer)
-    budget = parse_bytes(memory)
+    optimizer = unwrap_optimizer(optimizer)
+    budget = read_budget(memory, model, optimizer)
     rows = check_batch(sample_batch, split)
     if batch_size is None:
         batch_size = rows
     batch_size = read_count(batch_size, "batch_size")
+    size = None if micro_batch in (None, "whole") else read_count(micro_batch, "micro_batch")
     check_model(model)
-    accumulator = GradientAccumulator(optimizer, clip=clip, scaler=scaler, dtype=dtype, on_nonfinite=on_nonfinite)
+    check_members(model, optimizer)
+    accumulator = BareAccumulator(
+        optimizer,
+        parameters=trained_parameters(model, optimizer),
+        clip=clip,
+        scaler=scaler,
+        dtype=dtype,
+        on_nonfinite=on_nonfinite,
+    )
     drop_gradients(model)  # what earlier passes left is no part of any step, and would take room
     planner = Planner(
         model,
@@ -78,6 +115,9 @@ def fit(
         reduce_bytes=accumulator.ranks.reduce_bytes,
         wide=dtype,
         copies=True,
+        micro_batch=size,
+        whole=micro_batch == "whole",
+        exact=exact,
     )
     ranks = accumulator.ranks
     try:
@@ -95,5 +135,6 @@ def fit(
     except BaseException:
         accumulator.disable_accumulation()  # the model is as it was
         raise
-    warn_about_batch_norm(model, fitted.plan.micro_batch, batch_size)
+    warn_about_cutting(fitted, planner.additivity, exact=exact)
+    accumulator.enabled = False  # but inside of its steps
     return TrainStep(model, optimizer, loss_fn, accumulator, planner, fitted)

@@ -21,6 +21,16 @@ def available_bytes(device: torch.device) -> int | None:
     return min(known) if known else None
 
 
+def total_bytes(device: torch.device) -> int | None:
+    """Bytes that a device has in all; on the CPU no more than the process and its container may have."""
+    if device.type != "cpu":
+        counters = getattr(torch.get_device_module(device), "mem_get_info", None)
+        return int(counters(device)[1]) if counters is not None else None
+    limits = [_meminfo("MemTotal:"), _group_limit(), _data_rlimit()]
+    there = [count for count in limits if count is not None]
+    return min(there) if there else None
+
+
 def environment(model: torch.nn.Module) -> dict[str, str]:
     """What a reader needs to repeat a measurement, as text."""
     from gradfit import __version__
@@ -39,10 +49,10 @@ def environment(model: torch.nn.Module) -> dict[str, str]:
     }
 
 
-def _meminfo() -> int | None:
+def _meminfo(name: str = "MemAvailable:") -> int | None:
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
     except (OSError, StopIteration, ValueError):
         try:
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -50,25 +60,36 @@ def _meminfo() -> int | None:
             return None
 
 
-def _control_group() -> int | None:
-    root = Path("/sys/fs/cgroup")
+def _group_limit() -> int | None:
+    """What the control group may have."""
     try:
-        limit = (root / "memory.max").read_text().strip()
-        return None if limit == "max" else int(limit) - int((root / "memory.current").read_text())
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        return None if limit == "max" else int(limit)
     except (OSError, ValueError):
         return None
 
 
-def _data_limit() -> int | None:
-    """What RLIMIT_DATA leaves; it counts every private writable page, so what is mapped already is taken off."""
+def _control_group() -> int | None:
+    limit = _group_limit()
+    try:
+        return None if limit is None else limit - int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _data_rlimit() -> int | None:
     if sys.platform != "linux":
         return None
     import resource
 
     limit: Any = resource.getrlimit(resource.RLIMIT_DATA)[0]
-    if limit == resource.RLIM_INFINITY:
-        return None
-    return max(1, int(limit) - data_bytes())
+    return None if limit == resource.RLIM_INFINITY else int(limit)
+
+
+def _data_limit() -> int | None:
+    """What RLIMIT_DATA leaves; it counts every private writable page, so what is mapped already is taken off."""
+    limit = _data_rlimit()
+    return None if limit is None else max(1, limit - data_bytes())
 
 
 def data_bytes() -> int:

@@ -16,8 +16,9 @@ import torch
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_distributed import local_part
 from gradfit._torch_fsdp import drop_gradients
+from gradfit.batches.record import Additivity
 from gradfit.batches.snapshot import untouched
-from gradfit.errors import BudgetInfeasible
+from gradfit.errors import BudgetInfeasible, MisuseError
 from gradfit.planning.api import plain_plan, recomputing_plan
 from gradfit.planning.api import plan as make_plan
 from gradfit.planning.microbatch import even
@@ -60,8 +61,14 @@ class Planner:
         reduce_bytes: int = 0,
         wide: torch.dtype | None = None,
         copies: bool = False,
+        micro_batch: int | None = None,
+        whole: bool = False,
+        exact: bool = True,
     ) -> None:
         self.budget_bytes = budget_bytes
+        self.exact = exact  # what does not add up is not cut
+        self.additivity: Additivity | None = None
+        self._micro_batch, self._whole = micro_batch, whole  # the size that was asked for, or never to cut
         self.reserved_bytes = reserved_bytes  # of communication buckets, which no meter sees
         self.reduce_bytes = reduce_bytes  # what adding up over the ranks takes for a moment
         self._copies = copies  # while the optimizer steps there is a copy of what it changes, if the budget has room
@@ -75,6 +82,8 @@ class Planner:
         self._reproducible = reproducible
         self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
         self._fitted: list[Fitted] = list(known)
+        if self._fitted:
+            self.additivity = self._fitted[0].profile.additivity
 
     @property
     def known(self) -> tuple[Fitted, ...]:
@@ -89,16 +98,15 @@ class Planner:
         """How many rows the batch has."""
         return check_batch(batch, self._split)
 
-    def fitted(self, batch: Any, batch_size: int, *, limit_bytes: int | None = None) -> Fitted:
+    def fitted(self, batch: Any, batch_size: int) -> Fitted:
         """A plan for batches of this shape: one made before for this shape or a larger one, or a new one."""
         shape = shape_of(batch)
-        if limit_bytes is None:
-            for known in self._fitted:
-                fits = known.peak_bytes <= self.limit_bytes  # it may come from a step with a larger budget
-                if fits and known.plan.batch_size >= batch_size and covers(known.shape, shape):
-                    return known
-        found = self._fit(batch, batch_size, shape, limit_bytes or self.limit_bytes)
-        found = self._covered(found, limit_bytes or self.limit_bytes)
+        for known in self._fitted:
+            fits = known.peak_bytes <= self.limit_bytes  # it may come from a step with a larger budget
+            if fits and known.plan.batch_size >= batch_size and covers(known.shape, shape):
+                return known
+        found = self._fit(batch, batch_size, shape, self.limit_bytes)
+        found = self._covered(found, self.limit_bytes)
         self._fitted = [known for known in self._fitted if known.shape != shape]
         self._fitted.append(found)
         self._fitted.sort(key=lambda known: known.plan.peak_bytes)
@@ -109,15 +117,17 @@ class Planner:
 
         Where this one is the smallest there is, it is that one again: memory may have run out for another's sake.
         """
-        if not fitted.steady:
-            return self.replace(fitted, plan=smaller(fitted.plan, fitted.profile.min_batch), seen=False)
         plan = fitted.plan
+        if not fitted.steady:
+            if self._may_cut(fitted.profile):
+                plan = smaller(plan, fitted.profile.min_batch)
+            return self.replace(fitted, plan=plan, seen=False)
         limit = int(min(fitted.peak_bytes, self.limit_bytes) * 0.9)
         try:
-            plan = _plan_at(fitted.profile, limit, plan.batch_size, plan.micro_batch)
+            plan = self._plan_at(fitted.profile, limit, plan.batch_size, plan.micro_batch)
         except BudgetInfeasible as smallest:
             if smallest.min_bytes < plan.peak_bytes:
-                plan = make_plan(fitted.profile, memory=smallest.min_bytes, batch_size=plan.batch_size)
+                plan = self._plan(fitted.profile, smallest.min_bytes, plan.batch_size)
         made = dataclasses.replace(
             fitted, plan=plan, peak_bytes=plan.peak_bytes, saved_bytes=None, seen=False, copied=False
         )
@@ -157,7 +167,7 @@ class Planner:
         target, size = limit_bytes, None
         for _ in range(_TRIES):
             try:
-                plan = make_plan(timed, memory=target, batch_size=batch_size, micro_batch=size)
+                plan = self._plan(timed, target, batch_size, size)
             except BudgetInfeasible:
                 break
             made = Fitted(plan, found, shape, 0, steady=True)
@@ -171,9 +181,11 @@ class Planner:
                 continue
             if tried.peak_bytes <= limit_bytes and self._reproducible:
                 # The micro-batch is chosen; what to keep in it changes no bit, so that is chosen by the clock.
-                other = dataclasses.replace(made, plan=_plan_at(found, target, batch_size, plan.micro_batch))
+                other = dataclasses.replace(made, plan=self._plan_at(found, target, batch_size, plan.micro_batch))
                 again = self._try_out(other, batch) if other.plan.micro_batch == plan.micro_batch else None
                 return self._fastest([tried if again is None or again.peak_bytes > limit_bytes else again], batch)
+            if tried.peak_bytes <= limit_bytes and self._micro_batch is not None:
+                return self._fastest([tried], batch)
             if tried.peak_bytes <= limit_bytes:
                 rivals = self._recomputing if plan.keeps_everything else self._plain
                 return self._fastest([tried, *rivals(tried, batch, target, limit_bytes)], batch)
@@ -196,9 +208,43 @@ class Planner:
             rows=rows,
             split=self._split,
             host_bandwidth=bandwidth,
+            additivity=self.additivity,
         )
+        self.additivity = found.additivity
+        if self._whole:
+            found = dataclasses.replace(found, splittable=False)
+        elif not self.exact:
+            found = dataclasses.replace(found, splittable=True)
         burst = max(found.optimizer_burst_bytes + self._widening_bytes(found), self.reduce_bytes)
         return dataclasses.replace(found, optimizer_burst_bytes=burst)
+
+    def _plan(self, found: Profile, limit_bytes: int, batch_size: int, micro_batch: int | None = None) -> Plan:
+        """The best plan; at this very micro-batch, or at the one that was asked for, if any."""
+        size = micro_batch
+        if self._micro_batch is not None:
+            size = min(self._micro_batch, batch_size)
+            if size < batch_size and not found.splittable:
+                raise MisuseError(
+                    f"micro_batch={self._micro_batch} cuts the batch of {batch_size}, and its loss does not add up: "
+                    f"{self._why_whole()}. Leave micro_batch out, or pass exact=False to cut all the same."
+                )
+        return make_plan(found, memory=limit_bytes, batch_size=batch_size, micro_batch=size)
+
+    def _plan_at(self, found: Profile, limit_bytes: int, batch_size: int, micro_batch: int) -> Plan:
+        """The plan for this very micro-batch if it can be, else for any."""
+        try:
+            return self._plan(found, limit_bytes, batch_size, min(micro_batch, batch_size))
+        except BudgetInfeasible:
+            return self._plan(found, limit_bytes, batch_size)
+
+    def _may_cut(self, found: Profile) -> bool:
+        return found.splittable and self._micro_batch is None
+
+    def _why_whole(self) -> str:
+        additivity = self.additivity
+        if additivity is None or additivity.adds_up:
+            return "micro_batch='whole'"
+        return f"relative error {additivity.error:.2g} on a few rows; {additivity.reason}"
 
     def _widening_bytes(self, found: Profile) -> int:
         """What a step takes more if parameters and state are widened for it, and its temporaries are as wide."""
@@ -215,26 +261,27 @@ class Planner:
         """The plan of the smallest peak, by seconds that are the same in every run: so `min_bytes` is always enough."""
         alike = nominal(found)
         try:
-            make_plan(alike, memory=1, batch_size=batch_size)
+            plan = self._plan(alike, 1, batch_size)
         except BudgetInfeasible as smallest:
-            plan = make_plan(alike, memory=smallest.min_bytes, batch_size=batch_size)
+            plan = self._plan(alike, smallest.min_bytes, batch_size)
         made = Fitted(plan, found, shape, 0, steady=True)
         tried = self._try_out(made, batch)
         if tried is None:
             return self._fit_online(made, batch, limit_bytes)
         if tried.peak_bytes <= limit_bytes:
             return self._fastest([tried], batch)
-        raise self._infeasible(plan, max(tried.peak_bytes, plan.peak_bytes))
+        raise self._infeasible(plan, max(tried.peak_bytes, plan.peak_bytes), cut=found.splittable)
 
     def _fit_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted:
         """The operations depend on the data, so no plan can name them: evict online, in micro-batches that fit."""
         made = dataclasses.replace(made, steady=False)
         while (tried := self._try_out_online(made, batch, limit_bytes)) is None:
-            if made.plan.micro_batch <= made.profile.min_batch:
+            if made.plan.micro_batch <= made.profile.min_batch or not self._may_cut(made.profile):
                 least = max(limit_bytes, made.plan.peak_bytes)
                 while self._try_out_online(made, batch, least) is None:
                     least = int(least * 1.03) + 1024
-                raise self._infeasible(made.plan, int(least * 1.1))  # what is evicted depends on the clock
+                # With a tenth more: what is evicted depends on the clock.
+                raise self._infeasible(made.plan, int(least * 1.1), cut=made.profile.splittable)
             made = dataclasses.replace(made, plan=smaller(made.plan, made.profile.min_batch))
         return tried
 
@@ -243,15 +290,21 @@ class Planner:
         tries = (self._try_out(made, batch, online_bytes=limit_bytes) for _ in range(_TRIES_ONLINE))
         return next((tried for tried in tries if tried is not None), None)
 
-    def _infeasible(self, plan: Plan, least: int) -> BudgetInfeasible:
+    def _infeasible(self, plan: Plan, least: int, *, cut: bool) -> BudgetInfeasible:
         parts = {name: count for name, count in plan.breakdown.items() if count}
         parts |= {"copies of buffers": self._own_bytes, "communication buckets": self.reserved_bytes}
         least += self._own_bytes + self.reserved_bytes
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(parts.items(), key=_size) if size)
+        hint = "or make the model or an item of the batch smaller."
+        if not cut and plan.batch_size > 1:
+            hint = f"or lower the batch size. The batch of {plan.batch_size} is not cut: {self._why_whole()}."
+            if not self._whole:
+                hint += " exact=False cuts it all the same."
+        elif self._micro_batch is not None and plan.micro_batch > 1:
+            hint = "or leave out micro_batch, so that it can be smaller."
         return BudgetInfeasible(
             f"Smallest feasible peak is {format_bytes(least)} ({listed}) at micro-batch {plan.micro_batch}, the budget "
-            f"is {format_bytes(self.budget_bytes)}. Raise `memory` to at least {least} bytes, or make the model or "
-            "an item of the batch smaller.",
+            f"is {format_bytes(self.budget_bytes)}. Raise `memory` to at least {least} bytes, {hint}",
             min_bytes=least,
             breakdown=parts,
         )
@@ -371,14 +424,6 @@ class Planner:
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         return seconds_now() - started
-
-
-def _plan_at(found: Profile, limit_bytes: int, batch_size: int, micro_batch: int) -> Plan:
-    """The plan for this very micro-batch if it can be, else for any."""
-    try:
-        return make_plan(found, memory=limit_bytes, batch_size=batch_size, micro_batch=micro_batch)
-    except BudgetInfeasible:
-        return make_plan(found, memory=limit_bytes, batch_size=batch_size)
 
 
 def _size(part: tuple[str, int]) -> int:

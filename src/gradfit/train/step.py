@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +19,15 @@ from gradfit._torch import is_out_of_memory
 from gradfit._torch_fsdp import drop_gradients
 from gradfit._torch_listen import unseen
 from gradfit.accumulate.accumulator import GradientAccumulator
+from gradfit.accumulate.result import StepResult
+from gradfit.batches.loss import PartLoss
 from gradfit.batches.snapshot import Snapshot
+from gradfit.batches.totals import LossTotals, logs_of, means_of
+from gradfit.batches.weights import BatchWeights
 from gradfit.errors import BudgetInfeasible, MisuseError, StateError
 from gradfit.interrupts import uninterrupted
 from gradfit.planning.record import Plan
-from gradfit.profiling.measure import LossFunction, run_loss
+from gradfit.profiling.measure import LossFunction, run_part
 from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.record import Profile
 from gradfit.recompute.evict import Online
@@ -49,6 +53,8 @@ class TrainResult(NamedTuple):
     reason: str
     attempts: int
     """More than 1 if memory ran out and the step was repeated with a tighter plan."""
+    logs: Mapping[str, float] = {}
+    """What `loss_fn` returned to be logged, each the mean over all items of the batch."""
 
     def __bool__(self) -> bool:
         return self.stepped
@@ -62,6 +68,8 @@ class Progress(NamedTuple):
     micro_batch: int
     total: float
     items: float
+    logs: Mapping[str, float] = {}
+    """What was returned to be logged so far, times its items."""
     window: Mapping[str, Any] | None = None
     """The accumulator's `state_dict()`, which whoever saves this puts here."""
     buffers: Mapping[str, torch.Tensor] = {}
@@ -118,12 +126,19 @@ class TrainStep:
     ) -> TrainResult:
         """One exact update with this batch, whatever its size and shape.
 
-        `after_micro_batch` is called between two micro-batches; what it raises ends the step, with nothing changed.
-        `progress` goes on with a step that was ended so: the same batch, the generators as they were then.
-        Gradients that other passes have left in `.grad` are cleared first, as by `optimizer.zero_grad()`.
+        The step owns its window. Gradients that other passes have left in `.grad` (an audit's, a generator's, one of
+        your own) are no part of it, and are cleared first, as by `optimizer.zero_grad()`.
+
+        Args:
+            batch: any number of rows; of the kind that `fit` was given.
+            progress: goes on with a step that was ended by `after_micro_batch`: the same batch, the generators as they
+                were then.
+            after_micro_batch: called between two micro-batches; what it raises ends the step, with nothing changed.
+
+        Raises:
+            MisuseError: the model is in evaluation mode, or what this batch's loss was divided by does not go together
+                with what was measured of the loss. Nothing is changed.
         """
-        if self.accumulator.current_step:
-            raise MisuseError("The accumulator is in the middle of a window. Call step.accumulator.flush() or reset().")
         if not self.model.training:
             raise MisuseError("The model is in evaluation mode. Call model.train() before step(batch).")
         self._clear_gradients()
@@ -135,7 +150,8 @@ class TrainStep:
         for attempt in range(1, _MOST_ATTEMPTS + 1):
             self._changing = None
             try:
-                return self._attempt(batch, fitted, attempt, progress, after_micro_batch)
+                with self._open_window():
+                    return self._attempt(batch, fitted, attempt, progress, after_micro_batch)
             except BaseException as error:
                 if not self._take_back(before):
                     raise  # interrupted when all was done
@@ -173,11 +189,10 @@ class TrainStep:
 
     def idle(self) -> TrainResult:
         """Take part in a step for which this rank has no rows."""
-        self.accumulator.window.notes = {"loss": 0.0, "items": 0.0}
-        result = self.accumulator.flush()
-        total, items = self.accumulator.notes["loss"], self.accumulator.notes["items"]
+        with self._open_window():
+            result, loss, logs = self._close_window(LossTotals())
         return TrainResult(
-            loss=total / items if items else 0.0,
+            loss=loss,
             stepped=result.stepped,
             grad_norm=result.grad_norm,
             peak_bytes=self._fitted.peak_bytes,
@@ -185,7 +200,25 @@ class TrainStep:
             weight=result.weight,
             reason=result.reason,
             attempts=1,
+            logs=logs,
         )
+
+    @contextlib.contextmanager
+    def _open_window(self) -> Iterator[None]:
+        """Only inside do DDP and FSDP2 wait with their communication, and is a step of the optimizer the window's."""
+        window = self.accumulator.window
+        window.enabled = True
+        try:
+            yield
+            self._clear_gradients()  # of what the optimizer does not hold: they would pile up
+        finally:
+            window.enabled = False
+
+    def _close_window(self, totals: LossTotals) -> tuple[StepResult, float, Mapping[str, float]]:
+        """Update; with the mean loss and logs over all processes."""
+        self.accumulator.window.notes = totals.read()
+        result = self.accumulator.flush()
+        return (result, *means_of(self.accumulator.notes))
 
     def _attempt(
         self, batch: Any, fitted: Fitted, attempt: int, progress: Progress | None, after: AfterMicroBatch | None
@@ -207,53 +240,59 @@ class TrainStep:
         progress: Progress | None,
         after: AfterMicroBatch | None,
     ) -> TrainResult:
-        accumulator, plan = self.accumulator, fitted.plan
-        rows = self._planner.rows(batch)
+        accumulator, plan, planner = self.accumulator, fitted.plan, self._planner
+        rows = planner.rows(batch)
         accumulator.accumulation_count = max(1, -(-rows // plan.micro_batch))
-        done, total, items = self._go_on(progress, plan) if progress is not None else (0, 0.0, 0.0)
-        for position, part in enumerate(self._planner.parts(batch, plan.micro_batch)):
+        weights = BatchWeights(planner.additivity, rows, ranks=accumulator.ranks.size, exact=planner.exact)
+        done, totals = self._go_on(progress, plan) if progress is not None else (0, LossTotals())
+        for position, part in enumerate(planner.parts(batch, plan.micro_batch)):
             if position < done:
                 continue
             if after is not None and position > done:
+                sums = totals.read()
+                reached = Progress(
+                    position, plan.micro_batch, sums["loss"], sums["items"], logs_of(sums), buffers=self._buffers
+                )
                 with unseen():  # what a save copies is not the step's memory
-                    after(Progress(position, plan.micro_batch, total, items, buffers=self._buffers))
+                    after(reached)
             with contextlib.ExitStack() as around:
-                if fitted.steady and not (self._astray and part_shape(part) in self._astray):
-                    try:
-                        with fitted.following(first=position == done):
-                            loss, count = run_loss(self._loss_fn, self.model, part)
-                    except Diverged:
-                        self._astray.add(part_shape(part))
-                        raise
-                else:
-                    online = around.enter_context(Online(self._planner.limit_bytes))
-                    online.evictor.watch(self.model, self.optimizer, batch)
-                    loss, count = run_loss(self._loss_fn, self.model, part)
-                weight = count if count is not None else self._planner.rows(part)
-                number = float(weight)
-                total += float(loss.detach()) * (1.0 if count is not None else number)
-                items += number
-                accumulator.backward(loss, weight=weight, reduction="mean" if count is None else "sum")
-                del loss
+                found = self._forward(fitted, part, batch, around, first=position == done)
+                weight = weights.of(found)
+                totals.add(found, weight)
+                accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
+                del found
         self._changing = UpdateSnapshot(self.model, self.optimizer, taken=fitted.copied)
         alone = accumulator.ranks.size == 1  # else it may have to wait for another rank
         # Without a copy to go back to, the optimizer is not interrupted.
         with uninterrupted() if alone and not fitted.copied else contextlib.nullcontext(), self._changing:
-            accumulator.window.notes = {"loss": total, "items": items}
-            result = accumulator.flush()
-        total, items = accumulator.notes["loss"], accumulator.notes["items"]
+            result, loss, logs = self._close_window(totals)
         return TrainResult(
-            loss=total / items if items else 0.0,
+            loss=loss,
             stepped=result.stepped,
             grad_norm=result.grad_norm,
-            peak_bytes=(live.peak_bytes if live is not None else fitted.peak_bytes) + self._planner.reserved_bytes,
+            peak_bytes=(live.peak_bytes if live is not None else fitted.peak_bytes) + planner.reserved_bytes,
             micro_batches=result.micro_batches,
             weight=result.weight,
             reason=result.reason,
             attempts=attempt,
+            logs=logs,
         )
 
-    def _go_on(self, progress: Progress, plan: Plan) -> tuple[int, float, float]:
+    def _forward(self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, *, first: bool) -> PartLoss:
+        """The loss of one micro-batch, as planned, or with values evicted as memory fills up."""
+        rows = self._planner.rows(part)
+        if fitted.steady and not (self._astray and part_shape(part) in self._astray):
+            try:
+                with fitted.following(first=first):
+                    return run_part(self._loss_fn, self.model, part, rows)
+            except Diverged:
+                self._astray.add(part_shape(part))
+                raise
+        online = around.enter_context(Online(self._planner.limit_bytes))
+        online.evictor.watch(self.model, self.optimizer, batch)
+        return run_part(self._loss_fn, self.model, part, rows)
+
+    def _go_on(self, progress: Progress, plan: Plan) -> tuple[int, LossTotals]:
         """Take up a window that was left in the middle."""
         if progress.micro_batch != plan.micro_batch:
             raise StateError(
@@ -262,7 +301,7 @@ class TrainStep:
             )
         if progress.window is not None:
             self.accumulator.load_state_dict(progress.window)
-        return progress.done, progress.total, progress.items
+        return progress.done, LossTotals(progress.total, progress.items, progress.logs)
 
 
 def _forget(failure: BaseException) -> None:

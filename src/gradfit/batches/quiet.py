@@ -1,0 +1,133 @@
+"""Forwards whose random numbers do not depend on how many rows there are, so that parts can be compared with the whole.
+
+Dropout is left out, in training mode, too, since some losses exist only there. What a loss draws itself (the noise of a
+diffusion model or an autoencoder, its time steps) is drawn for one row and given to every row: the n-th draw is the
+same in each run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+# They use `training` for dropout alone, and run it where a function mode does not look.
+_DROPPING = (
+    nn.RNNBase, nn.MultiheadAttention, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)  # fmt: skip
+_DROPOUTS = {
+    getattr(space, name)
+    for space in (F, torch)
+    for base in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
+                 "feature_alpha_dropout")
+    for name in (base, f"{base}_")
+    if hasattr(space, name)
+}  # fmt: skip
+
+
+def _normal(drawn: Tensor, mean: Any = 0.0, std: Any = 1.0) -> Tensor:
+    standard = torch.erfinv((2 * drawn - 1).clamp(-0.9999, 0.9999)) * 2**0.5
+    return torch.as_tensor(mean + std * standard)
+
+
+def _uniform(drawn: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+    return low + (high - low) * drawn
+
+
+def _integers(drawn: Tensor, low: int, high: int | None = None) -> Tensor:
+    low, high = (0, low) if high is None else (low, high)
+    return (low + (high - low) * drawn).floor()
+
+
+def _bernoulli(drawn: Tensor, probability: Any = 0.5) -> Tensor:
+    return torch.as_tensor(drawn < probability)
+
+
+def _exponential(drawn: Tensor, rate: float = 1.0) -> Tensor:
+    return -torch.log1p(-drawn) / rate
+
+
+def _no_parameters(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda drawn, *_: function(drawn)
+
+
+_Shaped = Callable[..., Tensor]
+# From numbers in [0, 1) and a function's arguments, which begin at that place, to what it draws.
+_DRAWS: dict[Any, tuple[_Shaped, int]] = {
+    torch.randn: (_no_parameters(_normal), 0),
+    torch.randn_like: (_no_parameters(_normal), 1),
+    torch.normal: (_normal, 0),
+    Tensor.normal_: (_normal, 1),
+    torch.rand: (_no_parameters(_uniform), 0),
+    torch.rand_like: (_no_parameters(_uniform), 1),
+    Tensor.uniform_: (_uniform, 1),
+    torch.randint: (_integers, 0),
+    torch.randint_like: (_integers, 1),
+    torch.bernoulli: (_bernoulli, 0),
+    Tensor.bernoulli: (_bernoulli, 0),
+    Tensor.bernoulli_: (_bernoulli, 1),
+    Tensor.exponential_: (_exponential, 1),
+}
+_NAMES = {"mean", "std", "low", "high", "p", "lambd", "from", "to"}
+
+
+class QuietRandomness(TorchFunctionMode):
+    """Inside, dropout does nothing and each random draw has equal rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws = 0
+        self.autocast = False
+        """Whether anything ran under autocast: then numbers are rounded coarsely."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.autocast = self.autocast or _is_autocast()
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            else:
+                kwargs = {**kwargs, "dropout_p": 0.0}
+        if func in _DRAWS:
+            return self._draw(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
+        shaped, first = _DRAWS[func]
+        result = func(*args, **kwargs)
+        self.draws += 1
+        generator = torch.Generator().manual_seed(self.draws)
+        drawn = torch.rand(result.shape[1:], generator=generator).to(result.device)
+        given = [*args[first:], *(value for name, value in kwargs.items() if name in _NAMES)]
+        parameters = [value for value in given if isinstance(value, int | float | Tensor)]  # and no sizes
+        with torch.no_grad():
+            result.copy_(shaped(drawn.expand(result.shape), *parameters[:2]).to(result.dtype))
+        return result
+
+
+def _is_autocast() -> bool:
+    if torch.is_autocast_enabled("cpu"):
+        return True
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return device is not None and torch.is_autocast_enabled(device.type)
+
+
+@contextlib.contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Switch off the modules that draw masks themselves, and leave the mode of all others."""
+    changed = [module for module in model.modules() if isinstance(module, _DROPPING) and module.training]
+    for module in changed:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.training = True

@@ -1,0 +1,64 @@
+"""The losses and logs of a batch's parts, added up on their device and read once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from gradfit.batches.loss import PartLoss
+from gradfit.batches.weights import Weight
+
+
+class LossTotals:
+    """Adds up parts; `read` gives the numbers.
+
+    >>> import torch
+    >>> totals = LossTotals()
+    >>> loss = torch.tensor(2.0, requires_grad=True)
+    >>> totals.add(PartLoss(loss, None, 3, {"accuracy": 0.5}), Weight(3, "mean"))
+    >>> totals.read()
+    {'loss': 6.0, 'items': 3.0, 'log accuracy': 1.5}
+    """
+
+    def __init__(self, loss: float = 0.0, items: float = 0.0, logs: Mapping[str, float] | None = None) -> None:
+        self._numbers = {"loss": loss, "items": items, **{_LOG + name: value for name, value in (logs or {}).items()}}
+        self._waiting: list[tuple[str, Any, Any, bool]] = []  # name, value, weight, whether it is a mean
+
+    def add(self, part: PartLoss, weight: Weight) -> None:
+        """Take in one part; nothing is read from a device."""
+        number = weight.number
+        self._waiting.append(("items", number, number, False))
+        self._waiting.append(("loss", part.loss.detach(), number, weight.reduction == "mean"))
+        for name, value in part.logs.items():
+            self._waiting.append((_LOG + name, value.detach() if isinstance(value, Tensor) else value, number, True))
+
+    def read(self) -> dict[str, float]:
+        """The sums: "loss", "items", and each log's as "log …". A part of weight 0 adds nothing, NaN or not."""
+        for name, value, weight, is_mean in self._waiting:
+            number = float(weight)
+            added = float(value) * (number if is_mean else 1.0) if number else 0.0
+            self._numbers[name] = self._numbers.get(name, 0.0) + added
+        self._waiting.clear()
+        return dict(self._numbers)
+
+
+_LOG = "log "
+
+
+def means_of(sums: Mapping[str, float]) -> tuple[float, dict[str, float]]:
+    """The mean loss and the mean of each log, from sums over all processes."""
+    items = sums["items"]
+    logs = {
+        name.removeprefix(_LOG): value / items if items else math.nan
+        for name, value in sums.items()
+        if name.startswith(_LOG)
+    }
+    return sums["loss"] / items if items else 0.0, logs
+
+
+def logs_of(sums: Mapping[str, float]) -> dict[str, float]:
+    """The logs' sums by the names they were returned under."""
+    return {name.removeprefix(_LOG): value for name, value in sums.items() if name.startswith(_LOG)}

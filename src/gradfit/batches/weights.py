@@ -1,0 +1,109 @@
+"""What each micro-batch of one batch weighs, by what was measured of the loss; and whether that still holds.
+
+The measurement was of other rows. So each micro-batch's loss is asked again what it was divided by, and what does not
+fit together (padding that the sample did not have, in a loss of two denominators) stops the batch before its update.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gradfit.batches.additivity import go_together
+from gradfit.batches.denominator import Number
+from gradfit.batches.loss import PartLoss
+from gradfit.batches.record import Additivity
+from gradfit.errors import MisuseError
+
+_TRACE = 2.0**-52
+
+
+class Weight(NamedTuple):
+    """As `GradientAccumulator.backward` takes it."""
+
+    number: Number
+    reduction: str
+
+
+class BatchWeights:
+    """Weighs the parts of one batch, one after the other.
+
+    Args:
+        additivity: what was measured of this loss; None if nothing was.
+        rows: of the whole batch, on this process.
+        ranks: how many processes add up their batches.
+        exact: False to go on where the readings do not fit together.
+    """
+
+    def __init__(self, additivity: Additivity | None, rows: int, *, ranks: int = 1, exact: bool = True) -> None:
+        self._additivity = additivity if additivity is not None else Additivity("rows")
+        self._rows, self._ranks, self._exact = rows, ranks, exact
+        self._first: tuple[float, ...] | None = None
+        self._first_text = ""
+
+    def of(self, part: PartLoss) -> Weight:
+        """What this part weighs.
+
+        Raises:
+            MisuseError: what this part's loss was divided by does not go together with the parts before it.
+        """
+        roles, over = self._additivity.roles, self._additivity.over
+        divisors = self._read(part) if roles and (part.rows < self._rows or over == "divisor") else None
+        if part.count is not None:
+            return Weight(_count_or_trace(part.count, part.loss), "sum")
+        if over == "sum":  # all weights together are 1, so that nothing is divided by
+            return Weight(part.rows / self._rows / self._ranks, "sum")
+        if divisors is not None and "adds" in roles:
+            number = divisors[roles.index("adds")]
+            if not isinstance(number, Tensor) and not number and bool(part.loss.detach().isinf()):
+                raise MisuseError(
+                    f"A micro-batch's loss is {read_text(part)}: what was divided by 0 is lost, so nothing was "
+                    "updated. Return gf.Loss(sum=…, count=…), whose sum is not divided."
+                )
+            return Weight(int(number) if isinstance(number, float) and number.is_integer() else number, "mean")
+        return Weight(part.rows, "mean")
+
+    def _read(self, part: PartLoss) -> tuple[Number, ...] | None:
+        """The divisors of the part's terms, if they are as they were measured to be."""
+        read = part.denominator
+        roles = self._additivity.roles
+        if read is None or len(read.terms) != len(roles):
+            if self._exact and part.rows < self._rows:
+                raise MisuseError(
+                    f"This micro-batch's loss is {read_text(part)}; the sample's was {self._additivity.read}. {_NEXT}"
+                )
+            return None
+        if roles == ("adds",):  # nothing to compare, so it may stay on its device
+            return (read.terms[0].divisor,)
+        divisors = tuple(float(term.divisor) for term in read.terms)
+        if self._first is None:
+            self._first, self._first_text = divisors, str(read)
+        elif self._exact and not go_together(roles, self._first, divisors):
+            raise MisuseError(
+                f"Two micro-batches of this batch are divided by numbers that do not go together: {self._first_text} "
+                f"and {read}. {_NEXT}"
+            )
+        return divisors
+
+
+def _count_or_trace(count: int | Tensor, loss: Tensor) -> Number:
+    """The count; of a sum that is not 0 over no items (negatives alone, where positives count) next to nothing.
+
+    A weight of 0 would leave the sum out. This one is lost in the rounding of all others.
+    """
+    if int(count) or not (math.isfinite(value := float(loss.detach())) and value):
+        return count
+    return _TRACE
+
+
+def read_text(part: PartLoss) -> str:
+    """What the part's loss was divided by, in words."""
+    return str(part.denominator or "divided by what cannot be read")
+
+
+_NEXT = (
+    "One weight cannot be right for all terms, so nothing was updated. Return gf.Loss(sum=…, count=…) with one count, "
+    "or pass fit(micro_batch='whole')."
+)
