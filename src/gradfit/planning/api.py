@@ -40,6 +40,11 @@ def plan(
     """
     budget = parse_bytes(memory)
     size = _batch_size(profile, batch_size)
+    if micro_batch is not None and micro_batch < size and not profile.splittable:
+        why = profile.additivity.reason if profile.additivity is not None else "its profile says so"
+        raise MisuseError(
+            f"micro_batch={micro_batch!r} cuts a batch of {size} whose loss does not add up: {why}. Leave it out."
+        )
     if micro_batch is not None and not 1 <= micro_batch <= size:
         raise MisuseError(f"micro_batch={micro_batch!r} must be from 1 to the batch size, {size}. Pass less, or None.")
     search = MicrobatchSearch(profile, size, split=batch_size is not None, micro_batch=micro_batch)
@@ -103,6 +108,10 @@ def predicted(profile: Profile, plan: Plan) -> tuple[int, float]:
 
 
 def _batch_size(profile: Profile, batch_size: int | None) -> int:
+    if not isinstance(profile, Profile):
+        raise MisuseError(
+            f"profile is a {type(profile).__name__}. Pass what gf.profile(model, loss_fn, sample_batch) returns."
+        )
     if not profile.operations:
         raise MisuseError("This profile has no operations, so there is nothing to plan. Profile a step that computes.")
     if batch_size is None:

@@ -30,6 +30,7 @@ class Fitted:
     peak_bytes: int
     steady: bool  # the same operations whatever the data: what was measured once holds again
     seen: bool = False  # the peak is that of a real step, not of a trial
+    seen_bytes: int = 0  # of the largest batch of such a step: a larger one is measured again
     saved_bytes: int | None = None  # by autograd, in the trial, of what need not be listened to; None before it
     asked: int = 0  # after so many of these saves, in the trial, nothing was saved that is rebuilt
     looks: bool = True  # the forward looks at the data, which may so decide what it does

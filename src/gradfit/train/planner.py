@@ -81,14 +81,19 @@ class Planner:
         self._offload = offload
         self._reproducible = reproducible
         self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
-        self._fitted: list[Fitted] = list(known)
-        if self._fitted:
-            self.additivity = self._fitted[0].profile.additivity
+        self._fitted: list[Fitted] = []
+        self.take_up(known)
 
     @property
     def known(self) -> tuple[Fitted, ...]:
         """Every plan made so far, in the order in which they are tried for a batch."""
         return tuple(self._fitted)
+
+    def take_up(self, plans: Iterable[Fitted]) -> None:
+        """Go by these plans from now on, and by what was measured of the loss when they were made."""
+        self._fitted = list(plans)
+        if self._fitted:
+            self.additivity = self._fitted[0].profile.additivity
 
     def parts(self, batch: Any, micro_batch: int) -> Iterable[Any]:
         """The batch in micro-batches."""

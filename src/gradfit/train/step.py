@@ -35,8 +35,11 @@ from gradfit.recompute.planned import Diverged
 from gradfit.train.fitted import Fitted, PartShape, part_shape
 from gradfit.train.planner import Planner
 from gradfit.train.rollback import UpdateSnapshot
+from gradfit.train.run_state import read_plan, write_plan
+from gradfit.tree import leaves
 
 _MOST_ATTEMPTS = 6
+_VERSION = 1  # of the state's format
 
 
 class TrainResult(NamedTuple):
@@ -47,7 +50,8 @@ class TrainResult(NamedTuple):
     stepped: bool
     grad_norm: float | None
     peak_bytes: int
-    """Of all tensors, measured: in this step if it is one of the first two with its plan, else in the second."""
+    """Of all tensors, measured: in this step if it is one of the first two with its plan or its batch is larger than
+    those were, else the largest that was measured with its plan."""
     micro_batches: int
     weight: int | float
     reason: str
@@ -113,6 +117,44 @@ class TrainStep:
     def known(self) -> tuple[Fitted, ...]:
         """Every plan made so far, by input shape; `fit(..., known=step.known)` starts from them."""
         return self._planner.known
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plans, with what was measured of them, and the window: text, numbers and tensors, no objects.
+
+        It goes beside the model's and the optimizer's own: `torch.save` and default `torch.load` take it, and between
+        two steps `json.dumps` does. A run that is resumed with it adds in the same order as one that was not stopped.
+        """
+        return {
+            "version": _VERSION,
+            "plans": [write_plan(fitted, lambda record: record.to_json()) for fitted in self.known],
+            "accumulator": self.accumulator.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the plans and the window of `state_dict()`; batches of their shapes are not profiled again.
+
+        Args:
+            state: what `state_dict()` returned, perhaps in another process.
+
+        Raises:
+            StateError: it is something else, or damaged; nothing is changed.
+        """
+        try:
+            version, plans, window = (
+                state["version"],
+                [read_plan(one) for one in state["plans"]],
+                state["accumulator"],
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StateError(
+                f"This is not the state of a step ({error!r}). Pass what step.state_dict() gave."
+            ) from None
+        if version != _VERSION:
+            raise StateError(f"This state of a step has format {version!r}, not {_VERSION}. Call fit again without it.")
+        self.accumulator.load_state_dict(window)
+        self._planner.take_up(plans)
+        same = [fitted for fitted in self.known if fitted.shape == self._fitted.shape]
+        self._fitted = same[0] if same else self._fitted
 
     def __repr__(self) -> str:
         return f"<step: {str(self.plan).splitlines()[0]}>"
@@ -223,12 +265,15 @@ class TrainStep:
     def _attempt(
         self, batch: Any, fitted: Fitted, attempt: int, progress: Progress | None, after: AfterMicroBatch | None
     ) -> TrainResult:
-        if fitted.seen and fitted.steady:
+        batch_bytes = sum(tensor.nbytes for tensor in leaves(batch))
+        if fitted.seen and fitted.steady and batch_bytes <= fitted.seen_bytes:
             return self._update(batch, fitted, attempt, None, progress, after)
         whole = self._planner.has_optimizer_state(fitted)  # else it comes on top in the next step
         with meter(self.model, self.optimizer, batch) as live:
             result = self._update(batch, fitted, attempt, live, progress, after)
-        self._fitted = self._planner.replace(self._fitted, peak_bytes=live.peak_bytes, seen=whole)
+        peak = max(live.peak_bytes, fitted.peak_bytes) if fitted.seen else live.peak_bytes
+        size = max(batch_bytes, fitted.seen_bytes)
+        self._fitted = self._planner.replace(self._fitted, peak_bytes=peak, seen=whole, seen_bytes=size)
         return result
 
     def _update(
