@@ -10,8 +10,9 @@ import torch
 from gradfit._torch_fsdp import drop_gradients
 from gradfit.accumulate.accumulator import BareAccumulator
 from gradfit.arguments import read_count
+from gradfit.batches.record import Additivity
 from gradfit.distributed.sync import Together
-from gradfit.errors import RankFailed
+from gradfit.errors import MisuseError, RankFailed
 from gradfit.profiling.measure import LossFunction, check_batch, check_model
 from gradfit.train.arguments import check_arguments, check_optimizer_given
 from gradfit.train.budget import read_budget
@@ -132,9 +133,21 @@ def fit(
             raise
         if isinstance(ranks, Together):
             ranks.agree(None)
+            _check_same_weights(ranks, planner.additivity)
     except BaseException:
         accumulator.disable_accumulation()  # the model is as it was
         raise
     warn_about_cutting(fitted, planner.additivity, exact=exact)
     accumulator.enabled = False  # but inside of its steps
     return TrainStep(model, optimizer, loss_fn, accumulator, planner, fitted)
+
+
+def _check_same_weights(ranks: Together, additivity: Additivity | None) -> None:
+    """Ranks that weigh by different things cannot be added up."""
+    over = "" if additivity is None else str(additivity.over)
+    found = [one["over"] for one in ranks.group.exchange({"kind": "fit's weights", "over": over})]
+    if len(set(found)) > 1:
+        raise MisuseError(
+            f"The ranks measured different losses, which add up by {', '.join(found)}. Pass each rank a sample of the "
+            "same kind, or return gf.Loss(sum=…, count=…)."
+        )
