@@ -80,6 +80,12 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
     return _make_subclass(_plain_tensor, tensor)
 
 
+def as_class(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+    """The same as a tensor of a subclass that has no storage or dispatch of its own."""
+    alias: torch.Tensor = _make_subclass(kind, tensor)
+    return alias
+
+
 _USUAL_INCLUDED = torch._C._dispatch_tls_local_include_set()
 _USUAL_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 
@@ -94,6 +100,13 @@ def current_node() -> Node | None:
     """The autograd node that is executing in this thread."""
     node: Node | None = torch._C._current_autograd_node()
     return node
+
+
+def forward_stack(node: Node) -> list[str]:
+    """Who called the operation, as `torch.autograd.set_detect_anomaly(True)` notes it; else nothing."""
+    notes: Any = node.metadata
+    stack: list[str] = notes.get("traceback_", [])
+    return stack
 
 
 _FUNCTORCH = "torch._functorch"  # where torch.func lives, as its frames say
@@ -202,6 +215,11 @@ def selective_context(output: Any) -> Any:
     context = SelectiveCheckpointContext(is_recompute=False)
     context.op_output = output
     return context
+
+
+def says_freed(error: RuntimeError) -> bool:
+    """Whether torch refuses a second pass through a graph; it has no type of its own for that."""
+    return type(error) is RuntimeError and "backward through the graph a second time" in str(error)
 
 
 def has_freed_tensors(node: Node) -> bool:

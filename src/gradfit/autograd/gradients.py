@@ -337,6 +337,8 @@ def backward(loss: Tensor, inputs: Inputs | None = None, create_graph: bool = Fa
             loss, [tensor for _, tensor in pairs], create_graph=create_graph, allow_unused=True
         )
     except RuntimeError as error:
+        if not _torch.says_freed(error):  # any other failure has freed what was behind it, too
+            raise
         freed = next((node for node in backward_order(loss) if _torch.has_freed_tensors(node)), None)
         if freed is None:
             raise

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 
 from gradfit import _torch
 from gradfit.autograd.nodes import leaf_of
-from gradfit.tape.graph import Handle, Value
+from gradfit.tape.graph import Handle, OfSubclass, Value
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ def _tensors_in(content: Any) -> Iterator[Tensor]:
             seen.add(id(value))
             if isinstance(value, Handle):
                 stack.append(value.value)
+            elif isinstance(value, OfSubclass):
+                stack.append(value.content)
             elif isinstance(value, Value):  # what is kept of it, or else what it will be made from
                 stack.append(value.tensor)
                 stack += [] if value.op is None else [*value.op.inputs, *value.op.written]

@@ -17,7 +17,7 @@ from gradfit._torch import NEEDS_CONTENT, NO_FAKE_KERNEL, FakeTensor, fake_mode,
 from gradfit._torch_listen import DispatchMode
 from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.errors import UnsupportedOp
-from gradfit.profiling.source import source_line
+from gradfit.source_line import source_line
 from gradfit.tape.ops import info_of
 from gradfit.tape.storage import flatten, written_tensors
 

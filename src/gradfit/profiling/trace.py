@@ -22,7 +22,7 @@ from gradfit._torch_listen import DispatchMode, unseen
 from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.interrupts import uninterrupted
 from gradfit.profiling.clock import seconds_now
-from gradfit.profiling.source import source_line
+from gradfit.source_line import source_line
 from gradfit.tape import replay
 from gradfit.tape.allocate import without_content
 from gradfit.tape.drop import DropAll

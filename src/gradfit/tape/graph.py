@@ -79,8 +79,8 @@ class Value:
     """One version of one storage: `tensor` is there when it is kept or was rebuilt, `op` when it can be rebuilt."""
 
     __slots__ = (
-        "__weakref__", "digest", "evictable", "fragile", "gone", "handles", "key", "known_geometry", "natural", "op",
-        "position", "seen", "segment", "tensor", "unpacked", "unwanted", "users", "version",
+        "__weakref__", "digest", "evictable", "fragile", "gone", "handles", "key", "known_geometry", "line", "natural",
+        "op", "position", "seen", "segment", "tensor", "unpacked", "unwanted", "users", "version",
     )  # fmt: skip
 
     def __init__(
@@ -109,6 +109,7 @@ class Value:
         self.digest: bytes | None = None  # of what was in `tensor`, where a version counter would not tell
         # Operations that read it. Not kept for roots, which nobody has to make again.
         self.users: list[weakref.ref[Operation]] | deque[weakref.ref[Operation]] | None = None
+        self.line = ""  # of the user's code, where it was first read, if a scope holds it
         self.unwanted = 0  # the epoch of its tape in which it was found that nobody will ask for it
         self.handles: list[weakref.ref[Handle]] | None = None  # autograd's; a node that dies unused takes its own along
         self.unpacked = (0, 0, 0)  # in which pass, of how many handles, so many at the end are not pending
@@ -255,3 +256,14 @@ class Handle:
         self.value = value
         self.geometry = geometry
         self.pass_number = 0  # the pass in which it was last unpacked
+
+
+class OfSubclass:
+    """What autograd keeps in the place of a tensor of another class than torch's own."""
+
+    __slots__ = ("attributes", "content", "kind")
+
+    def __init__(self, content: Any, like: torch.Tensor) -> None:
+        self.content = content  # a handle, or a kept tensor with its version
+        self.kind = type(like)
+        self.attributes = dict(vars(like))

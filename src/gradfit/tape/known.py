@@ -14,6 +14,7 @@ import torch
 
 from gradfit._torch import base_of, detached_in_dispatch
 from gradfit._torch_storage import watch_storage
+from gradfit.source_line import source_line
 from gradfit.tape.graph import Geometry, Leaf, Operation, Segment, Slice, Value, geometry_of, nothing, shaped
 from gradfit.tape.ops import CONSTANT, LOAD, OpInfo
 from gradfit.tape.policy import DROP, HOLD, KEEP, OFFLOAD, OffloadingPolicy, Policy
@@ -218,6 +219,8 @@ class Known:
         value.natural = weakref.ref(tensor)
         value.version = value.seen = version_of(tensor)
         self._roots[value.key] = weakref.ref(value)
+        if self.segment.scope is not None:
+            value.line = source_line()
 
     # ------------------------------------------------------------------------------------------ new values
 

@@ -22,6 +22,7 @@ from gradfit._torch import below_autograd
 from gradfit.errors import ActivationOverwritten, UnsupportedOp
 from gradfit.tape.graph import Geometry, Handle, Leaf, Operation, Segment, Slice, Tape, Value, geometry_of, shaped
 from gradfit.tape.known import ATOMS
+from gradfit.tape.overwritten import overwritten, shape_of
 from gradfit.tape.rng import Rewound
 from gradfit.tape.storage import copy_storage, flatten
 from gradfit.tape.unwatched import digest_of
@@ -169,12 +170,12 @@ def content(value: Value) -> torch.Tensor:
         raise RuntimeError("gradfit: a value was used before it was rebuilt")
     if value.version >= 0:
         if tensor._version != value.version:
-            _refuse_overwritten(tensor, tensor._version, value.version)
+            raise overwritten(tensor, tensor._version, value.version, rebuilt_from=True, line=value.line)
         if value.op is None:
             _check_there(tensor)
     elif value.digest is not None and digest_of(tensor) != value.digest:
         raise ActivationOverwritten(
-            f"A tensor of shape {tuple(tensor.shape)} from which activations are recomputed has changed since the "
+            f"A tensor of {shape_of(tensor)} from which activations are rebuilt has changed since the "
             "forward pass. It lies in memory that torch does not watch (NumPy's, DLPack's, a mapped file's, or "
             "inference mode's). Call backward() before refilling it, or use `x.clone()` in the forward pass."
         )
@@ -185,17 +186,9 @@ def _content_of_leaf(leaf: Leaf) -> torch.Tensor:
     """A parameter as it was read, checked likewise."""
     if leaf.source is not None:
         if leaf.source._version != leaf.version:
-            _refuse_overwritten(leaf.source, leaf.source._version, leaf.version)
+            raise overwritten(leaf.source, leaf.source._version, leaf.version, rebuilt_from=True)
         _check_there(leaf.content)
     return leaf.content
-
-
-def _refuse_overwritten(tensor: torch.Tensor, version: int, expected: int) -> None:
-    raise ActivationOverwritten(
-        f"A tensor of shape {tuple(tensor.shape)} from which activations are recomputed was modified in place "
-        f"after the forward pass (it is at version {version}, version {expected} was expected). "
-        "Call backward() before changing it, or write `x = x + y` instead of `x += y`."
-    )
 
 
 def _check_there(tensor: torch.Tensor) -> None:

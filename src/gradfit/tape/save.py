@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from gradfit._torch import base_of, detached, storage_key
-from gradfit.errors import ActivationOverwritten
+from gradfit._torch import FakeTensor, as_class, base_of, detached, storage_key
+from gradfit.source_line import source_line
 from gradfit.tape import replay
-from gradfit.tape.graph import Handle, Segment, Tape, Value, shaped
+from gradfit.tape.graph import Handle, OfSubclass, Segment, Tape, Value, shaped
 from gradfit.tape.known import Known, version_of
+from gradfit.tape.overwritten import overwritten
 from gradfit.tape.policy import Policy
 from gradfit.tape.storage import Untrackable, key_of, place_of
 
@@ -43,6 +44,8 @@ class Saver(Known):
             key = storage_key(tensor) if type(tensor) is torch.Tensor else key_of(tensor)
         except (Untrackable, RuntimeError, NotImplementedError):
             return (tensor.detach() if tensor.grad_fn is not None else tensor, version_of(tensor))
+        if type(tensor) is not torch.Tensor and not isinstance(tensor, FakeTensor):
+            return self._pack_subclass(tensor)
         value = self._made.get(key)
         if value is None:
             return self._pack_root(tensor)
@@ -69,13 +72,22 @@ class Saver(Known):
             value.handles.append(weakref.ref(handle))
         return handle
 
+    def _pack_subclass(self, tensor: torch.Tensor) -> Any:
+        """A frozen Parameter, a subclass of the user's: whoever saved it gets one of its class back."""
+        saving, self.saving = self.saving, None
+        try:
+            return OfSubclass(self.pack(detached(tensor)), tensor)
+        finally:
+            self.saving = saving
+
     def _pack_root(self, tensor: torch.Tensor) -> Any:
         base = base_of(tensor)
         if base is not None and base.is_leaf and base.requires_grad:
             return (tensor, tensor._version)  # a parameter's view is no activation
-        if self.segment.scope is not None:
-            self._note_kept(tensor)
-        return (detached(tensor), version_of(tensor))
+        if self.segment.scope is None:
+            return (detached(tensor), version_of(tensor))
+        self._note_kept(tensor)
+        return (detached(tensor), version_of(tensor), source_line())
 
     def _first_pack(self, value: Value, tensor: torch.Tensor, natural: torch.Tensor | None) -> None:
         forward_tensor = natural if natural is tensor or not value.evictable else value.forward_tensor()
@@ -134,11 +146,11 @@ def unpack(packed: Any) -> torch.Tensor:
     """Autograd wants it back: the kept tensor, if nobody wrote to it, or a replay."""
     if type(packed) is Handle:
         return replay.take(packed)
+    if type(packed) is OfSubclass:
+        alias = as_class(unpack(packed.content), packed.kind)
+        vars(alias).update(packed.attributes)
+        return alias
     tensor: torch.Tensor = packed[0]
     if packed[1] is not None and packed[1] >= 0 and tensor._version != packed[1]:
-        raise ActivationOverwritten(
-            f"A tensor of shape {tuple(tensor.shape)} that backward needs was modified in place after it was saved "
-            f"(it is at version {tensor._version}, version {packed[1]} was expected). "
-            "Write `x = x + y` instead of `x += y` there."
-        )
+        raise overwritten(tensor, tensor._version, packed[1], line=packed[2] if len(packed) > 2 else "")
     return tensor

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
 import torch
 
-import gradfit
-
-_OURS = os.path.dirname(gradfit.__file__) + os.sep
+_OURS = os.path.dirname(__file__) + os.sep
 _LIBRARY = (os.path.dirname(torch.__file__) + os.sep, _OURS, "<")
 _MODELS = tuple(os.path.join(_OURS, "train", name) for name in ("networks.py", "builtin.py"))  # read as a user's code
+
+_ENTRY = re.compile(r'\s*File "(.+)", line (\d+)')
 
 
 def source_line() -> str:
@@ -23,6 +25,15 @@ def source_line() -> str:
         if not name.startswith(_LIBRARY) or name in _MODELS:
             return f"{_short(name)}:{frame.f_lineno}"
         frame = frame.f_back
+    return ""
+
+
+def line_in(stack: Sequence[str]) -> str:
+    """The same for a stack as `traceback.format_stack` writes it, innermost last."""
+    for entry in reversed(stack):
+        match = _ENTRY.match(entry)
+        if match is not None and not match[1].startswith(_LIBRARY):
+            return f"{_short(match[1])}:{match[2]}"
     return ""
 
 
