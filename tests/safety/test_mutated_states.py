@@ -111,7 +111,14 @@ def test_places_that_no_data_have_are_refused(name: str, value: object) -> None:
 def test_options_of_another_kind_are_refused() -> None:
     here = {"lr": 0.1, "betas": (0.9, 0.999), "foreach": None, "maximize": False, "params": [0, 1]}
     same_kind("group", {**here, "lr": 1, "foreach": True}, here)
-    for change in ({"lr": "x"}, {"lr": float("nan")}, {"betas": (0.9,)}, {"maximize": 0.1}, {"params": [0]}):
+    for change in (
+        {"lr": "x"},
+        {"lr": None},
+        {"lr": float("nan")},
+        {"betas": (0.9,)},
+        {"maximize": 0.1},
+        {"params": [0]},
+    ):
         with pytest.raises(StateError, match=next(iter(change))):
             same_kind("group", {**here, **change}, here)
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradfit import _torch_distributed as private
 from gradfit.distributed.group import Group
 from gradfit.distributed.replicas import replicate
+from gradfit.distributed.same_model import require_same_model
 from gradfit.distributed.sharded import data_parallel_size, is_fully_sharded
 from gradfit.errors import MisuseError
 from gradfit.tree import map_tensors, size_of_batch
@@ -76,6 +77,8 @@ class Crew:
 
     def share(self, model: torch.nn.Module) -> None:
         """Make the model one over all ranks, unless the job has done so itself."""
+        if self._group is not None and self.size > 1:
+            require_same_model(model, self._group.exchange)
         if isinstance(model, DistributedDataParallel):
             return
         if is_fully_sharded(model):

@@ -1,25 +1,25 @@
 """A window's state over several ranks: one sum, whoever holds which part of it, and so fit for any number of ranks.
 
-In the middle of a window each rank has sums of its own. A state that `torch.distributed.checkpoint` can write once and
-read at another world size holds their total: plain tensors under DDP, shards under FSDP2. It is taken and loaded by
-all ranks together, in the middle of a window too:
-
-    dcp.save({"accumulator": accumulator}, checkpoint_id=path)
+In the middle of a window each rank has sums of its own. A state that can be written once and read at another world size
+holds their total: plain tensors under DDP, shards under FSDP2. It is taken and loaded by all ranks together, in the
+middle of a window too. `save` and `load` keep it in files that hold data and nothing else; an accumulator's state may
+also be part of a checkpoint of `torch.distributed.checkpoint`, whose files are pickles.
 
 Whoever loads it gives the total to the first rank and goes on; the mean does not depend on who holds what.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
@@ -27,54 +27,110 @@ from torch.distributed.tensor import DTensor
 from gradfit.accumulate import state as local
 from gradfit.accumulate.transaction import Total
 from gradfit.distributed.sync import Together, add_weights
-from gradfit.errors import StateError
+from gradfit.distributed.window_files import Exchange, WindowFiles, file_of, write_window
+from gradfit.errors import RankFailed, StateError
 
 if TYPE_CHECKING:
     from gradfit.accumulate.accumulator import GradientAccumulator
 
-_NAME = "accumulator"
 _SAME_ON_ALL = (
     "version", "shapes", "windows", "strategy", "final", "scale", "rescaled", "had_plain", "plain_expected",
     "delimited", "divisor",
 )  # fmt: skip
 
 
-def save(accumulator: GradientAccumulator, path: Any) -> None:
-    """Write the window through `torch.distributed.checkpoint`, on all ranks together; one process alone can, too."""
-    content = {_NAME: share(accumulator)}
-    with _one_process_is_enough():
-        state_dict_saver.save(content, checkpoint_id=path, no_dist=_alone(accumulator))
+def save(accumulator: GradientAccumulator, path: str | os.PathLike[str]) -> None:
+    """Write the window into a directory, on all ranks together; one process alone can, too.
+
+    Args:
+        accumulator: Whose window; it may be in the middle of one.
+        path: A directory that all ranks see. A window that is there is replaced when all ranks have written theirs.
+
+    Raises:
+        StateNotWritten: This rank could not write; what was there before is whole.
+        RankFailed: Another rank could not.
+    """
+    content = share(accumulator)
+    rank, exchange = _ranks(accumulator)
+    write_window(path, rank, content["tensors"], content["window"], exchange)
 
 
-def load(accumulator: GradientAccumulator, path: Any) -> None:
-    """Go on in the middle of the window that `save` has written, with any number of ranks."""
-    known = FileSystemReader(path).read_metadata().state_dict_metadata
-    tensors = share(accumulator)["tensors"]
-    prefix = f"{_NAME}.tensors."
+def load(accumulator: GradientAccumulator, path: str | os.PathLike[str], *, trust_pickles: bool = False) -> None:
+    """Go on in the middle of the window that `save` has written, with any number of ranks.
+
+    Args:
+        accumulator: Of the same parameters in the same order.
+        path: The directory that `save` was given.
+        trust_pickles: Read what `torch.distributed.checkpoint` has written, too: its index is a pickle, and reading a
+            pickle runs what is in it. Only for files that nobody else could have changed.
+
+    Raises:
+        StateError: It is another model's, damaged, or not all of it is there. Nothing is changed.
+    """
+    like = share(accumulator)["tensors"]  # by all ranks together, as all that follows
+    problem: StateError | None = None
+    content: dict[str, Any] = {}
+    if (Path(path) / ".metadata").exists() and not file_of(Path(path), 0).exists():
+        if trust_pickles:
+            _load_checkpoint(accumulator, path, like)
+            return
+        problem = StateError(
+            f"{str(path)!r} was written by torch.distributed.checkpoint, whose index is a pickle: reading it runs what "
+            "is in it. Pass trust_pickles=True if nobody else could have changed it."
+        )
+    else:
+        try:
+            content = _read(path, like)
+        except StateError as error:
+            problem = error
+    _, exchange = _ranks(accumulator)
+    said = exchange({"kind": "load", "failed": "" if problem is None else str(problem)})
+    if problem is not None:
+        raise problem
+    failed = [f"rank {rank}: {one['failed']}" for rank, one in enumerate(said) if one["failed"]]
+    if failed:
+        raise RankFailed(f"Not every rank could read {str(path)!r} ({'; '.join(failed)}).")
+    restore(accumulator, content)
+
+
+def _read(path: str | os.PathLike[str], like: dict[str, Tensor]) -> dict[str, Any]:
+    files = WindowFiles(path)
+    tensors: dict[str, Any] = {}
+    for name, parts in files.parts.items():
+        tensors[name] = _template(like, name, parts[0].shape, parts[0].dtype)
+        files.read_into(name, tensors[name])
+    return {"tensors": tensors, "window": files.window}
+
+
+def _template(like: dict[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor to read into, laid out as the parameter's gradient is here."""
+    parameter = like.get(f"grad.{name.rpartition('.')[2]}")
+    if parameter is None or tuple(parameter.shape) != shape or not dtype.is_floating_point:
+        raise StateError(f"The state's {name!r:.60} fits no parameter here. Load it with the same parameters.")
+    return torch.zeros_like(parameter, dtype=dtype)
+
+
+def _load_checkpoint(accumulator: GradientAccumulator, path: Any, like: dict[str, Tensor]) -> None:
+    """What `torch.distributed.checkpoint` has written, pickles and all."""
+    index = FileSystemReader(path).read_metadata().state_dict_metadata
+    prefix = next((key.removesuffix("window") for key in index if key.endswith(".window")), "accumulator.")
     template: dict[str, Any] = {}
-    for key, found in known.items():
-        if key.startswith(prefix):
-            name = key.removeprefix(prefix)
-            position = name.rpartition(".")[2]
-            like = tensors.get(f"grad.{position}")
-            if like is None or not isinstance(found, TensorStorageMetadata) or like.shape != found.size:
-                raise StateError(f"The state's {name!r} fits no parameter here. Load it with the same parameters.")
-            template[name] = torch.zeros_like(like, dtype=found.properties.dtype)
-    content: dict[str, Any] = {_NAME: {"tensors": template, "window": ""}}
-    with _one_process_is_enough():
-        state_dict_loader.load(content, checkpoint_id=path, no_dist=_alone(accumulator))
-    restore(accumulator, content[_NAME])
-
-
-@contextlib.contextmanager
-def _one_process_is_enough() -> Iterator[None]:
+    for key, found in index.items():
+        if key.startswith(f"{prefix}tensors.") and isinstance(found, TensorStorageMetadata):
+            name = key.removeprefix(f"{prefix}tensors.")
+            template[name] = _template(like, name, tuple(found.size), found.properties.dtype)
+    content: dict[str, Any] = {prefix[:-1]: {"tensors": template, "window": ""}}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        yield
+        alone = not isinstance(accumulator.ranks, Together)
+        state_dict_loader.load(content, checkpoint_id=path, no_dist=alone)
+    restore(accumulator, content[prefix[:-1]])
 
 
-def _alone(accumulator: GradientAccumulator) -> bool:
-    return not isinstance(accumulator.ranks, Together)
+def _ranks(accumulator: GradientAccumulator) -> tuple[int, Exchange]:
+    """Which rank this is, and how it tells the others something."""
+    ranks = accumulator.ranks
+    return (ranks.group.rank, ranks.group.exchange) if isinstance(ranks, Together) else (0, lambda record: [record])
 
 
 def share(accumulator: GradientAccumulator) -> dict[str, Any]:
@@ -179,7 +235,7 @@ def restore(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
             "terms": {name: [weight if holds else 0, divisor] for name, (weight, divisor) in whole["terms"].items()},
             "sparse": {},
         }
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise StateError(
             f"The state is damaged, or not all of it was loaded: {error!r}. Load it with "
             "gradfit.distributed.state.load(accumulator, path)."

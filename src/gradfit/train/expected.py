@@ -139,9 +139,9 @@ def same_kind(where: str, value: Any, here: Any) -> None:
     """A value that can stand in the place of the one there is: an option of an optimizer or a scheduler, say.
 
     A number for a number (finite, where the one here is), a tensor for one of its shape and type, a list for one of its
-    length, a dict for one of its names. Where one of the two is None or an empty list, nothing is known of the other.
+    length, a dict for one of its names. Where there is None or an empty list, nothing is known of what may come.
     """
-    if value is None or here is None or (isinstance(here, list | dict) and not here):
+    if here is None or (isinstance(here, list | dict) and not here):
         return
     if isinstance(here, bool) or isinstance(value, bool):
         if type(here) is not type(value):

@@ -11,6 +11,7 @@ from gradfit._torch_fsdp import drop_gradients
 from gradfit.accumulate.accumulator import BareAccumulator
 from gradfit.arguments import read_count
 from gradfit.batches.record import Additivity
+from gradfit.distributed.same_model import require_same_model
 from gradfit.distributed.sync import Together
 from gradfit.errors import MisuseError, RankFailed
 from gradfit.profiling.measure import LossFunction, check_batch, check_model
@@ -124,6 +125,7 @@ def fit(
     try:
         try:
             if isinstance(ranks, Together):
+                require_same_model(model, ranks.group.exchange)
                 ranks.warm_up()
             with accumulator.rehearsal():
                 fitted = planner.fitted(sample_batch, batch_size)

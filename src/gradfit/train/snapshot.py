@@ -157,7 +157,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) ->
                 raise StateError(f"The state has no {what}. Resume with the same optimizer.")
             if isinstance(made, torch.Tensor) and isinstance(entries[name], torch.Tensor | Piece):
                 _same_kind(what, entries[name], made)
-            else:
+            elif entries[name] is not None or not isinstance(made, torch.Tensor):  # some begin with None
                 same_kind(f"The state's {what}", entries[name], made)
 
 
