@@ -22,6 +22,7 @@ import torch
 
 from gradfit._torch import output_bytes, storage_key, storage_owners
 from gradfit.errors import BudgetInfeasible
+from gradfit.interrupts import uninterrupted
 from gradfit.profiling.meter import Meter
 from gradfit.tape.graph import Operation, Segment, Tape, Value
 from gradfit.tape.ops import info_of
@@ -101,10 +102,10 @@ class Evictor(Meter):
         try:
             known = self._sizes.get(key)
         except TypeError:  # an argument that cannot be part of a key
-            known = output_bytes(func, args, kwargs)
+            known = _output_bytes(func, args, kwargs)
             return None, _bound(args) if known is None else known
         if known is None:
-            known = output_bytes(func, args, kwargs)
+            known = _output_bytes(func, args, kwargs)
             if known is None:
                 return key, _bound(args)
             self._sizes[key] = known
@@ -232,6 +233,12 @@ class _HoldAll:
 
     def offload(self, tensor: torch.Tensor) -> Any:
         raise RuntimeError("gradfit: nothing is offloaded online")
+
+
+def _output_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
+    """`output_bytes`, which enters and leaves many contexts of torch's, none of them safe from Ctrl-C."""
+    with uninterrupted():
+        return output_bytes(func, args, kwargs)
 
 
 def _tensors_in(args: Any) -> Iterator[torch.Tensor]:
