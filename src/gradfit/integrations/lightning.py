@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from gradfit._torch_listen import unseen
+from gradfit.batches.loss import Loss, PartLoss
+from gradfit.batches.weights import Weight
 from gradfit.errors import MisuseError
-from gradfit.train.passes import Passes
+from gradfit.integrations.lightning_logs import BatchLogs
+from gradfit.train.passes import MeanInProgress, Passes
 from gradfit.tree import size_of_batch
 from gradfit.units import parse_bytes
 
@@ -21,17 +23,24 @@ class Fit(Callback):  # type: ignore[misc]
 
         Trainer(callbacks=[Fit(memory="8 GiB")])
 
-    For automatic optimization on one device. `training_step` is called once for each part, and its loss is a mean
-    over the part's rows, or over what `count(part)` counts. What it logs is logged part by part.
+    For automatic optimization on one device. `training_step` is called once for each part of a batch. What its loss was
+    divided by is read from its graph, so that the update is that of the batch in one piece; a loss whose parts do not
+    make the whole is not cut. What it logs is logged once for each batch, with the mean over its items. Of what else it
+    returns, tensors are joined along their rows, and other things come as a list with one entry for each part.
+
+    Args:
+        memory: The budget for all tensors of a step, as bytes or text such as "8 GiB".
+        count: Says of how many items a part's loss is the mean, where that cannot be read: `count(part) -> int`.
     """
 
-    def __init__(self, memory: int | float | str, *, count: Callable[[Any], int | float] = size_of_batch) -> None:
+    def __init__(self, memory: int | float | str, *, count: Callable[[Any], int] | None = None) -> None:
         self._memory, self._count = parse_bytes(memory), count
         self._passes: Passes | None = None
         self._whole: Any = None  # the module's own training_step
-        self._trying = False
+        self._logs: BatchLogs | None = None
+        self._is_trial = False
         self._rest: tuple[Any, ...] = ()
-        self._extra: dict[str, Any] = {}
+        self._output: dict[str, Any] = {}  # what the last part returned beside its loss
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Take the training step's place."""
@@ -42,33 +51,33 @@ class Fit(Callback):  # type: ignore[misc]
             raise MisuseError(f"Fit runs on one device, not {ranks}. Use gf.fit with DDP or fully_shard.")
         if not pl_module.automatic_optimization:
             raise MisuseError(
-                "Fit needs automatic optimization. In manual optimization call the step that gf.fit returns."
+                "Fit needs automatic optimization. In manual optimization call the step that gf.fit returns: "
+                "gf.fit(self, self.optimizers(), loss_fn, batch, memory=…)."
             )
         if str(trainer.precision) == "16-mixed":
             raise MisuseError("Fit scales gradients after the backward, too late for precision='16-mixed'. Use bf16.")
         self._whole = pl_module.training_step
-        pl_module.training_step = lambda batch, *rest: self._step(trainer, pl_module, batch, rest)
-        log = pl_module.log
+        self._logs = logs = BatchLogs(pl_module.log)
+        pl_module.training_step = lambda batch, *rest: self._step(trainer, pl_module, logs, batch, rest)
 
-        def log_once(*args: Any, **kwargs: Any) -> None:
-            if not self._trying:
-                with unseen():  # it copies what it is given, which is no operation of the plan's
-                    log(*args, **kwargs)
+        def log(*args: Any, **kwargs: Any) -> None:
+            if not self._is_trial:
+                logs.take(*args, **kwargs)
 
-        pl_module.log = log_once  # `log_dict` goes through it
+        pl_module.log = log  # `log_dict` goes through it
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give it back."""
         if self._whole is not None:
             del pl_module.training_step, pl_module.log
-            self._whole = self._passes = None
+            self._whole = self._passes = self._logs = None
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """The same: Lightning tears nothing down then."""
         self.teardown(trainer, pl_module, "fit")
 
-    def _step(self, trainer: Any, module: Any, batch: Any, rest: tuple[Any, ...]) -> Any:
-        self._rest, self._extra = rest, {}
+    def _step(self, trainer: Any, module: Any, logs: BatchLogs, batch: Any, rest: tuple[Any, ...]) -> Any:
+        self._rest = rest
         parameters = [p for p in module.parameters() if p.requires_grad]
         accumulates = trainer.accumulate_grad_batches > 1
         if self._passes is None:
@@ -79,37 +88,64 @@ class Fit(Callback):  # type: ignore[misc]
         if not accumulates:
             module.zero_grad()  # Lightning would only do so after the passes, and hold both
         with _set_aside(parameters) as gradients:
-            with self._trials():
+            with self._trial():
                 self._passes.plan(batch)
-            items = self._count(batch)
+            mean, rows = MeanInProgress(), size_of_batch(batch)
+            outputs: list[dict[str, Any]] = []
+            additivity = self._passes.additivity
+            adds = additivity is not None and additivity.over == "sum"
 
-            def backward(loss: torch.Tensor, part: Any) -> torch.Tensor:
-                share = loss * (self._count(part) / items)
-                share.backward()  # type: ignore[no-untyped-call]
-                return share
+            def backward(part: PartLoss, weight: Weight) -> None:
+                logs.end_part(float(weight.number), adds=adds)
+                outputs.append(self._output)
+                share = mean.add(part.loss, weight, parts=rows / part.rows)
+                if share is not None:
+                    share.backward()  # type: ignore[no-untyped-call]
 
-            loss = self._passes.run(batch, backward)
+            self._passes.run(batch, backward)
+            loss = torch.as_tensor(mean.finish(parameters), device=module.device)
             gradients += [(p, p.grad) for p in parameters if p.grad is not None]
+        logs.log_all()
+        self._output = {}
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
-        return {**self._extra, "loss": _Later.apply(loss, anchor, gradients)}  # type: ignore[no-untyped-call]
+        later = _Later.apply(loss, anchor, gradients)  # type: ignore[no-untyped-call]
+        return {**_joined(outputs), "loss": later}
 
     @contextlib.contextmanager
-    def _trials(self) -> Iterator[None]:
-        self._trying = True
+    def _trial(self) -> Iterator[None]:
+        self._is_trial = True
         try:
             yield
         finally:
-            self._trying = False
+            self._is_trial = False
 
-    def _loss_of(self, module: Any, part: Any) -> torch.Tensor:
+    def _loss_of(self, module: Any, part: Any) -> Any:
+        if self._logs is not None:
+            self._logs.drop_part()  # of a forward that left its plan, and is run again
         out = self._whole(part, *self._rest)
+        self._output = {}
         if isinstance(out, Mapping):
-            self._extra = {name: item for name, item in out.items() if name != "loss"}
+            self._output = {name: item for name, item in out.items() if name != "loss"}
             out = out.get("loss")
         if out is None:
             raise MisuseError("training_step returned no loss. Fit cannot skip a part of a batch: return one.")
-        loss: torch.Tensor = out
-        return loss
+        if self._count is None:
+            return out
+        items = self._count(part)
+        return Loss(sum=out * items, count=items)
+
+
+def _joined(outputs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the parts returned beside their losses, as of the whole batch."""
+    if len(outputs) < 2:
+        return outputs[0] if outputs else {}
+    together = {name: [part[name] for part in outputs if name in part] for name in outputs[0]}
+    return {
+        name: torch.cat([item.detach() for item in items])
+        if all(isinstance(item, torch.Tensor) and item.dim() for item in items)
+        else items
+        for name, items in together.items()
+    }
 
 
 class _Later(torch.autograd.Function):

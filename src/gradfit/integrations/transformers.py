@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
 import transformers
 
+from gradfit.batches.loss import PartLoss
+from gradfit.batches.weights import Weight
 from gradfit.errors import MisuseError
 from gradfit.recompute.function import checkpoint
-from gradfit.train.passes import Passes
+from gradfit.train.optimizer_of import unwrap_optimizer
+from gradfit.train.passes import MeanInProgress, Passes
 from gradfit.tree import size_of_batch
 from gradfit.units import parse_bytes
 
@@ -50,47 +54,93 @@ class FitTrainer(transformers.Trainer):  # type: ignore[misc]
     """`transformers.Trainer` whose steps stay below `memory`, whatever the batch size.
 
     Each batch of `per_device_train_batch_size` rows is run in micro-batches with recomputation, as planned for its
-    shape; everything else is the Trainer's. Losses that the model normalises by `num_items_in_batch` add up; others
-    are means over rows, and are weighted by rows.
+    shape; everything else is the Trainer's. The update is the one that the Trainer makes of the batch in one piece,
+    whatever the head, `compute_loss`, `compute_loss_func` or label smoothing: what a micro-batch's loss was divided by
+    is read from its graph, and a loss whose parts do not make the whole is not cut. Over `gradient_accumulation_steps`
+    the mean is over all items, never a mean of means.
+
+    Args:
+        args: The Trainer's, like all that follows but `memory`.
+        memory: The budget for all tensors of a step, as bytes or text such as "8 GiB".
+        kwargs: The Trainer's.
+
+    Raises:
+        MisuseError: `memory` is no size, or there is more than one device.
     """
 
     def __init__(self, *args: Any, memory: int | float | str, **kwargs: Any) -> None:
         self._memory = parse_bytes(memory)
         self._passes: Passes | None = None
         self._items: Any = None
+        self._window: MeanInProgress | None = None  # of the batches since the last update
         super().__init__(*args, **kwargs)
         ranks = max(self.args.world_size, self.args.n_gpu)
         if ranks > 1:
             raise MisuseError(f"FitTrainer runs on one device, not {ranks}. Use gf.fit with DDP or fully_shard.")
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's."""
+        self._window = None  # of a run that was left in the middle of an update
+        return super().train(*args, **kwargs)
+
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """One batch's forward and backward; returns its loss."""
+        """One batch's forward and backward; returns its share of the update's loss."""
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         inputs = self._prepare_inputs(inputs)
-        rows, self._items = size_of_batch(inputs), num_items_in_batch
+        self._items = num_items_in_batch
         if self._passes is None:
-            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's wrapper
-            self._passes = Passes(model, optimizer, self._loss_of, self._memory)
-        adds_up = self._adds_up(num_items_in_batch)
+            self._passes = Passes(model, unwrap_optimizer(self.optimizer), self._loss_of, self._memory)
+        self._passes.plan(inputs)
+        additivity = self._passes.additivity
+        if additivity is None or additivity.over in ("sum", None):
+            return self._run_as_it_is(self._passes, inputs)
+        return self._run_as_mean(self._passes, model, inputs)
 
-        def backward(loss: torch.Tensor, part: Any) -> torch.Tensor:
-            if not adds_up:
-                loss = loss * (size_of_batch(part) / rows / self.current_gradient_accumulation_steps)
-            self.accelerator.backward(loss)
-            return loss
+    def _run_as_mean(self, passes: Passes, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
+        """Of a loss that is a mean over its items: the mean over all items of the batches of one update."""
+        if self._window is None:
+            self._window = MeanInProgress()
+        window, batches, rows = self._window, self.current_gradient_accumulation_steps, size_of_batch(inputs)
+        before = window.mean
 
-        return self._passes.run(inputs, backward)
+        def backward(part: PartLoss, weight: Weight) -> None:
+            share = window.add(part.loss, weight, parts=batches * rows / part.rows)
+            if share is not None:
+                self.accelerator.backward(share)
+
+        passes.run(inputs, backward)
+        if self.accelerator.sync_gradients:  # the last batch of the update
+            self._window = None
+            window.finish(model.parameters())
+        # The Trainer adds up what batches return: the differences of running means add up to the mean.
+        done = torch.as_tensor(window.mean, device=self.args.device)
+        return done if math.isnan(float(before)) else done - before
+
+    def _run_as_it_is(self, passes: Passes, inputs: Any) -> torch.Tensor:
+        """Of a loss that has its scale already, or whose batch is not cut: as the Trainer has it."""
+        steps = 1 if self._is_scaled() else self.current_gradient_accumulation_steps
+        total = torch.zeros((), device=self.args.device)
+
+        def backward(part: PartLoss, weight: Weight) -> None:
+            nonlocal total
+            share = part.loss / steps if steps > 1 else part.loss
+            total = total + share.detach()
+            self.accelerator.backward(share)
+
+        passes.run(inputs, backward)
+        return total
 
     def _loss_of(self, model: torch.nn.Module, part: Any) -> torch.Tensor:
         with self.compute_loss_context_manager():
             loss: torch.Tensor = self.compute_loss(model, dict(part), num_items_in_batch=self._items)
         return loss
 
-    def _adds_up(self, items: Any) -> bool:
-        """Whether a part's loss is its share of the whole already; as Trainer decides it."""
+    def _is_scaled(self) -> bool:
+        """Whether the Trainer takes a batch's loss as its share of the whole update already."""
         said = getattr(self, "loss_is_scaled_for_ga", None)
         if said is not None:
             return bool(said)
-        return bool(self.model_accepts_loss_kwargs and items is not None) or self.compute_loss_func is not None
+        by_model = self.model_accepts_loss_kwargs and self._items is not None
+        return bool(by_model) or self.compute_loss_func is not None

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from gradfit.batches.loss import PartLoss
+from gradfit.batches.record import Additivity
 from gradfit.batches.snapshot import Snapshot
-from gradfit.errors import MisuseError
+from gradfit.batches.weights import BatchWeights, Weight
 from gradfit.planning.record import Plan
-from gradfit.profiling.measure import LossFunction, check_model, run_loss
+from gradfit.profiling.measure import LossFunction, check_model, run_part
 from gradfit.recompute.evict import Online
 from gradfit.recompute.planned import Diverged
+from gradfit.train.cutting import warn_about_cutting
 from gradfit.train.fitted import Fitted, PartShape, part_shape
 from gradfit.train.planner import Planner
 from gradfit.units import parse_bytes
@@ -22,12 +26,14 @@ from gradfit.units import parse_bytes
 class Passes:
     """Forward and backward of any batch in micro-batches, so that all tensors of a step stay below a budget.
 
-    Gradients add up in `.grad`. `loss_fn(model, part)` is as for `fit`, but returns one scalar.
+    What each micro-batch weighs is what its loss was divided by, as for `fit`; what does not add up is not cut.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> passes = Passes(model, optimizer, lambda m, x: m(x).square().mean(), memory="1 MiB")
-    >>> total = passes.run(torch.ones(32, 8), lambda loss, part: (loss * (len(part) / 32)).backward())
+    >>> mean = MeanInProgress()
+    >>> passes.run(torch.ones(32, 8), lambda part, weight: mean.add(part.loss, weight).backward())
+    >>> loss = mean.finish(model.parameters())
     """
 
     def __init__(
@@ -42,41 +48,96 @@ class Passes:
         check_model(model)
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self._planner = Planner(model, optimizer, loss_fn, parse_bytes(memory), reserved_bytes=reserved_bytes)
-        self._astray: set[PartShape] = set()  # parts that left their plan: what to drop is decided as it comes
+        self._off_plan: set[PartShape] = set()  # parts that left their plan: what to drop is decided as it comes
+        self._has_warned = False
 
     def plan(self, batch: Any) -> Plan:
         """The plan for batches like this one; the first such batch is profiled and tried out, which leaves no trace."""
         return self._fitted(batch).plan
 
-    def run(self, batch: Any, backward: Callable[[torch.Tensor, Any], object]) -> torch.Tensor:
-        """Run the passes: `backward(loss, part)` is called for each micro-batch. Returns the losses, added up."""
+    @property
+    def additivity(self) -> Additivity | None:
+        """How the parts of a batch make the whole, as measured with the first plan; None before it."""
+        return self._planner.additivity
+
+    def run(self, batch: Any, backward: Callable[[PartLoss, Weight], object]) -> None:
+        """Run the passes: `backward(loss, weight)` is called for each micro-batch.
+
+        Raises:
+            MisuseError: The batch has no rows, or its parts are divided by numbers that do not go together.
+        """
         fitted = self._fitted(batch)
-        total: torch.Tensor | None = None
+        rows = self._planner.rows(batch)
+        weights = BatchWeights(self.additivity, rows)
         for number, part in enumerate(self._planner.parts(batch, fitted.plan.micro_batch)):
             with contextlib.ExitStack() as around:
-                loss = self._forward(fitted, part, batch, around, first=not number)
-                scaled = backward(loss, part)
-                seen = scaled if isinstance(scaled, torch.Tensor) else loss
-                total = seen.detach() if total is None else total + seen.detach()
-                del loss, scaled, seen
-        if total is None:
-            raise MisuseError("The batch has no rows. Pass one with at least 1.")
-        return total
+                found = self._forward(fitted, part, batch, around, first=not number)
+                backward(found, weights.of(found))
+                del found
 
     def _fitted(self, batch: Any) -> Fitted:
-        return self._planner.fitted(batch, self._planner.rows(batch))
+        fitted = self._planner.fitted(batch, self._planner.rows(batch))
+        if not self._has_warned:
+            self._has_warned = True
+            warn_about_cutting(fitted, self.additivity, exact=True)
+        return fitted
 
-    def _forward(
-        self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, *, first: bool
-    ) -> torch.Tensor:
-        if fitted.steady and not (self._astray and part_shape(part) in self._astray):
+    def _forward(self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, *, first: bool) -> PartLoss:
+        rows = self._planner.rows(part)
+        if fitted.steady and not (self._off_plan and part_shape(part) in self._off_plan):
             before = Snapshot(self._model)
             try:
                 with fitted.following(first=first):
-                    return run_loss(self._loss_fn, self._model, part)[0]
+                    return run_part(self._loss_fn, self._model, part, rows)
             except Diverged:
-                self._astray.add(part_shape(part))
+                self._off_plan.add(part_shape(part))
             before.restore()  # the gradients are those of the parts before: no backward has begun
         online = around.enter_context(Online(self._planner.limit_bytes))
         online.evictor.watch(self._model, self._optimizer, batch)
-        return run_loss(self._loss_fn, self._model, part)[0]
+        return run_part(self._loss_fn, self._model, part, rows)
+
+
+class MeanInProgress:
+    """The mean over all items of parts that come one after the other: their losses, and their gradients in `.grad`.
+
+    How many items there will be is known only at the end. So gradients add up as if the total were `share` of a
+    batch's first part, and `finish` corrects them by what it really was.
+    """
+
+    def __init__(self) -> None:
+        self._unit = 0.0  # the items that gradients are divided by until the end
+        self._items = 0.0
+        self._sum: torch.Tensor | float = 0.0
+
+    @property
+    def mean(self) -> torch.Tensor | float:
+        """Of the losses so far; NaN if there were no items, as torch has it."""
+        return self._sum / self._items if self._items else math.nan
+
+    def add(self, loss: torch.Tensor, weight: Weight, *, parts: float = 1.0) -> torch.Tensor | None:
+        """Take in a part: what to call `backward` on; None for a part without items, which contributes nothing.
+
+        Args:
+            loss: The part's loss, a mean or a sum as `weight` says.
+            weight: Of how many items.
+            parts: About how many parts of this size there will be.
+        """
+        items = float(weight.number)
+        if not items:
+            return None
+        if not self._unit:
+            self._unit = items * parts
+        total = loss * items if weight.reduction == "mean" else loss
+        self._items += items
+        self._sum = self._sum + total.detach()
+        return loss * (items / self._unit) if weight.reduction == "mean" else loss / self._unit
+
+    def finish(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor | float:
+        """Make the gradients those of the mean over all items, which is returned."""
+        if self._items and not math.isclose(self._items, self._unit, rel_tol=1e-12):
+            with torch.no_grad():
+                for parameter in parameters:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(self._unit / self._items)
+            self._unit = self._items
+        return self.mean
