@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -132,7 +131,7 @@ def test_draws_that_cannot_be_the_same_are_said() -> None:
 
 def test_gradients_that_are_not_finite_are_said() -> None:
     def infinite(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = model(x).mean() * math.inf
+        result: torch.Tensor = (1e30 * model(x)).exp().mean()
         return result
 
     report = audited(network(), infinite, torch.randn(8, 6))
@@ -154,3 +153,24 @@ def test_nothing_stays_changed() -> None:
 def test_arguments_in_another_order_are_named() -> None:
     with pytest.raises(gf.MisuseError, match="loss_fn is a Tensor"):
         gf.audit(network(), torch.randn(8, 6), square)  # type: ignore[arg-type]
+
+
+def test_a_padded_batch_is_weighted_by_what_its_loss_was_divided_by() -> None:
+    torch.manual_seed(1)
+    labels = torch.randint(0, 6, (8,))
+    labels[1:6] = -100
+
+    def padded(model: nn.Module, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"])
+
+    report = audited(network(nn.Dropout(0.3)), padded, {"x": torch.randn(8, 6), "y": labels})
+    assert report
+    assert error_of(report) < 1e-6
+    assert "(by items)" in str(report)
+
+
+def test_a_sum_is_added() -> None:
+    torch.manual_seed(1)
+    report = audited(network(), lambda model, x: model(x).square().sum(), torch.randn(8, 6))
+    assert report
+    assert "(by sum)" in str(report)

@@ -154,7 +154,7 @@ def audit(
         differences.append(checks.worst)
     full_batch = None
     if len(parts) > 1:
-        full_batch = compare_with_full_batch(model, loss_fn, batch, parts, [check_batch(part, split) for part in parts])
+        full_batch = compare_with_full_batch(model, loss_fn, batch, parts, split)
     notes = [*_notes(model, full_batch, micro_batch), *checks.notes]
     first = checks.first
     if differences and first is None:

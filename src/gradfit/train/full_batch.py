@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gradfit._torch import is_out_of_memory
+from gradfit.batches.additivity import measure_additivity
 from gradfit.batches.snapshot import Generators, untouched
-from gradfit.profiling.measure import LossFunction, run_loss
+from gradfit.batches.weights import BatchWeights
+from gradfit.errors import MisuseError
+from gradfit.profiling.measure import LossFunction, check_batch, run_part
 from gradfit.train.same_draws import CannotShare, WholeDraws
 
+_WEIGHTED_BY = {"rows": "rows", "items": "items", "divisor": "items", "sum": "sum"}
 Gradients = list[torch.Tensor | None]
 
 
@@ -26,7 +30,8 @@ class FullBatchError:
     tolerance: float
     """What the rounding of a float sum may amount to: the root of the gradients' machine epsilon."""
     weighted_by: str
-    """What the parts' mean losses were weighted by: "rows", or "items" where a count was returned or could be read."""
+    """What the parts' losses were weighted by: "items" where a count was returned or could be read, "rows", or "sum"
+    where they are simply added."""
     reason: str = ""
     """Why it could not be measured."""
 
@@ -42,7 +47,11 @@ class FullBatchError:
 
 
 def compare_with_full_batch(
-    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, parts: Sequence[Any], rows: Sequence[int]
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    parts: Sequence[Any],
+    split: Callable[[Any, int], Iterable[Any]] | None = None,
 ) -> FullBatchError:
     """Run the batch in one piece and in parts, plainly, and compare the gradients; leaves no trace.
 
@@ -51,15 +60,23 @@ def compare_with_full_batch(
         loss_fn: `(model, batch) -> loss`, as for `fit`.
         batch: The whole batch.
         parts: The same batch, cut.
-        rows: How many rows each part has.
+        split: How it was cut, if not along dim 0.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     tolerance = max((math.sqrt(torch.finfo(p.dtype).eps) for p in parameters), default=0.0)
     weighted_by = "rows"
     try:
-        whole, draws = _whole_gradients(model, parameters, loss_fn, batch)
-        added, weighted_by = _added_gradients(model, parameters, loss_fn, parts, rows, draws)
+        with untouched(model):
+            additivity = measure_additivity(model, loss_fn, batch, split=split, rewind=Generators().restore)
+        weighted_by = _WEIGHTED_BY.get(additivity.over or "", "rows")
+        whole, draws = _whole_gradients(model, parameters, loss_fn, batch, check_batch(batch, split))
+        weights = BatchWeights(additivity, check_batch(batch, split), exact=False)
+        sized = [(part, check_batch(part, split)) for part in parts]
+        added, by_rows = _added_gradients(model, parameters, loss_fn, sized, weights, draws)
+        weighted_by = "items" if weighted_by == "rows" and not by_rows else weighted_by
         error = _relative_error(added, whole)
+    except MisuseError as problem:
+        return FullBatchError(None, tolerance, weighted_by, str(problem))
     except CannotShare as problem:
         return FullBatchError(None, tolerance, weighted_by, f"{problem}, so the parts cannot draw the same numbers")
     except Exception as problem:  # the user's code on a whole batch, which may be more than it was written for
@@ -71,38 +88,39 @@ def compare_with_full_batch(
 
 
 def _whole_gradients(
-    model: torch.nn.Module, parameters: list[torch.nn.Parameter], loss_fn: LossFunction, batch: Any
+    model: torch.nn.Module, parameters: list[torch.nn.Parameter], loss_fn: LossFunction, batch: Any, rows: int
 ) -> tuple[Gradients, WholeDraws]:
     draws = WholeDraws()
     with untouched(model):
         with draws:
-            loss, count = run_loss(loss_fn, model, batch)
-        torch.autograd.backward(loss)
-        total = 1.0 if count is None else float(count)
-        return _scaled(parameters, total), draws
+            found = run_part(loss_fn, model, batch, rows)
+        torch.autograd.backward(found.loss)
+        return _scaled(parameters, 1.0 if found.count is None else float(found.count)), draws
 
 
 def _added_gradients(
     model: torch.nn.Module,
     parameters: list[torch.nn.Parameter],
     loss_fn: LossFunction,
-    parts: Sequence[Any],
-    rows: Sequence[int],
+    parts: Sequence[tuple[Any, int]],
+    weights: BatchWeights,
     draws: WholeDraws,
-) -> tuple[Gradients, str]:
-    total, weighted_by = 0.0, "rows"
+) -> tuple[Gradients, bool]:
+    total, by_rows = 0.0, True
     generators = Generators()  # Python's and NumPy's draws are for the batch: each part gets the same
     with untouched(model):
-        for part, size in zip(parts, rows, strict=True):
+        for part, rows in parts:
             generators.restore()
             with draws.for_part():
-                loss, count = run_loss(loss_fn, model, part)
-            weight = float(size) if count is None else float(count)
-            weighted_by = "rows" if count is None else "items"
-            torch.autograd.backward(loss * weight if count is None else loss)
-            total += weight
-            del loss
-        return _scaled(parameters, total), weighted_by
+                found = run_part(loss_fn, model, part, rows)
+            weight = weights.of(found)
+            items = float(weight.number)
+            if items:  # a mean over no items is NaN, and contributes nothing
+                torch.autograd.backward(found.loss * items if weight.reduction == "mean" else found.loss)
+            total += items
+            by_rows = by_rows and items == rows
+            del found
+        return _scaled(parameters, total), by_rows
 
 
 def _scaled(parameters: list[torch.nn.Parameter], total: float) -> Gradients:
