@@ -155,3 +155,39 @@ def test_the_hugging_face_example_works_with_every_command(gradfit: Call, comman
     done = gradfit(command, target, *budget, *more, "--report", "page.html", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)
+
+
+def test_the_micro_batch_can_be_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for given, cut in (("5", (5, 4)), ("whole", (16, 1))):
+        assert main(["plan", "job.py:make", "--memory", "1 MiB", "--micro-batch", given, "--json"]) == 0
+        plan = Plan.from_json(capsys.readouterr().out)
+        assert (plan.micro_batch, plan.steps) == cut
+        assert main(["audit", "job.py:make", "--micro-batch", given, "--json"]) == 0
+        report = AuditReport.from_json(capsys.readouterr().out)
+        assert (report.micro_batch, report.micro_batches) == cut
+        assert report.exact
+        options = ["--memory", "1 MiB", "--micro-batch", given, "--steps", "2", "--out", given]
+        assert main(["train", "job.py:make", *options]) == 0
+        assert f"micro-batch {cut[0]} × {cut[1]}" in capsys.readouterr().err
+        assert main(["train", "job.py:make", "--resume", "--out", given, "--steps", "3"]) == 0
+        assert f"micro-batch {cut[0]} × {cut[1]}" in capsys.readouterr().err
+    assert main(["train", "job.py:make", "--resume", "--out", "whole", "--micro-batch", "5", "--steps", "4"]) != 0
+    assert "begun with micro_batch whole, not 5" in capsys.readouterr().err
+    for wrong in ("0", "-1", "half"):
+        assert main(["plan", "job.py:make", "--memory", "1 MiB", "--micro-batch", wrong]) == 2
+        assert "Pass an int of at least 1, or 'whole'" in capsys.readouterr().err
+
+
+def test_plan_says_what_is_predicted_and_whether_parts_add_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "job.py:make", "--memory", MEMORY]) == 0
+    said = capsys.readouterr().out
+    assert "predicted: peak " in said
+    assert "exactness: the parts of a batch add up, by items (measured on a few rows: relative error " in said
+    assert main(["plan", "job.py:make", "--report", "page.html"]) == 0
+    said = capsys.readouterr().out
+    assert "micro-batch × count" in said
+    assert "predicted from a measured profile" in said
+    assert "16 × 1" in said
+    page = (folder / "page.html").read_text().split("</style>")[1].split("<script>")[0]
+    assert "Memory against time" in page
+    assert "Chosen" not in page

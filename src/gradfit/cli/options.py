@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from gradfit.errors import MisuseError
+
 Target = Annotated[
     str,
     typer.Argument(
@@ -22,6 +24,15 @@ Memory = Annotated[
 BatchSize = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Rows in one update. Default: the job's.", show_default=False)
 ]
+MicroBatch = Annotated[
+    str | None,
+    typer.Option(
+        "--micro-batch",
+        metavar="SIZE",
+        help="Rows that run at once, or 'whole' never to cut a batch. Default: chosen.",
+        show_default=False,
+    ),
+]
 MOST_SEED = 2**63 - 1
 Seed = Annotated[
     int, typer.Option("--seed", min=0, max=MOST_SEED, help="Seeds the model, the data's order and all randomness.")
@@ -31,3 +42,16 @@ Page = Annotated[
     Path | None, typer.Option("--report", help="Write a self-contained HTML page here.", show_default=False)
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def read_micro_batch(text: str | None) -> int | str | None:
+    """What --micro-batch says: a number of rows, "whole", or nothing.
+
+    >>> read_micro_batch("8"), read_micro_batch("whole"), read_micro_batch(None)
+    (8, 'whole', None)
+    """
+    if text is None or text == "whole":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise MisuseError(f"--micro-batch={text!r} is no number of rows. Pass an int of at least 1, or 'whole'.")
+    return int(text)

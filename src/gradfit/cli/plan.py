@@ -5,11 +5,12 @@ from __future__ import annotations
 import json as json_module
 
 from gradfit.cli.console import note, print_result, warnings_as_notes, working
-from gradfit.cli.options import BatchSize, Debug, Json, Memory, Page, Seed, Target
+from gradfit.cli.options import BatchSize, Debug, Json, Memory, MicroBatch, Page, Seed, Target, read_micro_batch
 from gradfit.cli.work import Work
+from gradfit.errors import MisuseError
 from gradfit.planning.api import frontier
-from gradfit.planning.api import plan as make_plan
 from gradfit.planning.record import Plan, percent
+from gradfit.profiling.record import Profile
 from gradfit.profiling.table import columns
 from gradfit.units import format_bytes, format_seconds
 
@@ -18,31 +19,45 @@ def plan(
     target: Target,
     memory: Memory = None,
     batch_size: BatchSize = None,
+    micro_batch: MicroBatch = None,
     seed: Seed = 0,
     json: Json = False,
     report: Page = None,
     debug: Debug = False,
 ) -> None:
     """Plan for a budget: the micro-batch, what to keep, what to rebuild. Without --memory: the whole trade-off."""
+    fixed = read_micro_batch(micro_batch)
+    if fixed is not None and memory is None:
+        raise MisuseError("--micro-batch is for a plan, and the trade-off has many. Pass --memory too.")
     work = Work.load(target, batch_size=batch_size, seed=seed, page=report)
     budget = None if memory is None else work.budget(memory)
     with warnings_as_notes():
         batch = work.batch()
         found = work.profile(batch)
-        size = work.batch_size if found.splittable else None
         made: Plan | None = None
         plans: list[Plan] = []
         if budget is not None:
-            with working("planning"):
-                made = make_plan(found, memory=budget, batch_size=size)
-            print_result(made.to_json() if json else str(made))
+            made = work.plan(found, budget, fixed)
+            print_result(made.to_json() if json else f"{made}\n{_exactness(found)}")
         else:
             with working("planning for every budget"):
-                plans = frontier(found, batch_size=size)
-            print_result(_as_json(plans) if json else _as_table(plans))
+                plans = frontier(found, batch_size=work.batch_size if found.splittable else None)
+            print_result(_as_json(plans) if json else f"{_as_table(plans)}\n{_exactness(found)}")
         if report is not None:  # without --memory nothing is chosen, and the page says so of no plan
             work.write(work.report(found, batch, made, frontier=tuple(plans)), report)
             note(f"page: {report}")
+
+
+def _exactness(found: Profile) -> str:
+    """Whether the parts of a batch give the gradient of the whole, as was measured with the profile."""
+    additivity = found.additivity
+    if additivity is None:
+        return "exactness: not measured"
+    measured = f"measured on a few rows: relative error {additivity.error:.2g}"
+    if not additivity.adds_up:
+        return f"exactness: the batch is not cut, its parts do not make the whole ({measured}): {additivity.reason}"
+    by = {"rows": "by rows", "sum": "as a sum"}.get(additivity.over or "", "by items")
+    return f"exactness: the parts of a batch add up, {by} ({measured})"
 
 
 def _as_json(plans: list[Plan]) -> str:

@@ -16,7 +16,17 @@ import typer
 from rich.progress import Progress as Bar
 
 from gradfit.cli.console import console, note, print_result, warnings_as_notes, working
-from gradfit.cli.options import MOST_SEED, BatchSize, Debug, Json, Memory, Page, Target
+from gradfit.cli.options import (
+    MOST_SEED,
+    BatchSize,
+    Debug,
+    Json,
+    Memory,
+    MicroBatch,
+    Page,
+    Target,
+    read_micro_batch,
+)
 from gradfit.cli.stop import StopSignal
 from gradfit.cli.work import Work
 from gradfit.distributed.launch import Crew
@@ -41,6 +51,7 @@ def train(
     target: Target,
     memory: Memory = None,
     batch_size: BatchSize = None,
+    micro_batch: MicroBatch = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Updates to make in all.")] = None,
     epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Passes over the data. Default: 1.")] = None,
     out: Annotated[
@@ -82,7 +93,8 @@ def train(
     if steps is None and epochs is None:
         steps, epochs = before.get("steps"), before.get("epochs", 1)
     budget = before["memory_bytes"] if memory is None and before else work.budget(memory, crew)
-    settings = RunSettings(work.batch_size, budget, seed, steps, epochs)
+    fixed = _first(read_micro_batch(micro_batch), before.get("micro_batch"))
+    settings = RunSettings(work.batch_size, budget, seed, steps, epochs, fixed)
     if saved is None and crew.rank == 0:
         write_begun(base, dataclasses.asdict(settings))
     command = f"gradfit train {shlex.quote(target)} --out {shlex.quote(str(base))} --resume"

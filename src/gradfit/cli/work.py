@@ -11,8 +11,9 @@ import torch
 
 from gradfit.cli.console import working
 from gradfit.distributed.launch import Crew
-from gradfit.errors import MisuseError
+from gradfit.errors import BudgetInfeasible, MisuseError
 from gradfit.planning.api import frontier
+from gradfit.planning.api import plan as make_plan
 from gradfit.planning.record import Plan
 from gradfit.profiling.measure import profile
 from gradfit.profiling.record import Profile
@@ -85,6 +86,27 @@ class Work:
                 memory_bytes=limit,
                 split=self.job.split,
             )
+
+    def plan(self, found: Profile, budget: int | None, micro_batch: int | str | None = None) -> Plan:
+        """The plan for a budget, or the one of the smallest peak; at this micro-batch, if one was asked for."""
+        size = self.batch_size if found.splittable else None
+        fixed = self.batch_size if micro_batch == "whole" else micro_batch
+        if isinstance(fixed, int) and fixed < self.batch_size and not found.splittable:
+            reason = found.additivity.reason if found.additivity is not None else "it has one row"
+            raise MisuseError(
+                f"--micro-batch {fixed} cuts the batch of {self.batch_size}, which does not add up: {reason}. "
+                "Leave out --micro-batch."
+            )
+        with working("planning"):
+            if budget is not None:
+                return make_plan(found, memory=budget, batch_size=size, micro_batch=fixed if size else None)
+            if fixed is None:
+                return min(frontier(found, batch_size=size, points=2), key=lambda plan: plan.peak_bytes)
+            try:
+                return make_plan(found, memory=1, batch_size=size, micro_batch=fixed if size else None)
+            except BudgetInfeasible as smallest:
+                least = smallest.min_bytes
+            return make_plan(found, memory=least, batch_size=size, micro_batch=fixed if size else None)
 
     def report(self, found: Profile, batch: Any, plan: Plan | None = None, **more: Any) -> Report:
         """The page's content: curves are measured here, without a trace; plain is predicted where it would not fit."""

@@ -51,6 +51,7 @@ class RunSettings:
     seed: int = 0
     steps: int | None = None
     epochs: int | None = None
+    micro_batch: int | str | None = None  # "whole" never to cut a batch
 
 
 @dataclass
@@ -242,6 +243,7 @@ class Run:
             split=self.job.split,
             known=() if state is None else state["plans"],
             reproducible=True,
+            micro_batch=self.settings.micro_batch,
         )
         del sample, batch
         self.batches.restore(place["data"])
@@ -328,9 +330,10 @@ class Run:
 
 
 def _check_settings(saved: dict[str, Any], now: RunSettings) -> None:
-    for name, option in (("batch_size", "--batch-size"), ("seed", "--seed")):
-        if saved[name] != getattr(now, name):
+    for name, option in (("batch_size", "--batch-size"), ("seed", "--seed"), ("micro_batch", "--micro-batch")):
+        before = saved.get(name)
+        if before != getattr(now, name):
             raise StateError(
-                f"The run was begun with {name} {saved[name]}, not {getattr(now, name)}: that would be another run. "
+                f"The run was begun with {name} {before}, not {getattr(now, name)}: that would be another run. "
                 f"Leave out {option}, or pass another --out."
             )

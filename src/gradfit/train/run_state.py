@@ -51,6 +51,10 @@ def _tensor_or_piece(where: str, value: Any) -> None:
         tensor()(where, value)
 
 
+def _size_or_whole(where: str, value: Any) -> None:
+    (text("whole") if isinstance(value, str) else integer(1))(where, value)
+
+
 check_settings = fields(
     {
         "batch_size": integer(1),
@@ -58,7 +62,8 @@ check_settings = fields(
         "seed": integer(0, 2**64 - 1),
         "steps": optional(integer(1)),
         "epochs": optional(integer(1)),
-    }
+    },
+    {"micro_batch": optional(_size_or_whole)},
 )
 _DATA = fields(
     {
