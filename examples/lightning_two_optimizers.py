@@ -96,4 +96,4 @@ print(f"largest difference of a parameter to plain Lightning: {difference:.1e}")
 assert ours.steps[0].plan.steps > 1
 assert ours_global_step == plain_global_step == 16
 assert difference < 1e-9
-assert all(abs(float(ours_logged[name] - plain_logged[name])) < 1e-9 for name in plain_logged)
+assert all(abs(float(ours_logged[name] - plain_logged[name])) < 1e-6 for name in plain_logged)

@@ -90,8 +90,8 @@ class Work:
     def plan(self, found: Profile, budget: int | None, micro_batch: int | str | None = None) -> Plan:
         """The plan for a budget, or the one of the smallest peak; at this micro-batch, if one was asked for."""
         size = self.batch_size if found.splittable else None
-        fixed = self.batch_size if micro_batch == "whole" else micro_batch
-        if isinstance(fixed, int) and fixed < self.batch_size and not found.splittable:
+        fixed = micro_batch if isinstance(micro_batch, int) else None if micro_batch is None else self.batch_size
+        if fixed is not None and fixed < self.batch_size and not found.splittable:
             reason = found.additivity.reason if found.additivity is not None else "it has one row"
             raise MisuseError(
                 f"--micro-batch {fixed} cuts the batch of {self.batch_size}, which does not add up: {reason}. "

@@ -86,7 +86,7 @@ def fit(
     """
     check_arguments(model, loss_fn, split=split, offload=offload, reproducible=reproducible, exact=exact)
     check_optimizer_given(optimizer)
-    optimizer = unwrap_optimizer(optimizer)
+    given, optimizer = optimizer, unwrap_optimizer(optimizer)
     budget = read_budget(memory, model, optimizer)
     rows = check_batch(sample_batch, split)
     if batch_size is None:
@@ -141,7 +141,7 @@ def fit(
         raise
     warn_about_cutting(fitted, planner.additivity, exact=exact)
     accumulator.enabled = False  # but inside of its steps
-    return TrainStep(model, optimizer, loss_fn, accumulator, planner, fitted)
+    return TrainStep(model, optimizer, loss_fn, accumulator, planner, fitted, given=given)
 
 
 def _check_same_weights(ranks: Together, additivity: Additivity | None) -> None:

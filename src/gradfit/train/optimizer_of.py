@@ -24,6 +24,18 @@ def unwrap_optimizer(optimizer: Any) -> Any:
     return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
 
 
+def count_step(optimizer: Any) -> None:
+    """Let Lightning count a step that was made past its wrapper: `global_step` and checkpoints go by that.
+
+    In manual optimization Lightning 2.x sets two functions on its wrappers while a training step runs:
+    https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/loops/optimization/manual.py
+    """
+    functions = [getattr(optimizer, "__dict__", {}).get(name) for name in ("_on_before_step", "_on_after_step")]
+    for function in functions:
+        if callable(function):
+            function()
+
+
 def trained_parameters(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter] | None:
     """What to accumulate into, where the optimizer does not say what it holds; None where it does."""
     if parameters_of(optimizer) is not None:

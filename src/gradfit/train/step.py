@@ -33,6 +33,7 @@ from gradfit.profiling.record import Profile
 from gradfit.recompute.evict import Online
 from gradfit.recompute.planned import Diverged
 from gradfit.train.fitted import Fitted, PartShape, part_shape
+from gradfit.train.optimizer_of import count_step
 from gradfit.train.planner import Planner
 from gradfit.train.rollback import UpdateSnapshot
 from gradfit.train.run_state import read_plan, write_plan
@@ -94,7 +95,10 @@ class TrainStep:
         accumulator: GradientAccumulator,
         planner: Planner,
         fitted: Fitted,
+        *,
+        given: Any = None,
     ) -> None:
+        self._given = given  # the optimizer as it was given to `fit`, perhaps inside of another library's wrapper
         self.model, self.optimizer, self.accumulator = model, optimizer, accumulator
         self._loss_fn, self._planner, self._fitted = loss_fn, planner, fitted
         self._buffers: Mapping[str, torch.Tensor] = {}
@@ -260,6 +264,8 @@ class TrainStep:
         """Update; with the mean loss and logs over all processes."""
         self.accumulator.window.notes = totals.read()
         result = self.accumulator.flush()
+        if result.stepped and self._given is not self.optimizer:
+            count_step(self._given)
         return (result, *means_of(self.accumulator.notes))
 
     def _attempt(
