@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hf_heads import HEADS, NOT_CUT, ROWS
+from hf_heads import FLOAT32_INSIDE, HEADS, NOT_CUT, ROWS
 
 import gradfit as gf
 from gradfit.integrations.transformers import FitTrainer
@@ -95,7 +95,7 @@ def test_the_update_is_that_of_the_batch_in_one_piece(name: str, share: float, t
         model, rows, tmp_path / "ours", int(static + share * (peak - static)), data_collator=Collated()
     )
     plan = ours._passes.plan(next(iter(ours.get_train_dataloader())))
-    assert error(found, expected) < 1e-9
+    assert error(found, expected) < (1e-6 if name in FLOAT32_INSIDE else 1e-9)
     assert ours.state.log_history[0]["loss"] == pytest.approx(plain.state.log_history[0]["loss"], rel=1e-4)
     if name in NOT_CUT:
         assert plan.steps == 1

@@ -16,7 +16,7 @@ import gradfit as gf
 from gradfit.report.curves import measure_curve, plain_peak_bytes, predict_plain, thin
 from gradfit.report.page import render, write_page
 from gradfit.report.record import Measured, Report
-from gradfit.report.tradeoff import fastest_for_their_memory, predictions
+from gradfit.report.tradeoff import line_of_all, own_line
 from gradfit.train.builtin import gpt
 from gradfit.train.data import Batches
 from gradfit.train.machine import environment
@@ -149,7 +149,7 @@ def test_points_answer_to_the_mouse_and_the_keyboard(browser: Any, page_path: Pa
     page = Visit(browser, page_path, 1440, "light").page
     assert page.inner_text("#frontier-said").startswith("Chosen, measured: peak")
     points = page.locator("#chart-frontier svg:visible .point")
-    assert points.count() == len(fastest_for_their_memory(predictions(report))) + 1
+    assert points.count() == len(line_of_all(report)) + 1
     points.first.hover()
     hovered = page.inner_text("#frontier-said")
     assert hovered == points.first.get_attribute("aria-label")
@@ -162,7 +162,7 @@ def test_points_answer_to_the_mouse_and_the_keyboard(browser: Any, page_path: Pa
 
 def test_what_is_predicted_and_what_was_measured_are_drawn_apart(report: Report) -> None:
     """However slow the machine was: the line and the chosen plan on it are predicted in one way."""
-    front = fastest_for_their_memory(predictions(report))
+    front = line_of_all(report)
     assert [one.chosen for one in front].count(True) == 1
     assert report.plan is not None
     assert report.plan.seconds_measured
@@ -175,6 +175,21 @@ def test_what_is_predicted_and_what_was_measured_are_drawn_apart(report: Report)
     without = render(dataclasses.replace(report, measured=None))
     assert "<rect " not in without
     assert "Chosen, measured" not in without
+
+
+def test_a_plan_of_another_size_than_the_fastest_lies_on_a_line_of_its_own(report: Report) -> None:
+    profile = report.profile
+    small = gf.plan(profile, memory="1 GiB", batch_size=8, micro_batch=1)
+    alike = tuple(gf.frontier(profile, batch_size=8, points=4, micro_batch=1))
+    assert {plan.micro_batch for plan in alike} == {1}
+    # As if every other micro-batch were predicted to be free.
+    others = tuple(dataclasses.replace(plan, step_seconds=plan.step_seconds / 1e3) for plan in report.frontier)
+    shown = Report("small", profile, small, frontier=others, same_size=alike)
+    assert not any(one.chosen for one in line_of_all(shown))
+    assert any(one.chosen for one in own_line(shown))
+    text = render(shown)
+    assert "fastest at micro-batch 1, predicted" in text
+    assert text.count('class="point chosen"') == 2
 
 
 def test_without_a_budget_nothing_is_called_chosen(report: Report) -> None:

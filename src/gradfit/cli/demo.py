@@ -59,6 +59,7 @@ def demo(json: Json = False, report: Page = None, debug: Debug = False) -> None:
     needed = plain_peak_bytes(found, plan.batch_size)
     with working("planning for other budgets, for the page"):
         plans = tuple(frontier(found, batch_size=plan.batch_size, points=10))
+        alike = tuple(frontier(found, batch_size=plan.batch_size, points=6, micro_batch=plan.micro_batch))
     write_page(
         Report(
             "gradfit demo",
@@ -66,6 +67,7 @@ def demo(json: Json = False, report: Page = None, debug: Debug = False) -> None:
             plan,
             measured=Measured(fitted["peak_bytes"], statistics.median(fitted["seconds"]), len(fitted["seconds"])),
             frontier=plans,
+            same_size=alike,
             plain_curve=[(s, b) for s, b in plain["curve"]],
             plain_label=f"plain PyTorch, measured ({'ends where it died' if plain['died'] else 'it survived'})",
             planned_curve=[(s, b) for s, b in fitted["curve"]],

@@ -129,11 +129,11 @@ class Work:
         report = dataclasses.replace(report, planned_curve=live.timeline or [])
         if report.limit_bytes is None:
             report = dataclasses.replace(report, limit_bytes=plan.budget_bytes)
-        if not report.frontier:
-            with working("planning for other budgets"):
-                plans = tuple(frontier(found, batch_size=size if found.splittable else None, points=10))
-            report = dataclasses.replace(report, frontier=plans)
-        return report
+        with working("planning for other budgets"):
+            cut = size if found.splittable else None
+            plans = report.frontier or tuple(frontier(found, batch_size=cut, points=10))
+            alike = tuple(frontier(found, batch_size=size, points=6, micro_batch=plan.micro_batch))
+        return dataclasses.replace(report, frontier=plans, same_size=alike)
 
     def write(self, report: Report, page: Path) -> None:
         write_page(report, page)

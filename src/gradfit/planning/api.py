@@ -69,13 +69,22 @@ def recomputing_plan(profile: Profile, *, memory: int, batch_size: int, above: i
     return None if choice is None else _plan(profile, search, choice, memory)
 
 
-def frontier(profile: Profile, *, batch_size: int | None = None, points: int = 16) -> list[Plan]:
-    """The trade-off from the fastest plan to the smallest: each with strictly less memory and strictly more time."""
+def frontier(
+    profile: Profile, *, batch_size: int | None = None, points: int = 16, micro_batch: int | None = None
+) -> list[Plan]:
+    """The trade-off from the fastest plan to the smallest: each with strictly less memory and strictly more time.
+
+    Args:
+        profile: Of the step.
+        batch_size: Rows of a batch that may be split; None for the profiled batch in one piece.
+        points: How many budgets are tried, at most so many plans.
+        micro_batch: Only plans of this size.
+    """
     if points < 2:
         raise MisuseError(f"points={points!r} must be at least 2: the fastest plan and the smallest. Pass points=16.")
     size = _batch_size(profile, batch_size)
-    search = MicrobatchSearch(profile, size, split=batch_size is not None)
-    fastest = search.solver(size).plain.peak_bytes
+    search = MicrobatchSearch(profile, size, split=batch_size is not None, micro_batch=micro_batch)
+    fastest = search.solver(search.largest).plain.peak_bytes
     smallest = search.smallest()
     found = [smallest]
     ratio = (fastest / smallest.solution.peak_bytes) if smallest.solution.peak_bytes else 1.0

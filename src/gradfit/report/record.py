@@ -34,6 +34,7 @@ class Report:
     plan: Plan | None = None
     measured: Measured | None = None
     frontier: tuple[Plan, ...] = ()
+    same_size: tuple[Plan, ...] = ()  # the trade-off at the plan's own micro-batch
     plain_curve: Curve = field(default_factory=list)
     plain_label: str = "plain PyTorch, measured"
     planned_curve: Curve = field(default_factory=list)

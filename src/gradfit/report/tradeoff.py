@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 
@@ -30,38 +31,54 @@ class Prediction:
         )
 
 
-def predictions(report: Report) -> list[Prediction]:
-    """All plans of the page from the smallest to the fastest, the chosen one among them, each predicted in one way."""
-    plans = [Prediction(plan, plan.peak_bytes, plan.step_seconds) for plan in report.frontier]
-    if report.plan is not None:
-        plans.append(Prediction(report.plan, *predicted(report.profile, report.plan), chosen=True))
-    return sorted(plans, key=lambda one: (one.peak_bytes, one.step_seconds, not one.chosen))
+def chosen_of(report: Report) -> Prediction | None:
+    """The chosen plan, predicted as all others are."""
+    if report.plan is None:
+        return None
+    return Prediction(report.plan, *predicted(report.profile, report.plan), chosen=True)
 
 
-def fastest_for_their_memory(plans: list[Prediction]) -> list[Prediction]:
-    """Those that are faster than everything smaller; `plans` are sorted by memory."""
+def fastest_for_their_memory(plans: Iterable[Prediction]) -> list[Prediction]:
+    """From the smallest to the fastest: those that are faster than everything smaller."""
     front: list[Prediction] = []
-    for one in plans:
+    for one in sorted(plans, key=lambda one: (one.peak_bytes, one.step_seconds, not one.chosen)):
         if not front or one.step_seconds < front[-1].step_seconds:
             front.append(one)
     return front
+
+
+def own_line(report: Report) -> list[Prediction]:
+    """The trade-off at the chosen plan's micro-batch, the chosen plan on it."""
+    chosen = chosen_of(report)
+    return fastest_for_their_memory([*_predictions(report.same_size), *([] if chosen is None else [chosen])])
+
+
+def line_of_all(report: Report) -> list[Prediction]:
+    """The trade-off over all micro-batches; the chosen plan is on it, unless another size is predicted to be faster."""
+    chosen = chosen_of(report)
+    return fastest_for_their_memory([*_predictions(report.frontier), *([] if chosen is None else [chosen])])
+
+
+def _predictions(plans: Iterable[Plan]) -> list[Prediction]:
+    return [Prediction(plan, plan.peak_bytes, plan.step_seconds) for plan in plans]
 
 
 def trade_off(report: Report) -> tuple[str, str] | None:
     """The picture with its table, and a sentence on it; None if there are no plans to compare."""
     if not report.frontier:
         return None
-    plans = predictions(report)
-    front = fastest_for_their_memory(plans)
-    chosen = next((one for one in plans if one.chosen), None)
-    shown = front if chosen is None or chosen in front else [*front, chosen]
-    points = [
-        Point(float(one.peak_bytes), one.step_seconds, str(one), "chosen" if one.chosen else "")
-        for one in sorted(shown, key=lambda one: one.chosen)
-    ]
+    chosen, front = chosen_of(report), line_of_all(report)
+    own = [] if chosen is None or chosen in front else own_line(report)
+    points = [Point(float(one.peak_bytes), one.step_seconds, str(one)) for one in front if not one.chosen]
+    if chosen is not None:
+        points.append(Point(float(chosen.peak_bytes), chosen.step_seconds, str(chosen), "chosen"))
     if report.measured is not None:
         took = report.measured
         points.append(Point(float(took.peak_bytes), took.step_seconds, f"Chosen, measured: {took}", "measured"))
+    series = [_series("fastest plan for each budget, predicted", "frontier", front)]
+    if len(own) > 1:
+        size = own[0].plan.micro_batch
+        series.append(_series(f"fastest at micro-batch {size}, predicted", "own", own))
     chart = Chart(
         name="frontier",
         title="Peak memory against time of a step",
@@ -70,40 +87,39 @@ def trade_off(report: Report) -> tuple[str, str] | None:
         y_label="time of a step (logarithmic)",
         x_unit="bytes",
         y_unit="seconds",
-        series=[
-            Series(
-                "fastest plan for each budget, predicted",
-                "frontier",
-                [(float(one.peak_bytes), one.step_seconds) for one in front],
-            )
-        ],
+        series=series,
         points=points,
         y_from_zero=False,
         log=True,
     )
     said = f'<output class="said" id="frontier-said">{escape(points[-1].text)}</output>'
-    return draw(chart) + said + _table(front), _lead(report, chosen, front)
+    return draw(chart) + said + _table([*front, chosen] if own and chosen is not None else front), _lead(report, own)
 
 
-def _lead(report: Report, chosen: Prediction | None, front: list[Prediction]) -> str:
+def _series(name: str, kind: str, plans: list[Prediction]) -> Series:
+    return Series(name, kind, [(float(one.peak_bytes), one.step_seconds) for one in plans])
+
+
+def _lead(report: Report, own: list[Prediction]) -> str:
     text = "Each point of the line is the fastest plan for its memory, as predicted."
-    if chosen is not None:
+    if report.plan is not None:
         text += " The filled point is the chosen plan."
-        better = [one for one in front if one.peak_bytes <= chosen.peak_bytes]
-        if chosen not in front and better:
-            slower = percent(chosen.step_seconds / better[-1].step_seconds - 1)
-            text += f" It is predicted to take {slower} time against the line; measured, it was the faster one."
+    if own:
+        text += (
+            " Its micro-batch was not chosen by these predictions: by the clock, by arithmetic for runs that are to be "
+            "repeatable, or by hand. Among plans of its size it lies on the second line."
+        )
     if report.measured is not None:
         text += " The square is what its steps took, measured."
     return text + " Hover over a point, or reach it with the tab key."
 
 
-def _table(front: list[Prediction]) -> str:
+def _table(plans: list[Prediction]) -> str:
     rows = "".join(
         f"<tr><td>{format_bytes(one.peak_bytes)}</td><td>{format_seconds(one.step_seconds)}</td>"
         f"<td>{one.plan.split_text}</td><td>{one.plan.kept_values} of {one.plan.saved_values}</td>"
         f"<td>{'chosen' if one.chosen else ''}</td></tr>"
-        for one in front
+        for one in plans
     )
     heads = ("peak, predicted", "step, predicted", "micro-batch × count", "values kept", "")
     return (
