@@ -6,7 +6,6 @@ import runpy
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState, GradientState
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -17,7 +16,5 @@ def test_example(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    AcceleratorState._reset_state(True)  # shared by all accelerators of a process, those of other tests too
-    GradientState._reset_state()
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert capsys.readouterr().out.strip()
