@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -233,30 +234,68 @@ def has_freed_tensors(node: Node) -> bool:
     return False
 
 
-class RunningBackward:
-    """The backward pass this thread is in, as `torch.autograd.backward` was called; see `running_backward`."""
+class RunningBackward(NamedTuple):
+    """A call of the autograd engine: who differentiates what, and how."""
 
-    def __init__(self, root: object, retains_graph: bool, nested: bool) -> None:
-        self.root, self.retains_graph, self.nested = root, retains_graph, nested
+    thread: int
+    """The thread that has called it; the engine may run parts of it in threads of its own."""
+    roots: tuple[object, ...]
+    retains_graph: bool
+    accumulates: bool
+    """`backward`, which adds to `.grad`; not `grad`, which gives gradients back."""
+    nested: bool
+    """The pass at hand runs inside of that call (reentrant checkpointing)."""
 
 
 def running_backward() -> RunningBackward | None:
-    """The outermost call of the autograd engine on this thread's stack; None in a thread that the engine owns.
+    """The outermost call of the autograd engine that this code runs under; None if that cannot be told.
 
-    The engine says nothing about its caller, so the stack is asked: which tensor was differentiated, was its graph
-    kept, and does this pass run inside another one (reentrant checkpointing)?
+    The engine says nothing about its caller, so the stacks are asked. On an accelerator hooks run in a thread of the
+    engine's, and the caller waits in another one: it is the only thread that is in a backward pass, or nobody knows.
     """
+    here = threading.get_ident()
+    calls = _engine_calls(sys._getframe(1))
+    if calls and _is_python_thread(here):
+        return _describe_call(here, calls[-1], nested=len(calls) > 1)
+    frames = sys._current_frames()
+    waiting = [(thread, found) for thread, top in frames.items() if thread != here and (found := _engine_calls(top))]
+    if len(waiting) != 1:
+        return None
+    thread, others = waiting[0]
+    return _describe_call(thread, others[-1], nested=bool(calls) or len(others) > 1)
+
+
+def threads_in_backward() -> set[int]:
+    """The threads that have called the autograd engine and wait for it."""
+    return {thread for thread, top in sys._current_frames().items() if _engine_calls(top)}
+
+
+def _engine_calls(frame: Any) -> list[Any]:
+    """The frames of a stack that call the engine, the innermost first."""
     calls = []
-    frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _ENGINE_CALL:
             calls.append(frame)
         frame = frame.f_back
-    if not calls:
-        return None
-    variables = calls[-1].f_locals
-    roots, args = variables["t_outputs"], variables["args"]
-    return RunningBackward(roots[0] if roots else None, bool(args[1]) if len(args) > 1 else False, len(calls) > 1)
+    return calls
+
+
+def _is_python_thread(number: int) -> bool:
+    """Whether a thread was started in Python; the engine's have a stand-in at most."""
+    threads = (one for one in threading.enumerate() if one.ident == number)
+    return any(not isinstance(one, threading._DummyThread) for one in threads)
+
+
+def _describe_call(thread: int, frame: Any, *, nested: bool) -> RunningBackward:
+    variables = frame.f_locals
+    args, kwargs = variables["args"], variables["kwargs"]
+    return RunningBackward(
+        thread=thread,
+        roots=tuple(variables["t_outputs"]),
+        retains_graph=bool(args[1]) if len(args) > 1 else False,
+        accumulates=bool(kwargs.get("accumulate_grad", False)),
+        nested=nested,
+    )
 
 
 def run_backward(loss: torch.Tensor, gradient: torch.Tensor, retain_graph: bool) -> None:
@@ -281,6 +320,15 @@ def global_module_hooks() -> list[dict[int, Any]]:
     """The hooks that run before and after every module's forward, in all of the process."""
     modules: Any = torch.nn.modules.module
     return [modules._global_forward_pre_hooks, modules._global_forward_hooks]
+
+
+def before_accumulation(tensor: torch.Tensor, hook: Callable[[torch.Tensor | None], Any]) -> RemovableHandle:
+    """Call `hook(gradient)` whenever autograd is about to add a gradient to `tensor.grad`; what it gives is added.
+
+    `torch.autograd.grad` calls it, too. The handle can be removed at any time: torch goes through a copy of the hooks.
+    """
+    handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    return handle
 
 
 def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:

@@ -138,17 +138,16 @@ def test_plain_and_weighted_passes_in_one_window() -> None:
     assert a.grad.tolist() == [5.0] * 3
 
 
-def test_a_plain_pass_that_cannot_be_weighed_is_an_error() -> None:
+def test_a_plain_pass_weighs_1_among_others() -> None:
+    """Whatever the sums are divided by meanwhile: its gradients are multiplied as they come in."""
     a, _ = two()
     acc = watching(a, steps=4)
     acc.backward((a * 2).sum(), weight=8)
-    with pytest.raises(gf.MisuseError, match=r"plain backward.* divided by 32"):
-        (a * 2).sum().backward()
-    with pytest.raises(gf.MisuseError, match="reset"):
-        acc.backward((a * 2).sum(), weight=8)
-    acc.reset()
-    acc.backward((a * 2).sum(), weight=8)
-    assert acc.current_step == 1
+    (a * 11).sum().backward()
+    acc.backward((a * 5).sum(), weight=100)
+    (a * 3).sum().backward()
+    assert acc.is_ready
+    torch.testing.assert_close(a.grad, torch.full((3,), (16 + 11 + 500 + 3) / 110))
 
 
 @pytest.mark.parametrize("all_inside", [False, True])
@@ -273,10 +272,27 @@ def test_accumulators_are_not_kept_alive() -> None:
 
 
 def test_several_accumulators_on_one_tensor() -> None:
+    """The one that was made or used last counts plain passes; none can begin in the middle of another's window."""
     a, _ = two()
     one, other = watching(a, steps=2), watching(a, steps=3)
     a.sum().backward()
-    assert (one.current_step, other.current_step) == (1, 1)
+    assert (one.current_step, other.current_step) == (0, 1)
+    with pytest.raises(gf.MisuseError, match=r"another accumulator's window.* Call flush\(\) or reset\(\)"):
+        one.backward(a.sum())
+    with pytest.raises(gf.MisuseError, match="another accumulator's window"):
+        one.step()
+    with pytest.raises(gf.MisuseError, match="another accumulator's window"):
+        watching(a)
+    assert a.grad.tolist() == [1.0] * 3
+    other.reset()
+    one.backward(a.sum())
+    a.sum().backward()
+    assert (one.current_step, other.current_step) == (2, 0)
+    one.reset()
+    del one
+    gc.collect()
+    a.sum().backward()
+    assert other.current_step == 1
 
 
 def test_deep_copies_of_models_are_free() -> None:

@@ -71,7 +71,7 @@ def test_the_optimizer_sees_the_float32_sum(name: str, by_hand: bool) -> None:
     w = torch.randn(4, 5).bfloat16().requires_grad_()
     wide = w.detach().float().requires_grad_()
     optimizer = OPTIMIZERS[name]([w])
-    acc = gf.GradientAccumulator(None if by_hand else optimizer, steps=3, parameters=[w], dtype=torch.float32)
+    acc = gf.GradientAccumulator(optimizer, steps=3, dtype=torch.float32)
     storage = w.data_ptr()
     factors = [torch.randn(4, 5).bfloat16() for _ in range(3)]
     for factor in factors:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,12 +14,13 @@ from gradfit.accumulate.auto_weight import read_auto_weight
 from gradfit.accumulate.backprop import Backpropagator
 from gradfit.accumulate.context import AccumulationContext
 from gradfit.accumulate.numbers import Number, check_loss, read_weight
-from gradfit.accumulate.optimizers import AnyOptimizer, parameters_of, watch_steps
+from gradfit.accumulate.optimizers import AnyOptimizer
 from gradfit.accumulate.ranks import Alone
 from gradfit.accumulate.result import StepResult
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
 from gradfit.accumulate.update import Update
 from gradfit.accumulate.window import Window
+from gradfit.accumulate.window_state import Phase
 from gradfit.errors import MisuseError
 
 
@@ -63,7 +63,8 @@ class GradientAccumulator:
         options.check(stepper, steps, strategy, dtype, scaler, clip, on_nonfinite, isolate)
         self.optimizer: AnyOptimizer | None = stepper
         self.scaler, self.dtype = scaler, dtype
-        self.window = self._window_kind(steps, strategy=strategy)
+        tensors = options.choose_parameters(stepper, parameters)
+        self.window = self._window_kind(steps, strategy=strategy, optimizer=stepper, scaler=scaler, dtype=dtype)
         skip = on_nonfinite == "skip"
         self._passes = Backpropagator(self.window, scaler=scaler, dtype=dtype, isolate=isolate, skip_nonfinite=skip)
         self._update = Update(
@@ -75,11 +76,9 @@ class GradientAccumulator:
             widens=dtype is not None,
         )
         self._closed = False
-        self._given = parameters is not None  # else the optimizer's groups say, window by window
-        watch_steps(self._update)
-        tensors = options.choose_parameters(stepper, parameters)
         if tensors is not None:
-            self._register(tensors, "optimizer" if parameters is None else "parameters")
+            self.window.register_all(tensors, "optimizer" if parameters is None else "parameters")
+        self.window.follows_optimizer = parameters is None and stepper is not None
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -91,6 +90,7 @@ class GradientAccumulator:
     @accumulation_count.setter
     def accumulation_count(self, steps: int) -> None:
         new = FixedStepCount(steps)
+        self.window.require_outside_micro_batch("accumulation_count")
         if self.window.accumulation_steps:
             raise MisuseError(
                 f"accumulation_count={steps} in the middle of a window ({self.current_step} of "
@@ -101,20 +101,25 @@ class GradientAccumulator:
     @property
     def current_step(self) -> int:
         """How many micro-batches the open window holds, skipped ones included."""
+        self.window.notice_use()
         return self.window.accumulation_steps
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the window holds enough; looking changes nothing."""
+        self.window.notice_use()
+        return self.window.is_full if self.enabled else bool(self.window.tensors)
 
     @property
     def is_ready(self) -> bool:
         """Whether the window is full; reading it then makes the gradients final, for an optimizer stepped by hand."""
-        if not self.enabled:
-            return bool(self.window.tensors)
-        self._follow_optimizer()
-        return self.window.is_ready
+        return self.window.is_ready if self.enabled else bool(self.window.tensors)
 
     @property
     def windows(self) -> int:
         """How many windows are over, stepped or dropped."""
-        return self._update.windows
+        self.window.notice_use()
+        return self.window.state.updates
 
     @property
     def progress(self) -> float:
@@ -129,6 +134,7 @@ class GradientAccumulator:
     @enabled.setter
     def enabled(self, value: bool) -> None:
         self._require_open()
+        self.window.require_outside_micro_batch("enabled")
         if bool(value) != self.enabled and self.window.accumulation_steps:
             raise MisuseError(f"enabled={value!r} in the middle of a window. Call flush() or reset() first.")
         self.window.enabled = bool(value)
@@ -179,41 +185,18 @@ class GradientAccumulator:
         tensors = options.read_parameters(parameters)
         if self.optimizer is not None:
             options.require_members(self.optimizer, tensors)
-        known = {id(tensor) for tensor in self.window.tensors}
-        self._register([tensor for tensor in tensors if id(tensor) not in known], "parameters")
-        self._given = True
+        present = self.window.ids
+        self.window.require_outside_micro_batch("enable_accumulation()")
+        self.window.register_all([tensor for tensor in tensors if id(tensor) not in present], "parameters")
+        self.window.follows_optimizer = False
         self.window.enabled = True
 
     def disable_accumulation(self) -> None:
         """Let all parameters go, until `enable_accumulation`; an open window is dropped, its gradients with it."""
-        tensors = list(self.window.tensors)
         self.window.reset()
         self.window.close()
-        for tensor in tensors:
-            if self.dtype is not None and tensor.grad_dtype is not None:
-                tensor.grad_dtype = tensor.dtype
-        self._given = True
+        self.window.follows_optimizer = False
         self.window.enabled = False
-
-    def _register(self, tensors: list[Tensor], name: str) -> None:
-        self.window.register_all(tensors, name)
-        for tensor in tensors:
-            wide = tensor.dtype if self.dtype is None else torch.promote_types(tensor.dtype, self.dtype)
-            if wide != tensor.dtype:
-                gradient, tensor.grad = tensor.grad, None
-                tensor.grad_dtype = wide  # autograd itself adds up in this precision from now on
-                tensor.grad = None if gradient is None else gradient.to(wide)
-
-    def _follow_optimizer(self) -> None:
-        """Take up parameters that were added to the optimizer, and let go those that were removed."""
-        if self._given or (now := parameters_of(self.optimizer)) is None:
-            return
-        known = self.window.tensors
-        if len(now) == len(known) and all(map(operator.is_, now, known)):
-            return
-        ids, old = {id(tensor) for tensor in now}, {id(tensor) for tensor in known}
-        self.window.forget_all([tensor for tensor in known if id(tensor) not in ids])
-        self._register([tensor for tensor in now if id(tensor) not in old], "optimizer")
 
     # -- backward -------------------------------------------------------------------------------------------------
 
@@ -234,57 +217,36 @@ class GradientAccumulator:
         if isinstance(weight, str):
             weight = read_auto_weight(weight, loss, reduction)
         window, passes = self.window, self._passes
-        if type(weight) is int and type(loss) is Tensor and window.closed and not (window.final or window.broken):
-            seed = passes.known.get((weight, window.main.divisor, loss.dtype, loss.device, loss.shape))
-            if seed is not None and reduction == "mean" and terms is None and loss.requires_grad:
-                passes.run(loss, seed)  # as one before it in every respect: nothing is left to check
-                with window.lock:
-                    window.add(weight)
-                return
         if terms is not None:
             read = options.read_terms(terms, loss, weight, reduction)
-            if not self.enabled:
+            if not window.enabled:
                 self._require_open()
                 live = [term / number for term, number in read.values() if number]
                 if live:
                     _plain_backward(self.scaler, torch.stack(live).sum())
                 return
-            with passes.exclusive:
+            with window.turn:
                 self._begin()
                 passes.backward_terms(read)
             return
         if reduction not in ("mean", "sum"):
             raise MisuseError(f"reduction={reduction!r} is not known. Pass reduction='mean' or 'sum'.")
-        number = weight if type(weight) is int and weight > 0 else read_weight(weight)
+        number = weight if type(weight) is int and 0 < weight < _USUAL_WEIGHT else read_weight(weight)
         loss = check_loss(loss) if number else loss
         if not window.enabled:
             self._require_open()
             if loss is not None:
                 _plain_backward(self.scaler, loss)
-        elif passes.one_at_a_time:
-            with passes.exclusive:
-                self._begin()
-                passes.backward(loss, number, reduction)
-        else:
-            if window.final or window.broken or not (window.open or window.closed):
-                self._begin()
+            return
+        with window.turn:
+            self._begin()
             passes.backward(loss, number, reduction)
 
     def _begin(self) -> None:
-        window = self.window
-        if window.transaction is not None:
-            return
-        with window.lock:
-            if window.final or not (window.open or window.closed):
-                self._update.narrow_again()
-                self._follow_optimizer()
-                window.begin()
-                if not (window.open or window.closed):
-                    self._passes.begin_window()
-            else:
-                window.require_intact()
-        if not window.tensors:
+        if not self.window.tensors:
             raise MisuseError(_NO_PARAMETERS)
+        self._update.narrow_again()
+        self.window.begin()
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -320,13 +282,13 @@ class GradientAccumulator:
             self._require_open()
             yield
             return
-        with self._passes.exclusive:
+        with self.window.turn:
             if self.window.transaction is not None:
                 raise MisuseError(
                     "micro_batch inside micro_batch: a micro-batch is one thing. Leave the inner one out."
                 )
             self._begin()
-            with self._passes.transact(number):
+            with self._passes.transact(number, block=True):
                 yield
 
     # -- ending a window ------------------------------------------------------------------------------------------
@@ -339,12 +301,15 @@ class GradientAccumulator:
             return self._update.finish()
         if not window.tensors:
             raise MisuseError(_NO_PARAMETERS)
-        with window.lock:
+        with window.alone("step()"):
+            if window.ranks.size == 1:
+                window.require_intact()
+            window.follow()
             if window.end_micro_batch():
-                self._follow_optimizer()
                 return self._update.finish()
-            skipped = window.skipped
-            return StepResult(False, "accumulating", None, window.weight, window.closed - skipped, skipped)
+            state = window.state
+            taken = state.micro_batches - state.skipped
+            return StepResult(False, "accumulating", None, window.weight, taken, state.skipped)
 
     def flush(self) -> StepResult:
         """Update with what there is: the partial last window, divided by what it really holds.
@@ -354,12 +319,14 @@ class GradientAccumulator:
         """
         window = self.window
         self._require_open()
-        if not window.accumulation_steps and (window.ranks.size == 1 or not self.enabled):
-            return StepResult(False, "empty window", None, 0, 0, 0)
-        with window.lock:
-            if window.open and window.delimited:
-                window.end_micro_batch()
-            self._follow_optimizer()
+        with window.alone("flush()"):
+            if not window.accumulation_steps and (window.ranks.size == 1 or not self.enabled):
+                return StepResult(False, "empty window", None, 0, 0, 0)
+            if window.ranks.size == 1:
+                window.require_intact()
+            window.follow()
+            if window.state.phase is Phase.FILLING:
+                window.require_untouched()
             result = self._update.finish(flushing=True)
             while not self._update.all_flushing:
                 later = self._update.finish(flushing=True, joined=True)
@@ -368,10 +335,11 @@ class GradientAccumulator:
 
     def reset(self) -> None:
         """Drop the open window, its gradients included, without an update."""
-        self._update.narrow_again()
-        if self.optimizer is not None:
-            self.optimizer.zero_grad()
-        self.window.reset()
+        with self.window.alone_after_failure("reset()"):
+            self._update.narrow_again()
+            if self.optimizer is not None:
+                self.optimizer.zero_grad()
+            self.window.drop()
 
     def reset_gradients(self) -> None:
         """Drop the open window and its gradients: `reset`, under the name it has beside `apply_gradients`."""
@@ -382,17 +350,21 @@ class GradientAccumulator:
 
         For updates written by hand. The gradients stay until `reset_gradients()` or the next window begins.
         """
-        self._follow_optimizer()
-        if not self.window.is_full and not self.window.final:
-            raise MisuseError(
-                f"The window holds {self.current_step} of {self.accumulation_count} micro-batches. "
-                "Call apply_gradients when is_ready, or flush() before it if this is the last one."
-            )
-        self.window.finalise()
-        for tensor in self.window.tensors:
-            if tensor.grad is not None:
-                fn(tensor)
-        self.window.applied = True
+        window = self.window
+        with window.alone("apply_gradients()"):
+            window.require_intact()
+            window.follow()
+            if not window.is_full and not window.is_final:
+                raise MisuseError(
+                    f"The window holds {self.current_step} of {self.accumulation_count} micro-batches. "
+                    "Call apply_gradients when is_ready, or flush() before it if this is the last one."
+                )
+            window.finalise()
+            window.in_doubt = True  # half of the parameters may be updated when `fn` fails
+            for tensor in window.tensors:
+                if tensor.grad is not None:
+                    fn(tensor)
+            window.state.applied, window.in_doubt = True, False
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -402,20 +374,24 @@ class GradientAccumulator:
         Over several processes it is the window of all, taken by all together: `torch.distributed.checkpoint` can write
         it, and any number of processes can load it.
         """
-        if self.ranks.size == 1 and not self.ranks.lockstep:
-            return state.save(self)
-        from gradfit.distributed.state import share
+        with self.window.alone("state_dict()"):
+            self.window.follow()
+            if self.ranks.size == 1 and not self.ranks.lockstep:
+                return state.save(self)
+            from gradfit.distributed.state import share
 
-        return share(self)
+            return share(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on in the middle of the window that `state_dict` was taken in, bit for bit."""
-        if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("window"), str):
-            state.load(self, state_dict)
-            return
-        from gradfit.distributed.state import restore
+        with self.window.alone_after_failure("load_state_dict()"):
+            self.window.follow()
+            if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("window"), str):
+                state.load(self, state_dict)
+                return
+            from gradfit.distributed.state import restore
 
-        restore(self, state_dict)
+            restore(self, state_dict)
 
 
 class BareAccumulator(GradientAccumulator):
@@ -424,6 +400,7 @@ class BareAccumulator(GradientAccumulator):
     _window_kind = Window
 
 
+_USUAL_WEIGHT = 2**53  # whole numbers below it need no second look
 _NO_PARAMETERS = "There are no parameters. Call enable_accumulation(model.parameters()) first."
 
 

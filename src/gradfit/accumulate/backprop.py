@@ -15,15 +15,17 @@ from gradfit import _torch
 from gradfit.accumulate.numbers import Number
 from gradfit.accumulate.plain_backwards import OWN_PASSES
 from gradfit.accumulate.scaling import back_off, gradient_norm, nonfinite_gradient
-from gradfit.accumulate.transaction import Total, Transaction, add_scaled
+from gradfit.accumulate.transaction import Transaction, zero
 from gradfit.accumulate.window import Window
+from gradfit.accumulate.window_state import Phase, Total, add_scaled
+from gradfit.errors import MisuseError
 
 _NARROW = (torch.float16, torch.bfloat16)
 _SEEDS_KEPT = 256
 
 
 class Backpropagator:
-    """Runs the passes that the accumulator weighs itself, and books them in the window."""
+    """Runs the passes that the accumulator weighs itself, and books them in the window. All of it needs its turn."""
 
     def __init__(
         self,
@@ -34,119 +36,129 @@ class Backpropagator:
         isolate: bool,
         skip_nonfinite: bool,
     ) -> None:
-        self.window, self.scaler, self.dtype, self.isolate = window, scaler, dtype, isolate
+        self.window, self.scaler, self.isolate = window, scaler, isolate
         self.skip_nonfinite = skip_nonfinite or scaler is not None
         self.can_take_back = isolate or dtype is not None
-        self.exclusive = threading.RLock()  # held while `.grad` is not the window's sums
-        self.one_at_a_time = self.can_take_back  # no pass may run beside one whose gradients are apart
-        self.narrow = False
-        self._seeds: dict[tuple[float, torch.dtype, torch.device, torch.Size], Tensor] = {}
-        self.known: dict[tuple[int, float | None, torch.dtype, torch.device, torch.Size], Tensor] = {}
-        """Seeds of passes that needed nothing but one: by the weight and divisor of a mean, and the loss's kind."""
-
-    def begin_window(self) -> None:
-        """See whether a parameter's type is too narrow for the factors: narrower than the sums, or float16."""
-        types = {tensor.dtype for tensor in self.window.tensors}
-        wide = self.dtype
-        if wide is None:
-            self.narrow = torch.float16 in types
-        else:
-            self.narrow = any(one != torch.promote_types(one, wide) for one in types)
-        if self.scaler is not None:
-            self.window.scale = self.scaler.get_scale()
+        self._initial: dict[tuple[float, torch.dtype, torch.device, torch.Size], Tensor] = {}
 
     def backward(self, loss: Tensor | None, weight: Number, reduction: str) -> None:
-        """One loss, the mean over `weight` items or their sum; a weight of 0 is booked, and nothing is run."""
+        """One loss, the mean over `weight` items or their sum; what a loss without weight reaches has zeros."""
         window, transaction = self.window, self.window.transaction
-        if not weight or loss is None:
-            if window.ranks.lockstep and loss is not None and loss.requires_grad:
-                with self.exclusive, _separate_gradients(window.sources, {}):
-                    self._run(loss, 0.0)
-            with window.lock:
-                window.add(0) if transaction is None else transaction.add(0)
+        if not weight:
+            self._reach(loss)
+            window.add(0) if transaction is None else transaction.add(0)
+            window.take_marks()
         elif transaction is not None:
+            assert loss is not None
             self._run(loss, transaction.factor_for(weight, reduction))
             transaction.add(weight)
-        elif self.isolate:
-            self._backward_apart(loss, weight, reduction)
+            window.take_marks()
         else:
-            divisor = window.main.divisor
-            if divisor is None:
-                with window.lock:
-                    divisor = window.divisor_for(weight, narrow=loss.dtype in _NARROW or self.narrow)
-            factor = (weight if reduction == "mean" else 1) / divisor
-            if self.can_take_back:
-                factor *= self._rescale()
-                if self.narrow and math.frexp(factor)[0] != 0.5:
-                    # Only a power of two passes through a narrow type unrounded: multiply the others in at the sums.
-                    self._backward_apart(loss, weight, reduction)
-                    return
-            seed = self._run(loss, factor)
-            with window.lock:
-                window.add(weight)
-                if type(weight) is int and reduction == "mean" and self.scaler is None and not self.one_at_a_time:
-                    if len(self.known) >= _SEEDS_KEPT:
-                        self.known.clear()
-                    self.known[weight, divisor, loss.dtype, loss.device, loss.shape] = seed
+            assert loss is not None
+            self._backward(loss, weight, reduction)
+
+    def _backward(self, loss: Tensor, weight: Number, reduction: str) -> None:
+        window = self.window
+        if self.isolate:
+            self._backward_apart(loss, weight, reduction)
+            return
+        divisor = window.divisor_for(weight, narrow=loss.dtype in _NARROW or window.narrow)
+        factor = (weight if reduction == "mean" else 1) / divisor
+        if self.can_take_back:
+            factor *= self._rescale()
+            if self._is_rounded(factor):
+                self._backward_apart(loss, weight, reduction)
+                return
+        window.in_doubt, window.marks = True, None
+        self._run(loss, factor)
+        with window.lock:
+            window.add(weight)
+            window.take_marks()
+            window.in_doubt = False
+
+    def _is_rounded(self, factor: float) -> bool:
+        """Whether a factor must be multiplied in at the sums, because the parameters' own type would round it.
+
+        bfloat16 takes a power of two as it is; in float16, which has few exponents, gradients would vanish under it.
+        """
+        window = self.window
+        if window.widened_float16:
+            return factor != 1.0
+        return window.narrow and math.frexp(factor)[0] != 0.5
 
     def _backward_apart(self, loss: Tensor, weight: Number, reduction: str) -> None:
-        with self.transact(weight) as transaction:
+        with self.transact(None) as transaction:
             self._run(loss, transaction.factor_for(weight, reduction))
-            transaction.had_pass = True
+            transaction.add(weight)
+            self.window.take_marks()
+
+    def _reach(self, loss: Any, *, retain_graph: bool = False) -> None:
+        """A loss without weight, NaN perhaps: what it reaches has a gradient of zeros, as in plain torch."""
+        window, sources = self.window, self.window.sources
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            return
+        if not window.ranks.lockstep and all(source.grad is not None for source in sources):
+            return  # zeros would change nothing
+        reached: dict[int, Tensor] = {}
+        with self._apart(), _separate_gradients(sources, reached):
+            self._run(loss, 0.0, retain_graph)
+        for position, gradient in reached.items():
+            if sources[position].grad is None:
+                sources[position].grad = zero(gradient)
 
     def backward_terms(self, terms: dict[str, tuple[Tensor, Number]]) -> None:
-        """One pass per term, into sums of its own: what divides them is known only at the end. Needs `exclusive`."""
+        """One pass per term, into sums of its own: what divides them is known only at the end."""
         window = self.window
-        self.one_at_a_time = True
-        self.known.clear()
         with contextlib.ExitStack() as stack:
             if self.isolate and window.transaction is None:
                 stack.enter_context(self.transact(None))
             transaction = window.transaction
+            if transaction is None:
+                stack.enter_context(self._apart())
+                window.in_doubt = True
             rescale = 1.0 if transaction is not None else self._rescale()
-            lockstep = window.ranks.lockstep
-            for name, (_, weight) in terms.items():
-                window.term_for(name, weight)
-            live = [name for name, (loss, weight) in terms.items() if weight or (lockstep and loss.requires_grad)]
-            for name in live:
-                loss, weight = terms[name]
-                term = window.terms[name]
+            live = [name for name, (loss, weight) in terms.items() if weight or _has_graph(loss)]
+            for name, (loss, weight) in terms.items():
+                term = window.term_for(name, weight)
+                retain = bool(live) and name != live[-1]
+                if not weight:
+                    self._reach(loss, retain_graph=retain)
+                    continue
                 sums = term if transaction is None else transaction.terms.setdefault(name, Total(0, term.divisor))
-                factor = rescale / (term.divisor or 1.0) if weight else 0.0
-                with _separate_gradients(window.sources, sums.gradients if weight else {}):
-                    self._run(loss, factor, retain_graph=name != live[-1])
+                factor = rescale / (sums.divisor or 1.0)
+                with _separate_gradients(window.sources, sums.gradients):
+                    self._run(loss, factor, retain)
                 sums.weight += weight
             if transaction is None:
                 window.add_terms(next(iter(terms.values()))[1], set(terms))
+                window.take_marks()
+                window.in_doubt = False
             else:
                 transaction.had_pass = True
                 transaction.names.update(terms)
+                window.take_marks()
 
-    def _run(self, loss: Tensor, factor: float, retain_graph: bool = False) -> Tensor:
-        """One pass with a factor; gives its seed: the factor as the loss's gradient, made once per value."""
+    def _run(self, loss: Tensor, factor: float, retain_graph: bool = False) -> None:
+        """One pass with a factor, which is the loss's gradient: made once per value."""
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         key = (factor, loss.dtype, loss.device, loss.shape)
-        seed = self._seeds.get(key)
-        if seed is None:
-            if len(self._seeds) >= _SEEDS_KEPT:
-                self._seeds.clear()
-            seed = self._seeds[key] = torch.full(loss.shape, factor, dtype=loss.dtype, device=loss.device)
-        self.run(loss, seed, retain_graph)
-        return seed
-
-    def run(self, loss: Tensor, seed: Tensor, retain_graph: bool = False) -> None:
-        """One pass; if it fails the window holds half of it, and says so from then on."""
+        initial = self._initial.get(key)
+        if initial is None:
+            if len(self._initial) >= _SEEDS_KEPT:
+                self._initial.clear()
+            initial = self._initial[key] = torch.full(loss.shape, factor, dtype=loss.dtype, device=loss.device)
         own, thread = OWN_PASSES, threading.get_ident()
         outermost = thread not in own
         own.add(thread)
         try:
             if type(loss) is Tensor:
-                _torch.run_backward(loss, seed, retain_graph)
+                _torch.run_backward(loss, initial, retain_graph)
             else:  # a subclass has its own say
-                torch.autograd.backward(loss, seed, retain_graph=retain_graph)
+                torch.autograd.backward(loss, initial, retain_graph=retain_graph)
         except BaseException as error:
-            self.window.broken = True
+            if self.window.in_doubt:
+                self.window.break_off()
             self.window.ranks.failed(error)
             raise
         finally:
@@ -157,34 +169,64 @@ class Backpropagator:
         """What brings gradients at the present loss scale to the scale the window began with; 1 but after a skip."""
         if self.scaler is None or not self.can_take_back:
             return 1.0
-        ratio: float = self.window.scale / self.scaler.get_scale()
+        ratio: float = self.window.state.loss_scale / self.scaler.get_scale()
         return ratio
 
     # -- transactions ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def transact(self, weight: Number | None) -> Iterator[Transaction]:
-        """A micro-batch that comes in whole or not at all. Needs `exclusive`."""
+    def _apart(self) -> Iterator[None]:
+        """Inside, `.grad` is something else than the window's sums: no plain pass may add to it."""
         window = self.window
-        transaction = window.transaction = Transaction(window.sources, weight)
-        known = set(window.terms)
+        before = window.apart
+        window.set_apart("accumulator.backward()")
         try:
-            yield transaction
-            self._commit(transaction)
-        except BaseException:
-            transaction.roll_back()
-            for name in set(window.terms) - known:
-                del window.terms[name]
-            window.broken = False
-            window.plain.abandon()
-            raise
+            yield
         finally:
-            window.transaction = None
-            window.plain.end_micro_batch()
+            window.apart = before
+
+    @contextlib.contextmanager
+    def transact(self, weight: Number | None, *, block: bool = False) -> Iterator[Transaction]:
+        """A micro-batch that comes in whole or not at all; `block` if what is inside is the user's."""
+        window = self.window
+        with self._apart():
+            marks, terms = window.marks, set(window.state.terms)
+            transaction = window.transaction = Transaction(window.sources, weight)
+            try:
+                window.block = threading.get_ident() if block else None
+                window.take_marks()
+                yield transaction
+                self._commit(transaction)
+            except BaseException:
+                self._take_back(transaction, terms)
+                window.marks = marks
+                raise
+            finally:
+                window.transaction = window.block = None
+                window.plain.end_micro_batch(threading.get_ident())
+            window.take_marks()
+
+    def _take_back(self, transaction: Transaction, terms: set[str]) -> None:
+        window = self.window
+        if transaction.adds_up:  # it was interrupted while it was added to the sums
+            window.break_off()
+            return
+        window.follow()
+        transaction.roll_back()
+        for name in set(window.state.terms) - terms:
+            del window.state.terms[name]
+        window.state.phase, window.in_doubt = Phase.FILLING, False
+        window.plain.abandon()
 
     def _commit(self, transaction: Transaction) -> None:
         window = self.window
         window.require_intact()
+        window.follow()
+        if window.marks is not None and not window.marks.untouched():
+            raise MisuseError(
+                "The gradients were cleared or changed by hand inside micro_batch. Leave optimizer.zero_grad(), "
+                "clipping and unscaling out of the block; the micro-batch was taken back, and can be repeated."
+            )
         if transaction.is_empty and transaction.declared != 0:
             transaction.roll_back()
             return
@@ -195,25 +237,38 @@ class Backpropagator:
                 error = nonfinite_gradient(window.sources, "this micro-batch", "on_nonfinite='skip' leaves it out.")
                 window.ranks.failed(error)
                 raise error
-            window.rescaled = back_off(self.scaler) or window.rescaled
+            window.state.rescaled = back_off(self.scaler) or window.state.rescaled
             transaction.roll_back()
             window.skip()
             return
         rescale = self._rescale()
         if transaction.weight:
-            divisor, reference = window.divisor_for(transaction.weight, narrow=True), transaction.reference or 1
-            transaction.commit(reference / divisor * rescale)
-            scale = self.scaler.get_scale() if self.scaler is not None else 1.0
-            window.add(transaction.weight, squared_norm=(norm / scale * reference / transaction.weight) ** 2)
+            self._add(transaction, norm, rescale)
         else:
-            transaction.roll_back()
+            transaction.roll_back_to_zero()
             first = next((term.weight for term in transaction.terms.values()), 0)
+            transaction.adds_up = True
             window.add_terms(first, transaction.names or {""})
         for name, term in transaction.terms.items():
-            known = window.terms[name]
-            known.weight += term.weight
+            total = window.term_for(name, term.weight)
+            factor = rescale * (term.divisor or 1.0) / (total.divisor or 1.0)
             for position, gradient in term.gradients.items():
-                known.gradients[position] = add_scaled(known.gradients.get(position), gradient, rescale)
+                total.gradients[position] = add_scaled(total.gradients.get(position), gradient, factor)
+            total.weight += term.weight
+
+    def _add(self, transaction: Transaction, norm: float, rescale: float) -> None:
+        """Add a micro-batch to the window's sums, in their own precision."""
+        window, weight = self.window, transaction.weight
+        transaction.adds_up = True
+        divisor = window.divisor_for(weight, narrow=True, sums=transaction.sums)
+        reference = transaction.reference or 1
+        transaction.commit(reference / divisor * rescale)
+        scale = self.scaler.get_scale() if self.scaler is not None else 1.0
+        window.add(weight, squared_norm=(norm / scale * reference / weight) ** 2)
+
+
+def _has_graph(loss: Any) -> bool:
+    return isinstance(loss, Tensor) and loss.requires_grad
 
 
 @contextlib.contextmanager

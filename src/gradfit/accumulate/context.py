@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from gradfit.accumulate.plain_backwards import PlainBackwards, weakly
+from typing import Any
+
+import torch
+
+from gradfit.accumulate.plain_backwards import PlainBackwards
+from gradfit.accumulate.scaled_losses import observe_scaler
 from gradfit.accumulate.strategy import Strategy
 from gradfit.accumulate.window import Window
 
@@ -14,7 +19,6 @@ class AccumulationContext(Window):
     count by themselves. `step()` ends a micro-batch: passes since the last `step()` are then one, and without any pass
     it counts what was put into `.grad` by hand. Reading `is_ready` when the window is full makes its gradients final.
 
-    >>> import torch
     >>> w = torch.zeros(2, requires_grad=True)
     >>> with AccumulationContext(2) as window:
     ...     window.register_tensor(w)
@@ -26,11 +30,29 @@ class AccumulationContext(Window):
     Args:
         target_steps: how many micro-batches fill the window.
         strategy: decides in its place when the window is full.
+        optimizer: steps with the gradients; None if somebody else's does.
+        scaler: scales the losses.
+        dtype: what the gradients add up in, if it is wider than the tensors' own type.
+
+    Raises:
+        MisuseError: `target_steps` is not a whole number of at least 1.
     """
 
-    def __init__(self, target_steps: int, *, strategy: Strategy | None = None) -> None:
-        super().__init__(target_steps, strategy=strategy)
-        self.plain = PlainBackwards(weakly(self.count_plain), weakly(self.break_off))
+    bare = False
+
+    def __init__(
+        self,
+        target_steps: int,
+        *,
+        strategy: Strategy | None = None,
+        optimizer: Any = None,
+        scaler: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(target_steps, strategy=strategy, optimizer=optimizer, scaler=scaler, dtype=dtype)
+        self.plain = PlainBackwards(self)
+        if scaler is not None:
+            observe_scaler(scaler)
 
     def __enter__(self) -> AccumulationContext:
         return self

@@ -10,8 +10,8 @@ from torch import Tensor
 from gradfit.accumulate.numbers import Number, read_count, read_weight
 from gradfit.accumulate.scaling import gradient_norm
 from gradfit.accumulate.strategy import FixedStepCount, FixedTargetBatch, Strategy
-from gradfit.accumulate.transaction import Total, add_scaled
 from gradfit.accumulate.validate import GradientAccumulationValidator
+from gradfit.accumulate.window_state import Total, add_scaled
 from gradfit.autograd.gradients import GradientMap
 from gradfit.errors import MisuseError
 
@@ -94,6 +94,8 @@ class DynamicBatchAccumulator:
         if size:
             if self._total.divisor is None:
                 self._total.divisor = float(self.strategy.expected_weight(size)) or float(size)
+            if self._total.lacks_room(size):
+                self._total.make_room(size, (self._sums or {}).values())
             self._add(batch_gradient, values, size / self._total.divisor)
             self._total.weight += size
         norm = gradient_norm(list(values.values())) if size and self.strategy.needs_norms else None

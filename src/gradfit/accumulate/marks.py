@@ -1,17 +1,38 @@
-"""Which tensors accumulate: a mark on each, counted, that goes when the tensor goes."""
+"""Which tensors accumulate, and in whose window: marks that go when the tensor or the window goes.
+
+Gradients of a tensor add up in one place, its `.grad`, so only one window at a time can fill there. The window that was
+made or used last owns it; another one takes it over unless the owner is in the middle of something.
+"""
 
 from __future__ import annotations
 
+import gc
+import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gradfit.errors import MisuseError
 
+
+class Owner(Protocol):
+    """A window, as far as ownership goes."""
+
+    claimed_at: int
+
+    @property
+    def in_use(self) -> bool:
+        """Whether it holds gradients that somebody still wants."""
+
+
 _holders = WeakTensorKeyDictionary()  # tensor → the windows that hold it, weakly
+_owners = WeakTensorKeyDictionary()  # tensor → the window that fills there, weakly
 _enabled = WeakTensorKeyDictionary()  # tensors marked by hand
+_claims = 0  # how often any tensor has changed its owner
+_claiming = threading.RLock()
 
 
 def mark(window: object, tensors: Iterable[Tensor]) -> None:
@@ -27,6 +48,59 @@ def unmark(window: object, tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if tensor in _holders:
             _holders[tensor].discard(window)
+        if tensor in _owners and _owners[tensor]() is window:
+            del _owners[tensor]
+
+
+def claim(window: Owner, tensors: Sequence[Tensor]) -> None:
+    """Own these tensors from now on; MisuseError, before anything changes, if another window is filling there."""
+    global _claims
+    if window.claimed_at == _claims:  # nobody has claimed anything since
+        return
+    with _claiming:
+        if _another_in_use(window, tensors):
+            gc.collect()  # it may be dead, in a reference cycle
+            at = _another_in_use(window, tensors)
+            if at:
+                raise MisuseError(
+                    f"The parameter at {at - 1}, of shape {tuple(tensors[at - 1].shape)}, is in the middle of "
+                    "another accumulator's window, and gradients of both would add up in one place. Call flush() or "
+                    "reset() on that one first, or use one accumulator for both."
+                )
+        reference = weakref.ref(window)
+        for tensor in tensors:
+            _owners[tensor] = reference
+        _claims += 1
+        window.claimed_at = _claims
+
+
+def disown(window: Owner, tensors: Sequence[Tensor]) -> None:
+    """Leave these tensors to whoever wants them."""
+    global _claims
+    if window.claimed_at < 0:
+        return
+    with _claiming:
+        for tensor in tensors:
+            if tensor in _owners and _owners[tensor]() is window:
+                del _owners[tensor]
+        _claims += 1
+        window.claimed_at = -1
+
+
+def belongs_to_another(window: Owner, tensors: Sequence[Tensor]) -> bool:
+    """Whether any of these tensors was claimed by another window, which is still there, since this one claimed them."""
+    if window.claimed_at == _claims:
+        return False
+    return any(tensor in _owners and _owners[tensor]() not in (None, window) for tensor in tensors)
+
+
+def _another_in_use(window: Owner, tensors: Sequence[Tensor]) -> int:
+    """The position, counted from 1, of the first tensor that another window is filling; 0 if there is none."""
+    for position, tensor in enumerate(tensors, 1):
+        owner = _owners[tensor]() if tensor in _owners else None
+        if owner is not None and owner is not window and owner.in_use:
+            return position
+    return 0
 
 
 def enable_grad_accumulation(tensor: Tensor) -> None:

@@ -11,6 +11,8 @@ from gradfit.arguments import Number as Number
 from gradfit.arguments import read_count as read_count
 from gradfit.errors import MisuseError
 
+_LARGEST = 1e150  # sums of many, and their squares, are still numbers
+
 
 def read_weight(value: Any, name: str = "weight") -> Number:
     """A weight as a Python number: an int, a float, or a tensor or array scalar of one element.
@@ -28,6 +30,10 @@ def read_weight(value: Any, name: str = "weight") -> Number:
         )
     if not 0 <= number < math.inf:
         raise MisuseError(f"{name}={number!r} must be 0 or more, and finite. Pass how many items the loss is about.")
+    if number > _LARGEST:
+        raise MisuseError(
+            f"{name} is more than {_LARGEST:g}, and sums of it overflow. Divide all weights by one number."
+        )
     return number
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import weakref
 from collections.abc import Iterable, Iterator
@@ -10,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradfit._torch_distributed import is_dtensor
 from gradfit.errors import MisuseError
@@ -129,36 +129,58 @@ def _convert_state(state: Any, tensor: Tensor, dtype: torch.dtype) -> None:
 
 
 class StepWatcher(Protocol):
-    """Whoever wants to know that an optimizer steps."""
+    """Whoever wants to know that its optimizer steps."""
 
-    stepping: bool
-    """It steps one itself, and asks only whether that was done."""
+    def before_step(self) -> None:
+        """The optimizer is about to step."""
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """A torch optimizer is about to step."""
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self) -> None:
         """It has stepped."""
 
+    def after_add_param_group(self) -> None:
+        """It has new parameters."""
 
-def watch_steps(watcher: StepWatcher) -> None:
-    """Tell a watcher about every torch optimizer's step, as long as it lives."""
-    reference = weakref.ref(watcher)
 
-    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+_Watchers = list[weakref.ref[StepWatcher]]
+_watchers: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Watchers] = weakref.WeakKeyDictionary()
+
+
+def watch_steps(optimizer: torch.optim.Optimizer, watcher: StepWatcher) -> None:
+    """Tell a watcher about this optimizer's steps, as long as both live.
+
+    An optimizer gets one pair of hooks, which stays: torch goes through its hooks while they run, so that none may be
+    taken away when the garbage collector happens to come by.
+    """
+    watchers = _watchers.get(optimizer)
+    if watchers is None:
+        watchers = _watchers[optimizer] = []
+        optimizer.register_step_pre_hook(functools.partial(_tell, watchers, "before_step"))
+        optimizer.register_step_post_hook(functools.partial(_tell, watchers, "after_step"))
+        _watch_groups(optimizer, watchers)
+    watchers[:] = [one for one in watchers if one() is not None] + [weakref.ref(watcher)]
+
+
+def _watch_groups(optimizer: torch.optim.Optimizer, watchers: _Watchers) -> None:
+    """Stand in for `add_param_group`, for which torch has no hook, on this object, as torch's schedulers do for `step`.
+
+    A plain backward pass may reach new parameters before any old one, and must be noticed there.
+    """
+    reference = weakref.ref(optimizer)
+    original = type(optimizer).add_param_group
+
+    @functools.wraps(original)
+    def add_param_group(param_group: dict[str, Any]) -> None:
         alive = reference()
-        if alive is not None and not alive.stepping:
-            alive.before_step(optimizer)
+        assert alive is not None
+        original(alive, param_group)
+        _tell(watchers, "after_add_param_group")
 
-    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        alive = reference()
+    if "add_param_group" not in vars(optimizer):
+        optimizer.add_param_group = add_param_group  # type: ignore[method-assign]
+
+
+def _tell(watchers: _Watchers, what: str, *_: Any) -> None:
+    for one in list(watchers):
+        alive = one()
         if alive is not None:
-            alive.after_step(optimizer)
-
-    handles = (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after))
-
-    def stop() -> None:
-        for handle in handles:
-            handle.remove()
-
-    weakref.finalize(watcher, stop)
+            getattr(alive, what)()

@@ -1,11 +1,13 @@
-"""Noticing plain `loss.backward()` calls: each counts once, whatever it touches.
+"""Noticing plain `loss.backward()` calls before they add anything: each counts once, whatever it touches.
 
-1. A hook on every watched tensor runs after autograd has added to its `.grad`; the first one in a pass counts the pass.
+1. A hook on every watched tensor runs before autograd adds to its `.grad`. The first one in a pass asks the window
+   whether the pass may come in, and what its gradients are multiplied by; a refusal leaves the window as it was.
 2. A pass inside another pass (reentrant checkpointing) belongs to the outer one.
-3. A pass that keeps its graph (`retain_graph=True`) shares its micro-batch with the next pass, if that starts from
-   another tensor: two losses of one forward are one micro-batch, one loss differentiated twice is two.
+3. A pass that keeps its graph (`retain_graph=True`) shares its micro-batch with the next pass of the same thread, if
+   that starts from another tensor: two losses of one forward are one micro-batch, one loss differentiated twice is two.
 4. Passes that any window starts itself (`OWN_PASSES`) are its own business, and no other's.
-5. The hooks hold the counter weakly: tensors do not keep accumulators alive.
+5. A pass that has begun and not ended, though its thread is in no backward pass, has died half-way.
+6. The hooks hold the counter weakly: tensors do not keep accumulators alive.
 
 Only public accumulators count plain passes. A window without it (`NoPlainBackwards`) is out of reach of every pass that
 it does not run itself.
@@ -14,17 +16,19 @@ it does not run itself.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import unserializable_hook
 
 from gradfit import _torch
 
 _Handles = dict[int, torch.utils.hooks.RemovableHandle]
+_Hook = Callable[[Tensor | None], Tensor | None]
 
 OWN_PASSES: set[int] = set()
 """Threads that run a backward pass which a window has started; it puts them here itself."""
@@ -43,11 +47,39 @@ def own_pass() -> Iterator[None]:
             OWN_PASSES.discard(thread)
 
 
+class PlainPass(NamedTuple):
+    """A plain backward pass that is about to add its first gradient."""
+
+    thread: int
+    """Who has called it."""
+    first: int
+    """The identity of the first tensor it reaches."""
+    joins: bool
+    """It belongs to the same micro-batch as the pass before it (rule 3)."""
+    roots: tuple[object, ...] | None
+    """What is differentiated; None if that cannot be told."""
+
+
+class Counts(Protocol):
+    """Who wants to know about plain passes."""
+
+    def admit_plain(self, one: PlainPass) -> float | None:
+        """Count a pass, and say what to multiply its gradients by; None if it is not counted. May refuse it."""
+
+    def plain_factor(self) -> float:
+        """What the gradients of a pass that was counted are multiplied by."""
+
+    def end_plain(self, *, complete: bool) -> None:
+        """A pass has ended; `complete` if nothing more of its micro-batch is to be expected."""
+
+    def break_off(self, fault: str = "") -> None:
+        """A pass has died half-way."""
+
+
 class NoPlainBackwards:
     """Counts nothing: for a window that no outside pass can reach."""
 
     passes: Mapping[int, int] = {}
-    found_dead = False
 
     def watch(self, tensor: Tensor) -> None:
         """Begin to watch a tensor; a frozen one too, for the day it is not."""
@@ -58,128 +90,166 @@ class NoPlainBackwards:
     def close(self) -> None:
         """Stop watching all tensors."""
 
-    def end_micro_batch(self) -> None:
-        """The next pass is a new micro-batch in any case."""
+    def end_micro_batch(self, thread: int | None = None) -> None:
+        """The next pass, of this thread or of any, is a new micro-batch in any case."""
+
+    def any_died(self) -> bool:
+        """Whether a pass has begun and not ended, though nobody runs it any more."""
+        return False
 
     def abandon(self) -> None:
-        """Forget passes of this thread that have died half-way."""
+        """Forget all passes that have not ended."""
 
 
 class PlainBackwards(NoPlainBackwards):
-    """Calls `on_backward(joins, tensor)` for each plain backward pass that reaches a watched tensor, the first such.
+    """Tells a window about each plain backward pass that reaches a watched tensor."""
 
-    `joins` says that the pass belongs to the same micro-batch as the one before it. `on_failure()` is called when a
-    pass is found to have died half-way.
-
-    >>> seen = []
-    >>> counter = PlainBackwards(lambda joins, tensor: seen.append(joins), lambda: None)
-    >>> a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    >>> counter.watch(a); counter.watch(b)
-    >>> (a * b).sum().backward(); a.sum().backward(); seen
-    [False, False]
-    """
-
-    def __init__(self, on_backward: Callable[[bool, Tensor], None], on_failure: Callable[[], None]) -> None:
-        self._on_backward, self._on_failure = on_backward, on_failure
-        self.passes: dict[int, int] = {}  # pass → thread, for plain passes that have begun and not ended
+    def __init__(self, window: Counts) -> None:
+        self._window = weakref.ref(window)
+        self.passes: dict[int, int] = {}  # graph task → thread, for counted passes that have begun and not ended
+        self._factors: dict[int, float] = {}  # graph task → factor, for every pass there is, ours or not
         self._lock = threading.Lock()
-        self._retained: weakref.ref[object] | None = None  # rule 3: where the last pass, which kept its graph, started
-        self._nested: weakref.ref[object] | None = None  # rule 2: an outer pass known only from the ones inside it
+        self._retained: dict[int, weakref.ref[object] | None] = {}  # rule 3: thread → where its last pass started
+        self._nested: dict[int, weakref.ref[object] | None] = {}  # rule 2: thread → an outer pass that was counted
         self._handles: _Handles = {}
-        self._hook = _make_hook(weakref.ref(self), self.passes)
+        self._hook_for = _make_hooks(weakref.ref(self), self._factors)
         weakref.finalize(self, _remove_all, self._handles)
 
     def watch(self, tensor: Tensor) -> None:
-        """Begin to watch a tensor; a frozen one too, for the day it is not."""
         if id(tensor) not in self._handles:
             frozen = not tensor.requires_grad
             tensor.requires_grad_()  # torch takes hooks only now, and keeps them
-            self._handles[id(tensor)] = _torch.after_accumulation(tensor, self._hook)
+            self._handles[id(tensor)] = _torch.before_accumulation(tensor, self._hook_for(id(tensor)))
             tensor.requires_grad_(not frozen)
 
     def forget(self, tensor: Tensor) -> None:
-        """Stop watching a tensor."""
         handle = self._handles.pop(id(tensor), None)
         if handle is not None:
             handle.remove()
 
     def close(self) -> None:
-        """Stop watching all tensors."""
         _remove_all(self._handles)
 
-    def end_micro_batch(self) -> None:
-        """The next pass is a new micro-batch in any case."""
-        self._retained = None
+    def end_micro_batch(self, thread: int | None = None) -> None:
+        if thread is None:
+            self._retained.clear()
+        else:
+            self._retained.pop(thread, None)
 
-    @property
-    def found_dead(self) -> bool:  # type: ignore[override]
-        """Whether a pass of this thread has begun and not ended, though none is running."""
-        return bool(self.passes) and _torch.graph_task_id() == -1 and threading.get_ident() in self.passes.values()
+    def any_died(self) -> bool:
+        if not self.passes:
+            return False
+        running = _torch.threads_in_backward()
+        return any(thread not in running for thread in list(self.passes.values()))
 
     def abandon(self) -> None:
-        """Forget passes of this thread that have died half-way."""
-        thread = threading.get_ident()
-        for task in [task for task, where in list(self.passes.items()) if where == thread]:
-            self.passes.pop(task, None)
+        self.passes.clear()
+        self._factors.clear()
 
-    def _begin(self, task: int, tensor: Tensor) -> None:
-        if task == -1:  # no backward: another accumulator of the same FSDP2 module has reduced, which runs hooks, too
-            return
-        thread = threading.get_ident()
-        running = _torch.running_backward()
+    def _begin(self, task: int, first: int) -> float:
+        """The first gradient of a pass arrives: gives what the pass is multiplied by."""
+        window, running = self._window(), _torch.running_backward()
+        thread = threading.get_ident() if running is None else running.thread
+        if task == -1 or window is None:
+            return 1.0
+        if running is not None and (not running.accumulates or thread in OWN_PASSES):
+            return self._follow(task, 1.0)
         with self._lock:
-            if task in self.passes:
-                return
-            failed = False
-            if running is None or not running.nested:
-                stale = [one for one, where in self.passes.items() if where == thread]
-                failed = bool(stale) and running is not None
-                for one in stale:
-                    del self.passes[one]
-            inside = running is not None and running.nested and thread in self.passes.values()
-            self.passes[task] = thread
-        _torch.after_backward(functools.partial(self.passes.pop, task, None))
-        if failed:
-            self._on_failure()
-        if inside:
-            return
-        root = None if running is None else running.root
-        if root is not None and self._nested is not None and self._nested() is root:
-            if running is not None and not running.nested:
-                self._nested = None  # the outer pass itself: it was counted when the first inner one came
-            return
-        self._nested = _reference(root) if running is not None and running.nested else None
-        joins = self._retained is not None and (root is None or self._retained() is not root)
-        self._retained = _reference(root) if running is not None and running.retains_graph else None
-        self._on_backward(joins, tensor)
+            if task in self._factors:
+                return self._factors[task]
+            nested = running is not None and running.nested
+            if not nested and self._drop_dead(thread):
+                window.break_off()
+            root = running.roots[0] if running is not None and running.roots else None
+            if self._is_part(thread, nested, root):
+                self.passes[task] = thread
+                return self._follow(task, window.plain_factor(), complete=not nested)
+            retained = self._retained.get(thread)
+            joins = retained is not None and (root is None or retained() is not root)
+            factor = self._admit(window, task, PlainPass(thread, first, joins, running and running.roots))
+            if factor is None:
+                return self._follow(task, 1.0)
+            retains = running is not None and running.retains_graph
+            self._nested[thread] = _reference(root) if nested else None
+            self._retained[thread] = _reference(root) if retains else None
+            return self._follow(task, factor, complete=not (nested or retains))
 
+    def _admit(self, window: Counts, task: int, one: PlainPass) -> float | None:
+        """Ask the window; the pass counts as running from here on, unless it is refused."""
+        self.passes[task] = one.thread
+        factor = None
+        try:
+            factor = window.admit_plain(one)
+        finally:
+            if factor is None:
+                del self.passes[task]
+        return factor
 
-def _make_hook(counter: weakref.ref[PlainBackwards], open_passes: dict[int, int]) -> Callable[[Tensor], None]:
-    """The hook on every tensor; it runs for each tensor of each pass, so the two usual cases come first."""
-    thread_id, task_id, own = threading.get_ident, _torch.graph_task_id, OWN_PASSES
+    def _follow(self, task: int, factor: float, *, complete: bool = False) -> float:
+        """Remember a pass's factor until it ends; one that dies is never heard of again."""
+        if len(self._factors) > _MOST_REMEMBERED:
+            for old in [one for one in self._factors if one not in self.passes]:
+                self._factors.pop(old, None)
+        self._factors[task] = factor
+        counter = weakref.ref(self)
 
-    def hook(tensor: Tensor) -> None:
-        if thread_id() in own or (own and not tensor.is_cpu):
-            return
-        task = task_id()
-        if task not in open_passes:
+        def end() -> None:
             alive = counter()
             if alive is not None:
-                alive._begin(task, tensor)
+                alive._end(task, complete)
 
-    return hook
+        _torch.after_backward(end)
+        return factor
+
+    def _end(self, task: int, complete: bool) -> None:
+        self._factors.pop(task, None)
+        counted = self.passes.pop(task, None) is not None
+        window = self._window()
+        if counted and window is not None:
+            window.end_plain(complete=complete)
+
+    def _drop_dead(self, thread: int) -> bool:
+        """A new pass begins in this thread, so an older one that has not ended never will (rule 5)."""
+        dead = [task for task, where in self.passes.items() if where == thread]
+        for task in dead:
+            del self.passes[task]
+        return bool(dead)
+
+    def _is_part(self, thread: int, nested: bool, root: object) -> bool:
+        """Whether a pass belongs to one that was counted before (rule 2)."""
+        if nested and thread in self.passes.values():
+            return True
+        outer = self._nested.get(thread)
+        if root is None or outer is None or outer() is not root:
+            return False
+        if not nested:
+            self._nested[thread] = None  # the outer pass itself: it was counted when the first inner one came
+        return True
 
 
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A bound method that does not keep its object alive."""
-    reference = weakref.WeakMethod(method)
+_MOST_REMEMBERED = 64
 
-    def call(*args: object) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(*args)
 
-    return call
+def _make_hooks(counter: weakref.ref[PlainBackwards], factors: dict[int, float]) -> Callable[[int], _Hook]:
+    """The hooks for tensors; they run for each tensor of each pass, so the usual cases come first."""
+    thread_id, task_id, own = threading.get_ident, _torch.graph_task_id, OWN_PASSES
+
+    def hook_for(identity: int) -> _Hook:
+        def hook(gradient: Tensor | None) -> Tensor | None:
+            if thread_id() in own or gradient is None:
+                return None
+            task = task_id()
+            factor = factors.get(task)
+            if factor is None:
+                alive = counter()
+                if alive is None:
+                    return None
+                factor = alive._begin(task, identity)
+            return None if factor == 1.0 else gradient * factor
+
+        return unserializable_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
+
+    return hook_for
 
 
 def _remove_all(handles: _Handles) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from gradfit.accumulate.numbers import Number
 from gradfit.accumulate.plain_backwards import NoPlainBackwards
 from gradfit.accumulate.scaling import gradient_norm
-from gradfit.accumulate.transaction import Total
+from gradfit.accumulate.window_state import Total
 from gradfit.errors import MisuseError
 
 

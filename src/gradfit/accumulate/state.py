@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,29 +10,32 @@ import torch
 from torch import Tensor
 
 from gradfit.accumulate.numbers import read_count, read_weight
-from gradfit.accumulate.transaction import Total
-from gradfit.errors import MisuseError, StateError
+from gradfit.accumulate.window_state import OpenMicroBatch, Phase, Total, WindowState
+from gradfit.errors import StateError
 
 if TYPE_CHECKING:
     from gradfit.accumulate.accumulator import GradientAccumulator
 
-VERSION = 1
+VERSION = 2
+_READABLE = (1, 2)  # the first one has fields that nobody needs any more
 _COUNTS = ("closed", "open", "open_plain", "skipped")
-_FLAGS = ("had_plain", "plain_expected", "delimited", "rescaled", "final")
+_FLAGS = ("delimited", "rescaled", "final")
 
 
 def save(accumulator: GradientAccumulator) -> dict[str, Any]:
     """Copy the window out: `tensors` has the gradients, `window` everything else."""
     window = accumulator.window
-    if window.transaction is not None:
-        raise MisuseError("state_dict() inside micro_batch: the window is between two states. Call it after the block.")
+    window.require_outside_micro_batch("state_dict()")
     window.require_intact()
+    window.notice_use()
+    if window.state.phase is Phase.FILLING and not window.state.is_empty:
+        window.require_untouched()
     tensors: dict[str, Tensor] = {}
     sparse: dict[str, list[int]] = {}
-    for position, source in enumerate(window.tensors if window.final else window.sources):
+    for position, source in enumerate(window.tensors if window.is_final else window.sources):
         if source.grad is not None and window.accumulation_steps:
             _put(tensors, sparse, f"grad.{position}", source.grad)
-    for name, term in window.terms.items():
+    for name, term in window.state.terms.items():
         for position, gradient in term.gradients.items():
             _put(tensors, sparse, f"term.{name}.{position}", gradient)
     return {"tensors": tensors, "window": {**numbers_of(accumulator), "sparse": sparse}}
@@ -39,15 +43,23 @@ def save(accumulator: GradientAccumulator) -> dict[str, Any]:
 
 def numbers_of(accumulator: GradientAccumulator) -> dict[str, Any]:
     """The window without its gradients."""
-    window = accumulator.window
+    window, state = accumulator.window, accumulator.window.state
     return {
         "version": VERSION,
         "shapes": [list(tensor.shape) for tensor in window.tensors],
-        "windows": accumulator.windows,
-        **{name: getattr(window, name) for name in (*_COUNTS, *_FLAGS, "scale")},
-        "weight": window.main.weight,
-        "divisor": window.main.divisor,
-        "terms": {name: [term.weight, term.divisor] for name, term in window.terms.items()},
+        "windows": state.updates,
+        "closed": state.micro_batches,
+        "open": sum(one.passes for one in state.open.values()),
+        "open_plain": sum(one.plain for one in state.open.values()),
+        "skipped": state.skipped,
+        "delimited": window.delimited,
+        "rescaled": state.rescaled,
+        "had_pass": state.had_pass,
+        "final": window.is_final,
+        "scale": state.loss_scale,
+        "weight": state.main.weight,
+        "divisor": state.main.divisor,
+        "terms": {name: [term.weight, term.divisor] for name, term in window.state.terms.items()},
         "strategy": window.strategy.state_dict(),
     }
 
@@ -57,8 +69,8 @@ def load(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
     window = accumulator.window
     try:
         numbers, tensors = state["window"], dict(state["tensors"])
-        if numbers["version"] != VERSION:
-            raise StateError(f"The state has version {numbers['version']!r}, this gradfit reads {VERSION}.")
+        if numbers["version"] not in _READABLE:
+            raise StateError(f"The state has version {numbers['version']!r}, this gradfit reads up to {VERSION}.")
         shapes = [list(tensor.shape) for tensor in window.tensors]
         if numbers["shapes"] != shapes:
             raise StateError(
@@ -66,8 +78,8 @@ def load(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
                 "accumulator of the same parameters in the same order."
             )
         gradients = {name: _take(tensors, numbers["sparse"], name) for name in _names(tensors)}
-        fields: dict[str, Any] = {name: read_count(numbers[name], name, minimum=0) for name in _COUNTS}
-        fields.update({name: bool(numbers[name]) for name in _FLAGS}, scale=_positive(numbers["scale"], "scale"))
+        counts = {name: read_count(numbers[name], name, minimum=0) for name in _COUNTS}
+        flags, scale = {name: bool(numbers[name]) for name in _FLAGS}, _positive(numbers["scale"], "scale")
         terms = {name: _total(*pair) for name, pair in numbers["terms"].items()}
         main, strategy = _total(numbers["weight"], numbers["divisor"]), numbers["strategy"]
         windows = read_count(numbers["windows"], "windows", minimum=0)
@@ -88,15 +100,32 @@ def load(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
             f"The state is damaged or not an accumulator's: {error!r}. Pass what state_dict() gave."
         ) from error
     window.strategy.load_state_dict(strategy)  # raises before it changes anything
-    window.reset()
-    accumulator._passes.begin_window()
+    window.drop()
+    window.strategy.load_state_dict(strategy)  # dropping a window has told it that one was over
+    slots = window.tensors if flags["final"] else window.sources
+    if counts["closed"] + counts["open"]:
+        window.start()
     for position, gradient in placed.items():
-        (window.tensors if fields["final"] else window.sources)[position].grad = gradient
-    for name, value in fields.items():
-        setattr(window, name, value)
-    window.main, window.terms, accumulator._update.windows = main, terms, windows
-    if window.final:
-        window.finalise(normalised=True)
+        slots[position].grad = gradient
+    window.delimited = flags["delimited"]
+    window.state = WindowState(
+        updates=windows,
+        micro_batches=counts["closed"],
+        open={}
+        if not counts["open"]
+        else {threading.get_ident(): OpenMicroBatch(counts["open"], counts["open_plain"])},
+        skipped=counts["skipped"],
+        main=main,
+        terms=terms,
+        loss_scale=scale,
+        rescaled=flags["rescaled"],
+        had_pass=bool(numbers.get("had_pass", True)),
+    )
+    if flags["final"]:
+        window.state.phase, window.state.asked = Phase.FINAL, True
+        window.take_marks_of_tensors()
+    else:
+        window.take_marks()
 
 
 def _total(weight: Any, divisor: Any) -> Total:

@@ -92,7 +92,8 @@ class FixedTargetBatch(Strategy):
         return f"FixedTargetBatch({self.batch_size})"
 
 
-_EMPTY_WINDOW = {"count": 0, "sum": 0, "squares": 0, "inverse": 0.0, "norms": 0.0}
+_EMPTY_WINDOW = {"count": 0, "sum": 0, "squares": 0, "inverse": 0.0, "norms": 0.0, "normed": 0}
+_LARGEST_CHANGE = 2.0  # of the required batch size from one window to the next, by one noisy measurement
 
 
 class AdaptiveAccumulation(Strategy):
@@ -105,8 +106,9 @@ class AdaptiveAccumulation(Strategy):
     `by="noise_scale"`: the target follows the measured gradient noise scale, trace of the covariance over the
     squared gradient, from the norms of the micro-batches' gradients and of their mean (McCandlish et al. 2018, an
     estimate from two batch sizes). Below that batch size a larger window pays for itself, above it hardly.
-    `target_batch_size` is where it starts. It needs two micro-batches in a window to measure anything, and moves
-    slowly (`smoothing`).
+    `target_batch_size` is where it starts. Each measurement is noisy itself, above all in small windows: estimates are
+    averaged (`smoothing`), and what is required at most doubles or halves from one window to the next. Measuring takes
+    two micro-batches in a window; where one is enough, a window now and then takes two all the same.
 
     >>> even, uneven = AdaptiveAccumulation(16), AdaptiveAccumulation(16)
     >>> for size in (8, 8): even.observe(size)
@@ -134,7 +136,14 @@ class AdaptiveAccumulation(Strategy):
         self.max_steps = read_count(max_steps, "max_steps", minimum=self.min_steps)
         self.smoothing = smoothing
         self.needs_norms = by == "noise_scale"
-        self._state: dict[str, float] = {"noise": 0.0, "signal": 0.0, "measured": 0, **_EMPTY_WINDOW}
+        self._state: dict[str, float] = {
+            "noise": 0.0,
+            "signal": 0.0,
+            "measured": 0,
+            "unmeasured": 0,  # windows since the last measurement
+            "required": float(self.target_batch_size),
+            **_EMPTY_WINDOW,
+        }
 
     @property
     def noise_scale(self) -> float | None:
@@ -149,12 +158,12 @@ class AdaptiveAccumulation(Strategy):
     def required_batch_size(self) -> float:
         """How many items the window must hold to be full, as far as it is known now."""
         if self.by == "noise_scale":
-            return float(self.target_batch_size if self.noise_scale is None else self.noise_scale)
+            return self._state["required"]
         count, total, squares = (self._state[name] for name in ("count", "sum", "squares"))
         return self.target_batch_size * (count * squares / total**2 if total else 1.0)  # 1 + c²
 
     def is_complete(self, micro_batches: int, weight: Number) -> bool:
-        if micro_batches < self.min_steps:
+        if micro_batches < self._least_steps:
             return False
         return micro_batches >= self.max_steps or weight >= self.required_batch_size
 
@@ -162,11 +171,18 @@ class AdaptiveAccumulation(Strategy):
         if self.is_complete(micro_batches, weight):
             return 1.0
         by_weight = min(1.0, weight / self.required_batch_size) if self.required_batch_size else 1.0
-        return max(min(by_weight, micro_batches / self.min_steps), micro_batches / self.max_steps)
+        return max(min(by_weight, micro_batches / self._least_steps), micro_batches / self.max_steps)
+
+    @property
+    def _least_steps(self) -> int:
+        """`min_steps`, and two where it is time to measure again."""
+        if self.by == "variance" or self._state["unmeasured"] * (1 - self.smoothing) < 1:
+            return self.min_steps
+        return min(max(2, self.min_steps), self.max_steps)
 
     def expected_weight(self, first: Number) -> Number:
         required = min(self.required_batch_size, self.max_steps * first)
-        return max(required, self.min_steps * first)
+        return max(required, self._least_steps * first)
 
     def observe(self, weight: Number, squared_norm: float | None = None) -> None:
         if not weight:
@@ -178,18 +194,31 @@ class AdaptiveAccumulation(Strategy):
         if squared_norm is not None:
             state["inverse"] += 1 / weight
             state["norms"] += squared_norm
+            state["normed"] += 1
 
     def end_window(self, weight: Number, squared_norm: float | None = None) -> None:
-        state, count = self._state, self._state["count"]
-        if self.by == "noise_scale" and squared_norm is not None and count > 1:
-            # E|g_b|² = |G|² + S/b for a batch of b items: two equations, one for the micro-batches, one for the window.
-            noise = (state["norms"] / count - squared_norm) / (state["inverse"] / count - 1 / weight)
-            signal = squared_norm - noise / weight
-            new = 1 - self.smoothing if state["measured"] else 1.0
-            state["noise"] += new * (noise - state["noise"])
-            state["signal"] += new * (signal - state["signal"])
-            state["measured"] += 1
+        state = self._state
+        if squared_norm is not None:
+            if state["count"] > 1 and state["count"] == state["normed"]:
+                self._measure(weight, squared_norm)
+                state["unmeasured"] = 0
+            else:
+                state["unmeasured"] += 1
         state.update(_EMPTY_WINDOW)
+
+    def _measure(self, weight: Number, squared_norm: float) -> None:
+        """E|g_b|² = |G|² + S/b for a batch of b items: two equations, one for the micro-batches, one for the window."""
+        state, count = self._state, self._state["count"]
+        noise = (state["norms"] / count - squared_norm) / (state["inverse"] / count - 1 / weight)
+        signal = squared_norm - noise / weight
+        state["measured"] += 1
+        new = max(1 - self.smoothing, 1 / state["measured"])  # a plain average, until there are enough
+        state["noise"] += new * (noise - state["noise"])
+        state["signal"] += new * (signal - state["signal"])
+        if self.noise_scale is not None:
+            before, typical = state["required"], state["sum"] / count
+            bounded = min(max(self.noise_scale, before / _LARGEST_CHANGE), before * _LARGEST_CHANGE)
+            state["required"] = min(max(bounded, typical), self.max_steps * typical)
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._state)

@@ -3,36 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradfit.accumulate.numbers import Number
+from gradfit.accumulate.window_state import Total, add_scaled
 from gradfit.errors import MisuseError
-
-
-@dataclass
-class Total:
-    """One denominator: what was weighed so far, and what the gradients are divided by meanwhile."""
-
-    weight: Number = 0
-    divisor: float | None = None
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-    """A loss term's own sums, by the tensor's position; the window's main sums are in `.grad`."""
-
-    @property
-    def factor(self) -> float:
-        """What turns the sums into a mean; 1 if there is nothing to divide."""
-        return self.divisor / self.weight if self.weight and self.divisor is not None else 1.0
-
-    def pour_into(self, sources: Sequence[Any]) -> None:
-        """Add the mean to the sources' `.grad`, and give up the sums."""
-        for position, gradient in self.gradients.items():
-            source = sources[position]
-            source.grad = add_scaled(source.grad, gradient, self.factor)
-        self.gradients = {}
 
 
 class Transaction:
@@ -43,17 +21,25 @@ class Transaction:
     """
 
     def __init__(self, tensors: Sequence[Any], weight: Number | None) -> None:
-        self.tensors = tensors  # whose `.grad` autograd adds to
+        self.tensors = list(tensors)  # whose `.grad` autograd adds to
         self.declared = weight
-        self.reference: Number | None = weight  # what one unit of `.grad` weighs
+        self.reference: Number | None = None  # what one unit of `.grad` weighs: the first pass says
         self.counted: Number = 0
         self.had_pass = False
         self.terms: dict[str, Total] = {}
         self.names: set[str] = set()  # of all terms, those without weight included
         self._had_plain = False
-        self._sums = [tensor.grad for tensor in tensors]
+        self.adds_up = False  # the sums are being changed: there is no way back
+        self._sums: list[Tensor | None] = [tensor.grad for tensor in tensors]
         for tensor in tensors:
             tensor.grad = None
+
+    def extend(self, tensors: Sequence[Any]) -> None:
+        """Parameters that came to the window meanwhile: all they have is this micro-batch's."""
+        known = {id(tensor) for tensor in self.tensors}
+        new = [tensor for tensor in tensors if id(tensor) not in known]
+        self.tensors += new
+        self._sums += [None] * len(new)
 
     @property
     def weight(self) -> Number:
@@ -65,6 +51,11 @@ class Transaction:
         """Whether nothing came in at all."""
         return not (self.had_pass or self.terms or self.gradients())
 
+    @property
+    def sums(self) -> list[Tensor]:
+        """What the window holds beside this micro-batch."""
+        return [total for total in self._sums if total is not None]
+
     def gradients(self) -> list[Tensor]:
         """The micro-batch's own gradients, terms included."""
         own = [tensor.grad for tensor in self.tensors if tensor.grad is not None]
@@ -72,47 +63,54 @@ class Transaction:
 
     def factor_for(self, weight: Number, reduction: str) -> float:
         """What to backpropagate a loss with; MisuseError if its weight contradicts the micro-batch's."""
-        if self.declared is not None:
-            if weight not in (1, self.declared):
-                raise MisuseError(
-                    f"weight={weight!r} inside micro_batch(weight={self.declared!r}). Pass the weight in one place."
-                )
-            return 1.0 if reduction == "mean" else 1.0 / self.declared if self.declared else 0.0
-        if self.reference is None:
-            self.reference = weight
-        return (weight if reduction == "mean" else 1) / self.reference
+        if self.declared is not None and weight not in (1, self.declared):
+            raise MisuseError(
+                f"weight={weight!r} inside micro_batch(weight={self.declared!r}). Pass the weight in one place."
+            )
+        if reduction == "sum":
+            return self._relative(1)
+        return self._relative(weight if self.declared is None else self.declared)
+
+    def _relative(self, unit: Number) -> float:
+        """The factor for a loss whose gradient weighs `unit`: the first one's is 1."""
+        if not self.reference:
+            self.reference = unit
+        return unit / self.reference if self.reference else 1.0
 
     def add(self, weight: Number) -> None:
         """A weighted pass has come in."""
         self.had_pass = True
         self.counted += weight
 
-    def add_plain(self) -> None:
-        """A plain pass has come in; all of them together weigh 1 if nobody said otherwise."""
-        if self.declared is None:
-            if self.reference not in (None, 1):
-                raise MisuseError("A plain backward() after a weighted one. Pass the weight: micro_batch(weight=n).")
-            self.reference = 1
-            self.counted += 0 if self._had_plain else 1
+    def add_plain(self) -> float:
+        """A plain pass is about to come in; all of them together weigh 1 if nobody said otherwise. Gives its factor."""
+        factor = self._relative(1 if self.declared is None else self.declared)
+        self.counted += 0 if self._had_plain else 1
         self._had_plain = self.had_pass = True
+        return factor
 
     def roll_back(self) -> None:
         """Put the sums back as they were, bit for bit."""
         for tensor, total in zip(self.tensors, self._sums, strict=True):
             tensor.grad = total
 
+    def roll_back_to_zero(self) -> None:
+        """The same for a micro-batch without weight: what it alone has reached has a gradient, of zeros."""
+        for tensor, total in zip(self.tensors, self._sums, strict=True):
+            gradient = tensor.grad
+            tensor.grad = zero(gradient) if total is None and gradient is not None else total
+
     def commit(self, factor: float) -> None:
         """Add `factor` times the micro-batch to the sums."""
+        self.adds_up = True
         with torch.no_grad():
             for tensor, total in zip(self.tensors, self._sums, strict=True):
                 gradient = tensor.grad
                 tensor.grad = total if gradient is None else add_scaled(total, gradient, factor)
 
 
-def add_scaled(total: Tensor | None, gradient: Tensor, factor: float) -> Tensor:
-    """`total + factor · gradient` in place, in the total's precision; `gradient` is given up."""
-    if total is None:
-        return gradient if factor == 1.0 else gradient.mul_(factor)
-    if total.is_sparse and not gradient.is_sparse:
-        return gradient.mul_(factor).add_(total)
-    return total.add_(gradient, alpha=factor)
+def zero(gradient: Tensor) -> Tensor:
+    """A gradient with all its values set to zero, in place; whatever they were, NaN too."""
+    with torch.no_grad():
+        (gradient._values() if gradient.is_sparse else gradient).zero_()
+    return gradient

@@ -7,18 +7,25 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from gradfit.accumulate.optimizers import AnyOptimizer, full_precision, stepper_of
+from gradfit import _torch
+from gradfit.accumulate.marks import belongs_to_another
+from gradfit.accumulate.optimizers import AnyOptimizer, full_precision, stepper_of, watch_steps
+from gradfit.accumulate.ranks import Whole
 from gradfit.accumulate.result import StepResult
+from gradfit.accumulate.scaled_losses import times_unscaled
 from gradfit.accumulate.scaling import nonfinite_gradient, scale_gradients
 from gradfit.accumulate.window import Window
+from gradfit.accumulate.window_state import Phase
+from gradfit.errors import MisuseError
 
 _NOTHING = contextlib.nullcontext()
 _TORCH_ZERO_GRAD = torch.optim.Optimizer.zero_grad
 
 
 class Update:
-    """Turns a window into one step of the optimizer, or says why not."""
+    """Turns a window into one step of the optimizer, or says why not. All of it needs the window for itself."""
 
     def __init__(
         self,
@@ -35,10 +42,12 @@ class Update:
         self.max_norm, self.clipper = clip if by_norm else None, None if by_norm else clip
         self.skip_nonfinite, self.widens = skip_nonfinite, widens
         self._stepper = stepper_of(optimizer)
-        self.windows = 0
+        if self._stepper is not None:
+            watch_steps(self._stepper, self)
         self.notes: dict[str, float] = {}  # what was noted in the last window, added up over all processes
         self.all_flushing = True  # in the last window: nobody has more to give
-        self.stepping = self._stepped = False
+        self.stepping = False
+        self._stepped = False  # the optimizer has updated the parameters, as its own hook says
         self._widened: contextlib.ExitStack | None = None
 
     def finish(self, *, flushing: bool = False, joined: bool = False) -> StepResult:
@@ -46,54 +55,80 @@ class Update:
 
         `flushing`: this one has no more to give; `joined`: it had none to begin with, and only keeps up.
         """
-        window, optimizer, ranks = self.window, self.optimizer, self.window.ranks
+        window, optimizer = self.window, self.optimizer
         self.narrow_again()
         scaler = self.scaler
         if scaler is not None and not scaler.is_enabled():
             scaler = None
         if not window.enabled:
             return self._finish_plain(scaler)
+        window.close_all()
         whole = window.meet(flushing=flushing, joined=joined, scale=1.0 if scaler is None else scaler.get_scale())
+        window.require_intact()
         self.all_flushing, self.notes = whole.flushing, whole.notes
         weight, skipped, taken = window.weight, whole.skipped, whole.micro_batches
         if not any(whole.weights.values()):
             self._end(None)
             return StepResult(False, "no weight" if taken or skipped else "empty window", None, 0, taken, skipped)
-        ranks.share_options(optimizer, whole, joined)
+        window.ranks.share_options(optimizer, whole, joined)
         factor = window.combine()
         gradients = [one for tensor in window.tensors if (one := tensor.grad) is not None]
         if scaler is not None:
-            if ranks.size > 1:
-                scaler.scale(torch.zeros((), device=gradients[0].device))  # else it has no scale where nothing was run
-            if scaler.get_scale() != whole.scale:
-                scaler.update(whole.scale)
-            factor *= whole.scale / window.scale
-            ranks.spread_nonfinite(gradients)
-            scaler.unscale_(optimizer)
-        norm = ranks.norm(gradients) * factor
+            factor *= self._unscale(scaler, whole, gradients)
+        norm = window.ranks.norm(gradients) * factor
         if not math.isfinite(norm):
-            if scaler is not None:
-                scaler.step(optimizer)  # which leaves it out, and remembers why
-                scaler.update()
-            elif not self.skip_nonfinite:
-                raise nonfinite_gradient(window.tensors, "the window", "reset() drops it, on_nonfinite='skip' always.")
-            self._end(None)
-            return StepResult(False, "non-finite gradient", norm, weight, taken, taken + skipped)
+            return self._refuse_nonfinite(scaler, factor, StepResult(False, "", norm, weight, taken, skipped))
         if self.max_norm is not None and norm > self.max_norm:
             factor *= self.max_norm / norm
+        window.in_doubt = True
         scale_gradients(window.tensors, factor)
         try:
             if self.clipper is not None:
                 self.clipper.clip_grads(window.tensors)
             if optimizer is None:
-                window.finalise(normalised=True)
+                self._hand_out()
                 return StepResult(False, "no optimizer", norm, weight, taken, skipped)
-            stepped = self._step(optimizer, scaler)
         except BaseException:
             self._keep(scaler)
             raise
+        stepped = self._step_or_keep(optimizer, scaler, norm)
         self._end(norm**2)
         return StepResult(stepped, _reason(stepped, scaler), norm, weight, taken, skipped)
+
+    def _unscale(self, scaler: Any, whole: Whole, gradients: list[Tensor]) -> float:
+        """Divide the gradients by the loss scale, once; gives the factor that a changed scale leaves to do."""
+        window = self.window
+        device = gradients[0].device if gradients else torch.get_default_device()
+        scaler.scale(torch.zeros((), device=device))  # torch's has no scale where no loss was scaled
+        if scaler.get_scale() != whole.scale:
+            scaler.update(whole.scale)
+        factor = whole.scale / window.state.loss_scale
+        window.ranks.spread_nonfinite(gradients)
+        try:
+            scaler.unscale_(self.optimizer)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise MisuseError(
+                "scaler.unscale_(optimizer) was called by hand, and step() unscales by itself. Leave it out and pass "
+                "clip=, or go on by hand with scaler.step(optimizer); scaler.update(); optimizer.zero_grad()."
+            ) from error
+        window.in_doubt = True
+        return factor
+
+    def _refuse_nonfinite(self, scaler: Any, factor: float, result: StepResult) -> StepResult:
+        """NaN or Inf: drop the window, or stop and leave its mean there to look at."""
+        window = self.window
+        if scaler is not None:
+            scaler.step(self.optimizer)  # which leaves it out, and remembers why
+            scaler.update()
+        elif not self.skip_nonfinite:
+            scale_gradients(window.tensors, factor)
+            self._hand_out()
+            raise nonfinite_gradient(window.tensors, "the window", "reset() drops it, on_nonfinite='skip' always.")
+        self._end(None)
+        skipped = result.micro_batches + result.skipped
+        return result._replace(reason="non-finite gradient", skipped=skipped)
 
     def _finish_plain(self, scaler: Any) -> StepResult:
         """A step while the accumulator is disabled: clip and step with what is in `.grad`."""
@@ -107,15 +142,33 @@ class Update:
         if self.clipper is not None:
             self.clipper.clip_grads(window.tensors)
         if optimizer is None:
-            window.finalise(normalised=True)
             return StepResult(False, "no optimizer", norm, window.weight, 0, 0)
         stepped = self._step(optimizer, scaler)
         self._end(norm**2)
         return StepResult(stepped, _reason(stepped, scaler), norm, 0, 0, 0)
 
+    def _step_or_keep(self, optimizer: AnyOptimizer, scaler: Any, norm: float) -> bool:
+        """Step; if that fails, leave things so that the caller can try again, or says that nobody can."""
+        window = self.window
+        before = [(tensor, _torch.version_of(tensor)) for tensor in window.tensors]
+        try:
+            return self._step(optimizer, scaler)
+        except BaseException:
+            changed = sum(_torch.version_of(tensor) != version for tensor, version in before)
+            if self._stepped:  # only what came after the update has failed, somebody's hook, say
+                self._end(norm**2)
+            elif changed:
+                window.break_off(
+                    f"The optimizer failed when it had changed {changed} of {len(before)} parameters. Restore them "
+                    "from a saved state."
+                )
+            else:
+                self._keep(scaler)
+            raise
+
     def _step(self, optimizer: AnyOptimizer, scaler: Any) -> bool:
         """Step, and say whether that really happened: a scaler looks at parameters that are not ours, too."""
-        self.stepping, self._stepped = True, self._stepper is None
+        self.stepping, self._stepped = True, False
         try:
             with full_precision(optimizer, self.window.tensors) if self.widens else _NOTHING:
                 if scaler is None:
@@ -125,16 +178,22 @@ class Update:
                     scaler.update()
         finally:
             self.stepping = False
-        return self._stepped
+        return self._stepped or self._stepper is None
 
     def _keep(self, scaler: Any) -> None:
         """The update has failed, out of memory, say: leave the gradients so that the caller can try again."""
         window = self.window
         if scaler is not None:  # it would refuse to unscale them a second time
-            window.scale = scaler.get_scale()
-            scaler.update(window.scale)
-            scale_gradients(window.tensors, window.scale)
-        window.finalise(normalised=True)
+            window.state.loss_scale = scaler.get_scale()
+            scaler.update(window.state.loss_scale)
+            scale_gradients(window.tensors, window.state.loss_scale)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """The gradients are the mean, and whoever wants can use them."""
+        window = self.window
+        window.state.phase, window.in_doubt = Phase.FINAL, False
+        window.take_marks_of_tensors()
 
     def _end(self, squared_norm: float | None) -> None:
         optimizer = self.optimizer
@@ -148,41 +207,59 @@ class Update:
                     tensor.grad = None
         else:
             optimizer.zero_grad()
-        self._count(squared_norm)
-
-    def _count(self, squared_norm: float | None) -> None:
-        whole = self.window.whole
-        if self.window.accumulation_steps or (whole is not None and whole.micro_batches + whole.skipped):
-            self.window.strategy.end_window(self.window.weight, squared_norm)
-            self.windows += 1
-        self.window.end()
+        self.window.count_update(squared_norm)
 
     # -- an optimizer stepped by hand -----------------------------------------------------------------------------
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """A torch optimizer is about to step: if it was not us, the window's gradients become final now."""
-        if not self.window.enabled or not self._holds(optimizer):
+    def before_step(self) -> None:
+        """The optimizer is about to step: if it was not us, the window's gradients become final now."""
+        window = self.window
+        if self.stepping or not window.enabled or belongs_to_another(window, window.tensors):
             return
         self.narrow_again()
-        if self.window.accumulation_steps or self.window.ranks.size > 1:
-            self.window.finalise()
+        if window.in_use or window.ranks.size > 1 or window.block is not None:
+            with window.alone("optimizer.step()"):
+                window.require_intact()
+                window.follow()
+                self._require_unscaled()
+                window.finalise()
         if self.widens:
             self._widened = contextlib.ExitStack()
-            self._widened.enter_context(full_precision(optimizer, self.window.tensors))
+            self._widened.enter_context(full_precision(self._stepper, window.tensors))
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def _require_unscaled(self) -> None:
+        """Refuse a step by hand with gradients that still carry the loss scale."""
+        state = self.window.state
+        if self.scaler is None or not self.scaler.is_enabled() or state.loss_scale == 1.0 or state.is_empty:
+            return
+        if state.phase is not Phase.FINAL:
+            raise MisuseError(
+                f"optimizer.step() with sums that carry the loss scale of {state.loss_scale:g}. Call step() of the "
+                "accumulator, or read is_ready before scaler.step(optimizer)."
+            )
+        if state.unscaled_before is not None and times_unscaled(self.scaler) == state.unscaled_before:
+            raise MisuseError(
+                f"optimizer.step() with gradients that carry the loss scale of {state.loss_scale:g}. Call step() of "
+                "the accumulator, or scaler.step(optimizer)."
+            )
+
+    def after_step(self) -> None:
         """It has stepped: the window is over. Clearing the gradients is up to whoever stepped."""
         if self.stepping:
-            self._stepped = self._stepped or optimizer is self._stepper
-        elif self.window.enabled and self._holds(optimizer):
+            self._stepped = True
+        elif self.window.enabled:
             self.narrow_again()
-            self._count(None)
+            self.window.count_update(None)
+            self.window.leave_gradients()
 
-    def _holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        if optimizer is self._stepper:
-            return True
-        mine = self.window.ids
-        return any(not mine.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups)
+    def after_add_param_group(self) -> None:
+        """Take new parameters up at once, unless another thread is at work, which will."""
+        window = self.window
+        if window.turn.acquire(blocking=False):
+            try:
+                window.follow()
+            finally:
+                window.turn.release()
 
     def narrow_again(self) -> None:
         """Take back the widening of a step by hand, also one that failed."""

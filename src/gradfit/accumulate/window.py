@@ -1,31 +1,51 @@
-"""One accumulation window: what it holds, what that weighs, and when it is full.
+"""One accumulation window: what it holds, what that weighs, when it is full, and who may touch it.
 
 The gradients of a window live in the tensors' own `.grad`. Micro-batch i is backpropagated with the factor wᵢ/D, where
 D is a provisional divisor, chosen from the first weight; when the window is full the gradients are multiplied by D/Σw.
-So the total need not be known beforehand, partial sums stay in the range of a mean, and if D was guessed right (equal
-micro-batches) there is nothing left to multiply.
+So the total need not be known beforehand, partial sums stay in the range of a mean (D grows by powers of two where Σw
+outgrows it), and if D was guessed right (equal micro-batches) there is nothing left to multiply.
+
+Who may do what:
+
+1. `turn` is held by whoever runs a pass of the window's, a micro-batch that can be taken back, or an update: one at a
+   time, the others wait. Plain passes need no turn, because they only add to `.grad`.
+2. `apart` is the thread for which `.grad` is something else than the window's sums at the moment. Plain passes of
+   other threads are refused meanwhile, and nobody becomes it while a plain pass runs.
+3. `block` is the thread that is inside `micro_batch`. What ends or changes a window is refused until it has left, in
+   any thread: waiting for it could mean waiting for oneself.
+4. What is half done is `in_doubt`. Whoever comes next, after an interrupt say, finds the window broken.
+5. Before anything is added, the gradients must be as they were left (`GradientMarks`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradfit.accumulate.finals import FinalGradients
-from gradfit.accumulate.marks import mark, unmark
+from gradfit.accumulate.gradient_marks import GradientMarks, Touch, is_clear
+from gradfit.accumulate.marks import belongs_to_another, claim, disown, mark, unmark
 from gradfit.accumulate.numbers import Number, read_count
+from gradfit.accumulate.optimizers import parameters_of
 from gradfit.accumulate.options import read_members
-from gradfit.accumulate.plain_backwards import NoPlainBackwards
+from gradfit.accumulate.plain_backwards import NoPlainBackwards, PlainPass
 from gradfit.accumulate.ranks import ALONE, Alone, Whole, present_in, ranks_of, wrapped_since
+from gradfit.accumulate.scaled_losses import is_scaled, times_unscaled
 from gradfit.accumulate.scaling import scale_gradients
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
-from gradfit.accumulate.transaction import Total, Transaction
+from gradfit.accumulate.transaction import Transaction
+from gradfit.accumulate.window_state import OpenMicroBatch, Phase, Total, WindowState
 from gradfit.errors import MisuseError
+
+FILLING, REDUCED, FINAL, BROKEN = Phase.FILLING, Phase.REDUCED, Phase.FINAL, Phase.BROKEN
+_FLOAT16_IN_FLOAT32 = 2.0**96  # how often float16's largest number fits into float32's, with room to spare
+_LOOK_SECONDS = 0.05  # how often somebody who waits for a turn looks whether it can come at all
 
 
 class Window:
@@ -35,43 +55,55 @@ class Window:
     also counts plain `loss.backward()` calls. Either way it begins anew once it was used.
     """
 
-    def __init__(self, target_steps: int, *, strategy: Strategy | None = None) -> None:
+    bare = True
+    """What is in `.grad` before it begins is nobody's, and dropped; others refuse to add to it."""
+
+    def __init__(
+        self,
+        target_steps: int,
+        *,
+        strategy: Strategy | None = None,
+        optimizer: Any = None,
+        scaler: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self.strategy = FixedStepCount(read_count(target_steps, "target_steps")) if strategy is None else strategy
+        self.optimizer, self.scaler, self.dtype = optimizer, scaler, dtype
+        self.follows_optimizer = False  # its parameters are the optimizer's, whatever those are by now
         self.tensors: list[Tensor] = []
         self.ids: set[int] = set()  # of the tensors
         self.ranks: Alone = ALONE
         self.sources: Sequence[Any] = self.tensors  # whose `.grad` autograd adds to
-        self._found_alone = True  # nobody shares the tensors, as far as was seen when they were registered
-        self.lock = threading.RLock()
+        self._found_alone = True  # nobody shares the tensors, as far as was looked when they were registered
+        self.claimed_at = -1
+        self.lock = threading.RLock()  # for a moment: counters
+        self.turn = threading.RLock()  # rule 1
+        self.apart: int | None = None  # rule 2
+        self.block: int | None = None  # rule 3
+        self.in_doubt = False  # rule 4
         self.plain = NoPlainBackwards()
-        self.delimited = False  # step() was seen to end micro-batches, so passes between two calls are one
+        self.delimited = False  # step() ends micro-batches here, so passes between two calls are one
         self.enabled = True
         self.transaction: Transaction | None = None
-        self.plain_expected = True  # until a whole window had none: then D need not be 1
+        self.narrow = self.widened_float16 = False
+        self.state = WindowState()
+        self._is_first = True  # no window has begun since the tensors were registered
+        self.left: GradientMarks | None = None  # gradients of the last window that were left in `.grad` when it ended
+        self._left_to_drop = False  # nobody needs them once the next window begins
         self._clear()
 
     def _clear(self) -> None:
-        self.closed = 0  # micro-batches ended by step()
-        self.open = 0  # backward passes since
-        self.open_plain = 0
-        self.reached: set[int] = set()  # the first tensor of each of those that were plain
-        self.losses: set[str] = set()  # the loss terms among them; "" is the main loss
-        self.skipped = 0
-        self.main = Total()
-        self.terms: dict[str, Total] = {}
-        self.final = False
-        self.applied = False
-        self.broken = False
-        self.had_plain = False
-        self.scale = 1.0  # the loss scale that the sums carry
+        self.state = WindowState(updates=self.state.updates)
         self.notes: dict[str, float] = {}  # for whoever ends the window: numbers to be added up over all processes
         self.whole: Whole | None = None  # what all processes hold, once they have met
-        self.rescaled = False  # the scaler has another one by now
-        self._finals: FinalGradients | None = None
+        self.marks: GradientMarks | None = None
+        self.in_doubt = False
         self.plain.end_micro_batch()
         self.ranks.release()
+        if self.bare:
+            disown(self, self.tensors)
 
-    # -- what the seed calls it -----------------------------------------------------------------------------------
+    # -- what it holds --------------------------------------------------------------------------------------------
 
     @property
     def target_steps(self) -> int:
@@ -84,14 +116,18 @@ class Window:
     @property
     def accumulation_steps(self) -> int:
         """How many micro-batches the window holds, skipped ones included."""
-        return self.closed + (min(1, self.open) if self.delimited else self.open)
+        steps = self.state.micro_batches
+        for one in list(self.state.open.values()):
+            steps += min(1, one.passes) if self.delimited else one.passes
+        return steps
 
     @property
     def weight(self) -> Number:
         """What the window weighs: by the first term if there are only terms."""
-        if self.main.weight or not self.terms:
-            return self.main.weight
-        return next(iter(self.terms.values())).weight
+        state = self.state
+        if state.main.weight or not state.terms:
+            return state.main.weight
+        return next(iter(state.terms.values())).weight
 
     @property
     def is_full(self) -> bool:
@@ -102,36 +138,33 @@ class Window:
     @property
     def is_ready(self) -> bool:
         """Whether the window is full; if it is, its gradients are normalised from here on."""
-        self.require_intact()
-        self.plain.end_micro_batch()
-        if self.is_full:
-            self.finalise()
-        return self.is_full
-
-    def register_tensor(self, tensor: Tensor) -> None:
-        """Accumulate into this tensor; it must be a leaf of floating point type, and may be frozen for now."""
-        self.register_all([tensor], "tensor")
-
-    def step(self) -> None:
-        """End a micro-batch."""
-        with self.lock:
-            if self.end_micro_batch():
+        with self.alone("is_ready"):
+            self.require_intact()
+            self.notice_use()
+            self.follow()
+            self.plain.end_micro_batch()
+            if self.is_full:
                 self.finalise()
+            return self.is_full
 
-    def reset(self) -> None:
-        """Forget the window and its gradients, and start the next."""
-        for source in (*self.tensors, *self.sources):
-            source.grad = None
-        self.plain.abandon()
-        self._clear()
+    @property
+    def in_use(self) -> bool:
+        """Whether somebody still wants what is in `.grad`: it is filling, or final and not used yet."""
+        if self.transaction is not None or self.plain.passes or self.in_doubt or self.state.phase is BROKEN:
+            return True
+        if self.state.phase is FINAL:
+            return not self.state.applied and self.marks is not None and (self._final_is_unused or self.marks.leftovers)
+        return not self.state.is_empty
 
-    def close(self) -> None:
-        """Stop counting; the tensors and their `.grad` are left as they are."""
-        self.plain.close()
-        unmark(self, self.tensors)
-        self.tensors, self.ids = [], set()
-        self._find_ranks()
-        self._clear()
+    @property
+    def _final_is_unused(self) -> bool:
+        marks = self.marks
+        return marks is not None and marks.any and marks.untouched() and not marks.parameters_changed
+
+    @property
+    def is_final(self) -> bool:
+        """Whether `.grad` is the mean."""
+        return self.state.phase is FINAL
 
     def __repr__(self) -> str:
         return (
@@ -141,14 +174,22 @@ class Window:
 
     # -- membership -----------------------------------------------------------------------------------------------
 
+    def register_tensor(self, tensor: Tensor) -> None:
+        """Accumulate into this tensor; it must be a leaf of floating point type, and may be frozen for now."""
+        self.register_all([tensor], "tensor")
+
     def register_all(self, tensors: Iterable[Tensor], name: str) -> None:
         """Register tensors, all or none."""
         new = read_members(tensors, self.ids, name)
+        if not self.bare:
+            self.claimed_at = -1
+            claim(self, [*self.tensors, *new])
         self.tensors += new
         self.ids.update(map(id, new))
         mark(self, new)
         for tensor in new:
             self.plain.watch(tensor)
+            self._widen(tensor)
         self._find_ranks()
 
     def forget_all(self, tensors: Iterable[Tensor]) -> None:
@@ -161,224 +202,596 @@ class Window:
         self.ids -= gone.keys()
         self._find_ranks()
 
+    def follow(self) -> list[Tensor]:
+        """Take up parameters that were added to the optimizer, let go those that were removed; gives the new ones."""
+        if not self.follows_optimizer or (now := parameters_of(self.optimizer)) is None:
+            return []
+        before = self.tensors
+        if len(now) == len(before) and all(map(operator.is_, now, before)):
+            return []
+        was = {id(tensor): position for position, tensor in enumerate(before)}
+        ids = {id(tensor) for tensor in now}
+        self.forget_all([tensor for tensor in before if id(tensor) not in ids])
+        new = [tensor for tensor in now if id(tensor) not in was]
+        self.register_all(new, "optimizer")
+        self._arrange(now, was)
+        if self.transaction is not None:
+            self.transaction.extend(self.sources)
+        if self.marks is not None:
+            self.marks.change(ids, new)
+        return new
+
+    def _arrange(self, order: Sequence[Tensor], was: dict[int, int]) -> None:
+        """Keep the optimizer's order, as whoever loads the window's state will find it."""
+        self.tensors = list(order)
+        self._find_ranks()
+        now = {was[id(tensor)]: at for at, tensor in enumerate(order) if id(tensor) in was}
+        terms = [*self.state.terms.values()]
+        if self.transaction is not None:
+            terms += self.transaction.terms.values()
+        for term in terms:
+            term.gradients = {now[at]: gradient for at, gradient in term.gradients.items() if at in now}
+
+    def _widen(self, tensor: Tensor) -> None:
+        wide = tensor.dtype if self.dtype is None else torch.promote_types(tensor.dtype, self.dtype)
+        if wide != tensor.dtype:
+            gradient, tensor.grad = tensor.grad, None
+            tensor.grad_dtype = wide  # autograd itself adds up in this precision from now on
+            tensor.grad = None if gradient is None else gradient.to(wide)
+
     def _find_ranks(self) -> None:
         self.ranks.close()
         self.ranks = ranks_of(self.tensors, self) if self.tensors else ALONE
         self.sources = self.ranks.sources(self.tensors)
         self._found_alone = self.ranks is ALONE
 
-    def _look_again(self) -> None:
-        """Before the first pass: are the tensors still nobody else's?"""
-        self._found_alone = False
-        error = wrapped_since(self.tensors, self)
-        if error is not None:
-            self.broken = True
-            raise error
+    def close(self) -> None:
+        """Stop counting; the tensors and their `.grad` are left as they are."""
+        self.require_outside_micro_batch("close()")
+        self.plain.close()
+        unmark(self, self.tensors)
+        for tensor in self.tensors:
+            if self.dtype is not None and tensor.grad_dtype is not None:
+                tensor.grad_dtype = tensor.dtype if tensor.grad is None else tensor.grad.dtype
+        self.tensors, self.ids = [], set()
+        self._is_first = True
+        self._find_ranks()
+        self._clear()
+
+    # -- who may touch it -----------------------------------------------------------------------------------------
+
+    def require_outside_micro_batch(self, call: str) -> None:
+        """Refuse what ends or changes a window while a micro-batch is between its two ends (rule 3)."""
+        if self.block is None:
+            return
+        if self.block == threading.get_ident():
+            raise MisuseError(
+                f"{call} inside micro_batch: the window is between two states. Call it after the `with` block."
+            )
+        raise MisuseError(
+            f"{call} while another thread is inside micro_batch. Call it when that thread has left its `with` block, "
+            "after joining it, say."
+        )
+
+    def require_quiet(self, call: str) -> None:
+        """Refuse to touch the gradients while a plain pass adds to them."""
+        if not self.plain.passes:
+            return
+        if self.plain.any_died():
+            self.break_off()
+            self.require_intact()
+        inside = threading.get_ident() in self.plain.passes.values()
+        where = "inside a backward pass" if inside else "while another thread runs a plain backward()"
+        raise MisuseError(
+            f"{call} {where}: half of its gradients would be used. Call it when the pass has ended, or run every loss "
+            "by accumulator.backward(loss), which waits by itself."
+        )
+
+    def require_intact(self) -> None:
+        """Refuse to go on with gradients that hold half of something."""
+        state = self.state
+        if self.in_doubt and self.transaction is None and state.phase is not BROKEN:
+            self.break_off("A backward pass or an update was interrupted half-way, so the gradients hold part of it.")
+        elif state.phase is not BROKEN and self.plain.passes and self.plain.any_died():
+            self.break_off()
+        if state.phase is BROKEN:
+            raise MisuseError(f"{state.fault} Call reset() and repeat the window.")
+
+    def break_off(self, fault: str = "") -> None:
+        """Part of something is in the gradients, and cannot be told from the rest."""
+        if self.state.phase is not BROKEN:
+            self.state.phase = BROKEN
+            self.state.fault = fault or (
+                "A backward pass failed half-way, so the window holds part of a micro-batch (with isolate=True, `with "
+                "accumulator.micro_batch():` leaves the window as it was before)."
+            )
+        self.in_doubt = False
+
+    @contextlib.contextmanager
+    def alone(self, call: str) -> Iterator[None]:
+        """A turn in which nobody else adds to `.grad`; refused inside of a micro-batch and beside plain passes."""
+        self.take_turn(call)
+        before = self.apart
+        try:
+            self.set_apart(call)
+            yield
+        finally:
+            self.apart = before
+            self.turn.release()
+
+    def set_apart(self, call: str) -> None:
+        """From now on `.grad` is something else than the sums, for this thread only (rule 2)."""
+        with self.lock:
+            self.require_quiet(call)
+            self.apart = threading.get_ident()
+
+    def take_turn(self, call: str) -> None:
+        """Wait for a turn, but not for a micro-batch that somebody is inside of (rule 3)."""
+        self.require_outside_micro_batch(call)
+        while not self.turn.acquire(timeout=_LOOK_SECONDS):
+            self.require_outside_micro_batch(call)
+
+    # -- what comes in --------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Before a contribution of the owner's: the window must be whole, as it was left, and ours. Needs `turn`."""
+        if self.transaction is not None:
+            return
+        self.require_intact()
+        self.follow()
+        if self.state.phase is FINAL:
+            self._leave_final(plain=False)
+        self._require_filling()
+
+    def _require_filling(self, *, plain: bool = False) -> None:
+        """The window can take something in; an empty one begins."""
+        state = self.state
+        if state.phase is REDUCED:
+            raise MisuseError(
+                "The window has ended, and its update has not succeeded yet. Call step() again, or reset() to drop it."
+            )
+        if state.is_empty:
+            self.start(plain=plain)
+        else:
+            self.require_untouched()
+
+    def start(self, *, plain: bool = False) -> None:
+        """The first contribution of a window is about to come.
+
+        Gradients from before the very first one are the user's own, and plain passes add to them as ever.
+        """
+        if self._found_alone:
+            error = wrapped_since(self.tensors, self)
+            if error is not None:
+                raise error
+            self._found_alone = False
+        claim(self, self.tensors)
+        self._drop_left()
+        if any(source.grad is not None for source in self.sources):
+            if self.bare:
+                for source in self.sources:
+                    source.grad = None
+            elif not (plain and self._is_first) and not all(is_clear(source.grad) for source in self.sources):
+                raise MisuseError(
+                    "There are gradients in `.grad` from before this window. Call optimizer.zero_grad() after "
+                    "optimizer.step(), or reset() to drop them."
+                )
+        self._is_first, self.left = False, None
+        types = {tensor.dtype for tensor in self.tensors}
+        wide = self.dtype
+        changed = {one for one in types if wide is not None and one != torch.promote_types(one, wide)}
+        self.narrow = bool(changed) if wide is not None else torch.float16 in types
+        self.widened_float16 = torch.float16 in changed
+        if self.scaler is not None:
+            self.state.loss_scale = self.scaler.get_scale()
+
+    def leave_gradients(self) -> None:
+        """A window has ended, and what is in `.grad` is for the user to clear."""
+        self.left, self._left_to_drop = GradientMarks(self.tensors), False
+
+    def _drop_left(self) -> None:
+        """Gradients that were applied stay until now."""
+        if self.left is not None and self._left_to_drop:
+            self.left.clear()
+            self.left = None
+
+    def _leave_final(self, *, plain: bool) -> None:
+        """The gradients were handed out; begin anew if they were used, go on with them if they were not."""
+        self.notice_use()
+        state = self.state
+        if state.phase is not FINAL:
+            return
+        if self._final_is_unused:
+            if state.terms or (plain and state.asked):
+                raise MisuseError(
+                    "The window is full and its gradients are final, but neither a step nor zero_grad came before "
+                    "the next backward. Step the optimizer and zero the gradients once is_ready is true, or call "
+                    "reset()."
+                )
+            # The gradients are Σ/total: as if the total had been the divisor from the start.
+            state.main.divisor, state.phase, state.asked = float(state.main.weight) or None, FILLING, False
+        else:
+            raise MisuseError(
+                "The gradients of the last window were used, and are still in `.grad`. Call optimizer.zero_grad() "
+                "after optimizer.step(), or reset() to drop them."
+            )
+
+    def notice_use(self) -> None:
+        """A final window whose gradients were used and cleared, or applied, is over."""
+        if self.state.phase is not FINAL:
+            return
+        marks, applied = self.marks, self.state.applied
+        if not applied and marks is not None and (self._final_is_unused or marks.leftovers):
+            return
+        self.count_update(None)
+        self.left, self._left_to_drop = marks, applied
+
+    def count_update(self, squared_norm: float | None) -> None:
+        """The window is over: count it, and begin from zero. The gradients are the caller's."""
+        whole = self.whole
+        if not self.state.is_empty or (whole is not None and whole.micro_batches + whole.skipped):
+            self.strategy.end_window(self.weight, squared_norm)
+            self.state.updates += 1
+        self._clear()
+
+    def require_untouched(self) -> None:
+        """Refuse to add to sums that somebody else has changed since (rule 5)."""
+        marks = self.marks
+        if marks is None or (marks.untouched() and not marks.parameters_changed):
+            return
+        steps = f"{self.accumulation_steps} of {self.target_steps} micro-batches"
+        touch = marks.touch()
+        if touch in (Touch.CLEARED, Touch.PARTLY_CLEARED):
+            fault = (
+                f"The gradients were cleared in the middle of a window ({steps}): what was accumulated is gone. Call "
+                "optimizer.zero_grad() only after a step; `acc.backward(loss); acc.step()` needs none at all."
+            )
+        elif touch is Touch.CHANGED:
+            fault = (
+                f"The gradients were changed by hand in the middle of a window ({steps}), where they are sums, not "
+                "means. Change them after `if acc.is_ready:`, or pass clip= or scaler= to the accumulator, or run "
+                "every loss by accumulator.backward(loss)."
+            )
+        else:
+            fault = (
+                f"The parameters were updated in the middle of a window ({steps}), with sums for gradients. Pass the "
+                "optimizer to the accumulator, or step it when is_ready is true, or after flush()."
+            )
+        self.break_off(fault)  # what is there now is nobody's sum
+        self.require_intact()
+
+    def take_marks(self) -> None:
+        """The gradients are as we left them; unless a plain pass is adding to them at the moment."""
+        if self.sources is not self.tensors or self.plain.passes:
+            self.marks = None  # FSDP moves unreduced gradients about by itself
+        else:
+            self.marks = GradientMarks(self.tensors, parameters=self.optimizer is None and not self.bare)
+
+    # -- plain passes ---------------------------------------------------------------------------------------------
+
+    def admit_plain(self, one: PlainPass) -> float | None:
+        """Before a plain pass adds anything: count it, and give the factor for its gradients; or refuse it."""
+        if not self.enabled or belongs_to_another(self, self.tensors):
+            return None
+        with self.lock:
+            if self.apart is not None and self.apart != one.thread:
+                raise MisuseError(
+                    "A plain backward() while another thread is inside micro_batch, or updates. Use "
+                    "accumulator.backward(loss), which waits by itself, or join the threads before."
+                )
+            state = self.state
+            if state.phase is BROKEN:
+                return None
+            self._require_scaled(one)
+            if self.transaction is not None:
+                return self._require_exact(self.transaction.add_plain())
+            if any(tensor.grad is not None for tensor in self.follow()):
+                raise MisuseError(
+                    "New parameters of the optimizer have gradients of passes that nobody has counted. Add them by "
+                    "optimizer.add_param_group, which is noticed at once, and call reset() to begin a new window."
+                )
+            if state.phase is FINAL:
+                self._leave_final(plain=True)
+            self._require_filling(plain=True)
+            state = self.state
+            if state.main.divisor is None:
+                state.main.divisor = 1.0
+            factor = self._require_exact(self.plain_factor())
+            self._book_plain(one)
+            self.marks = None  # until it has ended
+            return factor
+
+    def _book_plain(self, one: PlainPass) -> None:
+        present = self.state.open.get(one.thread)
+        if one.joins and present is not None and present.plain:
+            return
+        try:
+            self.add(1, thread=one.thread)
+            present = self.state.open[one.thread]
+            present.plain += 1
+            present.reached.add(one.first)
+        except BaseException:  # an interrupt: it may be counted, and will add nothing
+            self.break_off("A backward pass was interrupted half-way, when it was being counted.")
+            raise
+
+    def _require_exact(self, factor: float) -> float:
+        if factor != 1.0 and self.widened_float16:
+            raise MisuseError(
+                f"A plain backward() into float16 parameters would have to be multiplied by {factor:g}, which rounds "
+                "it to float16. Use accumulator.backward(loss) for every loss of the window."
+            )
+        return factor
+
+    def plain_factor(self) -> float:
+        """What a plain pass's gradients are multiplied by, so that it weighs 1 among the sums."""
+        state = self.state
+        factor = 1.0 / (state.main.divisor or 1.0)
+        if state.rescaled and self.transaction is None:
+            factor *= state.loss_scale / self.scaler.get_scale()
+        return factor
+
+    def end_plain(self, *, complete: bool) -> None:
+        """A plain pass has added all of its gradients.
+
+        An optimizer that we do not know can step at any moment from here on, so a full window becomes final by itself.
+        """
+        with self.lock:
+            self.take_marks()
+            if not complete or self.plain.passes or self.transaction is not None or self.apart is not None:
+                return
+            final_by_itself = self.optimizer is None and self.ranks.size == 1 and not self.ranks.lockstep
+            if final_by_itself and not self.delimited and self.state.phase is FILLING and self.is_full:
+                self.finalise(asked=False)
+
+    def _require_scaled(self, one: PlainPass) -> None:
+        """With a loss scaler, a plain pass must be one of a loss that it has scaled."""
+        scaler = self.scaler
+        if scaler is None or one.roots is None or not scaler.is_enabled() or is_scaled(one.roots):
+            return
+        raise MisuseError(
+            "A plain backward() of a loss that the scaler has not scaled. Call scaler.scale(loss).backward(), or "
+            "accumulator.backward(loss), which scales it."
+        )
 
     # -- weighing -------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """Before a contribution: what a user has consumed is over, what is final and unused is taken up again."""
-        if self.broken or self.plain.passes:
-            self.require_intact()
-        if self._found_alone:
-            self._look_again()
-        if not self.final:
-            return
-        finals = self._finals
-        if finals is None or self.applied or finals.are_used():
-            if finals is not None and self.applied:
-                finals.clear()
-            self._clear()
-        elif self.terms:
-            raise MisuseError(_UNUSED)
-        else:  # the gradients are now Σ/total: as if the total had been the divisor from the start
-            self.main.divisor, self.final, self._finals = float(self.main.weight), False, None
-
-    def divisor_for(self, weight: Number, *, narrow: bool) -> float:
-        """The provisional divisor, chosen now if this is the window's first weight.
+    def divisor_for(self, weight: Number, *, narrow: bool, sums: Iterable[Tensor] | None = None) -> float:
+        """The provisional divisor, chosen now if this is the window's first weight, raised if it is outgrown.
 
         `narrow`: float16 or bfloat16 is involved, so the factors should be powers of two where they can be.
         """
-        main = self.main
+        main = self.state.main
         if main.divisor is None:
             if not weight:
                 return 1.0
-            if narrow:
+            if self.widened_float16:
+                main.divisor = float(weight)  # float16 must not meet small factors; float32 has room for sums
+            elif narrow:
                 main.divisor = float(weight) * 2.0 ** math.ceil(
                     math.log2(self.strategy.expected_weight(weight) / weight)
                 )
-            elif weight == 1 and self.plain_expected:
-                main.divisor = 1.0  # a plain backward may follow, and its factor is 1
             else:
                 main.divisor = float(self.strategy.expected_weight(weight))
+        if main.lacks_room(weight, _FLOAT16_IN_FLOAT32 if self.widened_float16 else 1.0):
+            self.require_quiet("A larger weight")
+            present = [one.grad for one in self.sources if one.grad is not None]
+            before, self.in_doubt = self.in_doubt, True
+            main.make_room(weight, present if sums is None else sums)
+            self.in_doubt = before
         return main.divisor
 
     def term_for(self, name: str, weight: Number) -> Total:
         """A loss term's denominator; its divisor is a power of two, which costs no rounding anywhere."""
-        term = self.terms.setdefault(name, Total())
-        if term.divisor is None:
-            term.divisor = 2.0 ** round(math.log2(self.strategy.expected_weight(weight))) if weight else None
+        term = self.state.terms.setdefault(name, Total())
+        if term.divisor is None and weight:
+            expected = 1.0 if self.widened_float16 else self.strategy.expected_weight(weight)
+            term.divisor = 2.0 ** math.ceil(math.log2(expected))
+        if term.lacks_room(weight, _FLOAT16_IN_FLOAT32 if self.widened_float16 else 1.0):
+            term.make_room(weight, term.gradients.values())
         return term
 
-    def add(self, weight: Number, *, squared_norm: float | None = None) -> None:
+    def add(self, weight: Number, *, squared_norm: float | None = None, thread: int | None = None) -> None:
         """A micro-batch of that weight is in the gradients now."""
-        if not (self.terms and self._joins({""})):
-            self.open += 1
-        self.main.weight += weight
+        one = self._open(thread)
+        if not (self.state.terms and _joins(one, {""})):
+            one.passes += 1
+        self.state.main.weight += weight
+        self.state.had_pass = True
         self.strategy.observe(weight, squared_norm)
 
     def add_terms(self, weight: Number, names: set[str]) -> None:
         """A micro-batch of terms is in; their totals are kept apart, `weight` is what the first one adds."""
-        if not self._joins(names):
-            self.open += 1
+        one = self._open()
+        if not _joins(one, names):
+            one.passes += 1
+        self.state.had_pass = True
         self.strategy.observe(weight)
 
-    def _joins(self, names: set[str]) -> bool:
-        """Whether losses of these names are of the micro-batch that is open: it has each loss once."""
-        joins = bool(self.open) and names.isdisjoint(self.losses or {""})
-        self.losses = (self.losses or {""}) | names if joins else names
-        return joins
+    def skip(self) -> None:
+        """A micro-batch was left out."""
+        self._open().passes += 1
+        self.state.skipped += 1
+
+    def _open(self, thread: int | None = None) -> OpenMicroBatch:
+        thread = threading.get_ident() if thread is None else thread
+        one = self.state.open.get(thread)
+        if one is None:
+            one = self.state.open[thread] = OpenMicroBatch()
+        return one
 
     def totals(self) -> dict[str, Number]:
         """Every denominator by its term's name; that of the main loss is ""."""
-        return {"": self.main.weight, **{name: term.weight for name, term in self.terms.items()}}
-
-    def skip(self) -> None:
-        """A micro-batch took its turn and left nothing."""
-        self.open += 1
-        self.skipped += 1
-
-    def count_plain(self, joins: bool, first: Tensor) -> None:
-        """A plain pass has added to the gradients, of `first` so far; `joins`: it shares the last one's micro-batch."""
-        if not self.enabled:
-            return
-        with self.lock:
-            if self.transaction is not None:
-                self.transaction.add_plain()
-                return
-            if self._found_alone:
-                self._look_again()
-            if self.final:
-                if self._finals is not None and not self._finals.are_used(passes=1):
-                    self.broken = True
-                    raise MisuseError(_UNUSED)
-                self._clear()
-            if self.main.divisor is None:
-                self.main.divisor = 1.0
-            if self.main.divisor != 1.0:
-                self.broken = True
-                raise MisuseError(
-                    f"A plain backward() came into a window whose gradients are divided by {self.main.divisor:g}: its "
-                    "weight of 1 is lost. Use accumulator.backward(loss) for every loss, then call reset() and repeat."
-                )
-            if self.rescaled:
-                self.broken = True
-                raise MisuseError(
-                    "A plain backward() after the loss scale has changed in the middle of the window. Put every "
-                    "micro-batch into `with accumulator.micro_batch():`, or use accumulator.backward(loss)."
-                )
-            self.plain_expected = self.had_plain = True
-            if joins and self.open_plain:
-                return
-            self.open_plain += 1
-            self.reached.add(id(first))
-            self.add(1)
+        return {"": self.state.main.weight, **{name: term.weight for name, term in self.state.terms.items()}}
 
     def end_micro_batch(self) -> bool:
-        """What has come since the last call is one micro-batch, unless the window is full of such passes already.
+        """What this thread has put in since its last call is one micro-batch; gives whether the window is full.
 
-        Gives whether the window is full.
+        Passes before the first call count one by one if they fill the window. A thread that has put in nothing ends the
+        micro-batches of all others; if there are none either, it counts what was put into `.grad` by hand.
         """
-        if self.broken or self.plain.passes:
-            self.require_intact()
-        self.plain.end_micro_batch()
-        if not self.open:
-            if self.is_full:  # and the update failed
-                return True
-            self.begin()
-            if self.main.divisor is None:
-                self.main.divisor = 1.0
-            by_hand = self.ranks.size == 1 or any(source.grad is not None for source in self.sources)
-            self.add(1 if by_hand else 0)  # gradients put there by hand, or a process that has none
+        state, thread = self.state, threading.get_ident()
+        self.plain.end_micro_batch(thread)
+        if state.phase is not FILLING:
+            return True
+        closing = [thread] if thread in state.open else list(state.open)
+        if closing:
+            self.require_untouched()
+        else:
+            self._count_by_hand()
+        for one in closing:
+            self._close(one)
+        return not state.is_empty and self.strategy.is_complete(state.micro_batches, self.weight)
+
+    def _close(self, thread: int) -> None:
+        state = self.state
+        one = state.open[thread]
         if not self.delimited:  # passes that began at different tensors are parts of one micro-batch
-            parts = self.open == self.open_plain == len(self.reached) > 1
+            parts = one.passes == one.plain == len(one.reached) > 1
             self.delimited = parts or not self.is_full
-        if self.open > 1 and self.delimited:
-            self.main.weight -= max(0, self.open_plain - 1)
-            self.open = 1
-        self.closed += self.open
-        self.open = self.open_plain = 0
-        if self.reached or self.losses:
-            self.reached, self.losses = set(), set()
-        return self.strategy.is_complete(self.closed, self.weight)
+        if one.passes > 1 and self.delimited:
+            state.main.weight -= max(0, one.plain - 1)
+            one.passes = 1
+        state.micro_batches += one.passes
+        del state.open[thread]
+
+    def close_all(self) -> None:
+        """The window ends: what any thread has put in is in the gradients, and counts."""
+        for thread in list(self.state.open):
+            if self.delimited:
+                self._close(thread)
+            else:
+                self.state.micro_batches += self.state.open.pop(thread).passes
+
+    def _count_by_hand(self) -> None:
+        """A micro-batch that no pass has made: new gradients in `.grad`, or, over several processes, none at all."""
+        state, marks = self.state, self.marks
+        if state.is_empty:
+            new = self._put_into_empty()
+        else:
+            new = marks is not None and not marks.untouched()
+            if marks is not None and (
+                marks.parameters_changed or (new and (state.had_pass or marks.touch() is not Touch.CHANGED))
+            ):
+                self.require_untouched()
+        if not new and self.ranks.size == 1:
+            return
+        state.main.divisor = state.main.divisor or (1.0 if new else None)
+        state.main.weight += int(new)
+        state.micro_batches += 1
+        self.strategy.observe(int(new))
+        self.take_marks()
+
+    def _put_into_empty(self) -> bool:
+        """Whether somebody has put gradients where the last window's were, or none."""
+        present = sum(source.grad is not None for source in self.sources)
+        old = 0 if self.left is None else self.left.still_there
+        if present > old:
+            if old and not self._left_to_drop:
+                raise MisuseError(
+                    f"{old} of {present} gradients in `.grad` are those of the last window, which were used. Call "
+                    "optimizer.zero_grad() after optimizer.step(), or reset() to drop them."
+                )
+            claim(self, self.tensors)
+            self._drop_left()
+            self.left = None
+        return present > old
 
     # -- ending ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """End a micro-batch."""
+        with self.alone("step()"):
+            self.require_intact()
+            if self.end_micro_batch():
+                self.finalise()
+
+    def reset(self) -> None:
+        """Forget the window and its gradients, and start the next."""
+        with self.alone_after_failure("reset()"):
+            self.drop()
+
+    @contextlib.contextmanager
+    def alone_after_failure(self, call: str) -> Iterator[None]:
+        """As `alone`, and what has died half-way is forgotten."""
+        if self.plain.passes and self.plain.any_died():
+            self.plain.abandon()
+        with self.alone(call):
+            yield
+
+    def drop(self) -> None:
+        """Take all gradients away, and begin anew; the strategy learns that this window was nothing."""
+        for source in (*self.tensors, *self.sources):
+            source.grad = None
+        self.left = self.transaction = None
+        self.plain.abandon()
+        if not self.state.is_empty:
+            self.strategy.end_window(self.weight, None)
+        self._clear()
 
     def meet(self, *, flushing: bool = False, joined: bool = False, scale: float = 1.0) -> Whole:
         """Learn, once per window, what all processes hold; the totals are everybody's from here on."""
         if self.whole is None:
-            ranks = self.ranks
+            ranks, state = self.ranks, self.state
             reduces = ranks.size > 1 or ranks.lockstep
-            present, sparse = present_in(self.sources, self.terms.values()) if reduces else ((), ())
-            steps, skipped, broken = self.accumulation_steps, self.skipped, self.broken or self.plain.found_dead
+            present, sparse = present_in(self.sources, state.terms.values()) if reduces else ((), ())
+            broken = state.phase is BROKEN or self.in_doubt or self.plain.any_died()
             part = Whole(
-                self.totals(), steps - skipped, skipped, self.notes, self.scale, scale, flushing, joined, present,
-                sparse, broken,
+                self.totals(), self.accumulation_steps - state.skipped, state.skipped, self.notes, state.loss_scale,
+                scale, flushing, joined, present, sparse, broken,
             )  # fmt: skip
             self.whole = ranks.meet(part)
             if self.whole is not part:
-                self.scale = self.whole.base
+                state.loss_scale = self.whole.base
                 for name, total in self.whole.weights.items():
-                    (self.terms.setdefault(name, Total()) if name else self.main).weight = total
+                    (state.terms.setdefault(name, Total()) if name else state.main).weight = total
         return self.whole
 
     def combine(self) -> float:
         """Bring every sum of every process into `.grad`; gives the factor that is still to be multiplied by."""
-        whole = self.whole or self.meet()
-        if self.broken or self.plain.passes:
-            self.require_intact()
-        if self.final:
+        whole, state = self.whole or self.meet(), self.state
+        self.require_intact()
+        if state.phase is not FILLING:
             return 1.0
-        factor = self.main.factor
-        if self.terms:
-            with torch.no_grad():
-                for source in self.sources:
-                    if factor != 1.0 and source.grad is not None:
-                        source.grad.mul_(factor)
-                for term in self.terms.values():
-                    term.pour_into(self.sources)
-            factor = 1.0
-        self.final = bool(self.terms) or self.ranks.size > 1 or self.ranks.lockstep
-        return self.ranks.reduce(self, whole, factor)
+        factor = state.main.factor
+        if state.terms or self.ranks.size > 1 or self.ranks.lockstep:
+            self.in_doubt = True
+            if state.terms:
+                with torch.no_grad():
+                    for source in self.sources:
+                        if factor != 1.0 and source.grad is not None:
+                            source.grad.mul_(factor)
+                    for term in state.terms.values():
+                        term.pour_into(self.sources)
+                factor = 1.0
+            factor = self.ranks.reduce(self, whole, factor)
+            scale_gradients(self.tensors, factor)
+            state.phase, factor = REDUCED, 1.0
+            self.in_doubt = False
+            self.take_marks_of_tensors()
+        return factor
 
-    def finalise(self, *, normalised: bool = False) -> None:
-        """Make `.grad` the mean over the window, once; `normalised` if it is already."""
-        if self.final and self._finals:
-            return
-        if not normalised:
-            scale_gradients(self.tensors, self.combine())
-        self.final, self._finals = True, FinalGradients(self.tensors)
+    def finalise(self, *, asked: bool = True) -> None:
+        """Make `.grad` the mean over the window, once. Nobody else may add to it meanwhile."""
+        state = self.state
+        if state.phase is not FINAL:
+            if state.phase is FILLING:
+                self.require_untouched()
+            factor = self.combine()
+            self.in_doubt = True
+            scale_gradients(self.tensors, factor)
+            state.phase = FINAL
+            self.in_doubt = False
+            self.take_marks_of_tensors()
+        state.asked = state.asked or asked
 
-    def end(self) -> None:
-        """The window was used: count from zero. The gradients are the caller's."""
-        self.plain_expected = self.had_plain
-        self._clear()
-
-    def break_off(self) -> None:
-        """A backward pass died half-way: part of its gradients are in, and cannot be told from the rest."""
-        self.broken = True
-
-    def require_intact(self) -> None:
-        """Refuse to go on with gradients that hold half a micro-batch."""
-        if self.broken or self.plain.found_dead:
-            raise MisuseError(
-                "A backward pass failed half-way, so the window holds part of a micro-batch. Call reset() and repeat "
-                "it; with isolate=True, `with accumulator.micro_batch():` leaves the window as it was before."
-            )
+    def take_marks_of_tensors(self) -> None:
+        """The parameters' own gradients are as we left them."""
+        self.marks = GradientMarks(self.tensors, parameters=True)
+        self.state.unscaled_before = None if self.scaler is None else times_unscaled(self.scaler)
 
 
-_UNUSED = (
-    "The window is full and its gradients are final, but neither a step nor zero_grad came before the next backward. "
-    "Step the optimizer and zero the gradients once is_ready is true, or call reset()."
-)
+def _joins(one: OpenMicroBatch, names: set[str]) -> bool:
+    """Whether losses of these names are of the micro-batch that is open: it has each loss once."""
+    joins = bool(one.passes) and names.isdisjoint(one.losses or {""})
+    one.losses = (one.losses or {""}) | names if joins else names
+    return joins

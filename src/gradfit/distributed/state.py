@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from gradfit.accumulate import state as local
-from gradfit.accumulate.transaction import Total
+from gradfit.accumulate.window_state import Total
 from gradfit.distributed.sync import Together, add_weights
 from gradfit.distributed.window_files import Exchange, WindowFiles, file_of, write_window
 from gradfit.errors import RankFailed, StateError
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from gradfit.accumulate.accumulator import GradientAccumulator
 
 _SAME_ON_ALL = (
-    "version", "shapes", "windows", "strategy", "final", "scale", "rescaled", "had_plain", "plain_expected",
-    "delimited", "divisor",
+    "version", "shapes", "windows", "strategy", "final", "scale", "rescaled", "delimited", "divisor",
 )  # fmt: skip
 
 
@@ -151,15 +150,15 @@ def share(accumulator: GradientAccumulator) -> dict[str, Any]:
     else:
         records = [numbers]
     whole = {**_add(records), "shapes": shapes}
-    apart = not isinstance(ranks, Together) or window.final or not whole["steps"]  # nothing to add up
-    tensors = _total(window, ranks, window.main, whole["divisor"], "grad", apart)
+    apart = not isinstance(ranks, Together) or window.is_final or not whole["steps"]  # nothing to add up
+    tensors = _total(window, ranks, window.state.main, whole["divisor"], "grad", apart)
     for name, (_, divisor) in whole["terms"].items():
-        tensors.update(_total(window, ranks, window.terms.get(name, Total()), divisor, f"term.{name}", apart))
+        tensors.update(_total(window, ranks, window.state.terms.get(name, Total()), divisor, f"term.{name}", apart))
     return {"tensors": tensors, "window": json.dumps(whole)}
 
 
 def _slots(window: Any) -> Any:
-    return window.tensors if window.final else window.sources
+    return window.tensors if window.is_final else window.sources
 
 
 def _total(window: Any, ranks: Any, part: Total, divisor: float | None, name: str, apart: bool) -> dict[str, Tensor]:
@@ -191,8 +190,6 @@ def _add(records: list[dict[str, Any]]) -> dict[str, Any]:
         "rescaled": any(one["rescaled"] for one in records),
         "steps": sum(one["steps"] for one in records),
         "skipped": sum(one["skipped"] for one in records),
-        "had_plain": any(one["had_plain"] for one in records),
-        "plain_expected": all(one["plain_expected"] for one in records),
         "delimited": any(one["delimited"] for one in records),
         "weight": add_weights([one["weight"] for one in records]),
         "divisor": _first([one["divisor"] for one in records]),

@@ -1,0 +1,118 @@
+"""All that a window knows, in one record; its gradients are in the parameters' `.grad`."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfit.accumulate.numbers import Number
+
+
+class Phase(enum.Enum):
+    """What `.grad` holds, and with it what may happen next."""
+
+    FILLING = "filling"
+    """Sums over the micro-batches so far; more can come in."""
+    REDUCED = "reduced"
+    """The sums of all loss terms and of all processes; nothing more can come in."""
+    FINAL = "final"
+    """The mean, in the hands of whoever steps."""
+    BROKEN = "broken"
+    """Part of a micro-batch, or of an update: only `reset()` leads out."""
+
+
+@dataclass
+class Total:
+    """One denominator: what was weighed so far, and what the gradients are divided by meanwhile."""
+
+    weight: Number = 0
+    divisor: float | None = None
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    """A loss term's own sums, by the tensor's position; the window's main sums are in `.grad`."""
+
+    @property
+    def factor(self) -> float:
+        """What turns the sums into a mean; 1 if there is nothing to divide."""
+        return self.divisor / self.weight if self.weight and self.divisor is not None else 1.0
+
+    def lacks_room(self, weight: Number, room: float = 1.0) -> bool:
+        """Whether sums with that much more weight may leave the range of a mean, `room` times over."""
+        return self.divisor is not None and self.weight + weight > self.divisor * room
+
+    def make_room(self, weight: Number, sums: Iterable[Tensor]) -> None:
+        """Divide the sums by a power of two, which rounds nothing, so that they stay in the range of a mean."""
+        assert self.divisor is not None
+        power = 2.0 ** math.ceil(math.log2((self.weight + weight) / self.divisor))
+        with torch.no_grad():
+            for one in sums:
+                one.mul_(1 / power)
+        self.divisor *= power
+
+    def pour_into(self, sources: Sequence[Any]) -> None:
+        """Add the mean to the sources' `.grad`, and give up the sums."""
+        for position, gradient in self.gradients.items():
+            source = sources[position]
+            source.grad = add_scaled(source.grad, gradient, self.factor)
+        self.gradients = {}
+
+
+@dataclass
+class OpenMicroBatch:
+    """What one thread has put in since its last `step()`."""
+
+    passes: int = 0
+    plain: int = 0
+    reached: set[int] = field(default_factory=set)
+    """The first tensor of each plain pass."""
+    losses: set[str] = field(default_factory=set)
+    """The loss terms among them; "" is the main loss."""
+
+
+@dataclass
+class WindowState:
+    """A window's counters and denominators."""
+
+    updates: int = 0
+    """Windows that are over, stepped or dropped."""
+    micro_batches: int = 0
+    """Micro-batches that were ended, skipped ones included."""
+    open: dict[int, OpenMicroBatch] = field(default_factory=dict)
+    """Those that were not ended yet, by thread."""
+    skipped: int = 0
+    main: Total = field(default_factory=Total)
+    terms: dict[str, Total] = field(default_factory=dict)
+    had_pass: bool = False
+    """A backward pass has come in; else all of it was put into `.grad` by hand."""
+    loss_scale: float = 1.0
+    """The loss scale that the sums carry."""
+    rescaled: bool = False
+    """The scaler has another one by now."""
+    phase: Phase = Phase.FILLING
+    fault: str = ""
+    """Of a broken window: what has happened."""
+    asked: bool = False
+    """Of a final window: somebody has asked for its gradients and must use them before more can come in."""
+    unscaled_before: int | None = None
+    """Of a final window: how often its scaler had unscaled gradients by then."""
+    applied: bool = False
+    """Of a final window: `apply_gradients` has used them."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has come in."""
+        return not (self.micro_batches or self.open)
+
+
+def add_scaled(total: Tensor | None, gradient: Tensor, factor: float) -> Tensor:
+    """`total + factor · gradient` in place, in the total's precision; `gradient` is given up."""
+    if total is None:
+        return gradient if factor == 1.0 else gradient.mul_(factor)
+    if total.is_sparse and not gradient.is_sparse:
+        return gradient.mul_(factor).add_(total)
+    return total.add_(gradient, alpha=factor)
