@@ -19,7 +19,7 @@ from gradfit.train.arguments import check_arguments, check_optimizer_given
 from gradfit.train.budget import read_budget
 from gradfit.train.cutting import warn_about_cutting
 from gradfit.train.fitted import Fitted
-from gradfit.train.optimizer_of import check_members, trained_parameters, unwrap_optimizer
+from gradfit.train.optimizer_of import check_members, unwrap_optimizer
 from gradfit.train.planner import Planner
 from gradfit.train.step import TrainStep
 
@@ -56,7 +56,7 @@ def fit(
 
     Args:
         model: in training mode; it may be wrapped in DDP or sharded by FSDP2.
-        optimizer: any with `step()` and `zero_grad()`; wrappers of other libraries are unwrapped.
+        optimizer: torch's or any with its `param_groups`; wrappers of other libraries are unwrapped.
         loss_fn: `loss_fn(model, batch)` returns a mean loss, `(loss_sum, count)`, `(loss, logs)` or a `Loss`.
         sample_batch: a batch like those to come; nothing is trained on it.
         memory: the budget, as bytes or text ("1.5 GiB"); "80%" of what the device (or the process's limit) has; "auto"
@@ -97,7 +97,6 @@ def fit(
     check_members(model, optimizer)
     accumulator = BareAccumulator(
         optimizer,
-        parameters=trained_parameters(model, optimizer),
         clip=clip,
         scaler=scaler,
         dtype=dtype,

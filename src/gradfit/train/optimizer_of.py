@@ -36,13 +36,6 @@ def count_step(optimizer: Any) -> None:
             function()
 
 
-def trained_parameters(model: torch.nn.Module, optimizer: Any) -> list[torch.nn.Parameter] | None:
-    """What to accumulate into, where the optimizer does not say what it holds; None where it does."""
-    if parameters_of(optimizer) is not None:
-        return None
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
 def check_members(model: torch.nn.Module, optimizer: Any) -> None:
     """Refuse an optimizer that would train nothing of the model; say so if it leaves some of it out.
 
@@ -51,7 +44,11 @@ def check_members(model: torch.nn.Module, optimizer: Any) -> None:
     """
     held = parameters_of(optimizer)
     if held is None:
-        return
+        raise MisuseError(
+            f"optimizer: a {type(optimizer).__name__} has no param_groups, so what it holds and what its step takes is "
+            'unknown. Give it param_groups = [{"params": [...]}], or use GradientAccumulator(optimizer, '
+            "parameters=model.parameters()), which holds no budget."
+        )
     ids = {id(tensor) for tensor in held}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     missing = [(name, p) for name, p in trained if id(p) not in ids]

@@ -1,0 +1,324 @@
+"""Where a user's code meets `fit`: other backward passes, optimizers, lists, padding that comes later, state."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gradfit as gf
+
+ROWS = 16
+
+
+def network(width: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.GELU(), nn.Linear(width, 3)).double()
+
+
+def batch(rows: int = ROWS, *, padding: float = 0.0) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    y = torch.randint(0, 3, (rows,))
+    return {"x": torch.randn(rows, 4).double(), "y": y.masked_fill(torch.rand(rows) < padding, -100)}
+
+
+def entropy(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+def two_denominators(model: nn.Module, batch: Any) -> Tensor:
+    out = model(batch["x"])
+    return F.cross_entropy(out, batch["y"]) + 0.1 * out.square().mean()
+
+
+def fitted(model: nn.Module, loss_fn: Any = entropy, sample: Any = None, **options: Any) -> gf.TrainStep:
+    optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.5)
+    return gf.fit(
+        model,
+        optimizer,
+        loss_fn,
+        batch() if sample is None else sample,
+        memory="1 MiB",
+        **{"micro_batch": 3, **options},
+    )
+
+
+def after_plain_step(model: nn.Module, loss_fn: Any, data: Any, *, steps: int = 1) -> list[Tensor]:
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss_fn(model, data).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def assert_parameters(model: nn.Module, expected: list[Tensor]) -> None:
+    for parameter, other in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.detach(), other, rtol=1e-12, atol=1e-14)
+
+
+class TestWindow:
+    """Backward passes outside of a step are nobody's micro-batches."""
+
+    def test_an_own_backward_before_a_step(self) -> None:
+        model, data = network(), batch()
+        step = fitted(model)
+        expected = after_plain_step(model, entropy, data)
+        entropy(model, data).backward()
+        assert step(data).stepped
+        assert_parameters(model, expected)
+
+    def test_an_own_backward_and_zero_grad(self) -> None:
+        model, data = network(), batch()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        step = fitted(model, optimizer=optimizer)
+        expected = after_plain_step(model, entropy, data)
+        (3 * entropy(model, data)).backward()
+        optimizer.zero_grad()
+        step(data)
+        assert_parameters(model, expected)
+
+    def test_audits_and_profiles_between_steps(self) -> None:
+        model, data = network(), batch()
+        expected = after_plain_step(model, entropy, data, steps=2)
+        step = fitted(model)
+        step(data)
+        assert gf.audit(model, entropy, data)
+        gf.profile(model, entropy, data)
+        step(data)
+        assert_parameters(model, expected)
+
+    def test_two_steps_on_one_model_take_turns(self) -> None:
+        model, data = network(), batch()
+        plain = copy.deepcopy(model)
+        first, second = fitted(model), fitted(model, two_denominators, micro_batch=5)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+        for step, loss_fn in ((first, entropy), (second, two_denominators), (first, entropy)):
+            optimizer.zero_grad()
+            loss_fn(plain, data).backward()
+            optimizer.step()
+            assert step(data).stepped
+        assert_parameters(model, [parameter.detach() for parameter in plain.parameters()])
+
+    def test_a_step_of_the_optimizer_by_hand_between_steps(self) -> None:
+        model, data = network(), batch()
+        plain = copy.deepcopy(model)
+        optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.5) for m in (model, plain))
+        step = fitted(model, optimizer=optimizer)
+        for _ in range(2):
+            other.zero_grad()
+            entropy(plain, data).backward()
+            other.step()
+        optimizer.zero_grad()
+        entropy(model, data).backward()
+        optimizer.step()
+        step(data)
+        assert_parameters(model, [parameter.detach() for parameter in plain.parameters()])
+
+    def test_a_gan(self) -> None:
+        torch.manual_seed(3)
+        maker, judge = nn.Linear(4, 4).double(), network()
+        plain_maker, plain_judge = copy.deepcopy(maker), copy.deepcopy(judge)
+        data = {"x": torch.randn(ROWS, 4).double(), "noise": torch.randn(ROWS, 4).double()}
+
+        def judged(m: nn.Module, b: Any, maker: nn.Module) -> Tensor:
+            return F.softplus(-m(b["x"])).mean() + F.softplus(m(maker(b["noise"]).detach())).mean()
+
+        def made(m: nn.Module, b: Any, judge: nn.Module) -> Tensor:
+            return F.softplus(-judge(m(b["noise"]))).mean()
+
+        steps = (
+            fitted(judge, lambda m, b: judged(m, b, maker), data),
+            fitted(maker, lambda m, b: made(m, b, judge), data),
+        )
+        plain = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (plain_judge, plain_maker)]
+        for _ in range(2):
+            for step in steps:
+                step(data)
+            plain[0].zero_grad()
+            judged(plain_judge, data, plain_maker).backward()
+            plain[0].step()
+            plain[1].zero_grad()
+            made(plain_maker, data, plain_judge).backward()
+            plain[1].step()
+        assert_parameters(judge, [p.detach() for p in plain_judge.parameters()])
+        assert_parameters(maker, [p.detach() for p in plain_maker.parameters()])
+
+
+class Wrapper:
+    """As accelerate's and Lightning's are: it steps only when its own loop says so."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Any = None) -> None:
+        raise AssertionError("the wrapper's own step is for its own loop")
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+
+
+class Duck:
+    """An optimizer that does not say what it holds."""
+
+    def step(self) -> None:
+        """Update."""
+
+    def zero_grad(self) -> None:
+        """Clear."""
+
+
+class TestOptimizers:
+    def test_wrappers_are_unwrapped(self) -> None:
+        model, data = network(), batch()
+        expected = after_plain_step(model, entropy, data)
+        wrapped = Wrapper(Wrapper(torch.optim.SGD(model.parameters(), lr=0.5)))
+        assert fitted(model, optimizer=wrapped)(data).stepped
+        assert_parameters(model, expected)
+
+    def test_one_of_another_model_is_refused(self) -> None:
+        with pytest.raises(gf.MisuseError, match=r"none of the model's 4 trained parameters; the first is '0.weight'"):
+            fitted(network(), optimizer=torch.optim.SGD(network().parameters(), lr=0.5))
+
+    def test_one_that_leaves_parameters_out_is_said_and_their_gradients_do_not_pile_up(self) -> None:
+        model, data = network(), batch()
+        head = torch.optim.SGD(model[2].parameters(), lr=0.5)  # type: ignore[union-attr]
+        with pytest.warns(UserWarning, match="2 of the model's 4 trained parameters; '0.weight'"):
+            step = fitted(model, optimizer=head)
+        step(data)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+    def test_one_that_does_not_say_what_it_holds(self) -> None:
+        with pytest.raises(gf.MisuseError, match=r"a Duck has no param_groups.*GradientAccumulator"):
+            fitted(network(), optimizer=Duck())
+
+
+class TestLater:
+    """What the sample did not show."""
+
+    def test_padding_that_comes_later_is_exact(self) -> None:
+        model, padded = network(), batch(padding=0.5)
+        step = fitted(model)
+        expected = after_plain_step(model, entropy, padded)
+        assert step(padded).weight == int((padded["y"] >= 0).sum())
+        assert_parameters(model, expected)
+
+    def test_padding_that_comes_later_in_a_loss_of_two_denominators_stops_before_the_update(self) -> None:
+        model, padded = network(), batch(padding=0.5)
+        step = fitted(model, two_denominators)
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(gf.MisuseError, match=r"do not go together.*micro_batch='whole'"):
+            step(padded)
+        assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values(), strict=True))
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert step(batch()).stepped  # and goes on
+
+    def test_a_micro_batch_of_padding_alone(self) -> None:
+        model, data = network(), batch()
+        step = fitted(model)
+        data["y"][:6] = -100
+        expected = after_plain_step(model, entropy, data)
+        result = step(data)
+        assert result.loss == pytest.approx(entropy(network(), data).item())
+        assert_parameters(model, expected)
+
+
+def test_logs_are_means_over_the_items() -> None:
+    def logged(model: nn.Module, batch: Any) -> Any:
+        out, real = model(batch["x"]), batch["y"] >= 0
+        right = (out.argmax(1) == batch["y"])[real].double()
+        return F.cross_entropy(out, batch["y"]), {"accuracy": right.mean(), "one": 1}
+
+    model, data = network(), batch(padding=0.4)
+    _, expected = logged(model, data)
+    result = fitted(model, logged, data)(data)
+    assert result.logs == pytest.approx({"accuracy": float(expected["accuracy"]), "one": 1.0})
+
+
+def test_lists_are_cut_with_the_tensors() -> None:
+    texts = [str(row) for row in range(ROWS)]
+    pairs: list[tuple[str, float]] = []
+
+    def paired(model: nn.Module, batch: Any) -> Tensor:
+        pairs.extend(zip(batch["text"], batch["row"].tolist(), strict=True))
+        return entropy(model, batch)
+
+    data = {**batch(), "text": texts, "row": torch.arange(ROWS)}
+    fitted(network(), paired, data)(data)
+    assert all(int(text) == row for text, row in pairs)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, "all", True])
+def test_a_micro_batch_that_is_none(size: Any) -> None:
+    with pytest.raises(gf.MisuseError, match="micro_batch"):
+        fitted(network(), micro_batch=size)
+
+
+def test_the_micro_batch_that_was_asked_for() -> None:
+    assert fitted(network(), micro_batch=5).plan.micro_batch == 5
+    assert fitted(network(), micro_batch=99).plan.split_text == "16 × 1"
+    model = network(256)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    data = batch(256)
+    small = gf.fit(model, optimizer, entropy, data, memory="600 KiB")
+    assert small.plan.steps > 1
+    with pytest.raises(gf.BudgetInfeasible, match="micro_batch='whole'"):
+        gf.fit(model, optimizer, entropy, data, memory="100 KiB", micro_batch="whole")
+
+
+@pytest.mark.parametrize("memory", ["80%", "auto", None])
+def test_budgets_of_what_there_is(memory: Any) -> None:
+    model, data = network(), batch()
+    step = gf.fit(model, torch.optim.SGD(model.parameters(), lr=0.5), entropy, data, memory=memory)
+    assert step.plan.split_text == "16 × 1"
+    assert step(data).peak_bytes <= step.budget_bytes
+
+
+def test_a_larger_batch_is_measured_again() -> None:
+    model = network(64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    step = gf.fit(model, optimizer, entropy, batch(64), memory="4 MiB")
+    small, large = batch(8), batch(64)
+    for _ in range(3):
+        few = step(small).peak_bytes
+    with gf.meter(model, optimizer, large) as live:
+        many = step(large).peak_bytes
+    assert many > few
+    assert many >= 0.99 * live.peak_bytes
+
+
+class TestState:
+    def test_it_is_plain_and_a_resumed_step_goes_on_with_its_plans(self, tmp_path: Path) -> None:
+        model, data = network(), batch()
+        step = fitted(model, micro_batch=5)
+        step(data)
+        state = step.state_dict()
+        assert json.loads(json.dumps(state)) == state
+        torch.save(state, tmp_path / "step.pt")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            again = fitted(copy.deepcopy(model), micro_batch=None)
+        again.load_state_dict(torch.load(tmp_path / "step.pt"))
+        assert again.plan == step.plan
+        assert again(data).micro_batches == step(data).micro_batches == 4
+        assert all(map(torch.equal, again.model.parameters(), model.parameters()))
+
+    @pytest.mark.parametrize("state", [{}, [], None, {"version": 1, "plans": [{}], "accumulator": {}}])
+    def test_another_state_is_refused(self, state: Any) -> None:
+        step = fitted(network())
+        with pytest.raises(gf.StateError, match="state"):
+            step.load_state_dict(state)
+        assert step(batch()).stepped
+
+
+def test_plan_needs_a_profile() -> None:
+    with pytest.raises(gf.MisuseError, match=r"profile is a Sequential. Pass what gf\.profile"):
+        gf.plan(network(), memory="1 MiB")  # type: ignore[arg-type]
