@@ -7,6 +7,7 @@ import re
 
 from gradfit.errors import MisuseError
 
+NO_BUDGET = 1 << 60  # bytes: more than any machine has, and a number that plans can reckon with
 _FACTORS = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
     _FACTORS[_letter] = _FACTORS[f"{_letter}ib"] = 1024**_power

@@ -11,7 +11,7 @@ import pytest
 GUIDES = Path(__file__).parents[2] / "docs" / "guides"
 
 
-@pytest.mark.parametrize("name", ["fit", "planning", "recompute"])
+@pytest.mark.parametrize("name", ["convert", "fit", "planning", "recompute"])
 def test_examples_run(name: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (GUIDES / f"{name}.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) > 2

@@ -151,7 +151,7 @@ def test_json_round_trip(liar: Any) -> None:
 
 def split_plan(model: nn.Module, loss_fn: Any, batch: Any) -> gf.Plan:
     found = gf.profile(model, loss_fn, batch)
-    plan = gf.plan(found, memory="1 GiB", batch_size=8, micro_batch=2)
+    plan = gf.plan(found, memory="1 GiB", batch_size=8, micro_batch=2, exact=False)
     assert plan.steps == 4
     return plan
 

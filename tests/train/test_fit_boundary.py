@@ -295,6 +295,13 @@ def test_a_larger_batch_is_measured_again() -> None:
     assert many >= 0.99 * live.peak_bytes
 
 
+def test_a_plan_says_the_budget_that_was_asked_for() -> None:
+    step = fitted(network(), memory="90 MiB")
+    assert step.plan.budget_bytes == step.budget_bytes == 90 << 20
+    assert "budget 90 MiB" in str(step.plan)
+    assert "no budget" in str(fitted(network(), memory=None).plan)
+
+
 class TestState:
     def test_it_is_plain_and_a_resumed_step_goes_on_with_its_plans(self, tmp_path: Path) -> None:
         model, data = network(), batch()

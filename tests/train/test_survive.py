@@ -120,11 +120,9 @@ def test_a_failure_at_each_operation(name: str, optimizer: str) -> None:
 
 
 def test_running_statistics_are_put_back() -> None:
-    with pytest.warns(gf.ExactnessWarning):
-        setting = Setting("resnet", "sgd", 0.8)
+    setting = Setting("resnet", "sgd", 1.1)
     for at in (setting.operations // 4, setting.operations // 2, setting.operations - 1):
-        with pytest.warns(gf.ExactnessWarning):
-            setting.survives(at)
+        setting.survives(at)
 
 
 def test_where_nothing_helps_the_error_comes_out_and_nothing_has_changed(gpt2: Setting) -> None:

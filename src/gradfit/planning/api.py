@@ -19,13 +19,19 @@ _EFFORTS: tuple[Effort, ...] = ("glance", "fill")  # for a plan that is only nam
 
 
 def plan(
-    profile: Profile, *, memory: int | float | str, batch_size: int | None = None, micro_batch: int | None = None
+    profile: Profile,
+    *,
+    memory: int | float | str,
+    batch_size: int | None = None,
+    micro_batch: int | None = None,
+    exact: bool = True,
 ) -> Plan:
     """The fastest step whose peak stays within `memory`: what to keep, rebuild and offload, at which micro-batch.
 
     With `batch_size` the batch may be split, and micro-batch and recomputation are chosen together; without it the
-    plan is for the profiled batch in one piece. `micro_batch` fixes the micro-batch. If nothing fits,
-    `BudgetInfeasible` says what would.
+    plan is for the profiled batch in one piece. `micro_batch` fixes the micro-batch. A batch whose parts' losses do not
+    make that of the whole (`profile.additivity`) is not cut, unless `exact=False`. If nothing fits, `BudgetInfeasible`
+    says what would.
 
     >>> from gradfit.profiling.record import BackwardNode, Linear, Operation, Profile, Value
     >>> def op(name, *inputs, out):
@@ -40,10 +46,13 @@ def plan(
     """
     budget = parse_bytes(memory)
     size = _batch_size(profile, batch_size)
+    if not exact:
+        profile = dataclasses.replace(profile, splittable=True)
     if micro_batch is not None and micro_batch < size and not profile.splittable:
         why = profile.additivity.reason if profile.additivity is not None else "its profile says so"
         raise MisuseError(
-            f"micro_batch={micro_batch!r} cuts a batch of {size} whose loss does not add up: {why}. Leave it out."
+            f"micro_batch={micro_batch!r} cuts a batch of {size} whose loss does not add up: {why}. Leave it out, or "
+            "pass exact=False to cut all the same."
         )
     if micro_batch is not None and not 1 <= micro_batch <= size:
         raise MisuseError(f"micro_batch={micro_batch!r} must be from 1 to the batch size, {size}. Pass less, or None.")

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from gradfit import records
-from gradfit.units import format_bytes, format_seconds
+from gradfit.units import NO_BUDGET, format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Plan:
             f"micro-batch {self.split_text}, {self.kept_values} of {self.saved_values} values kept; "
             f"predicted{where}: {', '.join(parts if self.seconds_measured else [*parts, step])}"
             + (f"; measured: {step}" if self.seconds_measured else ""),
-            f"budget {format_bytes(self.budget_bytes)}; predicted to be kept between the passes: "
+            f"{_budget(self.budget_bytes)}; predicted to be kept between the passes: "
             f"{format_bytes(self.kept_bytes)} of {format_bytes(self.saved_bytes)}",
             f"the predicted peak is {self.peak_at}: {_parts(self.breakdown)}",
         ]
@@ -157,6 +157,10 @@ class Plan:
                     f"peak {format_bytes(other.peak_bytes)}, {percent(change)} time against this plan"
                 )
         return "\n".join(lines)
+
+
+def _budget(count: int) -> str:
+    return "no budget" if count >= NO_BUDGET else f"budget {format_bytes(count)}"
 
 
 def _parts(breakdown: Mapping[str, int]) -> str:

@@ -76,14 +76,16 @@ def profile(
     with untouched(model):
         if additivity is None:
             additivity = _additivity(model, loss_fn, sample_batch, split, memory_bytes)
-        if not additivity.runs_parts:
-            rows = total
+        room = _room(model, sample_batch, memory_bytes, cost)
         if rows is not None:
-            room = _room(model, sample_batch, memory_bytes, cost)
-            samples = [_sample(model, loss_fn, next(iter(cut(sample_batch, rows))), rows, room / 6, room)]
-            samples = _watched_again(model, loss_fn, sample_batch, cut, samples, room / 6)
+            samples = _sample_of(model, loss_fn, sample_batch, rows, cut, room)
         else:
-            samples = _samples(model, loss_fn, sample_batch, total, cut, memory_bytes, cost)
+            try:
+                samples = _samples(model, loss_fn, sample_batch, total, cut, memory_bytes, cost)
+            except Exception as error:
+                if additivity.runs_parts or isinstance(error, MisuseError) or is_out_of_memory(error):
+                    raise
+                samples = _sample_of(model, loss_fn, sample_batch, total, cut, room)  # the whole batch or nothing
         least = 2 if samples[-1].refused_one else 1
     resident = tensors_in([*model.parameters(), *model.buffers(), *leaves(sample_batch)])
     known = {storage_key(tensor) for tensor in resident}
@@ -172,6 +174,13 @@ def run_part(loss_fn: LossFunction, model: torch.nn.Module, batch: Any, rows: in
     ):
         raise MisuseError("loss_fn changed the batch it was given. Work on a copy: batch = dict(batch), x = x.clone().")
     return read_loss(result, rows)
+
+
+def _sample_of(
+    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, rows: int, cut: _Cut, room: float
+) -> list[Sample]:
+    samples = [_sample(model, loss_fn, next(iter(cut(batch, rows))), rows, room / 6, room)]
+    return _watched_again(model, loss_fn, batch, cut, samples, room / 6)
 
 
 def _samples(

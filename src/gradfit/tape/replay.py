@@ -73,6 +73,14 @@ def take(handle: Handle) -> torch.Tensor:
     return tensor if handle.geometry is None else shaped(tensor, handle.geometry)
 
 
+def look(handle: Handle) -> torch.Tensor:
+    """The same for somebody who reads a node's attributes: no backward asks, so nothing is used up or retained."""
+    tape, value = handle.tape, handle.value
+    with tape.lock:
+        tensor = rebuild(value, tape, retain=False) if value.tensor is None else content(value)
+    return tensor if handle.geometry is None else shaped(tensor, handle.geometry)
+
+
 def rebuild(target: Value, tape: Tape, *, retain: bool = True) -> torch.Tensor:
     """Run the sweep for `target`, caching what the rest of this pass needs if it is to `retain` anything."""
     started = time.perf_counter()

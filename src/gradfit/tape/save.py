@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gradfit._torch import FakeTensor, as_class, base_of, detached, storage_key
+from gradfit._torch import FakeTensor, as_class, base_of, detached, graph_task_id, storage_key
 from gradfit.source_line import source_line
 from gradfit.tape import replay
 from gradfit.tape.graph import Handle, OfSubclass, Segment, Tape, Value, shaped
@@ -38,8 +38,6 @@ class Saver(Known):
             self._bury()
         if tensor.requires_grad and tensor.is_leaf:  # it lives anyway, even if it was made inside
             return (tensor, tensor._version)
-        if tensor.numel() == 1:  # a number costs less than its rebuilding, and can be looked at without a sweep
-            return self._pack_root(tensor)
         try:
             key = storage_key(tensor) if type(tensor) is torch.Tensor else key_of(tensor)
         except (Untrackable, RuntimeError, NotImplementedError):
@@ -145,7 +143,7 @@ def _whole(value: Value, tensor: torch.Tensor, forward_tensor: torch.Tensor | No
 def unpack(packed: Any) -> torch.Tensor:
     """Autograd wants it back: the kept tensor, if nobody wrote to it, or a replay."""
     if type(packed) is Handle:
-        return replay.take(packed)
+        return replay.take(packed) if graph_task_id() != -1 else replay.look(packed)
     if type(packed) is OfSubclass:
         alias = as_class(unpack(packed.content), packed.kind)
         vars(alias).update(packed.attributes)

@@ -10,9 +10,8 @@ import torch
 from gradfit.errors import MisuseError
 from gradfit.profiling.meter import meter
 from gradfit.train.machine import available_bytes, total_bytes
-from gradfit.units import parse_bytes
+from gradfit.units import NO_BUDGET, parse_bytes
 
-NO_BUDGET = 1 << 60  # bytes: more than any machine has, and a number that plans can reckon with
 _AUTO = 0.9
 
 

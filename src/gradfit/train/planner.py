@@ -112,6 +112,7 @@ class Planner:
                 return known
         found = self._fit(batch, batch_size, shape, self.limit_bytes)
         found = self._covered(found, self.limit_bytes)
+        found = dataclasses.replace(found, plan=dataclasses.replace(found.plan, budget_bytes=self.budget_bytes))
         self._fitted = [known for known in self._fitted if known.shape != shape]
         self._fitted.append(found)
         self._fitted.sort(key=lambda known: known.plan.peak_bytes)
