@@ -40,14 +40,8 @@ def two_denominators(model: nn.Module, batch: Any) -> Tensor:
 
 def fitted(model: nn.Module, loss_fn: Any = entropy, sample: Any = None, **options: Any) -> gf.TrainStep:
     optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.5)
-    return gf.fit(
-        model,
-        optimizer,
-        loss_fn,
-        batch() if sample is None else sample,
-        memory="1 MiB",
-        **{"micro_batch": 3, **options},
-    )
+    options = {"memory": "1 MiB", "micro_batch": 3, **options}
+    return gf.fit(model, optimizer, loss_fn, batch() if sample is None else sample, **options)
 
 
 def after_plain_step(model: nn.Module, loss_fn: Any, data: Any, *, steps: int = 1) -> list[Tensor]:
