@@ -118,6 +118,15 @@ def inside_functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def raised_by_swap_tensors(trace: Any) -> bool:
+    """Whether torch raised in `torch.utils.swap_tensors`, which a module's conversion may use, too."""
+    while trace is not None:
+        if trace.tb_frame.f_code is torch.utils.swap_tensors.__code__:
+            return True
+        trace = trace.tb_next
+    return False
+
+
 def raised_by_functorch(trace: Any) -> bool:
     """Whether torch.func was the last to be called before torch raised."""
     modules = []
@@ -137,6 +146,9 @@ with torch._C._AutoDispatchBelowAutograd():
 for _name in dir(torch._C.DispatchKey):
     if _name.startswith("Autocast"):
         _UPPER_KEYS = _UPPER_KEYS | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _name))
+# Replays are of a forward that ran outside of vmap, also where a backward pass runs inside (`is_grads_batched=True`).
+for _name in ("VmapMode", "FuncTorchVmapMode"):
+    _UPPER_KEYS = _UPPER_KEYS | torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_name))
 
 
 def below_autograd() -> Any:

@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from gradfit.errors import UnsupportedOp
+
 Ear = Callable[[Any, Any, Any], Any]  # (operator, args, kwargs) -> what the operator returns
 
 # Reserved in torch for fake tensors that came to be made in another way; nothing in torch uses it.
@@ -290,6 +292,22 @@ def _let_pass_higher_order() -> None:
     operator: Any
     for operator in torch._ops._higher_order_ops.values():
         operator.fallthrough(_KEY)
+    cond = torch._ops._higher_order_ops["cond"]
+    cond.py_impl(_KEY)(functools.partial(_refuse_differentiated_cond, cond))
+
+
+def _refuse_differentiated_cond(cond: Any, pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
+    """torch compiles a `cond` to differentiate it, and compiled functions run eagerly while something is recorded.
+
+    Its backward then fails with an unrelated error (torch 2.13: "object of type 'bool' has no len()").
+    """
+    if any(leaf.requires_grad for leaf in tree_leaves(operands) if isinstance(leaf, torch.Tensor)):
+        raise UnsupportedOp(
+            "torch.cond, inside a scope, on tensors that require a gradient: torch compiles it to differentiate it, "
+            "and nothing is compiled while a scope records. Write `if pred:` instead, or call it outside of the scope."
+        )
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+        return cond(pred, true_fn, false_fn, operands)
 
 
 def aten_schemas() -> list[Any]:

@@ -43,6 +43,7 @@ class Evictor(Meter):
         super().__init__()
         self.limit_bytes = limit_bytes
         self.evictions = 0
+        self.refused: BudgetInfeasible | None = None  # what was raised, if nothing has run since
         self._start = int(limit_bytes * threshold)
         self._held: dict[int, weakref.ref[Value]] = {}  # values that are there and can be made again
         self._awaited: dict[int, weakref.ref[Value]] = {}  # those of the sweep that runs
@@ -65,6 +66,7 @@ class Evictor(Meter):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         now = time.perf_counter()
+        self.refused = None
         for argument in _tensors_in(args):
             self._see(argument)
             try:
@@ -186,13 +188,14 @@ class Evictor(Meter):
 
     def _infeasible(self, func: Any, need: int) -> BudgetInfeasible:
         total = self.current_bytes + need
-        return BudgetInfeasible(
+        self.refused = BudgetInfeasible(
             f"{func} needs {format_bytes(need)} beside {format_bytes(self.current_bytes)} that are in use and cannot "
             f"be dropped: {format_bytes(total)} together, the limit is {format_bytes(self.limit_bytes)}. "
             "Use a smaller batch or raise the limit.",
             min_bytes=total,
             breakdown={"in use": self.current_bytes, "next operation": need},
         )
+        return self.refused
 
 
 class Online:
@@ -212,11 +215,15 @@ class Online:
             raise
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
-            self._recorder.__exit__(*error)
+            self._recorder.__exit__(kind, error, trace)
         finally:
-            self.evictor.__exit__(*error)
+            self.evictor.__exit__(kind, error, trace)
+        refused, self.evictor.refused = self.evictor.refused, None
+        # TorchScript's interpreter makes an error of its own, without a text, from whatever is raised inside.
+        if refused is not None and type(error) is RuntimeError and "TorchScript interpreter" in str(error):
+            raise refused from error
 
     def count_module(self, module: torch.nn.Module, _: Any) -> None:
         """Count all of a module; for a hook before its forward."""
@@ -256,7 +263,8 @@ def _bound(args: Any) -> int:
     rows = max((t.numel() // t.shape[-1] for t in tensors), default=0)
     columns = max((t.shape[-1] for t in tensors), default=0)
     size = max((t.element_size() for t in tensors), default=0)
-    return max(rows * columns * size, 2 * max((t.nbytes for t in tensors), default=0))
+    # Not `nbytes`, which sparse tensors do not have.
+    return max(rows * columns * size, 2 * max((t.numel() * t.element_size() for t in tensors), default=0))
 
 
 def _shape(argument: Any) -> Any:

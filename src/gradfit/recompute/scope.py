@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from gradfit._torch import inside_functorch, raised_by_functorch
+from gradfit._torch import inside_functorch, raised_by_functorch, raised_by_swap_tensors
 from gradfit._torch_listen import untraced
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.tape.graph import Segment, Value
@@ -194,6 +194,11 @@ class CheckpointScope:
             del _frames.closed[closed.index(self)]
         else:
             raise MisuseError(f"CheckpointScope({self.name!r}) is left but was not entered. Use it in a `with` block.")
+        if kind is RuntimeError and raised_by_swap_tensors(trace):
+            raise UnsupportedOp(
+                f"torch.utils.swap_tensors was called inside CheckpointScope({self.name!r}) on a tensor that the scope "
+                f"has recorded: {error} Swap before the scope, or after its backward pass."
+            ) from error
         if kind is not None and issubclass(kind, RuntimeError) and raised_by_functorch(trace):
             raise UnsupportedOp(
                 f"torch.func was used inside CheckpointScope({self.name!r}), where saved tensors are replaced: {error} "

@@ -21,7 +21,7 @@ _RANDOM = {"rand_like": _aten.rand.generator, "randn_like": _aten.randn.generato
 
 def without_content(info: OpInfo, args: Any, kwargs: Any, out: Any) -> tuple[OpInfo, Any, dict[str, Any]] | None:
     """An operator and arguments, no tensor among them, that make what `info` made; None if it read its arguments."""
-    if not info.shape_only or type(out) not in PLAIN:
+    if not info.shape_only or type(out) not in PLAIN or out.layout is not torch.strided or out.is_nested:
         return None
     options = {"dtype": out.dtype, "device": out.device}
     name = info.shape_only

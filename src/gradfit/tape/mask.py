@@ -50,7 +50,9 @@ def _gathered(words: torch.Tensor) -> torch.Tensor:
 
 def _all_words() -> torch.Tensor:
     """By its eight bits, each word."""
-    words = (torch.arange(256)[:, None] >> torch.arange(8) & 1).to(torch.uint8).view(torch.int64).flatten()
+    cpu = torch.device("cpu")  # and not what torch.set_default_device says
+    bits = torch.arange(256, device=cpu)[:, None] >> torch.arange(8, device=cpu) & 1
+    words = bits.to(torch.uint8).view(torch.int64).flatten()
     return words[_gathered(words.clone()).argsort()]
 
 

@@ -37,6 +37,7 @@ from gradfit.tape.write import Writer
 
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
+_strided = torch.strided
 
 
 class Recorder(Writer):
@@ -126,7 +127,7 @@ class Recorder(Writer):
             self._lose(_all_tensors(args, kwargs))
         state = rng.capture(args, kwargs) if info.random and rng.draws(info, args, kwargs) else None
         if info.writes:
-            if info.writes_self and type(args[0]) is _Tensor:
+            if info.writes_self and type(args[0]) is _Tensor and args[0].layout is _strided:
                 return self._write_self(func, info, args, kwargs, state)
             return self._write(func, info, args, kwargs, state)
         if info.scratch and _in_training(args):

@@ -37,6 +37,10 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that a tensor without a storage of its own is made of."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     attributes = getattr(tensor, "__dict__", {}).values()
     return [part for part in attributes if isinstance(part, torch.Tensor) and part is not tensor]
 
