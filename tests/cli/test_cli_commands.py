@@ -61,6 +61,9 @@ def test_train_writes_state_model_scalars_and_page(folder: Path, capsys: pytest.
     assert len(found["losses"]) == 12
     assert found["losses"][-1] < found["losses"][0]
     assert found["peak_bytes"] <= found["budget_bytes"] == 40 * 1024
+    assert "exactness: the parts of a batch add up, by items" in said.err
+    assert found["exactness"]["adds_up"] is True
+    assert found["exactness"]["error"] < 1e-5
     assert "step 3/12" in said.err
     assert "step 4/12" not in said.err
     model = load_file(folder / "run" / "model.safetensors")

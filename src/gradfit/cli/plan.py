@@ -10,8 +10,8 @@ from gradfit.cli.work import Work
 from gradfit.errors import MisuseError
 from gradfit.planning.api import frontier
 from gradfit.planning.record import Plan, percent
-from gradfit.profiling.record import Profile
 from gradfit.profiling.table import columns
+from gradfit.report.exactness import exactness_line
 from gradfit.units import format_bytes, format_seconds
 
 
@@ -38,26 +38,14 @@ def plan(
         plans: list[Plan] = []
         if budget is not None:
             made = work.plan(found, budget, fixed)
-            print_result(made.to_json() if json else f"{made}\n{_exactness(found)}")
+            print_result(made.to_json() if json else f"{made}\n{exactness_line(found)}")
         else:
             with working("planning for every budget"):
                 plans = frontier(found, batch_size=work.batch_size if found.splittable else None)
-            print_result(_as_json(plans) if json else f"{_as_table(plans)}\n{_exactness(found)}")
+            print_result(_as_json(plans) if json else f"{_as_table(plans)}\n{exactness_line(found)}")
         if report is not None:  # without --memory nothing is chosen, and the page says so of no plan
             work.write(work.report(found, batch, made, frontier=tuple(plans)), report)
             note(f"page: {report}")
-
-
-def _exactness(found: Profile) -> str:
-    """Whether the parts of a batch give the gradient of the whole, as was measured with the profile."""
-    additivity = found.additivity
-    if additivity is None:
-        return "exactness: not measured"
-    measured = f"measured on a few rows: relative error {additivity.error:.2g}"
-    if not additivity.adds_up:
-        return f"exactness: the batch is not cut, its parts do not make the whole ({measured}): {additivity.reason}"
-    by = {"rows": "by rows", "sum": "as a sum"}.get(additivity.over or "", "by items")
-    return f"exactness: the parts of a batch add up, {by} ({measured})"
 
 
 def _as_json(plans: list[Plan]) -> str:

@@ -32,6 +32,7 @@ from gradfit.cli.work import Work
 from gradfit.distributed.launch import Crew
 from gradfit.distributed.sharded import is_fully_sharded
 from gradfit.errors import MisuseError
+from gradfit.report.exactness import exactness_json, exactness_line
 from gradfit.report.record import Measured
 from gradfit.train.audit import audit
 from gradfit.train.begun import read_begun, write_begun
@@ -115,7 +116,7 @@ def train(
     if crew.rank == 0:
         if report is not None and run.step is not None and not result.interrupted:
             _write_page(work, run.step, result, listener.seconds, report)
-        print_result(_as_json(work, result, digest) if json else _in_words(result))
+        print_result(_as_json(work, run, result, digest) if json else _in_words(result))
     if result.interrupted:
         note(f"Interrupted; the state is saved. Resume with: {command}")
         raise typer.Exit(EXIT_INTERRUPTED)
@@ -134,6 +135,7 @@ class _Listener(Listener):
 
     def planned(self, step: TrainStep, total: int | None) -> None:
         note(str(step.plan).splitlines()[0])
+        note(exactness_line(step.profile))
         self._total = total
         self._bar.update(self._bar.task_ids[0], description="training", total=total)
         self._stop.arm()  # until here there was nothing to save
@@ -240,7 +242,7 @@ def digest_of(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _as_json(work: Work, result: RunReport, digest: str) -> str:
+def _as_json(work: Work, run: Run, result: RunReport, digest: str) -> str:
     losses = [loss if math.isfinite(loss) else None for loss in result.losses]
     return json_module.dumps(
         {
@@ -252,6 +254,7 @@ def _as_json(work: Work, result: RunReport, digest: str) -> str:
             "peak_bytes": result.peak_bytes,
             "budget_bytes": result.budget_bytes,
             "batch_size": work.batch_size,
+            "exactness": exactness_json(run.step.profile) if run.step is not None else None,
             "seconds": result.seconds,
             "interrupted": result.interrupted,
             "out": result.out,

@@ -13,6 +13,7 @@ from gradfit.errors import MisuseError
 from gradfit.planning.record import percent
 from gradfit.report.charts import Chart, Series, draw
 from gradfit.report.curves import plain_peak_bytes, thin
+from gradfit.report.exactness import exactness_tile
 from gradfit.report.record import Report
 from gradfit.report.tables import memory_bars, plan_table
 from gradfit.report.tradeoff import trade_off
@@ -132,6 +133,8 @@ def _headline(report: Report) -> str:
             ("replay", "bit-identical" if report.audit.identical else "DIFFERENT"),
             ("error against the full batch", _full_batch_error(report)),
         ]
+    elif plan is not None:
+        facts.append(("error against the full batch", exactness_tile(profile)))
     notes = "".join(f"<p>{escape(note)}</p>" for note in report.notes)
     return f'<section aria-label="Summary"><dl class="facts">{_facts(facts)}</dl>{notes}</section>'
 
