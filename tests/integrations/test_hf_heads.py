@@ -170,3 +170,25 @@ def test_ways_to_make_a_loss_and_batches_that_accumulate(variant: str, steps: in
     assert ours.state.log_history[0]["loss"] == pytest.approx(plain.state.log_history[0]["loss"], rel=1e-4)
     if steps == 1:
         assert ours._passes.plan(next(iter(ours.get_train_dataloader()))).steps > 1
+
+
+@pytest.mark.parametrize(("size", "steps"), [(5, 3), ("whole", 1)])
+def test_the_micro_batch_can_be_said(size: Any, steps: int, tmp_path: Path) -> None:
+    model, rows = made("gpt2")
+    expected = updated(trainer(hf.Trainer, copy.deepcopy(model), rows, tmp_path / "plain"))
+    ours = trainer(FitTrainer, copy.deepcopy(model), rows, tmp_path / "ours", memory="1 GiB", micro_batch=size)
+    assert error(updated(ours), expected) < 1e-9
+    assert ours._passes.plan(next(iter(ours.get_train_dataloader()))).steps == steps
+
+
+@pytest.mark.filterwarnings("default::gradfit.ExactnessWarning")
+def test_what_does_not_add_up_is_cut_only_if_asked_for(tmp_path: Path) -> None:
+    model, rows = made("clip")
+    given = {"memory": "1 GiB", "micro_batch": 4, "data_collator": Collated()}
+    with pytest.raises(gf.MisuseError, match="does not add up"):
+        trainer(FitTrainer, copy.deepcopy(model), rows, tmp_path, **given).train()
+    plain = trainer(hf.Trainer, copy.deepcopy(model), rows, tmp_path, data_collator=Collated())
+    expected = updated(plain)
+    with pytest.warns(gf.ExactnessWarning, match="not that of the whole batch"):
+        found = updated(trainer(FitTrainer, copy.deepcopy(model), rows, tmp_path, exact=False, **given))
+    assert 0.01 < error(found, expected) < 3  # another loss, and of the same size: not added up three times

@@ -31,10 +31,20 @@ class Fit(Callback):  # type: ignore[misc]
     Args:
         memory: The budget for all tensors of a step, as bytes or text such as "8 GiB".
         count: Says of how many items a part's loss is the mean, where that cannot be read: `count(part) -> int`.
+        micro_batch: Rows that run at once, or "whole" never to cut a batch; None chooses.
+        exact: False cuts a loss that does not add up all the same, with a warning that says the measured error.
     """
 
-    def __init__(self, memory: int | float | str, *, count: Callable[[Any], int] | None = None) -> None:
+    def __init__(
+        self,
+        memory: int | float | str,
+        *,
+        count: Callable[[Any], int] | None = None,
+        micro_batch: int | str | None = None,
+        exact: bool = True,
+    ) -> None:
         self._memory, self._count = parse_bytes(memory), count
+        self._cutting: dict[str, Any] = {"micro_batch": micro_batch, "exact": exact}
         self._passes: Passes | None = None
         self._whole: Any = None  # the module's own training_step
         self._logs: BatchLogs | None = None
@@ -84,7 +94,9 @@ class Fit(Callback):  # type: ignore[misc]
             # While batches accumulate, this one's gradients lie beside those of the others.
             beside = sum(p.nbytes for p in parameters) if accumulates else 0
             optimizer = trainer.optimizers[0]
-            self._passes = Passes(module, optimizer, self._loss_of, self._memory, reserved_bytes=beside)
+            self._passes = Passes(
+                module, optimizer, self._loss_of, self._memory, reserved_bytes=beside, **self._cutting
+            )
         if not accumulates:
             module.zero_grad()  # Lightning would only do so after the passes, and hold both
         with _set_aside(parameters) as gradients:

@@ -29,8 +29,8 @@ class _Logged:
     """Of how many items it is the mean, if that can be told; None: of as many as the loss."""
     adds: bool
     """Whether it is a sum, so that parts' values add up."""
-    has_graph: bool = False
-    """Whether it is a loss, or made of one."""
+    source: torch.Tensor | None = None
+    """A loss, or made of one: with its graph, which is read once the part's forward is over."""
 
 
 @dataclass
@@ -60,23 +60,17 @@ class BatchLogs:
         bound = self._signature.bind(*args, **kwargs)
         name, value = bound.arguments.pop("name"), bound.arguments.pop("value")
         options = dict(bound.arguments)
-        weight: Number | None = options.get("batch_size")
-        adds = options.get("reduce_fx") in _ADDED
-        has_graph = isinstance(value, torch.Tensor) and value.requires_grad
+        source = value if isinstance(value, torch.Tensor) and value.requires_grad else None
         if isinstance(value, torch.Tensor):
-            read = read_denominator(value) if has_graph else None
-            if read is not None and not read.unknown:
-                counts = {float(term.divisor) for term in read.terms}
-                adds = adds or read.is_sum
-                weight = counts.pop() if weight is None and len(counts) == 1 and not read.is_sum else weight
             with unseen():  # it is no operation of the plan's
                 value = value.detach().clone()
-        self._part.append(_Logged(name, value, options, weight, adds, has_graph))
+        adds = options.get("reduce_fx") in _ADDED
+        self._part.append(_Logged(name, value, options, options.get("batch_size"), adds, source))
 
     def end_part(self, weight: float, *, adds: bool = False) -> None:
         """The part is over; its loss was of so many items, or `adds` up with those of the others."""
         for one in self._part:
-            one.adds = one.adds or (adds and one.has_graph)
+            _read_source(one, adds)
             items = float(weight if one.weight is None else one.weight)
             rows = int(one.options.get("batch_size") or 0)
             total = self._totals.get(one.name)
@@ -99,6 +93,20 @@ class BatchLogs:
             if options.get("batch_size") is not None:
                 options["batch_size"] = total.rows
             self._log(name, total.value, **options)
+
+
+def _read_source(one: _Logged, adds: bool) -> None:
+    """What a logged loss was divided by; `adds`: losses of this module are added up as they are."""
+    source, one.source = one.source, None
+    if source is None:
+        return
+    read = read_denominator(source)
+    if read is not None and not read.unknown:
+        counts = {float(term.divisor) for term in read.terms}
+        one.adds = one.adds or read.is_sum
+        if one.weight is None and len(counts) == 1 and not read.is_sum:
+            one.weight = counts.pop()
+    one.adds = one.adds or adds
 
 
 def _joined(total: _Total, one: _Logged, items: float, rows: int) -> _Total:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -62,14 +63,24 @@ class FitTrainer(transformers.Trainer):  # type: ignore[misc]
     Args:
         args: The Trainer's, like all that follows but `memory`.
         memory: The budget for all tensors of a step, as bytes or text such as "8 GiB".
+        micro_batch: Rows that run at once, or "whole" never to cut a batch; None chooses.
+        exact: False cuts a loss that does not add up all the same, with a warning that says the measured error.
         kwargs: The Trainer's.
 
     Raises:
         MisuseError: `memory` is no size, or there is more than one device.
     """
 
-    def __init__(self, *args: Any, memory: int | float | str, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        memory: int | float | str,
+        micro_batch: int | str | None = None,
+        exact: bool = True,
+        **kwargs: Any,
+    ) -> None:
         self._memory = parse_bytes(memory)
+        self._cutting: dict[str, Any] = {"micro_batch": micro_batch, "exact": exact}
         self._passes: Passes | None = None
         self._items: Any = None
         self._window: MeanInProgress | None = None  # of the batches since the last update
@@ -91,10 +102,11 @@ class FitTrainer(transformers.Trainer):  # type: ignore[misc]
         inputs = self._prepare_inputs(inputs)
         self._items = num_items_in_batch
         if self._passes is None:
-            self._passes = Passes(model, unwrap_optimizer(self.optimizer), self._loss_of, self._memory)
-        self._passes.plan(inputs)
-        additivity = self._passes.additivity
-        if additivity is None or additivity.over in ("sum", None):
+            optimizer = unwrap_optimizer(self.optimizer)
+            self._passes = Passes(model, optimizer, self._loss_of, self._memory, **self._cutting)
+        is_whole = self._passes.plan(inputs).steps == 1
+        over = None if self._passes.additivity is None else self._passes.additivity.over
+        if over == "sum" or (over is None and is_whole):
             return self._run_as_it_is(self._passes, inputs)
         return self._run_as_mean(self._passes, model, inputs)
 
@@ -134,7 +146,8 @@ class FitTrainer(transformers.Trainer):  # type: ignore[misc]
 
     def _loss_of(self, model: torch.nn.Module, part: Any) -> torch.Tensor:
         with self.compute_loss_context_manager():
-            loss: torch.Tensor = self.compute_loss(model, dict(part), num_items_in_batch=self._items)
+            inputs = dict(part) if isinstance(part, Mapping) else part  # a copy: labels may be taken out of it
+            loss: torch.Tensor = self.compute_loss(model, inputs, num_items_in_batch=self._items)
         return loss
 
     def _is_scaled(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gradfit.arguments import read_count
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.record import Additivity
 from gradfit.batches.snapshot import Snapshot
@@ -44,10 +45,21 @@ class Passes:
         memory: int | float | str,
         *,
         reserved_bytes: int = 0,
+        micro_batch: int | str | None = None,
+        exact: bool = True,
     ) -> None:
         check_model(model)
-        self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
-        self._planner = Planner(model, optimizer, loss_fn, parse_bytes(memory), reserved_bytes=reserved_bytes)
+        self._model, self._optimizer, self._loss_fn, self._exact = model, optimizer, loss_fn, exact
+        self._planner = Planner(
+            model,
+            optimizer,
+            loss_fn,
+            parse_bytes(memory),
+            reserved_bytes=reserved_bytes,
+            micro_batch=None if micro_batch in (None, "whole") else read_count(micro_batch, "micro_batch"),
+            whole=micro_batch == "whole",
+            exact=exact,
+        )
         self._off_plan: set[PartShape] = set()  # parts that left their plan: what to drop is decided as it comes
         self._has_warned = False
 
@@ -68,7 +80,7 @@ class Passes:
         """
         fitted = self._fitted(batch)
         rows = self._planner.rows(batch)
-        weights = BatchWeights(self.additivity, rows)
+        weights = BatchWeights(self.additivity, rows, exact=self._exact)
         for number, part in enumerate(self._planner.parts(batch, fitted.plan.micro_batch)):
             with contextlib.ExitStack() as around:
                 found = self._forward(fitted, part, batch, around, first=not number)
@@ -79,7 +91,7 @@ class Passes:
         fitted = self._planner.fitted(batch, self._planner.rows(batch))
         if not self._has_warned:
             self._has_warned = True
-            warn_about_cutting(fitted, self.additivity, exact=True)
+            warn_about_cutting(fitted, self.additivity, exact=self._exact)
         return fitted
 
     def _forward(self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, *, first: bool) -> PartLoss:
@@ -100,8 +112,8 @@ class Passes:
 class MeanInProgress:
     """The mean over all items of parts that come one after the other: their losses, and their gradients in `.grad`.
 
-    How many items there will be is known only at the end. So gradients add up as if the total were `share` of a
-    batch's first part, and `finish` corrects them by what it really was.
+    How many items there will be is known only at the end. So gradients are divided by as many as there would be if all
+    parts had as many as the first, and `finish` corrects them by how many there were.
     """
 
     def __init__(self) -> None:
