@@ -10,9 +10,10 @@ tensors, another recorder), a mode is used after all: then what the recorder doe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -343,6 +344,16 @@ def run_compiled_functions_again() -> None:
 
     if _stances and dynamo._stance is _stances[0]:
         dynamo._stance = _stances[1]
+
+
+@contextlib.contextmanager
+def eager_functions() -> Iterator[None]:
+    """Inside, functions compiled by torch.compile run as they were written."""
+    run_compiled_functions_eagerly()
+    try:
+        yield
+    finally:
+        run_compiled_functions_again()
 
 
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # those of `saved_tensors_hooks`

@@ -54,9 +54,9 @@ def after_plain_step(model: nn.Module, loss_fn: Any, data: Any, *, steps: int = 
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def assert_parameters(model: nn.Module, expected: list[Tensor]) -> None:
+def assert_parameters(model: nn.Module, expected: list[Tensor], *, atol: float = 1e-13) -> None:
     for parameter, other in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.detach(), other, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(parameter.detach(), other, rtol=0, atol=atol)
 
 
 class TestWindow:
@@ -323,3 +323,37 @@ class TestState:
 def test_plan_needs_a_profile() -> None:
     with pytest.raises(gf.MisuseError, match=r"profile is a Sequential. Pass what gf\.profile"):
         gf.plan(network(), memory="1 MiB")  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own, about what it looks at
+def test_a_compiled_loss_is_run_as_it_was_written_where_it_is_cut() -> None:
+    torch._dynamo.reset()
+    model, padded = network(), batch(padding=0.5)
+    compiled = torch.compile(entropy, backend="aot_eager")
+    step = fitted(model, compiled)
+    expected = after_plain_step(model, entropy, padded, steps=2)
+    assert step(padded).attempts == 2  # the first was compiled, and did not say what it divided by
+    assert step(padded).attempts == 1
+    assert_parameters(model, expected)
+
+
+def test_the_readme_as_it_stands_on_padded_batches() -> None:
+    """`model(**batch).loss` of a causal language model, cut into unequal micro-batches."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=40, n_positions=12, n_embd=16, n_layer=2, n_head=2)
+    model = transformers.GPT2LMHeadModel(config).double().train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    ids = torch.randint(0, 40, (ROWS, 12))
+    lengths = torch.randint(2, 13, (ROWS, 1))
+    mask = (torch.arange(12) < lengths).long()
+    data = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return model(**batch).loss  # type: ignore[no-any-return]
+
+    expected = after_plain_step(model, loss_fn, data)
+    assert fitted(model, loss_fn, data)(data).micro_batches == 6
+    assert_parameters(model, expected, atol=1e-8)  # its loss is computed in float32, whatever the model's type

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit._torch import is_out_of_memory
-from gradfit._torch_listen import run_compiled_functions_again, run_compiled_functions_eagerly
+from gradfit._torch_listen import eager_functions
 from gradfit.batches.loss import read_loss
 from gradfit.batches.quiet import QuietRandomness, without_dropout
 from gradfit.batches.record import Additivity
@@ -79,7 +79,7 @@ def measure_additivity(
     cuts = list(_choose_rows(batch, split, rows))
     if names:
         cuts = cuts[-1:]  # which cannot be run on one row
-    with _eager_functions():
+    with eager_functions():
         found = run.measure(cuts)
         if run.raised and len(cuts) > 1:
             found = run.measure(cuts[-1:])  # a single row may be all that it refuses
@@ -419,12 +419,3 @@ def _slightly_changed(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for parameter, content in chosen:
                 parameter.copy_(content)
-
-
-@contextlib.contextmanager
-def _eager_functions() -> Iterator[None]:
-    run_compiled_functions_eagerly()
-    try:
-        yield
-    finally:
-        run_compiled_functions_again()

@@ -27,6 +27,10 @@ class Weight(NamedTuple):
     reduction: str
 
 
+class UnreadableLoss(MisuseError):
+    """A part's loss does not say what it was divided by, though the sample's did."""
+
+
 class BatchWeights:
     """Weighs the parts of one batch, one after the other.
 
@@ -71,7 +75,7 @@ class BatchWeights:
         roles = self._additivity.roles
         if read is None or len(read.terms) != len(roles):
             if self._exact and part.rows < self._rows:
-                raise MisuseError(
+                raise UnreadableLoss(
                     f"This micro-batch's loss is {read_text(part)}; the sample's was {self._additivity.read}. {_NEXT}"
                 )
             return None

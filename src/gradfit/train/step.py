@@ -17,13 +17,13 @@ import torch
 
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_fsdp import drop_gradients
-from gradfit._torch_listen import unseen
+from gradfit._torch_listen import eager_functions, unseen
 from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.accumulate.result import StepResult
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.snapshot import Snapshot
 from gradfit.batches.totals import LossTotals, logs_of, means_of
-from gradfit.batches.weights import BatchWeights
+from gradfit.batches.weights import BatchWeights, UnreadableLoss
 from gradfit.errors import BudgetInfeasible, MisuseError, StateError
 from gradfit.interrupts import uninterrupted
 from gradfit.planning.record import Plan
@@ -102,6 +102,7 @@ class TrainStep:
         self.model, self.optimizer, self.accumulator = model, optimizer, accumulator
         self._loss_fn, self._planner, self._fitted = loss_fn, planner, fitted
         self._buffers: Mapping[str, torch.Tensor] = {}
+        self._eager = False  # compiled functions are run as they were written
         self._astray: set[PartShape] = set()  # parts that left their plan: what to drop is decided online
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
 
@@ -202,7 +203,10 @@ class TrainStep:
                 if not self._take_back(before):
                     raise  # interrupted when all was done
                 short = is_out_of_memory(error) or isinstance(error, BudgetInfeasible)
-                astray = isinstance(error, Diverged)
+                # Compiled functions say nothing of what they divided by: then they are run as they were written.
+                compiled = isinstance(error, UnreadableLoss) and not self._eager
+                self._eager = self._eager or compiled
+                astray = isinstance(error, Diverged) or compiled
                 if not (short or astray) or attempt == _MOST_ATTEMPTS:
                     self.accumulator.ranks.failed(error)
                     raise
@@ -332,6 +336,8 @@ class TrainStep:
     def _forward(self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, *, first: bool) -> PartLoss:
         """The loss of one micro-batch, as planned, or with values evicted as memory fills up."""
         rows = self._planner.rows(part)
+        if self._eager:
+            around.enter_context(eager_functions())
         if fitted.steady and not (self._astray and part_shape(part) in self._astray):
             try:
                 with fitted.following(first=first):
