@@ -80,7 +80,7 @@ def fitted() -> tuple[nn.Module, gf.TrainStep]:
     model = Restless()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gf.ExactnessWarning)
-        step = gf.fit(model, torch.optim.AdamW(model.parameters()), loss_fn, LARGE, memory="24 KiB")
+        step = gf.fit(model, torch.optim.AdamW(model.parameters()), loss_fn, LARGE, memory="24 KiB", exact=False)
     assert step.plan.steps > 1
     return model, step
 
