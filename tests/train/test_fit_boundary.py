@@ -376,3 +376,11 @@ def test_a_loss_that_can_be_read_only_uncompiled_is_repeated_so() -> None:
     assert step(padded).attempts > 1
     assert step(padded).attempts == 1
     assert_parameters(model, expected)
+
+
+def test_a_meter_of_a_device_that_is_not_here() -> None:
+    with pytest.raises(gf.MisuseError, match="not a device"):
+        gf.meter(device="gpu")
+    if not torch.accelerator.is_available():
+        with pytest.raises(gf.MisuseError, match="which has the CPU alone"):
+            gf.meter(device="cuda")

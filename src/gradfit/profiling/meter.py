@@ -141,9 +141,24 @@ def meter(*watch: Any, timeline: bool = False, device: str | torch.device | None
     >>> m.current_bytes, m.peak_bytes
     (4096, 8192)
     """
+    _check_device(device)
     made = Meter(timeline=timeline, device=device)
     made.watch(*watch)
     return made
+
+
+def _check_device(device: str | torch.device | None) -> None:
+    """Refuse a device that is not here: nothing could live on it, and 0 bytes would look like a result."""
+    try:
+        kind = "cpu" if device is None else torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise MisuseError(f"device={device!r} is not a device ({error}). Pass for example device='cpu'.") from None
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind not in ("cpu", "meta") and not inside_fake_mode() and (here is None or here.type != kind):
+        there = "the CPU alone" if here is None else f"the CPU and {here.type}"
+        raise MisuseError(
+            f"device={device!r} is not on this machine, which has {there}. Leave device out, or pass one."
+        )
 
 
 def tensors_in(nest: Any) -> Iterable[torch.Tensor]:
