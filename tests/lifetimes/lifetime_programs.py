@@ -184,6 +184,18 @@ def swap_activation(program: Program, a: torch.Tensor, b: torch.Tensor, number: 
 
 
 @instruction(2)
+def read_through_data(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> torch.Tensor:
+    """Which has a version counter of its own."""
+    fresh = a * number if number % 3 else program.parameters[number % 2]
+    with torch.no_grad():
+        fresh.add_(1)
+    result = b + fresh.data
+    with torch.no_grad():
+        fresh.mul_(0.5)
+    return result + fresh.detach()
+
+
+@instruction(2)
 def write_through_dlpack(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> torch.Tensor:
     fresh = a * number
     torch.from_dlpack(fresh.detach())[number % 3 :].mul_(3)

@@ -454,3 +454,27 @@ def test_memory_filled_by_numpy_under_inference_mode() -> None:
         return torch.autograd.grad(loss, x)[0]
 
     assert torch.equal(run(True), run(False))
+
+
+# ------------------------------------------------------------------------------------------------ two version counters
+@pytest.mark.parametrize("kind", ["parameter", "activation"])
+def test_a_tensor_that_is_read_through_data_and_then_written_to(kind: str) -> None:
+    """`.data` has a version counter of its own, which does not stand where the tensor's stands."""
+
+    def run(scoped: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        x = torch.randn(4, requires_grad=True)
+        p = nn.Parameter(torch.randn(4))
+        with torch.no_grad():
+            p.mul_(2)
+        with gf.CheckpointScope("scope", enabled=scoped):
+            a = p if kind == "parameter" else p * 1
+            with torch.no_grad():
+                a.add_(1)
+            h = (x + a.data).sin()
+            with torch.no_grad():
+                a.mul_(3)
+            loss = (h + a.detach()).exp().sum()
+        return torch.autograd.grad(loss, x)[0]
+
+    assert torch.equal(run(True), run(False))

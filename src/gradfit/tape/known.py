@@ -186,7 +186,10 @@ class Known:
                 return None
         version = version_of(tensor) - early
         if value.seen != version:
-            if not expected(value, version):  # rule 5: somebody wrote to it unseen
+            if not expected(value, version):
+                if value.op is None and value.tensor is not None and 0 <= value.version == value.tensor._version:
+                    return value  # it was read through `.data`, which counts for itself
+                # Rule 5: somebody wrote to it unseen.
                 self._made.pop(key, None)
                 self._roots.pop(key, None)
                 value.gone = None
