@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import warnings
 from pathlib import Path
@@ -311,6 +312,16 @@ class TestState:
         assert again.plan == step.plan
         assert again(data).micro_batches == step(data).micro_batches == 4
         assert all(map(torch.equal, again.model.parameters(), model.parameters()))
+
+    def test_plans_of_a_version_that_did_not_measure_are_measured(self) -> None:
+        model, padded = network(), batch(padding=0.5)
+        step = fitted(model)
+        old = [
+            dataclasses.replace(plan, profile=dataclasses.replace(plan.profile, additivity=None)) for plan in step.known
+        ]
+        expected = after_plain_step(model, entropy, padded)
+        assert fitted(model, known=old)(padded).weight == int((padded["y"] >= 0).sum())
+        assert_parameters(model, expected)
 
     @pytest.mark.parametrize("state", [{}, [], None, {"version": 1, "plans": [{}], "accumulator": {}}])
     def test_another_state_is_refused(self, state: Any) -> None:

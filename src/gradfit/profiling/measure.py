@@ -75,7 +75,7 @@ def profile(
     cost = optimizer_cost(optimizer) if optimizer is not None else OptimizerCost(0, 0, 0.0)
     with untouched(model):
         if additivity is None:
-            additivity = _additivity(model, loss_fn, sample_batch, split, memory_bytes)
+            additivity = additivity_within(model, loss_fn, sample_batch, split, memory_bytes)
         room = _room(model, sample_batch, memory_bytes, cost)
         if rows is not None:
             samples = _sample_of(model, loss_fn, sample_batch, rows, cut, room)
@@ -95,10 +95,10 @@ def profile(
     return dataclasses.replace(found, additivity=additivity, splittable=additivity.adds_up)
 
 
-def _additivity(
+def additivity_within(
     model: torch.nn.Module, loss_fn: LossFunction, batch: Any, split: _Cut | None, memory_bytes: int | None
 ) -> Additivity:
-    """Measured inside of `untouched`, which puts buffers and generators back."""
+    """Whether the loss adds up, measured below a budget; the caller puts buffers and generators back."""
 
     def backward(loss: torch.Tensor) -> None:
         torch.autograd.backward(loss)

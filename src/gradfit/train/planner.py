@@ -24,7 +24,7 @@ from gradfit.planning.api import plan as make_plan
 from gradfit.planning.microbatch import even
 from gradfit.planning.record import Plan
 from gradfit.profiling.clock import seconds_now
-from gradfit.profiling.measure import LossFunction, check_batch, profile, run_loss
+from gradfit.profiling.measure import LossFunction, additivity_within, check_batch, profile, run_loss
 from gradfit.profiling.meter import meter
 from gradfit.profiling.record import Profile
 from gradfit.recompute.evict import Online
@@ -106,8 +106,13 @@ class Planner:
     def fitted(self, batch: Any, batch_size: int) -> Fitted:
         """A plan for batches of this shape: one made before for this shape or a larger one, or a new one."""
         shape = shape_of(batch)
+        if self._fitted and self.additivity is None:  # plans from a version that did not measure it
+            with untouched(self._model):
+                self.additivity = additivity_within(self._model, self._loss_fn, batch, self._split, self.limit_bytes)
         for known in self._fitted:
             fits = known.peak_bytes <= self.limit_bytes  # it may come from a step with a larger budget
+            may_cut = not self.exact or self.additivity is None or self.additivity.adds_up
+            fits = fits and (may_cut or known.plan.steps == 1)
             if fits and known.plan.batch_size >= batch_size and covers(known.shape, shape):
                 return known
         found = self._fit(batch, batch_size, shape, self.limit_bytes)

@@ -239,8 +239,12 @@ class TrainStep:
 
     def idle(self) -> TrainResult:
         """Take part in a step for which this rank has no rows."""
+        ranks, additivity = self.accumulator.ranks.size, self._planner.additivity
+        is_sum = ranks > 1 and additivity is not None and additivity.over == "sum"
+        share = 1 / ranks if is_sum else 0.0  # of sums the weights of all ranks together are 1
         with self._open_window():
-            result, loss, logs = self._close_window(LossTotals())
+            self.accumulator.window.state.main.weight += share
+            result, loss, logs = self._close_window(LossTotals(items=share))
         return TrainResult(
             loss=loss,
             stepped=result.stepped,
