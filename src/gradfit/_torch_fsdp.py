@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -98,6 +99,7 @@ def gradient_bytes(unit: Any) -> int:
     return total
 
 
+_resize_lock = threading.RLock()  # a meter in one thread may begin while one in another ends
 _resize_ears: list[Callable[[Tensor], None]] = []
 _resizers = [
     (f"torch.distributed.fsdp._fully_shard.{module}", name)
@@ -112,20 +114,22 @@ def hear_resizes(ear: Callable[[Tensor], None]) -> Callable[[], None]:
 
     It resizes storages, which is no operation: no dispatch mode sees it.
     """
-    if not _resize_ears:
-        for where, name in _resizers:
-            call = getattr(sys.modules.get(where), name, None)
-            if call is not None:
-                _original_resizers[where, name] = call
-                setattr(sys.modules[where], name, _telling_of_resizes(call))
-    _resize_ears.append(ear)
+    with _resize_lock:
+        if not _resize_ears:
+            for where, name in _resizers:
+                call = getattr(sys.modules.get(where), name, None)
+                if call is not None:
+                    _original_resizers[where, name] = call
+                    setattr(sys.modules[where], name, _telling_of_resizes(call))
+        _resize_ears.append(ear)
 
     def end() -> None:
-        _resize_ears.remove(ear)
-        if not _resize_ears:
-            for (where, name), call in _original_resizers.items():
-                setattr(sys.modules[where], name, call)
-            _original_resizers.clear()
+        with _resize_lock:
+            _resize_ears.remove(ear)
+            if not _resize_ears:
+                for (where, name), call in _original_resizers.items():
+                    setattr(sys.modules[where], name, call)
+                _original_resizers.clear()
 
     return end
 

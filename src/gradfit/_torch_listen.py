@@ -36,6 +36,7 @@ _KEYS = torch._C.DispatchKeySet(_KEY)
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 _include = torch._C._dispatch_tls_set_dispatch_key_included
 _modes = torch._C._len_torch_dispatch_stack
+_is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _PYTHON = torch._C.DispatchKey.Python
 
@@ -112,9 +113,11 @@ class _CheckedMode(_Mode):
         self._doubt = doubt
         self._ran: list[tuple[Any, Any]] = []
         self._before: Ear | None = None
+        self._was_included = False
 
     def __enter__(self) -> Any:
         self._before, _thread.ear = _thread.ear, self._note
+        self._was_included = _is_included(_KEY)  # not if the one before has stopped listening
         _include(_KEY, True)
         return super().__enter__()
 
@@ -122,7 +125,7 @@ class _CheckedMode(_Mode):
         try:
             super().__exit__(*error)
         finally:
-            _include(_KEY, self._before is not None)
+            _include(_KEY, self._was_included)
             _thread.ear = self._before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -136,7 +139,8 @@ class _CheckedMode(_Mode):
         return out
 
     def _note(self, op: Any, args: Any, kwargs: Any) -> Any:
-        out = op(*args, **kwargs) if self._before is None else self._before(op, args, kwargs)
+        before = self._before if self._was_included else None
+        out = op(*args, **kwargs) if before is None else before(op, args, kwargs)
         self._ran.append((op, _storages((args, kwargs, out))))
         return out
 

@@ -143,3 +143,29 @@ def test_a_few_rows_may_fail_in_any_way() -> None:
 def test_what_fails_at_every_size_is_said_as_it_is(memory: int | None) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         gf.profile(network(), square, torch.randn(8, 31), memory_bytes=memory)
+
+
+def test_memory_that_runs_out_while_plans_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = torch.randn(16, 8)
+    step = gf.fit(model, optimizer, lambda m, x: m(x).square().mean(), batch, memory="1 MiB")
+
+    def fail(*_: object) -> float:
+        raise torch.OutOfMemoryError("Tried to allocate 20 MiB.")
+
+    monkeypatch.setattr(Planner, "_pass_seconds", fail)
+    tested = step.known[0]
+    assert step._planner._fastest([tested, tested], batch) is tested
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_rank_without_rows_counts_what_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gf.fit(model, optimizer, lambda m, x: m(x).square().mean(), torch.randn(16, 8), memory="1 MiB")
+    nothing = gf.StepResult(False, "empty window", None, 0, 0, 0)
+    monkeypatch.setattr(step, "_close_window", lambda totals: (nothing, 0.0, {}))  # which asks the other ranks
+    before = step.idle().peak_bytes
+    step._planner.reserved_bytes = 1000  # buckets for communication
+    assert step.idle().peak_bytes == before + 1000

@@ -114,7 +114,11 @@ class Group:
             store = private.default_store()
             key = self._key(rank)
             if store.check([key]):
+                before = store.timeout  # everybody's: it is the default store
                 store.set_timeout(datetime.timedelta(seconds=_PATIENCE_SECONDS))
-                text: str = store.get(key).decode()
+                try:
+                    text: str = store.get(key).decode()
+                finally:
+                    store.set_timeout(before)
                 return text
         return None

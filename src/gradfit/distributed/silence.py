@@ -7,6 +7,7 @@ modules are looked through, once; those found before are tried first.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from typing import Any, Protocol
 
@@ -52,24 +53,31 @@ class Hearer(Protocol):
         """It has failed."""
 
 
+class _Running(threading.local):
+    """The forwards that are running in this thread: was each of them heard?"""
+
+    def __init__(self) -> None:
+        self.forwards: list[bool] = []
+
+
 class Ear:
     """Hooks on modules' forwards that hold the hearer weakly and go with it; `inner` tells forwards inside forwards."""
 
     def __init__(self, modules: list[torch.nn.Module], hearer: Hearer) -> None:
         reference = weakref.ref(hearer)
-        depth: list[bool] = []  # one entry per forward that is running: was it heard?
+        running = _Running()
 
         def before(module: torch.nn.Module, _: Any) -> None:
             alive = reference()
             # Not in a forward that runs inside a backward: that one recomputes, and belongs to a forward before it.
             heard = alive is not None and torch.is_grad_enabled() and _torch.graph_task_id() == -1
-            depth.append(heard)
+            running.forwards.append(heard)
             if heard and alive is not None:
                 alive.before_forward(module)
 
         def after(module: torch.nn.Module, *_: Any) -> None:
             alive = reference()
-            if depth and depth.pop() and alive is not None:
+            if running.forwards and running.forwards.pop() and alive is not None:
                 error = sys.exc_info()[1]
                 if error is not None:
                     alive.failed(error)

@@ -203,9 +203,11 @@ class Known:
 
     def _settle(self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch) -> None:
         """Rule 5: somebody reads memory that no recorded operation wrote; what is in it now is all there is."""
-        fragile, value.fragile = value.fragile, None
-        if fragile == CONSTANT and tensor.device.type == "cpu" and holds_only(tensor, _constant_of(value.op)):
+        constant = value.fragile == CONSTANT and tensor.device.type == "cpu"
+        if constant and holds_only(tensor, _constant_of(value.op)):
+            value.fragile = None
             return
+        value.fragile = None
         self._made.pop(value.key, None)
         value.gone = None
         value.op = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import statistics
@@ -373,8 +372,16 @@ class Planner:
         other for more passes.
         """
         parts = [next(iter(self.parts(batch, one.plan.micro_batch))) for one in ways]
-        with untouched(self._model), contextlib.suppress(Diverged):  # not steady after all, as its step will notice
-            return min(self._timed(list(zip(ways, parts, strict=True))), key=lambda one: one.plan.step_seconds)
+        with untouched(self._model):
+            try:
+                return min(self._timed(list(zip(ways, parts, strict=True))), key=lambda one: one.plan.step_seconds)
+            except Exception as error:
+                # It is not steady after all, as its step will notice; or memory ran out, for which a step is repeated.
+                if not isinstance(error, Diverged) and not is_out_of_memory(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)
+            drop_gradients(self._model)
+        gc.collect()
         return ways[0]
 
     def _plain(self, made: Fitted, batch: Any, target: int, limit_bytes: int) -> list[Fitted]:

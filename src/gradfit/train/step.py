@@ -249,7 +249,7 @@ class TrainStep:
             loss=loss,
             stepped=result.stepped,
             grad_norm=result.grad_norm,
-            peak_bytes=self._fitted.peak_bytes,
+            peak_bytes=self._fitted.peak_bytes + self._planner.reserved_bytes,
             micro_batches=result.micro_batches,
             weight=result.weight,
             reason=result.reason,
