@@ -6,8 +6,9 @@ text says what was passed, what is wrong with it and what to pass.
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,7 @@ from gradfit.errors import InvalidParameter
 Number = int | float
 T = TypeVar("T")
 
-_MOST = 2**63 - 1  # what a tensor's int64 holds, and what a float can stand for
+MOST = 2**63 - 1  # what a tensor's int64 holds, and what a float can stand for
 
 
 def invalid(name: str, value: Any, reason: str, instead: str) -> InvalidParameter:
@@ -50,22 +51,41 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
+def plain_number(value: Any) -> Any:
+    """The Python number in a tensor or an array of one element; anything else as it is.
+
+    >>> plain_number(torch.tensor([3])), plain_number("x")
+    (3, 'x')
+    """
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 and not value.is_meta else value
+    return value.item() if hasattr(value, "item") and getattr(value, "size", None) == 1 else value
+
+
 def read_count(value: Any, name: str, *, minimum: int = 1) -> int:
     """A whole number of at least `minimum`; those of numpy too.
 
     >>> read_count(4, "steps")
     4
     """
-    if hasattr(value, "item") and getattr(value, "shape", None) == () and not isinstance(value, Tensor):
-        value = value.item()  # numpy's integers
+    if not isinstance(value, Tensor):
+        value = plain_number(value)
     instead = f"{name}={max(minimum, 4)}"
     if isinstance(value, bool) or not isinstance(value, int):
         raise invalid(name, value, "is not a whole number", instead)
     if value < minimum:
         raise invalid(name, value, f"must be at least {minimum}", instead)
-    if value > _MOST:
-        raise invalid(name, value, f"must be at most {_MOST}", instead)
+    if value > MOST:
+        raise invalid(name, value, f"must be at most {MOST}", instead)
     return value
+
+
+def read_index(value: Any, name: str, length: int) -> int:
+    """A position in something of so many items; a negative one counts from the end."""
+    position = read_count(value, name, minimum=-length)
+    if position >= length:
+        raise invalid(name, position, f"is out of range, there are {length}", f"{name}={max(0, length - 1)} or less")
+    return position
 
 
 def read_number(
@@ -83,13 +103,11 @@ def read_number(
     >>> read_number(0.5, "momentum", minimum=0, below=1)
     0.5
     """
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 and value.device.type != "meta" else value
-    if hasattr(number, "item") and getattr(number, "shape", None) == () and not isinstance(number, Tensor):
-        number = number.item()  # numpy's numbers
+    number = plain_number(value)
     instead = f"{name}={like:g}"
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise invalid(name, value, "is not a number", instead)
-    if (isinstance(number, int) and abs(number) > _MOST) or not math.isfinite(number):
+    if (isinstance(number, int) and abs(number) > MOST) or not math.isfinite(number):
         raise invalid(name, number, "must be a finite number", instead)
     for holds, reason in (
         (number > above, f"must be more than {above:g}"),
@@ -127,10 +145,24 @@ def read_text(value: Any, name: str, instead: str | None = None) -> str:
     return value
 
 
-def read_callable(value: Any, name: str, instead: str) -> Callable[..., Any]:
-    """Something that can be called."""
+def read_callable(value: Any, name: str, instead: str, *, arguments: int | None = None) -> Callable[..., Any]:
+    """Something that can be called; with so many positional `arguments`, as far as its signature says.
+
+    >>> read_callable(len, "fn", "a function of one tensor", arguments=1)
+    <built-in function len>
+    """
     if not callable(value):
         raise invalid(name, value, f"is a {type(value).__name__}, which is not callable", instead)
+    if arguments is not None:
+        try:
+            signature = inspect.signature(value.forward if isinstance(value, torch.nn.Module) else value)
+        except (TypeError, ValueError):  # many built-in functions have none
+            return value  # type: ignore[no-any-return]
+        try:
+            signature.bind(*range(arguments))
+        except TypeError as error:
+            reason = f"cannot be called with {arguments} argument{'s' if arguments != 1 else ''} ({error})"
+            raise invalid(name, value, reason, instead) from None
     return value  # type: ignore[no-any-return]
 
 
@@ -149,3 +181,54 @@ def read_tensor(value: Any, name: str, instead: str = "a tensor") -> Tensor:
 def read_mapping(value: Any, name: str, instead: str) -> Mapping[Any, Any]:
     """A mapping."""
     return read_instance(value, name, Mapping, instead)
+
+
+def read_list(value: Any, name: str, instead: str) -> list[Any]:
+    """The items of a list, a tuple or another collection; a text or a tensor is not meant as one.
+
+    >>> read_list((1, 2), "sizes", "[8, 16]")
+    [1, 2]
+    """
+    if isinstance(value, str | bytes | Mapping | Tensor | torch.nn.Module) or not isinstance(value, Iterable):
+        raise invalid(name, value, f"is a {type(value).__name__}", instead)
+    return list(value)
+
+
+def read_gradient(value: Any, name: str) -> Tensor:
+    """A tensor of a type that gradients have."""
+    tensor = read_tensor(value, name, "a gradient, which is a tensor")
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise invalid(name, tensor, f"is {tensor.dtype}, which no gradient is", f"{name}.float()")
+    return tensor
+
+
+def read_device(value: Any, name: str) -> torch.device:
+    """A device, or its name."""
+    try:
+        return torch.device(value) if isinstance(value, str) else read_instance(value, name, torch.device, "'cpu'")
+    except RuntimeError as error:
+        raise invalid(name, value, f"is no device ({str(error).splitlines()[0][:80]})", f"{name}='cpu'") from None
+
+
+def read_dtype(value: Any, name: str) -> torch.dtype:
+    """A floating point type."""
+    if not isinstance(value, torch.dtype) or not (value.is_floating_point or value.is_complex):
+        raise invalid(name, value, "is not a floating point type", f"{name}=torch.float32")
+    return value
+
+
+def check_arguments(model: Any, loss_fn: Any, *, split: Any = None, **flags: Any) -> Callable[[Any, Any], Any]:
+    """A model, a loss function (given back), how to split a batch, and switches that are True or False."""
+    read_instance(model, "model", torch.nn.Module, "the torch.nn.Module to train")
+    read_callable(loss_fn, "loss_fn", "a function loss_fn(model, batch) that returns the loss", arguments=2)
+    if split is not None:
+        read_callable(split, "split", "a function split(batch, size) that gives the parts, or None", arguments=2)
+    for name, value in flags.items():
+        read_flag(value, name)
+    return loss_fn  # type: ignore[no-any-return]
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """An optimizer: torch's, or any other that steps."""
+    if not callable(getattr(optimizer, "step", None)) or not callable(getattr(optimizer, "zero_grad", None)):
+        raise invalid("optimizer", optimizer, "is no optimizer", "torch.optim.AdamW(model.parameters())")

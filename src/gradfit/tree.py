@@ -11,6 +11,8 @@ import torch
 
 from gradfit.errors import MisuseError
 
+_UNCUT = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
@@ -56,24 +58,29 @@ class _Entry(NamedTuple):
     is_tensor: bool
 
 
-def size_of_batch(batch: Any) -> int:
+def size_of_batch(batch: Any, name: str = "The batch") -> int:
     """The rows of a batch: the size of dim 0, on which all its tensors and lists must agree.
 
     >>> size_of_batch({"x": torch.zeros(6, 2), "text": ["a", "b", "c", "d", "e", "f"]})
     6
     """
+    sparse = next((tensor.layout for tensor in leaves(batch) if tensor.layout in _UNCUT), None)
+    if sparse is not None:
+        raise MisuseError(
+            f"{name} cannot be split: it has a {sparse} tensor. Pass split=, a function (batch, size) -> parts."
+        )
     entries = list(_entries(batch, ""))
     tensors = [entry for entry in entries if entry.is_tensor]
     if not tensors:
         raise MisuseError(
-            "The batch cannot be split: it has no tensor with a dim 0. Pass split=, a function (batch, size) -> parts."
+            f"{name} cannot be split: it has no tensor with a dim 0. Pass split=, a function (batch, size) -> parts."
         )
     rows = tensors[0].rows
     for entry in (*tensors, *entries):
         if entry.rows != rows:
             what = f"size {entry.rows} along dim 0" if entry.is_tensor else f"length {entry.rows}"
             raise MisuseError(
-                f"The batch cannot be split: {entry.name} has {what}, {tensors[0].name} has {rows} rows. Pass "
+                f"{name} cannot be split: {entry.name} has {what}, {tensors[0].name} has {rows} rows. Pass "
                 f"gf.whole(…) as {entry.name} if every part is to get all of it, or split=, a function "
                 "(batch, size) -> parts."
             )

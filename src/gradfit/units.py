@@ -31,7 +31,7 @@ def parse_bytes(value: int | float | str, *, name: str = "memory") -> int:
             )
         number = float(match.group(1)) * factor
     else:
-        number = float(value)
+        number = float(value) if abs(value) < 2**63 else math.inf
     if not math.isfinite(number) or number <= 0:
         raise MisuseError(f"{name}={value!r} must be more than 0 bytes. Pass for example '1 GiB'.")
     return int(number)

@@ -157,7 +157,7 @@ def test_buffer_shapes() -> None:
         (lambda: late.accumulate(torch.ones(1, 4), 0, 1), "shape"),
         (lambda: gf.AccumulationBufferDynamic((3, 2), max_size=2), "max_size"),
         (lambda: gf.SymbolicShape(("n", 4, 2)), "upper bound of 'n'"),
-        (lambda: gf.SymbolicShape(2.5), "dimension 0"),
+        (lambda: gf.SymbolicShape(2.5), "dimensions.0.=2.5"),
     ):
         with pytest.raises(gf.MisuseError, match=text):
             call()

@@ -308,7 +308,7 @@ def test_wrong_use() -> None:
             context.__enter__()
         with pytest.raises(gf.MisuseError, match="inside the block"):
             context.clear()
-    with pytest.raises(gf.GraphError, match="this tensor has no graph"):
+    with pytest.raises(gf.GraphError, match="loss has no graph"):
         gf.AutogradContext.graph(torch.ones(1))
     caught = []
 

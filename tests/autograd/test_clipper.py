@@ -122,7 +122,7 @@ def test_nothing_to_clip() -> None:
         (lambda: gf.GradientClipper(max_value=-1.0), "max_value=-1.0"),
         (lambda: gf.GradientClipper(math.nan), "max_norm=nan"),
         (lambda: gf.GradientClipper(max_value=1.0, per_parameter=True), "per_parameter"),
-        (lambda: gf.GradientClipper(1.0).clip_grads(3), "source is a int"),
+        (lambda: gf.GradientClipper(1.0).clip_grads(3), "grads=3 is a int"),
         (lambda: gf.GradientClipper(1.0).clip_grads(gf.GradientMap(), scale=0.0), "scale=0.0"),
     ],
 )

@@ -101,7 +101,7 @@ def test_a_wrong_backward_is_named_with_what_was_expected(backward, message: str
 
 
 def test_other_mistakes() -> None:
-    with pytest.raises(gf.MisuseError, match="backward is a NoneType"):
+    with pytest.raises(gf.MisuseError, match="backward=None is a NoneType"):
         gf.custom_op(lambda x: x, None)
     double = gf.custom_op(lambda x: x * 2, lambda g, x: g * 2, name="double")
     with pytest.raises(gf.MisuseError, match="double: input 0 is a float, expected a tensor"):

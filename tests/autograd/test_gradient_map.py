@@ -159,7 +159,7 @@ def test_scale_clip_and_norm() -> None:
     for bad in (0.0, -1.0, math.nan):
         with pytest.raises(gf.MisuseError, match="max_norm"):
             grads.clip_(bad)
-    with pytest.raises(gf.MisuseError, match="order of a norm"):
+    with pytest.raises(gf.MisuseError, match="p=0 must be more than 0"):
         grads.norm(0)
 
 
@@ -281,7 +281,7 @@ def test_mapping_manners() -> None:
 
 def test_a_name_that_does_not_exist_is_told_with_the_nearest() -> None:
     grads = gf.backward(_loss(_model_ := _model()), _model_)
-    with pytest.raises(gf.UnknownName, match=r"no gradient named '0\.wieght'.*0\.weight"):
+    with pytest.raises(gf.UnknownName, match=r"key='0\.wieght'.*0\.weight"):
         grads["0.wieght"]
     with pytest.raises(KeyError):
         grads["nothing"]
@@ -294,7 +294,7 @@ def test_a_name_that_does_not_exist_is_told_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: gf.backward(3.0), "loss is a float"),
+        (lambda: gf.backward(3.0), "loss=3.0 is a float"),
         (lambda: gf.backward(torch.ones(2, requires_grad=True) * 2), r"shape \(2,\), expected one number"),
         (lambda: gf.backward(torch.ones(())), "loss has no graph"),
         (
@@ -306,11 +306,11 @@ def test_a_name_that_does_not_exist_is_told_with_the_nearest() -> None:
             r"inputs\[0\], 'w', has no gradient: the loss does not depend on it",
         ),
         (lambda: gf.backward(torch.ones((), requires_grad=True) * 2, []), "inputs holds no tensor"),
-        (lambda: gf.backward(torch.ones((), requires_grad=True) * 2, 5), "inputs is a int"),
+        (lambda: gf.backward(torch.ones((), requires_grad=True) * 2, 5), "inputs=5 is a int"),
         (lambda: gf.backward(torch.ones((), requires_grad=True) * 2, ["w"]), r"inputs\[0\] is str"),
         (lambda: gf.backward((x := torch.ones((), requires_grad=True)) * 2, [x, x]), r"inputs\[1\].*twice"),
         (lambda: gf.GradientMap({torch.ones(2): torch.ones(3)}), r"shape \(3,\), expected \(2,\)"),
-        (lambda: gf.GradientMap({"w": 3}), "is a int. Pass a tensor"),
+        (lambda: gf.GradientMap({"w": 3}), "is a int under 'w'"),
     ],
 )
 def test_bad_input(make, message: str) -> None:

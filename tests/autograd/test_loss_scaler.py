@@ -151,7 +151,7 @@ def test_order_mistakes_are_told() -> None:
         scaler.unscale_(optimizer)
     with pytest.raises(gf.MisuseError, match="closure"):
         scaler.step(optimizer, closure=lambda: None)
-    with pytest.raises(gf.MisuseError, match="unscale_ got a list"):
+    with pytest.raises(gf.MisuseError, match=r"is a list. Pass the optimizer"):
         scaler.unscale_([w])
     scaler.update(new_scale=7.0)
     assert scaler.get_scale() == 7.0

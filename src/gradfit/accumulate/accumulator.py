@@ -21,10 +21,12 @@ from gradfit.accumulate.strategy import FixedStepCount, Strategy
 from gradfit.accumulate.update import Update
 from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_state import Phase
+from gradfit.arguments import read_callable, read_choice, read_count, read_flag
 from gradfit.errors import MisuseError
+from gradfit.not_copied import NotCopied
 
 
-class GradientAccumulator:
+class GradientAccumulator(NotCopied):
     """Makes many micro-batches one update, equal to that of the full batch, whatever their sizes.
 
     A mean of means is not the mean: `weight` says how many items each loss is about, and the window's gradient is the
@@ -43,6 +45,8 @@ class GradientAccumulator:
     >>> acc.flush().weight
     4
     """
+
+    _instead_of_copy = "Make one for the copied parameters; its load_state_dict() takes this state_dict()."
 
     _window_kind: type[Window] = AccumulationContext
 
@@ -89,7 +93,7 @@ class GradientAccumulator:
 
     @accumulation_count.setter
     def accumulation_count(self, steps: int) -> None:
-        new = FixedStepCount(steps)
+        new = FixedStepCount(read_count(steps, "accumulation_count"))
         self.window.require_outside_micro_batch("accumulation_count")
         if self.window.accumulation_steps:
             raise MisuseError(
@@ -135,9 +139,9 @@ class GradientAccumulator:
     def enabled(self, value: bool) -> None:
         self._require_open()
         self.window.require_outside_micro_batch("enabled")
-        if bool(value) != self.enabled and self.window.accumulation_steps:
+        if read_flag(value, "enabled") != self.enabled and self.window.accumulation_steps:
             raise MisuseError(f"enabled={value!r} in the middle of a window. Call flush() or reset() first.")
-        self.window.enabled = bool(value)
+        self.window.enabled = value
 
     def __repr__(self) -> str:
         return (
@@ -229,8 +233,7 @@ class GradientAccumulator:
                 self._begin()
                 passes.backward_terms(read)
             return
-        if reduction not in ("mean", "sum"):
-            raise MisuseError(f"reduction={reduction!r} is not known. Pass reduction='mean' or 'sum'.")
+        read_choice(reduction, "reduction", ("mean", "sum"))
         number = weight if type(weight) is int and 0 < weight < _USUAL_WEIGHT else read_weight(weight)
         loss = check_loss(loss) if number else loss
         if not window.enabled:
@@ -350,6 +353,7 @@ class GradientAccumulator:
 
         For updates written by hand. The gradients stay until `reset_gradients()` or the next window begins.
         """
+        read_callable(fn, "fn", "a function of one parameter", arguments=1)
         window = self.window
         with window.alone("apply_gradients()"):
             window.require_intact()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfit.accumulate.numbers import read_count
+from gradfit.arguments import invalid, read_count, read_device, read_dtype, read_gradient, read_index, read_list
 from gradfit.errors import MisuseError
 
 Dimension = int | str | tuple[str, int, int]
@@ -25,7 +25,7 @@ class SymbolicShape:
     def __init__(self, *dimensions: Dimension | list[Dimension]) -> None:
         if len(dimensions) == 1 and isinstance(dimensions[0], list):
             dimensions = tuple(dimensions[0])
-        self.dimensions = tuple(_read_dimension(one, at) for at, one in enumerate(dimensions))
+        self.dimensions = tuple(_read_dimension(one, f"dimensions[{at}]") for at, one in enumerate(dimensions))
 
     @property
     def is_static(self) -> bool:
@@ -39,11 +39,12 @@ class SymbolicShape:
 
     def bounds(self, dimension: int) -> tuple[int, int | None]:
         """The smallest and the largest size of a dimension; None is no bound."""
-        _, low, high = self.dimensions[dimension]
+        _, low, high = self.dimensions[read_index(dimension, "dimension", len(self.dimensions))]
         return low, high
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
         """Why a shape does not fit this one; None if it does. One name has one size throughout."""
+        shape = tuple(read_count(size, "shape", minimum=0) for size in read_list(shape, "shape", "tensor.shape"))
         if len(shape) != len(self.dimensions):
             return f"{len(shape)} dimensions, expected {len(self.dimensions)}"
         sizes: dict[str, int] = {}
@@ -56,7 +57,7 @@ class SymbolicShape:
 
     def matches(self, shape: tuple[int, ...]) -> bool:
         """Whether a shape fits."""
-        return self.problem(tuple(shape)) is None
+        return self.problem(shape) is None
 
     def __len__(self) -> int:
         return len(self.dimensions)
@@ -74,16 +75,26 @@ class SymbolicShape:
         return f"SymbolicShape({', '.join(map(_show, self.dimensions))})"
 
 
-def _read_dimension(value: Any, at: int) -> tuple[str | None, int, int | None]:
+def _read_shape(dimensions: list[Any], name: str) -> SymbolicShape:
+    """The shape with these dimensions, read under the name of the parameter that they came in."""
+    shape = SymbolicShape()
+    shape.dimensions = tuple(_read_dimension(one, f"{name}[{at}]") for at, one in enumerate(dimensions))
+    return shape
+
+
+def _read_dimension(value: Any, parameter: str) -> tuple[str | None, int, int | None]:
     if isinstance(value, str) and value:
         return value, 0, None
     if isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], str) and value[0]:
-        low = read_count(value[1], f"the lower bound of {value[0]!r}", minimum=0)
-        high = None if value[2] is None else read_count(value[2], f"the upper bound of {value[0]!r}", minimum=low)
+        low = read_count(value[1], f"{parameter}: the lower bound of {value[0]!r}", minimum=0)
+        high = None
+        if value[2] is not None:
+            high = read_count(value[2], f"{parameter}: the upper bound of {value[0]!r}", minimum=low)
         return value[0], low, high
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return None, value, value
-    raise MisuseError(f"shape: dimension {at} is {value!r}. Pass a number, a name, or (name, smallest, largest).")
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = read_count(value, parameter, minimum=0)
+        return None, size, size
+    raise invalid(parameter, value, f"is a {type(value).__name__}", "a number, a name, or (name, smallest, largest)")
 
 
 def _show(dimension: tuple[str | None, int, int | None]) -> str:
@@ -115,7 +126,10 @@ class AccumulationBufferDynamic:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        symbolic = shape if isinstance(shape, SymbolicShape) else SymbolicShape(*shape)
+        example = "SymbolicShape('slots', 8)"
+        symbolic = (
+            shape if isinstance(shape, SymbolicShape) else _read_shape(read_list(shape, "shape", example), "shape")
+        )
         if not len(symbolic):
             raise MisuseError("shape has no dimension to grow along. Pass for example SymbolicShape('slots', 8).")
         self.max_size = read_count(max_size, "max_size")
@@ -128,11 +142,17 @@ class AccumulationBufferDynamic:
                 f"shape begins with {low} slots, max_size is {self.max_size}. Pass max_size={low} or more."
             )
         self._size = low
-        self._options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self._options: dict[str, Any] = {"dtype": read_dtype(dtype, "dtype"), "device": read_device(device, "device")}
         fixed = [None if name is not None else low for name, low, _ in symbolic.dimensions[1:]]
         self._item: list[int] | None = None if None in fixed else [size for size in fixed if size is not None]
         self._storage: Tensor | None = None
         self.reallocations = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the slots are."""
+        device: torch.device = self._options["device"]
+        return device
 
     @property
     def current_size(self) -> int:
@@ -147,8 +167,7 @@ class AccumulationBufferDynamic:
     def accumulate(self, gradient: Tensor, start_idx: int, count: int) -> None:
         """Add `count` slots' gradients from slot `start_idx` on; slots up to `max_size` come into being as needed."""
         start, count = read_count(start_idx, "start_idx", minimum=0), read_count(count, "count", minimum=0)
-        if not isinstance(gradient, Tensor):
-            raise MisuseError(f"gradient is a {type(gradient).__name__}. Pass a tensor.")
+        read_gradient(gradient, "gradient")
         if start + count > self._upper:
             raise MisuseError(
                 f"start_idx={start} and count={count} reach slot {start + count}, there is room for {self._upper}. "
@@ -162,6 +181,10 @@ class AccumulationBufferDynamic:
         problem = self.buffer_shape.problem((low if name is None else max(self._size, start + count), *item))
         if problem:
             raise MisuseError(f"gradient does not fit {self.buffer_shape}: {problem}.")
+        if gradient.layout != torch.strided or gradient.device != self.device:
+            raise invalid(
+                "gradient", gradient, f"is {gradient.layout} on {gradient.device}", f"a dense one on {self.device}"
+            )
         self._item = item
         if start + count > self._size:
             self.resize(start + count)

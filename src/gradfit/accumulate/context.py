@@ -10,9 +10,11 @@ from gradfit.accumulate.plain_backwards import PlainBackwards
 from gradfit.accumulate.scaled_losses import observe_scaler
 from gradfit.accumulate.strategy import Strategy
 from gradfit.accumulate.window import Window
+from gradfit.arguments import read_instance
+from gradfit.not_copied import NotCopied
 
 
-class AccumulationContext(Window):
+class AccumulationContext(Window, NotCopied):
     """An explicit window over some tensors: `target_steps` micro-batches become one gradient, their mean.
 
     `GradientAccumulator` does everything with one of these; alone it serves a hand-written update. Backward passes
@@ -39,6 +41,7 @@ class AccumulationContext(Window):
     """
 
     bare = False
+    _instead_of_copy = "Make one for the copied tensors."
 
     def __init__(
         self,
@@ -49,6 +52,8 @@ class AccumulationContext(Window):
         scaler: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        if strategy is not None:
+            read_instance(strategy, "strategy", Strategy, "FixedTargetBatch(n) or another gradfit strategy")
         super().__init__(target_steps, strategy=strategy, optimizer=optimizer, scaler=scaler, dtype=dtype)
         self.plain = PlainBackwards(self)
         if scaler is not None:

@@ -9,9 +9,10 @@ from torch import Tensor
 from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.accumulate.optimizers import AnyOptimizer
 from gradfit.arguments import invalid, read_count
+from gradfit.not_copied import NotCopied
 
 
-class GradAccumulator:
+class GradAccumulator(NotCopied):
     """Wraps an optimizer and delays its step until `accumulation_steps` micro-batches have been backpropagated.
 
     Call `step()` after each `loss.backward()`. It is a `GradientAccumulator` with nothing to choose; take that one for
@@ -38,10 +39,14 @@ class GradAccumulator:
         MisuseError: the other two are not what they should be.
     """
 
+    _instead_of_copy = "Make one for the copied optimizer."
+
     def __init__(self, optimizer: AnyOptimizer, parameters: Iterable[Tensor], accumulation_steps: int) -> None:
         steps = read_count(accumulation_steps, "accumulation_steps")
         if optimizer is None or isinstance(optimizer, int):
             raise invalid("optimizer", optimizer, "is no optimizer", "torch.optim.SGD(parameters, lr=0.1)")
+        if parameters is None:
+            raise invalid("parameters", parameters, "is a NoneType", "model.parameters() or a list of tensors")
         self._accumulator = GradientAccumulator(optimizer, steps, parameters=parameters)
         self._optimizer = optimizer
 

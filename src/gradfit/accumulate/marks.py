@@ -15,6 +15,7 @@ from typing import Protocol
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gradfit.arguments import read_tensor
 from gradfit.errors import MisuseError
 
 
@@ -115,8 +116,7 @@ def enable_grad_accumulation(tensor: Tensor) -> None:
     >>> disable_grad_accumulation(w); has_grad_accumulation(w)
     False
     """
-    if not isinstance(tensor, Tensor):
-        raise MisuseError(f"tensor is a {type(tensor).__name__}. Pass a parameter.")
+    read_tensor(tensor, "tensor", "a parameter")
     if not tensor.is_leaf or not (tensor.is_floating_point() or tensor.is_complex()):
         kind = "not a leaf" if not tensor.is_leaf else f"of type {tensor.dtype}"
         raise MisuseError(f"tensor is {kind}: nothing accumulates in it. Pass a parameter.")
@@ -126,7 +126,7 @@ def enable_grad_accumulation(tensor: Tensor) -> None:
 
 def disable_grad_accumulation(tensor: Tensor) -> None:
     """Take the mark away, and what was accumulated with it; a tensor that a window holds stays in that window."""
-    if tensor in _enabled:
+    if read_tensor(tensor, "tensor", "a parameter") in _enabled:
         del _enabled[tensor]
         if not has_grad_accumulation(tensor):
             tensor.grad = None
@@ -134,4 +134,5 @@ def disable_grad_accumulation(tensor: Tensor) -> None:
 
 def has_grad_accumulation(tensor: Tensor) -> bool:
     """Whether this tensor accumulates: marked by hand, or held by a window."""
+    read_tensor(tensor, "tensor", "a parameter")
     return tensor in _enabled or (tensor in _holders and len(_holders[tensor]) > 0)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from gradfit.arguments import Number as Number
+from gradfit.arguments import invalid, plain_number
 from gradfit.arguments import read_count as read_count
 from gradfit.errors import MisuseError
 
@@ -23,13 +24,11 @@ def read_weight(value: Any, name: str = "weight") -> Number:
     """
     if isinstance(value, Tensor) and value.numel() != 1:
         raise MisuseError(f"{name} has shape {tuple(value.shape)}, expected one number. Pass {name}=mask.sum().")
-    number = value if type(value) in (int, float) else value.item() if hasattr(value, "item") else value
+    number = value if type(value) in (int, float) else plain_number(value)
     if isinstance(number, bool) or not isinstance(number, int | float):
-        raise MisuseError(
-            f"{name}={value!r} is not a number. Pass how many items the loss is about: {name}=len(batch)."
-        )
+        raise invalid(name, value, "is not a number", f"how many items the loss is about: {name}=len(batch)")
     if not 0 <= number < math.inf:
-        raise MisuseError(f"{name}={number!r} must be 0 or more, and finite. Pass how many items the loss is about.")
+        raise invalid(name, number, "must be 0 or more, and finite", "how many items the loss is about")
     if number > _LARGEST:
         raise MisuseError(
             f"{name} is more than {_LARGEST:g}, and sums of it overflow. Divide all weights by one number."

@@ -11,6 +11,7 @@ from torch import Tensor
 from gradfit.accumulate.numbers import Number, check_loss, read_count, read_weight
 from gradfit.accumulate.optimizers import check_optimizer, parameters_of
 from gradfit.accumulate.strategy import Strategy
+from gradfit.arguments import read_choice, read_flag, read_number
 from gradfit.errors import MisuseError
 
 
@@ -41,14 +42,9 @@ def check(
         if optimizer is None:
             raise MisuseError("scaler steps the optimizer itself, and there is none. Pass optimizer= with it.")
     if clip is not None and not callable(getattr(clip, "clip_grads", None)):
-        if isinstance(clip, bool) or not isinstance(clip, int | float):
-            raise MisuseError(f"clip={clip!r} is not a norm. Pass clip=1.0 or a GradientClipper.")
-        if not clip > 0:
-            raise MisuseError(f"clip={clip!r} must be more than 0. Pass for example clip=1.0.")
-    if not isinstance(isolate, bool):
-        raise MisuseError(f"isolate={isolate!r} is not True or False. Pass isolate=True to hold micro-batches apart.")
-    if on_nonfinite not in ("raise", "skip"):
-        raise MisuseError(f"on_nonfinite={on_nonfinite!r} is not known. Pass on_nonfinite='raise' or 'skip'.")
+        read_number(clip, "clip", above=0)
+    read_flag(isolate, "isolate")
+    read_choice(on_nonfinite, "on_nonfinite", ("raise", "skip"))
 
 
 def read_optimizer_or_steps(optimizer: Any, steps: Any) -> tuple[Any, Any]:

@@ -12,8 +12,9 @@ from torch.linalg import vector_norm
 
 from gradfit import _torch
 from gradfit.accumulate.numbers import Number, read_weight
+from gradfit.arguments import read_gradient, read_number
 from gradfit.autograd.stats import total_norm, values_of
-from gradfit.errors import MisuseError, NonFiniteGradient
+from gradfit.errors import NonFiniteGradient
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -33,25 +34,24 @@ class GradientScaling:
     @staticmethod
     def scale_by_batch_size(gradient: Tensor, batch_size: Number, reference_size: Number) -> Tensor:
         """A mean over `batch_size` items, as it counts in a mean over `reference_size` items: times their ratio."""
-        return gradient * (read_weight(batch_size, "batch_size") / _positive(reference_size, "reference_size"))
+        size, reference = read_weight(batch_size, "batch_size"), _positive(reference_size, "reference_size")
+        return read_gradient(gradient, "gradient") * (size / reference)
 
     @staticmethod
     def average_accumulated(accumulated: Tensor, total_batch_size: Number, reference_size: Number) -> Tensor:
         """The mean over all items, from a sum of gradients made with `scale_by_batch_size`."""
         reference, total = _positive(reference_size, "reference_size"), _positive(total_batch_size, "total_batch_size")
-        return accumulated * (reference / total)
+        return read_gradient(accumulated, "accumulated") * (reference / total)
 
     @staticmethod
     def normalize_batch_gradient(gradient: Tensor, batch_size: Number) -> Tensor:
         """The mean over `batch_size` items, from the gradient of their sum."""
-        return gradient / _positive(batch_size, "batch_size")
+        return read_gradient(gradient, "gradient") / _positive(batch_size, "batch_size")
 
 
 def _positive(value: Number, name: str) -> Number:
-    number = read_weight(value, name)
-    if not number:
-        raise MisuseError(f"{name}=0 must be more than 0: a mean over no items is not defined. Pass {name}=1 or more.")
-    return number
+    """A mean over no items is not defined."""
+    return read_number(value, name, above=0, like=1)
 
 
 def gradient_norm(gradients: list[Tensor]) -> float:

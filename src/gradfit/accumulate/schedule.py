@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence, Sized
 
+from torch import Tensor
 from torch.utils.data import Sampler
 
-from gradfit.accumulate.numbers import read_count
+from gradfit.arguments import invalid, read_count, read_list
 from gradfit.errors import MisuseError
 
 
@@ -22,9 +23,7 @@ class VariableBatchScheduler:
     """
 
     def __init__(self, batch_schedule: Sequence[int]) -> None:
-        if isinstance(batch_schedule, int | str) or not isinstance(batch_schedule, Iterable):
-            raise MisuseError(f"batch_schedule={batch_schedule!r} is not a list. Pass for example [8, 16, 32].")
-        sizes = list(batch_schedule)
+        sizes = read_list(batch_schedule, "batch_schedule", "a list, for example [8, 16, 32]")
         if not sizes:
             raise MisuseError("batch_schedule is empty. Pass for example [8, 16, 32].")
         self.batch_schedule = [read_count(size, f"batch_schedule[{step}]") for step, size in enumerate(sizes)]
@@ -75,9 +74,9 @@ class VariableBatchScheduler:
         Every pass over it begins at the schedule's first step and ends with the sampler; the last batch holds what is
         left. The scheduler's own step is not moved.
         """
-        if not isinstance(sampler, Iterable):
-            raise MisuseError(
-                f"sampler is a {type(sampler).__name__}. Pass RandomSampler(dataset) or range(len(dataset))."
+        if isinstance(sampler, str | bytes | Tensor) or not isinstance(sampler, Iterable):
+            raise invalid(
+                "sampler", sampler, f"is a {type(sampler).__name__}", "RandomSampler(dataset) or range(len(dataset))"
             )
         return ScheduledBatchSampler(sampler, tuple(self.batch_schedule))
 

@@ -6,8 +6,8 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any
 
-from gradfit.accumulate.numbers import Number, read_count, read_weight
-from gradfit.errors import MisuseError, StateError
+from gradfit.arguments import Number, read_choice, read_count, read_mapping, read_number
+from gradfit.errors import StateError
 
 
 class Strategy(ABC):
@@ -40,7 +40,7 @@ class Strategy(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
-        if state:
+        if read_mapping(state, "state", "what state_dict() gave"):
             raise StateError(f"The state is that of another strategy than {self!r}: it holds {sorted(state)}.")
 
 
@@ -75,9 +75,7 @@ class FixedTargetBatch(Strategy):
     """
 
     def __init__(self, batch_size: Number) -> None:
-        self.batch_size = read_weight(batch_size, "batch_size")
-        if self.batch_size == 0:
-            raise MisuseError("batch_size=0 must be more than 0. Pass how many items one update is about.")
+        self.batch_size = read_number(batch_size, "batch_size", above=0, like=64)
 
     def is_complete(self, micro_batches: int, weight: Number) -> bool:
         return weight >= self.batch_size
@@ -126,15 +124,11 @@ class AdaptiveAccumulation(Strategy):
         max_steps: int = 1024,
         smoothing: float = 0.9,
     ) -> None:
-        self.target_batch_size = FixedTargetBatch(target_batch_size).batch_size
-        if by not in ("variance", "noise_scale"):
-            raise MisuseError(f"by={by!r} is not known. Pass by='variance' or by='noise_scale'.")
-        if not 0 <= smoothing < 1:
-            raise MisuseError(f"smoothing={smoothing!r} must lie between 0 and 1. Pass 0.9.")
-        self.by = by
+        self.target_batch_size = read_number(target_batch_size, "target_batch_size", above=0, like=64)
+        self.by = read_choice(by, "by", ("variance", "noise_scale"))
         self.min_steps = read_count(min_steps, "min_steps")
         self.max_steps = read_count(max_steps, "max_steps", minimum=self.min_steps)
-        self.smoothing = smoothing
+        self.smoothing = float(read_number(smoothing, "smoothing", minimum=0, below=1, like=0.9))
         self.needs_norms = by == "noise_scale"
         self._state: dict[str, float] = {
             "noise": 0.0,
@@ -224,9 +218,9 @@ class AdaptiveAccumulation(Strategy):
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if set(state) != set(self._state):
-            raise StateError(f"The state is not one of {self!r}: it holds {sorted(state)}.")
-        self._state = dict(state)
+        if set(read_mapping(state, "state", "what state_dict() gave")) != set(self._state):
+            raise StateError(f"The state is not one of {self!r}: it holds {sorted(map(str, state))}.")
+        self._state = {name: read_number(value, f"state[{name!r}]") for name, value in state.items()}
 
     def __repr__(self) -> str:
         return f"AdaptiveAccumulation({self.target_batch_size}, by={self.by!r})"

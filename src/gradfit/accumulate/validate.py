@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradfit.accumulate.numbers import read_weight
+from gradfit.arguments import read_list
 from gradfit.errors import MisuseError
 
 
@@ -28,6 +29,8 @@ class GradientAccumulationValidator:
 
     def validate_accumulation(self, gradients: Sequence[Tensor], batch_sizes: Sequence[int]) -> bool:
         """Whether these gradients, each a mean over so many items, can be accumulated."""
+        gradients = read_list(gradients, "gradients", "a list of gradients")
+        batch_sizes = read_list(batch_sizes, "batch_sizes", "a list of numbers")
         problems: list[str] = []
         if not len(gradients):
             problems.append("gradients is empty: there is nothing to accumulate.")
@@ -56,6 +59,7 @@ class GradientAccumulationValidator:
 
     def validate_accumulated_shape(self, accumulated: Tensor, components: Sequence[Tensor]) -> bool:
         """Whether `accumulated` can be the sum or mean of these gradients."""
+        components = read_list(components, "components", "a list of gradients")
         problems = [] if len(components) else ["components is empty: a sum of nothing has no shape."]
         for position, component in enumerate(components):
             misfit = self.incompatibility(accumulated, component)
@@ -94,6 +98,8 @@ def _problems_of(gradient: Any, name: str) -> list[str]:
         return [f"{name} is a {type(gradient).__name__}, not a tensor."]
     if not (gradient.is_floating_point() or gradient.is_complex()):
         return [f"{name} is {gradient.dtype}, which no gradient is."]
+    if gradient.is_meta:
+        return [f"{name} is on {gradient.device}: it has no values."]
     values = gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
     bad = int((~values.isfinite()).sum().item())
     return [f"{name} holds {bad} NaN or infinite of {values.numel()} elements."] if bad else []

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradfit.arguments import invalid, read_callable, read_number
 from gradfit.autograd.differences import Probe
 from gradfit.errors import GradientMismatch, MisuseError
 
@@ -88,8 +89,9 @@ def check_gradients(fn: Callable[..., Any], *inputs: Any, eps: float | None = No
     Traceback (most recent call last):
     gradfit.errors.GradientMismatch: custom_op: 1 of 3 elements differ; ... Worst: input 0, element (2,): backward ...
     """
-    if eps is not None and not (eps > 0 and math.isfinite(eps)):
-        raise MisuseError(f"eps={eps!r} must be positive. Leave it out, or pass for example 1e-3.")
+    read_callable(fn, "fn", "the function to check", arguments=len(inputs))
+    if eps is not None:
+        eps = float(read_number(eps, "eps", above=0, like=1e-3))
     checked = [at for at, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
     checked = checked or [at for at, v in enumerate(inputs) if isinstance(v, Tensor) and v.is_floating_point()]
     if not checked:
@@ -97,6 +99,8 @@ def check_gradients(fn: Callable[..., Any], *inputs: Any, eps: float | None = No
     for at in checked:
         if not inputs[at].is_floating_point():
             raise MisuseError(f"inputs[{at}] is {inputs[at].dtype}, expected a real floating-point tensor.")
+        if inputs[at].is_meta or inputs[at].layout != torch.strided or not inputs[at].numel():
+            raise invalid(f"inputs[{at}]", inputs[at], "has no elements that could be changed", "a dense tensor")
     probe = Probe(fn, inputs, checked)
     analytic = probe.analytic()
     wrong: list[ElementCheck] = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from gradfit.autograd.gradients import GradientMap, clip_factor
+from gradfit.arguments import read_flag, read_number
+from gradfit.autograd.gradients import GradientMap, clip_factor, gradients_of
 from gradfit.autograd.inputs import Inputs, label
 from gradfit.autograd.stats import total_norm
 from gradfit.errors import MisuseError
@@ -30,9 +31,9 @@ class GradientClipper:
         if max_norm is None and max_value is None:
             raise MisuseError("GradientClipper has no bound. Pass max_norm=1.0, max_value=0.5, or both.")
         for name, bound in (("max_norm", max_norm), ("max_value", max_value)):
-            if bound is not None and not bound > 0:
-                raise MisuseError(f"{name}={bound!r} must be more than 0. Pass for example {name}=1.0.")
-        if per_parameter and max_norm is None:
+            if bound is not None:
+                read_number(bound, name, above=0)
+        if read_flag(per_parameter, "per_parameter") and max_norm is None:
             raise MisuseError("per_parameter=True bounds each gradient's norm. Pass max_norm=1.0 with it.")
         self.max_norm = max_norm
         self.max_value = max_value
@@ -45,9 +46,8 @@ class GradientClipper:
         returned, are those of the unscaled gradients. A NaN or an infinity raises `NonFiniteGradient` with the names
         of the parameters, and nothing is changed.
         """
-        if not scale > 0:
-            raise MisuseError(f"scale={scale!r} must be more than 0. Pass scaler.get_scale(), or 1.0.")
-        found = grads if isinstance(grads, GradientMap) else GradientMap.from_grads(grads)
+        scale = read_number(scale, "scale", above=0)
+        found = grads if isinstance(grads, GradientMap) else gradients_of(grads, "grads")
         norm = found.norm()
         found.require_finite(norm)
         if self.max_value is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradfit.arguments import read_callable, read_text
 from gradfit.errors import MisuseError
 
 Gradients = Tensor | None | Sequence[Tensor | None]
@@ -93,9 +94,10 @@ def custom_op(
     >>> double(x).sum().backward(); x.grad
     tensor([2., 2.])
     """
-    for argument, function in (("forward", forward), ("backward", backward)):
-        if not callable(function):
-            raise MisuseError(f"{argument} is a {type(function).__name__}, not a function. Pass a callable.")
+    read_callable(forward, "forward", "a function of the inputs")
+    read_callable(backward, "backward", "a function of the gradient and the inputs")
+    if name is not None:
+        read_text(name, "name", "for example 'double'")
     given = name if name is not None else getattr(forward, "__name__", "custom_op")
     return CustomOp(forward, backward, given if given.isidentifier() else "custom_op")
 

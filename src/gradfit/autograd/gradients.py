@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradfit import _torch
+from gradfit.arguments import (
+    invalid,
+    read_flag,
+    read_list,
+    read_mapping,
+    read_number,
+    read_tensor,
+    read_text,
+    show,
+)
 from gradfit.autograd.inputs import Inputs, label, named_tensors
 from gradfit.autograd.nodes import backward_order, leaf_of, operation_name
 from gradfit.autograd.stats import GradientStats, total_norm, values_of
@@ -37,7 +49,7 @@ class GradientMap(MutableMapping[Key, Tensor]):
         self._tensors: dict[str, Tensor] = {}
         self._names: dict[Tensor, str] = {}
         self._ids: dict[int, Key] = {}  # of the tensors, which are held: no other tensor has such an id meanwhile
-        for key, gradient in gradients.items() if isinstance(gradients, Mapping) else gradients:
+        for key, gradient in _pairs(gradients):
             self[key] = gradient
 
     @classmethod
@@ -48,11 +60,7 @@ class GradientMap(MutableMapping[Key, Tensor]):
         >>> list(GradientMap.from_grads(layer))
         ['weight', 'bias']
         """
-        grads = cls()
-        for name, tensor in named_tensors(source, argument="source"):
-            if tensor.grad is not None:
-                grads.bind(name or tensor, tensor, tensor.grad)
-        return grads
+        return gradients_of(source, "source")
 
     # -- a mapping ------------------------------------------------------------------------------------------------
 
@@ -62,23 +70,27 @@ class GradientMap(MutableMapping[Key, Tensor]):
         return self._gradients[self._key(key)]
 
     def __setitem__(self, key: Key, gradient: Tensor) -> None:
+        if not isinstance(key, str | Tensor | int):
+            raise invalid("key", key, f"is a {type(key).__name__}", "a name or a tensor")
         key = self._key(key)
-        tensor = key if isinstance(key, Tensor) else self._tensors.get(str(key))
-        if not isinstance(gradient, Tensor):
-            raise MisuseError(f"The gradient of {label(key)} is a {type(gradient).__name__}. Pass a tensor.")
+        if isinstance(key, int):
+            raise invalid("key", key, "is the id of no tensor in this map, and holds none", "the tensor itself")
+        if isinstance(key, str) and not key:
+            raise invalid("key", key, "is empty", "a name or a tensor")
+        tensor = key if isinstance(key, Tensor) else self._tensors.get(key)
+        read_tensor(gradient, "gradient", f"the gradient of {label(key)}, which is a tensor")
         if tensor is not None and gradient.shape != tensor.shape:
             raise MisuseError(
-                f"The gradient of {label(key)} has shape {tuple(gradient.shape)}, expected {tuple(tensor.shape)}."
+                f"gradient: that of the key {label(key)} has shape {tuple(gradient.shape)}, expected "
+                f"{tuple(tensor.shape)}, the tensor's. Pass it in that shape."
             )
-        if isinstance(key, int):
-            raise MisuseError(f"key={key} is the id of no tensor in this map, and holds none. Pass the tensor itself.")
         if tensor is not None:
             self._ids[id(tensor)] = key
         self._gradients[key] = gradient
 
     def __delitem__(self, key: Key) -> None:
         key = self._key(key)
-        if key not in self._gradients:
+        if key not in self:
             raise self._unknown(key)
         tensor = self.tensor(key)
         del self._gradients[key]
@@ -121,6 +133,13 @@ class GradientMap(MutableMapping[Key, Tensor]):
 
     def bind(self, key: Key, tensor: Tensor | None, gradient: Tensor) -> None:
         """Put a gradient in under a name, together with the tensor it belongs to."""
+        if tensor is not None:
+            read_tensor(tensor, "tensor", "the tensor that the gradient is of, or None")
+            if isinstance(gradient, Tensor) and gradient.shape != tensor.shape:
+                raise MisuseError(
+                    f"gradient: that of {label(key)} has shape {tuple(gradient.shape)}, expected "
+                    f"{tuple(tensor.shape)}, the tensor's. Pass it in that shape."
+                )
         if isinstance(key, str) and tensor is not None:
             self._tensors[key] = tensor
             self._names[tensor] = key
@@ -144,11 +163,15 @@ class GradientMap(MutableMapping[Key, Tensor]):
         tensor([0.5000])
         tensor([1.5000])
         """
-        found = [(self._match(key, other), key, gradient) for key, gradient in other.items()]
+        alpha = read_number(alpha, "alpha")
+        found = []
+        for key, gradient in read_mapping(other, "other", "a GradientMap, or gradients by name").items():
+            read_tensor(gradient, f"other[{label(key)}]", "gradients by name")
+            found.append((self._match(key, other), key, gradient))
         for mine, key, gradient in found:  # every problem before any change
             if mine is not None and self[mine].shape != gradient.shape:
                 raise MisuseError(
-                    f"add_: {label(key)} has shape {tuple(gradient.shape)}, expected {tuple(self[mine].shape)}."
+                    f"other: {label(key)} has shape {tuple(gradient.shape)}, expected {tuple(self[mine].shape)}."
                 )
         for mine, key, gradient in found:
             if mine is not None:
@@ -159,7 +182,11 @@ class GradientMap(MutableMapping[Key, Tensor]):
         return self
 
     def scale_(self, factor: float | Tensor) -> GradientMap:
-        """Multiply every gradient by a number."""
+        """Multiply every gradient by a number, or by a tensor of one."""
+        if not isinstance(factor, Tensor):
+            factor = read_number(factor, "factor")
+        elif factor.numel() != 1 or factor.is_complex() or factor.is_meta or factor.layout != torch.strided:
+            raise invalid("factor", factor, "is not one number", "factor=0.5")
         for gradient in self._gradients.values():
             gradient.mul_(factor)
         return self
@@ -173,7 +200,8 @@ class GradientMap(MutableMapping[Key, Tensor]):
 
     def norm(self, p: float = 2.0) -> Tensor:
         """The norm of all gradients taken as one vector; differentiable if they are (`create_graph=True`)."""
-        return total_norm(self._gradients.values(), p)
+        bound = math.inf if isinstance(p, float) and p == math.inf else read_number(p, "p", above=0, like=2)
+        return total_norm(self._gradients.values(), bound)
 
     def clip_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; gives the norm before.
@@ -181,8 +209,7 @@ class GradientMap(MutableMapping[Key, Tensor]):
         A NaN or an infinity would spread to every gradient, so it raises `NonFiniteGradient` with the names, and
         nothing is changed.
         """
-        if not max_norm > 0:
-            raise MisuseError(f"max_norm={max_norm!r} must be more than 0. Pass for example max_norm=1.0.")
+        max_norm = read_number(max_norm, "max_norm", above=0)
         norm = self.norm()
         self.require_finite(norm)
         self.scale_(clip_factor(norm, max_norm))
@@ -196,8 +223,11 @@ class GradientMap(MutableMapping[Key, Tensor]):
 
     def require_finite(self, norm: Tensor | None = None) -> None:
         """Raise `NonFiniteGradient` with the names if anything is not finite; a finite `norm` saves the search."""
-        if norm is not None and bool(norm.isfinite()):
-            return
+        if norm is not None:
+            if not isinstance(norm, Tensor) or norm.numel() != 1 or norm.is_meta:
+                raise invalid("norm", norm, "is not one number in a tensor", "grads.norm()")
+            if bool(norm.isfinite()):
+                return
         bad = self.nonfinite()
         if bad:
             stats = {key: GradientStats.of(self[key]) for key in bad[:5]}
@@ -243,10 +273,13 @@ class GradientMap(MutableMapping[Key, Tensor]):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take the values of a saved map with the same entries; an empty map takes any."""
+        for name, gradient in read_mapping(state, "state", "what state_dict() gave").items():
+            read_text(name, "state", "what state_dict() gave")
+            read_tensor(gradient, f"state[{name!r}]", "what state_dict() gave")
         mine = {key if isinstance(key, str) else str(at): key for at, key in enumerate(self._gradients)}
         if mine and set(mine) != set(state):
             raise StateError(
-                f"The state does not belong to this map: missing {sorted(set(mine) - set(state))}, "
+                f"state: it does not belong to this map: missing {sorted(set(mine) - set(state))}, "
                 f"unexpected {sorted(set(state) - set(mine))}. Load into a map of the same model, or an empty one."
             )
         for name, key in mine.items():
@@ -282,17 +315,17 @@ class GradientMap(MutableMapping[Key, Tensor]):
     def _unknown(self, key: object) -> UnknownName:
         if isinstance(key, Tensor):
             return UnknownName(
-                f"There is no gradient for this tensor of shape {tuple(key.shape)}: the loss does not depend on it, "
-                f"or it was not among the inputs. The map holds {len(self)} gradients."
+                f"key: there is no gradient for this tensor of shape {tuple(key.shape)}: the loss does not depend on "
+                f"it, or it was not among the inputs. The map holds {len(self)} gradients."
             )
         names = [name for name in self._gradients if isinstance(name, str)]
         if not names:
             return UnknownName(
-                f"{key!r}: these gradients have no names. Pass inputs=model to backward, or look up by tensor."
+                f"key={show(key)}: these gradients have no names. Pass inputs=model to backward, or look up by tensor."
             )
-        close = difflib.get_close_matches(str(key), names, n=3) or names[:3]
+        close = difflib.get_close_matches(str(key)[:200], names, n=3) or names[:3]
         return UnknownName(
-            f"There is no gradient named {key!r}. The nearest of {len(names)} names: {', '.join(close)}."
+            f"key={show(key)}: there is no gradient of that name. The nearest of {len(names)}: {', '.join(close)}."
         )
 
 
@@ -308,8 +341,8 @@ def backward(loss: Tensor, inputs: Inputs | None = None, create_graph: bool = Fa
     >>> grads["weight"], layer.weight.grad
     (tensor([[2., 2., 2.]]), None)
     """
-    if not isinstance(loss, Tensor):
-        raise MisuseError(f"loss is a {type(loss).__name__}. Pass the tensor that the model's loss returned.")
+    read_tensor(loss, "loss", "the tensor that the model's loss returned")
+    read_flag(create_graph, "create_graph")
     if loss.numel() != 1:
         raise MisuseError(f"loss has shape {tuple(loss.shape)}, expected one number. Pass loss.mean() or loss.sum().")
     if not loss.requires_grad:
@@ -356,6 +389,30 @@ def backward(loss: Tensor, inputs: Inputs | None = None, create_graph: bool = Fa
                 "Leave it out, or pass the model, whose unused parameters are left out."
             )
     return result
+
+
+def _pairs(gradients: Any) -> list[tuple[Any, Any]]:
+    """What a map is made from, key by key."""
+    example = "{name: gradient} or pairs of both"
+    if isinstance(gradients, Mapping):
+        pairs = list(gradients.items())
+    else:
+        pairs = read_list(gradients, "gradients", example)
+    for at, pair in enumerate(pairs):
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise invalid(f"gradients[{at}]", pair, "is not a pair", example)
+        if not isinstance(pair[1], Tensor):
+            raise invalid("gradients", pair[1], f"is a {type(pair[1]).__name__} under {label(pair[0])}", example)
+    return pairs
+
+
+def gradients_of(source: Inputs, argument: str) -> GradientMap:
+    """`GradientMap.from_grads` of what came in under this name."""
+    grads = GradientMap()
+    for name, tensor in named_tensors(source, argument=argument):
+        if tensor.grad is not None:
+            grads.bind(name or tensor, tensor, tensor.grad)
+    return grads
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradfit import _torch, records
-from gradfit.arguments import read_instance, read_tensor
+from gradfit.arguments import read_index, read_instance, read_list, read_tensor
 from gradfit.autograd.nodes import backward_order, leaf_of, operation_name
 from gradfit.autograd.origin import Origin, OriginRecorder
 from gradfit.autograd.saved import SavedTensor, parameter_storages, saved_by, storage_of
@@ -71,7 +71,7 @@ class AutogradGraph:
         return len(self.entries)
 
     def __getitem__(self, position: int) -> GradientEntry:
-        return self.entries[position]
+        return self.entries[read_index(position, "position", len(self.entries))]
 
     @property
     def saved_bytes(self) -> int:
@@ -139,7 +139,7 @@ def topological_sort(entries: Iterable[GradientEntry]) -> list[int]:
     Raises:
         GraphError: an operation needs its own result.
     """
-    given = list(read_instance(entries, "entries", Iterable, "AutogradContext.graph(loss)"))
+    given = read_list(entries, "entries", "AutogradContext.graph(loss)")
     maker: dict[int, int] = {}
     for position, entry in enumerate(given):
         read_instance(entry, f"entries[{position}]", GradientEntry, "AutogradContext.graph(loss)")
@@ -161,7 +161,7 @@ def graph_of(loss: Tensor, recorder: OriginRecorder | None) -> AutogradGraph:
     """Write down the graph behind a tensor."""
     read_tensor(loss, "loss", "the tensor that the model's loss returned")
     if not loss.requires_grad:
-        raise GraphError("graph: this tensor has no graph. Compute it with requires_grad=True, outside no_grad().")
+        raise GraphError("loss has no graph. Compute it with requires_grad=True, outside no_grad().")
     nodes = backward_order(loss)[::-1]
     owned = parameter_storages(nodes)
     storages: dict[int, int] = {}

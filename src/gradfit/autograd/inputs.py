@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
+from gradfit.arguments import read_list
 from gradfit.errors import MisuseError
 
 Inputs = Tensor | nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
-_EXPECTED = "Pass a tensor, a list of tensors, a model, or names with tensors."
+_EXPECTED = "a tensor, a list of tensors, a model, or names with tensors"
 
 
 def named_tensors(source: Inputs, *, argument: str) -> list[tuple[str | None, Tensor]]:
@@ -27,16 +28,14 @@ def named_tensors(source: Inputs, *, argument: str) -> list[tuple[str | None, Te
         items = source.named_parameters()
     elif isinstance(source, Mapping):
         items = source.items()
-    elif isinstance(source, Iterable):
-        items = source
     else:
-        raise MisuseError(f"{argument} is a {type(source).__name__}. {_EXPECTED}")
+        items = read_list(source, argument, _EXPECTED)
     names: set[str] = set()
     seen: dict[Tensor, int] = {}
     for position, item in enumerate(items):
         name, tensor = item if isinstance(item, tuple) and len(item) == 2 else (None, item)
         if not isinstance(tensor, Tensor) or not isinstance(name, str | None):
-            raise MisuseError(f"{argument}[{position}] is {type(tensor).__name__}, not a tensor. {_EXPECTED}")
+            raise MisuseError(f"{argument}[{position}] is {type(tensor).__name__}, not a tensor. Pass {_EXPECTED}.")
         if tensor in seen or name in names:
             first = seen.get(tensor, position)
             raise MisuseError(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradfit.arguments import invalid, read_count, read_flag, read_gradient, read_mapping, read_number
 from gradfit.autograd.gradients import GradientMap
 from gradfit.autograd.stats import values_of
 from gradfit.errors import MisuseError, NonFiniteGradient, StateError
@@ -44,20 +45,12 @@ class LossScaler:
         *,
         dynamic: bool = True,
     ) -> None:
-        if not (init_scale > 0 and math.isfinite(init_scale)):
-            raise MisuseError(f"init_scale={init_scale!r} must be positive and finite. Pass for example 2.0**16.")
-        if not growth_factor > 1:
-            raise MisuseError(f"growth_factor={growth_factor!r} must be more than 1. Pass 2.0, or dynamic=False.")
-        if not 0 < backoff_factor < 1:
-            raise MisuseError(f"backoff_factor={backoff_factor!r} must lie between 0 and 1. Pass 0.5.")
-        if growth_interval < 1:
-            raise MisuseError(f"growth_interval={growth_interval!r} must be at least 1. Pass 2000.")
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
-        self.growth_interval = growth_interval
-        self.dynamic = dynamic
-        self._enabled = enabled
-        self._scale = _float32(init_scale)
+        self._scale = _read_scale(init_scale, "init_scale")
+        self.growth_factor = float(read_number(growth_factor, "growth_factor", above=1, like=2))
+        self.backoff_factor = float(read_number(backoff_factor, "backoff_factor", above=0, below=1, like=0.5))
+        self.growth_interval = read_count(growth_interval, "growth_interval")
+        self.dynamic = read_flag(dynamic, "dynamic")
+        self._enabled = read_flag(enabled, "enabled")
         self._growth_tracker = 0
         self._finite: dict[object, bool] = {}  # whatever was unscaled since the last update
         self._stepped: set[object] = set()
@@ -67,11 +60,13 @@ class LossScaler:
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
+            read_gradient(outputs, "outputs")
             # A float32 factor, not a Python number: it turns a float16 loss into float32, where it cannot overflow.
             return outputs * torch.tensor(self._scale, dtype=torch.float32, device=outputs.device)
         if isinstance(outputs, list | tuple):
-            return type(outputs)(self.scale(item) for item in outputs)
-        raise MisuseError(f"scale: outputs is a {type(outputs).__name__}. Pass a loss tensor or a list of them.")
+            scaled = [self.scale(item) for item in outputs]
+            return type(outputs)(*scaled) if hasattr(outputs, "_fields") else type(outputs)(scaled)
+        raise MisuseError(f"outputs is a {type(outputs).__name__}. Pass a loss tensor or a list of them.")
 
     def unscale_(self, target: Optimizer | GradientMap) -> bool:
         """Divide the gradients by the scale, once per update; gives whether all of them are finite.
@@ -80,6 +75,7 @@ class LossScaler:
         """
         if not self._enabled:
             return True
+        _check_target(target, "target")
         gradients = list(_gradients(target))
         if target in self._stepped:
             raise MisuseError("unscale_ comes before step: this optimizer has stepped. Call update() first.")
@@ -101,10 +97,11 @@ class LossScaler:
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale if that is still to do, then `optimizer.step(*args, **kwargs)`, unless a gradient is not finite."""
+        _check_target(optimizer, "optimizer")
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        if "closure" in kwargs:
-            raise MisuseError("step: a closure computes gradients nobody has unscaled. Run it before, and pass none.")
+        if args or "closure" in kwargs:
+            raise MisuseError("args: a closure computes gradients nobody has unscaled. Run it before, and pass none.")
         if optimizer in self._stepped:
             raise MisuseError("step was called on this optimizer already. Call update() after each step.")
         if optimizer not in self._finite:
@@ -117,10 +114,7 @@ class LossScaler:
         if not self._enabled:
             return
         if new_scale is not None:
-            value = float(new_scale)
-            if not (value > 0 and math.isfinite(value)):
-                raise MisuseError(f"update: new_scale={value!r} must be positive and finite.")
-            self._scale = _float32(value)
+            self._scale = _read_scale(new_scale, "new_scale")
         elif not self._finite:
             raise MisuseError("update: no gradients were unscaled since the last update. Call step(optimizer) first.")
         elif self.dynamic:
@@ -171,15 +165,16 @@ class LossScaler:
         if not self._enabled:
             return
         needed = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+        read_mapping(state_dict, "state_dict", "what state_dict() gave")
         missing = [name for name in needed if name not in state_dict]
         if missing:
-            raise StateError(f"The state holds no {', '.join(missing)}. Save it from a scaler with enabled=True.")
-        self._scale = float(state_dict["scale"])
-        self.growth_factor = float(state_dict["growth_factor"])
-        self.backoff_factor = float(state_dict["backoff_factor"])
-        self.growth_interval = int(state_dict["growth_interval"])
-        self._growth_tracker = int(state_dict["_growth_tracker"])
-        self.dynamic = bool(state_dict.get("dynamic", self.dynamic))
+            raise StateError(f"state_dict holds no {', '.join(missing)}. Save it from a scaler with enabled=True.")
+        new = LossScaler(
+            *(state_dict[name] for name in needed[:4]), dynamic=bool(state_dict.get("dynamic", self.dynamic))
+        )  # reads every number before any is taken over
+        new._growth_tracker = read_count(state_dict["_growth_tracker"], "_growth_tracker", minimum=0)
+        names = ("_scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker", "dynamic")
+        self.__dict__.update({name: getattr(new, name) for name in names})
 
     def __repr__(self) -> str:
         mode = "dynamic" if self.dynamic else "static"
@@ -189,9 +184,16 @@ class LossScaler:
 def _gradients(target: Optimizer | GradientMap) -> Iterable[Tensor]:
     if isinstance(target, GradientMap):
         return target.values()
-    if not hasattr(target, "param_groups"):
-        raise MisuseError(f"unscale_ got a {type(target).__name__}. Pass the optimizer, or a GradientMap.")
     return (p.grad for group in target.param_groups for p in group["params"] if p.grad is not None)
+
+
+def _check_target(target: Any, name: str) -> None:
+    if not isinstance(target, GradientMap) and not hasattr(target, "param_groups"):
+        raise invalid(name, target, f"is a {type(target).__name__}", "the optimizer, or a GradientMap")
+
+
+def _read_scale(value: Any, name: str) -> float:
+    return _float32(float(read_number(value, name, above=0, maximum=torch.finfo(torch.float32).max, like=65536)))
 
 
 def _float32(value: float) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradfit.arguments import invalid, read_callable, read_list
 from gradfit.autograd.gradients import GradientMap, backward
 from gradfit.autograd.inputs import Inputs, label, named_tensors
 from gradfit.errors import MisuseError
@@ -33,6 +34,7 @@ def hessian_vector_product(loss: Tensor | Callable[..., Tensor], inputs: Inputs,
         pairs = [(name, tensor) for name, tensor in pairs if tensor.requires_grad]
     directions = _directions(pairs, vector)
     if not isinstance(loss, Tensor):
+        read_callable(loss, "loss", "a loss, or a function of the inputs", arguments=len(pairs))
         if isinstance(inputs, nn.Module | Mapping):
             raise MisuseError("loss is a function, inputs has names. Pass the loss it gives, or the tensors in a list.")
         pairs = [(name, tensor.detach().requires_grad_()) for name, tensor in pairs]
@@ -68,11 +70,17 @@ def _directions(pairs: list[tuple[str | None, Tensor]], vector: Vector) -> list[
             raise MisuseError(f"vector has no entry for {', '.join(missing[:3])}. Pass one for each of the inputs.")
         given = [vector[n if n is not None else t] for n, t in pairs]
     else:
-        given = list(vector)
+        given = read_list(vector, "vector", "one tensor for each of the inputs")
     if len(given) != len(pairs):
         raise MisuseError(f"vector holds {len(given)} tensors, inputs {len(pairs)}. Pass one for each input.")
     for (name, tensor), direction in zip(pairs, given, strict=True):
         if not isinstance(direction, Tensor) or direction.shape != tensor.shape:
             shape = tuple(direction.shape) if isinstance(direction, Tensor) else type(direction).__name__
-            raise MisuseError(f"vector for {label(name, tensor)} is {shape}, expected shape {tuple(tensor.shape)}.")
+            raise MisuseError(
+                f"vector for {label(name, tensor)}, one of the inputs, is {shape}, expected shape "
+                f"{tuple(tensor.shape)}. Pass one of the same shape."
+            )
+        if direction.dtype != tensor.dtype or direction.device != tensor.device:
+            kind = f"a {tensor.dtype} tensor on {tensor.device}, as that of the inputs is"
+            raise invalid("vector", direction, f"is on {direction.device}", kind)
     return given

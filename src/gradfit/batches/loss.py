@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradfit.arguments import invalid, read_count, read_flag, read_tensor
 from gradfit.batches.denominator import Denominator, read_denominator
 from gradfit.errors import MisuseError
 
@@ -142,4 +143,10 @@ def count_tokens(labels: Tensor, ignore_index: int = -100, shift: bool = True) -
     >>> count_tokens(torch.tensor([[5, 6, -100], [7, 8, 9]]))
     tensor(3)
     """
-    return ((labels[..., 1:] if shift else labels) != ignore_index).sum()
+    kind = read_tensor(labels, "labels").dtype
+    if kind.is_floating_point or kind.is_complex or kind is torch.bool:
+        raise invalid("labels", labels, f"is {labels.dtype}, not token numbers", "labels of type torch.int64")
+    if read_flag(shift, "shift") and not labels.dim():
+        raise invalid("labels", labels, "has no dimension that is the sequence", "labels of shape (batch, length)")
+    ignored = read_count(ignore_index, "ignore_index", minimum=-(2**63))
+    return ((labels[..., 1:] if shift else labels) != ignored).sum()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from gradfit.arguments import read_instance, read_mapping
 from gradfit.batches.loss import Loss, count_tokens
 from gradfit.errors import MisuseError
 
@@ -38,14 +39,15 @@ def classification(model: torch.nn.Module, batch: Mapping[str, Any]) -> Loss:
 
 
 def _labels(batch: Mapping[str, Any]) -> torch.Tensor:
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    labels = read_mapping(batch, "batch", "the mapping that a data collator makes").get("labels")
     if not isinstance(labels, torch.Tensor):
         raise MisuseError("The batch has no tensor 'labels', whose items the loss averages over. Pass them in it.")
     return labels
 
 
 def _counted(model: torch.nn.Module, batch: Mapping[str, Any], count: torch.Tensor) -> Loss:
+    read_instance(model, "model", torch.nn.Module, "a model of transformers")
     loss = getattr(model(**batch), "loss", None)
     if not isinstance(loss, torch.Tensor):
-        raise MisuseError(f"{type(model).__name__} returned no loss. Use a model with a head that has one.")
+        raise MisuseError(f"model: {type(model).__name__} returned no loss. Pass a model with a head that has one.")
     return Loss(sum=loss * count, count=count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from gradfit.arguments import invalid, read_count, read_flag, read_instance
 from gradfit.errors import BudgetInfeasible, MisuseError
 from gradfit.planning.fast import Effort, Solution
 from gradfit.planning.heard import in_effect, last_write
@@ -15,6 +16,7 @@ from gradfit.profiling.record import Profile
 from gradfit.units import format_bytes, parse_bytes
 
 _DECISIONS = 10
+_MOST_POINTS = 1000  # of a frontier: each takes a search
 _EFFORTS: tuple[Effort, ...] = ("glance", "fill")  # for a plan that is only named
 
 
@@ -46,7 +48,9 @@ def plan(
     """
     budget = parse_bytes(memory)
     size = _batch_size(profile, batch_size)
-    if not exact:
+    if micro_batch is not None:
+        read_count(micro_batch, "micro_batch")
+    if not read_flag(exact, "exact"):
         profile = dataclasses.replace(profile, splittable=True)
     if micro_batch is not None and micro_batch < size and not profile.splittable:
         why = profile.additivity.reason if profile.additivity is not None else "its profile says so"
@@ -54,7 +58,7 @@ def plan(
             f"micro_batch={micro_batch!r} cuts a batch of {size} whose loss does not add up: {why}. Leave it out, or "
             "pass exact=False to cut all the same."
         )
-    if micro_batch is not None and not 1 <= micro_batch <= size:
+    if micro_batch is not None and micro_batch > size:
         raise MisuseError(f"micro_batch={micro_batch!r} must be from 1 to the batch size, {size}. Pass less, or None.")
     search = MicrobatchSearch(profile, size, split=batch_size is not None, micro_batch=micro_batch)
     choice = search.best(budget)
@@ -89,9 +93,11 @@ def frontier(
         points: How many budgets are tried, at most so many plans.
         micro_batch: Only plans of this size.
     """
-    if points < 2:
-        raise MisuseError(f"points={points!r} must be at least 2: the fastest plan and the smallest. Pass points=16.")
+    if read_count(points, "points", minimum=2) > _MOST_POINTS:
+        raise invalid("points", points, f"must be at most {_MOST_POINTS}", "points=16")
     size = _batch_size(profile, batch_size)
+    if micro_batch is not None and read_count(micro_batch, "micro_batch") > size:
+        raise MisuseError(f"micro_batch={micro_batch!r} must be from 1 to the batch size, {size}. Pass less, or None.")
     search = MicrobatchSearch(profile, size, split=batch_size is not None, micro_batch=micro_batch)
     fastest = search.solver(search.largest).plain.peak_bytes
     smallest = search.smallest()
@@ -126,17 +132,12 @@ def predicted(profile: Profile, plan: Plan) -> tuple[int, float]:
 
 
 def _batch_size(profile: Profile, batch_size: int | None) -> int:
-    if not isinstance(profile, Profile):
-        raise MisuseError(
-            f"profile is a {type(profile).__name__}. Pass what gf.profile(model, loss_fn, sample_batch) returns."
-        )
+    read_instance(profile, "profile", Profile, "what gf.profile(model, loss_fn, sample_batch) returns")
     if not profile.operations:
         raise MisuseError("This profile has no operations, so there is nothing to plan. Profile a step that computes.")
     if batch_size is None:
         return profile.batch_size
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise MisuseError(f"batch_size={batch_size!r} is not a number of items. Pass an int of at least 1.")
-    return batch_size
+    return read_count(batch_size, "batch_size")
 
 
 def _infeasible(search: MicrobatchSearch, budget: int, *, split: bool, fixed: bool) -> BudgetInfeasible:

@@ -59,7 +59,7 @@ def predict(
     >>> found.predicted, found.parameter_bytes
     (True, 10000400004)
     """
-    rows = check_batch(sample_batch, split)
+    rows = check_batch(sample_batch, split, "sample_batch", fake=True)
     check_model(model)
     device = _device_of(model)
     if hardware is None:

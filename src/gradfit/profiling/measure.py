@@ -13,6 +13,7 @@ import torch
 from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_out_of_memory, raised_by_functorch, storage_key
 from gradfit._torch_fsdp import drop_gradients
+from gradfit.arguments import check_arguments, check_optimizer, invalid, read_count, read_instance, read_number
 from gradfit.batches.additivity import MOST_ROWS, batch_norms, measure_additivity
 from gradfit.batches.loss import PartLoss, read_loss
 from gradfit.batches.record import Additivity
@@ -61,16 +62,24 @@ def profile(
     >>> [operation.name for operation in found.operations][:2]
     ['aten.addmm.default', 'aten.gelu.default']
     """
+    check_arguments(model, loss_fn, split=split, fake=fake)
+    if optimizer is not None:
+        check_optimizer(optimizer)
+    if hardware is not None:
+        read_instance(hardware, "hardware", Hardware, "Hardware(memory='80 GiB')")
+    if additivity is not None:
+        read_instance(additivity, "additivity", Additivity, "what another profile measured, profile.additivity")
     if fake or hardware is not None:
         from gradfit.profiling.fake import predict
 
         return predict(model, loss_fn, sample_batch, optimizer, hardware=hardware, split=split)
-    total = check_batch(sample_batch, split)
+    total = check_batch(sample_batch, split, "sample_batch")
+    if memory_bytes is not None:
+        read_count(memory_bytes, "memory_bytes")
+    if rows is not None and read_count(rows, "rows") > total:
+        raise invalid("rows", rows, f"cannot be cut from a batch of {total} rows", f"1 to {total}, or leave it out")
+    read_number(host_bandwidth, "host_bandwidth", minimum=0, like=25e9)
     check_model(model)
-    if rows is not None and not 1 <= rows <= total:
-        raise MisuseError(
-            f"rows={rows!r} cannot be cut from a batch of {total} rows. Pass 1 to {total}, or leave it out."
-        )
     cut = split or split_batch
     cost = optimizer_cost(optimizer) if optimizer is not None else OptimizerCost(0, 0, 0.0)
     with untouched(model):
@@ -139,18 +148,22 @@ def check_model(model: torch.nn.Module) -> None:
         )
 
 
-def check_batch(batch: Any, split: Callable[[Any, int], Iterable[Any]] | None) -> int:
+def check_batch(
+    batch: Any, split: Callable[[Any, int], Iterable[Any]] | None, name: str = "batch", *, fake: bool = False
+) -> int:
     """How many rows the batch has: the size of dim 0, or the number of parts of one row that `split` makes."""
+    if not fake and any(tensor.is_meta for tensor in leaves(batch)):
+        raise invalid(name, batch, "is on the meta device, where tensors have no values", "a batch with values")
     if split is not None:
         rows = sum(1 for _ in split(batch, 1))
         if not rows:
             raise MisuseError("split(batch, 1) gave no part, so there is nothing to train on. Pass a batch with rows.")
         return rows
     if next(iter(leaves(batch)), None) is None:
-        raise MisuseError("The batch holds no tensor. Pass a tensor, or a list, tuple, dict or dataclass of tensors.")
-    rows = size_of_batch(batch)
+        raise invalid(name, batch, "holds no tensor", "a tensor, or a list, tuple, dict or dataclass of tensors")
+    rows = size_of_batch(batch, name)
     if not rows:
-        raise MisuseError("The batch has 0 rows. Pass at least one.")
+        raise invalid(name, batch, "has 0 rows", "at least one row")
     return rows
 
 

@@ -18,6 +18,7 @@ from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import FakeTensor, inside_fake_mode, storage_key
 from gradfit._torch_listen import DispatchMode
 from gradfit._torch_storage import StorageWatch, watch_storage
+from gradfit.arguments import read_device, read_flag
 from gradfit.errors import MisuseError
 from gradfit.units import format_bytes
 
@@ -34,8 +35,8 @@ class Meter(DispatchMode):
         super().__init__()
         self.current_bytes = 0
         self.peak_bytes = 0
-        self.timeline: list[tuple[float, int]] | None = [] if timeline else None
-        self.device = torch.device(device) if device is not None else None
+        self.timeline: list[tuple[float, int]] | None = [] if read_flag(timeline, "timeline") else None
+        self.device = read_device(device, "device") if device is not None else None
         self._live: dict[int, _Storage] = {}
         self._started = time.perf_counter()
         self._stop_hearing: list[Callable[[], None]] = []
@@ -190,7 +191,7 @@ def tensors_in(nest: Any) -> Iterable[torch.Tensor]:
     elif nest is not None and not isinstance(nest, str | bytes | int | float | complex | bool):
         fields = getattr(nest, "__dict__", None)
         if fields is None:
-            raise MisuseError(f"meter() cannot look for tensors in {type(nest).__name__}. Pass its tensors.")
+            raise MisuseError(f"watch: meter() cannot look for tensors in {type(nest).__name__}. Pass its tensors.")
         yield from tensors_in([v for v in fields.values() if isinstance(v, torch.Tensor | list | tuple | dict)])
 
 

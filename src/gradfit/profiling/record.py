@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from gradfit import records
+from gradfit.arguments import read_count, read_instance, read_number
 from gradfit.batches.record import Additivity
-from gradfit.errors import MisuseError, StateError
+from gradfit.errors import StateError
 from gradfit.profiling.graph import Graph
 from gradfit.profiling.table import describe
 from gradfit.units import parse_bytes
@@ -109,11 +110,10 @@ class Hardware:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "memory", parse_bytes(self.memory, name="memory"))
-        for name in ("flops", "bandwidth", "host_bandwidth"):
-            if not getattr(self, name) > 0:
-                raise MisuseError(f"{name}={getattr(self, name)!r} must be more than 0. Pass what the data sheet says.")
-        if self.devices < 1:
-            raise MisuseError(f"devices={self.devices!r} must be at least 1. Pass the number of devices to shard over.")
+        for name, like in (("flops", 312e12), ("bandwidth", 2e12), ("host_bandwidth", 25e9)):
+            read_number(getattr(self, name), name, above=0, like=like)
+        read_count(self.devices, "devices")
+        read_instance(self.name, "name", str, "name='a100'")
 
     def to_json(self) -> str:
         return records.to_json(self)
@@ -245,19 +245,23 @@ class Profile:
         ]
 
     def forward_seconds(self, batch_size: int) -> float:
+        read_count(batch_size, "batch_size")
         return sum(op.seconds.at(batch_size) for op in self.operations)
 
     def backward_seconds(self, batch_size: int) -> float:
+        read_count(batch_size, "batch_size")
         return sum(node.seconds.at(batch_size) for node in self.nodes)
 
     def plain_seconds(self, batch_size: int) -> float:
         """Both passes with everything kept, as measured: small operations take less than when each is timed alone."""
+        read_count(batch_size, "batch_size")
         if self.plain_points:
             return _between(self.plain_points, batch_size)
         return max(0.0, self.forward_seconds(batch_size) + self.backward_seconds(batch_size) + self.overhead_seconds)
 
     def saved_bytes(self, batch_size: int) -> int:
         """What plain autograd holds between the passes: every value some node needs, each storage once."""
+        read_count(batch_size, "batch_size")
         storages = {
             self.values[v].storage: self.values[v].nbytes.at(batch_size)
             for node in self.nodes

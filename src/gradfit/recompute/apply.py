@@ -8,15 +8,19 @@ from typing import Any
 
 import torch
 
+from gradfit.arguments import read_instance
 from gradfit.errors import MisuseError, StateError
+from gradfit.not_copied import NotCopied
 from gradfit.planning.record import Plan
 from gradfit.recompute.planned import Diverged, Script, recording
 
 _WATCHED = 8  # of so many forwards one is watched after the plan's last decision, too: the others are as fast as plain
 
 
-class AppliedPlan:
+class AppliedPlan(NotCopied):
     """The handle that `apply` returns."""
+
+    _instead_of_copy = "Call remove(), copy the model, and apply the plan to both."
 
     def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
         self.plan = plan
@@ -123,6 +127,6 @@ def apply(model: torch.nn.Module, plan: Plan) -> AppliedPlan:
     the plan to its end. Later ones are listened to only as far as the plan decides something; beyond that, one that
     writes over what a replay starts from raises a `StateError`, and one in eight that saves more is warned of.
     """
-    if not isinstance(plan, Plan):
-        raise MisuseError(f"plan is a {type(plan).__name__}. Pass what gf.plan(...) returned.")
+    read_instance(model, "model", torch.nn.Module, "the torch.nn.Module that was profiled")
+    read_instance(plan, "plan", Plan, "what gf.plan(...) returned")
     return AppliedPlan(model, plan)

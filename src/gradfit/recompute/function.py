@@ -11,6 +11,15 @@ import torch
 from gradfit._torch import selective_context, selective_policy, storage_key
 from gradfit._torch_listen import untraced
 from gradfit._torch_storage import StorageWatch, watch_storage
+from gradfit.arguments import (
+    invalid,
+    read_callable,
+    read_choice,
+    read_count,
+    read_flag,
+    read_list,
+    read_tensor,
+)
 from gradfit.errors import MisuseError
 from gradfit.recompute.scope import CheckpointScope, KeepOperation, current_recorder, inside_scope
 from gradfit.tree import join_chunks, size_of_batch, split_batch
@@ -42,12 +51,13 @@ def checkpoint(
     >>> x = torch.ones(3, requires_grad=True)
     >>> checkpoint(lambda t: (t * 2).exp(), x).sum().backward()
     """
-    if determinism_check not in ("default", "none"):
-        raise MisuseError(f"determinism_check={determinism_check!r} is not known. Pass 'default' or 'none'.")
+    read_callable(function, "function", "the function to call", arguments=None if kwargs else len(args))
+    _check_switches(use_reentrant, preserve_rng_state, debug=debug, early_stop=early_stop)
+    read_choice(determinism_check, "determinism_check", ("default", "none"))
     scope = CheckpointScope(getattr(function, "__name__", type(function).__name__))
     around: Any = contextlib.nullcontext()
     if context_fn is not None:
-        around, replaying = context_fn()
+        around, replaying = _contexts(read_callable(context_fn, "context_fn", _CONTEXTS, arguments=0))
         policy = selective_policy(around)
         if policy is not None:
             scope.keep_operation = _as_keep_operation(policy)
@@ -72,9 +82,13 @@ def checkpoint_sequential(
     >>> checkpoint_sequential(chain, 3, torch.ones(2, 4)).shape
     torch.Size([2, 4])
     """
-    chain = list(functions.children()) if isinstance(functions, torch.nn.Sequential) else list(functions)
-    if not 1 <= segments <= max(1, len(chain)):
-        raise MisuseError(f"segments={segments} must lie between 1 and the number of functions, {len(chain)}.")
+    given = functions.children() if isinstance(functions, torch.nn.Sequential) else functions
+    chain = read_list(given, "functions", "a list of modules, or a torch.nn.Sequential")
+    for at, function in enumerate(chain):
+        read_callable(function, f"functions[{at}]", "functions of one input", arguments=1)
+    _check_switches(use_reentrant, preserve_rng_state)
+    if read_count(segments, "segments") > max(1, len(chain)):
+        raise invalid("segments", segments, f"is more than there are functions, {len(chain)}", "segments=1 or more")
     length = len(chain) // segments
     result = input
     for number in range(segments):
@@ -97,9 +111,11 @@ def chunked(fn: Callable[[Any], T], batch: Any, size: int) -> T:
     >>> chunked(encode, torch.ones(10, 4), size=3).shape
     torch.Size([10, 8])
     """
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise MisuseError(f"size={size!r} must be an int of at least 1: the rows of one chunk. Pass size=32.")
+    read_count(size, "size")
+    read_callable(fn, "fn", "a function of one chunk", arguments=1)
     total = size_of_batch(batch)
+    if not total:
+        raise invalid("batch", batch, "has 0 rows", "at least one row")
     outputs = []
     for number, chunk in enumerate(split_batch(batch, size)):
         with CheckpointScope(f"chunk {number}"):
@@ -119,6 +135,7 @@ def mark_checkpoint(tensor: torch.Tensor) -> torch.Tensor:
     >>> is_checkpoint(h), is_checkpoint(y)
     (True, False)
     """
+    read_tensor(tensor, "tensor", "an activation")
     recorder = current_recorder()
     if recorder is None:
         if inside_scope():  # a disabled one: everything is kept anyway
@@ -127,6 +144,8 @@ def mark_checkpoint(tensor: torch.Tensor) -> torch.Tensor:
             "mark_checkpoint() was called outside of an enabled CheckpointScope, where everything is kept anyway. "
             "Call it inside `with CheckpointScope(...):`."
         )
+    if tensor.layout != torch.strided:  # kept in any case: nothing without a storage is replayed
+        return tensor
     recorder.keep(tensor)
     key = storage_key(tensor)
     if key not in _marked:
@@ -137,6 +156,7 @@ def mark_checkpoint(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_checkpoint(tensor: torch.Tensor) -> bool:
     """Whether `mark_checkpoint` was called on this tensor, or on a view of it."""
+    read_tensor(tensor, "tensor", "an activation")
     try:
         return storage_key(tensor) in _marked
     except (RuntimeError, NotImplementedError):  # sparse tensors and wrappers have no storage
@@ -144,6 +164,22 @@ def is_checkpoint(tensor: torch.Tensor) -> bool:
 
 
 _marked: dict[int, StorageWatch] = {}
+_CONTEXTS = "a function that returns two context managers"
+
+
+def _contexts(context_fn: Callable[[], Any]) -> tuple[Any, Any]:
+    pair = context_fn()
+    if not isinstance(pair, tuple) or len(pair) != 2 or not all(hasattr(one, "__enter__") for one in pair):
+        raise invalid("context_fn", context_fn, f"returned a {type(pair).__name__}", _CONTEXTS)
+    return pair
+
+
+def _check_switches(use_reentrant: Any, preserve_rng_state: Any, **others: Any) -> None:
+    """Torch's arguments, which change nothing here, must still be what torch takes."""
+    if use_reentrant is not None:
+        read_flag(use_reentrant, "use_reentrant")
+    for name, value in {"preserve_rng_state": preserve_rng_state, **others}.items():
+        read_flag(value, name)
 
 
 class _Around:

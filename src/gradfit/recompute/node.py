@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import detached
-from gradfit.arguments import read_callable, read_instance, read_tensor
+from gradfit.arguments import read_callable, read_flag, read_instance, read_tensor
 from gradfit.errors import MisuseError
 from gradfit.tape import replay
 from gradfit.tape.graph import Operation, Tape, Value
@@ -119,7 +119,7 @@ class CheckpointNode(GraphNode):
 
     @is_checkpoint.setter
     def is_checkpoint(self, kept: bool) -> None:
-        self._is_checkpoint = kept
+        self._is_checkpoint = read_flag(kept, "is_checkpoint")
         for value in self._live():
             if not kept:
                 if value.op is not None:
@@ -137,7 +137,9 @@ class CheckpointNode(GraphNode):
 
     def add_recompute_function(self, function: RecomputeFunction) -> None:
         """Add a function that returns activations; `recompute()` calls them in the order they were added."""
-        self.recompute_functions.append(read_callable(function, "function", "a function that returns tensors"))
+        self.recompute_functions.append(
+            read_callable(function, "function", "a function that returns tensors", arguments=0)
+        )
 
     def recompute(self) -> list[torch.Tensor]:
         """Make the activations again: by the node's functions, or by replaying the recorded operation.

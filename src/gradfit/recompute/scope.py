@@ -18,6 +18,7 @@ import torch
 
 from gradfit._torch import inside_functorch, raised_by_functorch, raised_by_swap_tensors
 from gradfit._torch_listen import untraced
+from gradfit.arguments import read_callable, read_flag, read_text
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.tape.graph import Segment, Value
 from gradfit.tape.policy import DROP, KEEP
@@ -82,11 +83,11 @@ class CheckpointScope:
     def __init__(
         self, name: str, enabled: bool = True, *, use_recomputation: bool = True, keep: KeepPolicy | None = None
     ) -> None:
-        if keep is not None and not callable(keep):
-            raise MisuseError(f"keep={keep!r} is not callable. Pass a function (op, output) -> bool.")
-        self._name = name
-        self.is_enabled = enabled
-        self.use_recomputation = use_recomputation
+        if keep is not None:
+            read_callable(keep, "keep", "a function (op, output) -> bool", arguments=2)
+        self._name = read_text(name, "name", "for example 'encoder'")
+        self._is_enabled = read_flag(enabled, "enabled")
+        self._use_recomputation = read_flag(use_recomputation, "use_recomputation")
         self.keep = keep
         self.keep_operation: KeepOperation | None = None  # torch's kind of policy: asked once for all results
         self.stats = ScopeStats()
@@ -98,6 +99,24 @@ class CheckpointScope:
     def name(self) -> str:
         """What the scope is called, in statistics and errors."""
         return self._name
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the scope does anything when it is entered."""
+        return self._is_enabled
+
+    @is_enabled.setter
+    def is_enabled(self, enabled: bool) -> None:
+        self._is_enabled = read_flag(enabled, "is_enabled")
+
+    @property
+    def use_recomputation(self) -> bool:
+        """Whether activations are rebuilt; False keeps them, also inside a scope that rebuilds."""
+        return self._use_recomputation
+
+    @use_recomputation.setter
+    def use_recomputation(self, recompute: bool) -> None:
+        self._use_recomputation = read_flag(recompute, "use_recomputation")
 
     @untraced
     def close(self) -> None:
@@ -114,6 +133,10 @@ class CheckpointScope:
 
     def __repr__(self) -> str:
         return f"CheckpointScope({self.name!r}, enabled={self.is_enabled}, {self.stats})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, of a model that holds a scope: all but the graphs of this one's forwards."""
+        return {**self.__dict__, "_saved": [], "_inner": []}
 
     @untraced
     def __enter__(self) -> CheckpointScope:
@@ -207,6 +230,7 @@ class CheckpointScope:
 
     def __call__(self, function: F) -> F:
         """Use the scope as a decorator: every call runs inside it."""
+        read_callable(function, "function", "the function to decorate")
 
         @functools.wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:

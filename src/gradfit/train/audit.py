@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit import records
 from gradfit._torch_listen import unseen
+from gradfit.arguments import check_arguments, read_callable, read_instance
 from gradfit.batches.additivity import batch_norms
 from gradfit.batches.snapshot import Snapshot, generator_states, untouched
 from gradfit.errors import MisuseError
@@ -128,12 +129,12 @@ def audit(
     """
     if not isinstance(model, torch.nn.Module):
         function = model
-        if not callable(function):
-            raise MisuseError(f"audit() takes a model or a function, not {type(model).__name__}.")
+        arguments = len(batch) if isinstance(batch, list | tuple) else 1
+        read_callable(function, "model", "a torch.nn.Module, or a function of the batch's tensors", arguments=arguments)
         model, loss_fn, batch = _as_model(function, loss_fn, batch)
-    if not callable(loss_fn):
-        given = "missing" if loss_fn is None else f"a {type(loss_fn).__name__}"
-        raise MisuseError(f"loss_fn is {given}. Pass audit(model, loss_fn, batch), with loss_fn(model, batch) -> loss.")
+    loss_fn = check_arguments(model, loss_fn, split=split)
+    if plan is not None:
+        read_instance(plan, "plan", Plan, "what gf.plan(...) returned, or None")
     parts, micro_batch = _parts(batch, plan, split)
     inputs = [tensor for tensor in leaves(batch) if tensor.requires_grad]
     with untouched(model, inputs):

@@ -9,13 +9,12 @@ import torch
 
 from gradfit._torch_fsdp import drop_gradients
 from gradfit.accumulate.accumulator import BareAccumulator
-from gradfit.arguments import read_count
+from gradfit.arguments import check_arguments, check_optimizer, read_count, read_instance, read_list
 from gradfit.batches.record import Additivity
 from gradfit.distributed.same_model import require_same_model
 from gradfit.distributed.sync import Together
 from gradfit.errors import MisuseError, RankFailed
 from gradfit.profiling.measure import LossFunction, check_batch, check_model
-from gradfit.train.arguments import check_arguments, check_optimizer_given
 from gradfit.train.budget import read_budget
 from gradfit.train.cutting import warn_about_cutting
 from gradfit.train.fitted import Fitted
@@ -85,10 +84,11 @@ def fit(
     True
     """
     check_arguments(model, loss_fn, split=split, offload=offload, reproducible=reproducible, exact=exact)
-    check_optimizer_given(optimizer)
+    check_optimizer(optimizer)
+    known = [read_instance(one, "known", Fitted, "step.known") for one in read_list(known, "known", "step.known")]
     given, optimizer = optimizer, unwrap_optimizer(optimizer)
     budget = read_budget(memory, model, optimizer)
-    rows = check_batch(sample_batch, split)
+    rows = check_batch(sample_batch, split, "sample_batch")
     if batch_size is None:
         batch_size = rows
     batch_size = read_count(batch_size, "batch_size")

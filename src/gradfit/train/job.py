@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gradfit.arguments import check_arguments, invalid, read_count, read_instance
 from gradfit.errors import MisuseError
 from gradfit.profiling.measure import check_model
 
@@ -42,14 +43,12 @@ class Job:
     split: Callable[[Any, int], Iterable[Any]] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model, torch.nn.Module):
-            raise MisuseError(f"model is a {type(self.model).__name__}. Pass a torch.nn.Module.")
-        if not callable(self.loss_fn):
-            raise MisuseError(f"loss_fn is a {type(self.loss_fn).__name__}. Pass a function (model, batch) -> loss.")
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise MisuseError(f"optimizer is a {type(self.optimizer).__name__}. Pass a torch.optim.Optimizer.")
-        if type(self.batch_size) is not int or self.batch_size < 1:
-            raise MisuseError(f"batch_size={self.batch_size!r} must be an int of at least 1. Pass batch_size=32.")
+        check_arguments(self.model, self.loss_fn, split=self.split)
+        read_instance(self.optimizer, "optimizer", torch.optim.Optimizer, "a torch.optim.Optimizer")
+        read_count(self.batch_size, "batch_size")
+        steps = callable(getattr(self.scheduler, "step", None)) and not hasattr(self.scheduler, "param_groups")
+        if self.scheduler is not None and not steps:
+            raise invalid("scheduler", self.scheduler, "is no scheduler", "one of torch.optim.lr_scheduler, or None")
         check_model(self.model)
         mine = {id(parameter) for parameter in self.model.parameters()}
         strangers = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in mine]

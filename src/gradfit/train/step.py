@@ -20,12 +20,14 @@ from gradfit._torch_fsdp import drop_gradients
 from gradfit._torch_listen import eager_functions, unseen
 from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.accumulate.result import StepResult
+from gradfit.arguments import read_callable, read_instance
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.snapshot import Snapshot
 from gradfit.batches.totals import LossTotals, logs_of, means_of
 from gradfit.batches.weights import BatchWeights, UnreadableLoss
 from gradfit.errors import BudgetInfeasible, MisuseError, StateError
 from gradfit.interrupts import uninterrupted
+from gradfit.not_copied import NotCopied
 from gradfit.planning.record import Plan
 from gradfit.profiling.measure import LossFunction, run_part
 from gradfit.profiling.meter import Meter, meter
@@ -84,8 +86,10 @@ class Progress(NamedTuple):
 AfterMicroBatch = Callable[[Progress], object]
 
 
-class TrainStep:
+class TrainStep(NotCopied):
     """The step that `fit` returns: call it with a batch. `plan`, `profile` and `budget_bytes` say what it follows."""
+
+    _instead_of_copy = "Call fit() for the copied model, with known=step.known."
 
     def __init__(
         self,
@@ -186,11 +190,16 @@ class TrainStep:
             MisuseError: the model is in evaluation mode, or what this batch's loss was divided by does not go together
                 with what was measured of the loss. Nothing is changed.
         """
+        rows = self._planner.rows(batch)
+        if progress is not None:
+            read_instance(progress, "progress", Progress, "what after_micro_batch was given")
+        if after_micro_batch is not None:
+            read_callable(after_micro_batch, "after_micro_batch", "a function of a Progress", arguments=1)
         if not self.model.training:
             raise MisuseError("The model is in evaluation mode. Call model.train() before step(batch).")
         self._clear_gradients()
         with self.accumulator.rehearsal():  # a new shape is profiled and tried out
-            fitted = self._fitted = self._planner.fitted(batch, self._planner.rows(batch))
+            fitted = self._fitted = self._planner.fitted(batch, rows)
         before = Snapshot(self.model, self.accumulator.window.tensors)
         if after_micro_batch is not None:
             self._buffers = before.buffers if progress is None else progress.buffers
