@@ -177,6 +177,7 @@ def test_a_plan_from_a_predicted_profile_says_so() -> None:
 
 def test_planning_imports_records_of_earlier_stages_only() -> None:
     allowed = {
+        "gradfit.arguments",
         "gradfit.errors",
         "gradfit.units",
         "gradfit.records",
