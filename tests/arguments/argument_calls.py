@@ -661,6 +661,7 @@ def _() -> Good:
             "fake": is_flag,
             "hardware": is_none,
             "host_bandwidth": is_not_negative,
+            "additivity": is_none,
         },
         [module],
     )
@@ -764,7 +765,9 @@ def _() -> Good:
             "model": is_module,
             "optimizer": is_optimizer,
             "sample_batch": is_rows,
-            "memory": is_positive,
+            "memory": is_one_of(is_none, is_positive),
+            "micro_batch": is_one_of(is_none, is_equal_to(3)),
+            "exact": is_flag,
             "batch_size": is_one_of(is_none, is_count),
             "split": is_split,
             "clip": is_one_of(is_none, is_positive),
@@ -793,6 +796,17 @@ def _() -> Good:
         {"batch": is_rows, "progress": is_none, "after_micro_batch": is_one_of(is_none, is_module)},
         [step.model, step.accumulator],
     )
+
+
+@good("TrainStep.load_state_dict")
+def _() -> Good:
+    step = a_step()
+    return Good(step.load_state_dict, {"state": step.state_dict()}, {}, [step.model, step.accumulator])
+
+
+@good("whole")
+def _() -> Good:
+    return Good(gf.whole, {"content": BATCH}, {"content": is_any})
 
 
 @good("Hardware")

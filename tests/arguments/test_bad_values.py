@@ -138,7 +138,7 @@ def fingerprint(things: list[Any]) -> list[Any]:
     found: list[Any] = [torch.get_rng_state().numpy().tobytes()]
     for thing in things:
         if isinstance(thing, Tensor):
-            found.append((thing._version, thing.tolist(), None if thing.grad is None else thing.grad.tolist()))
+            found.append((thing.tolist(), None if thing.grad is None else thing.grad.tolist()))
         elif isinstance(thing, nn.Module):
             found += fingerprint(list(thing.parameters()))[1:]
         else:

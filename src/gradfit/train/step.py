@@ -20,7 +20,7 @@ from gradfit._torch_fsdp import drop_gradients
 from gradfit._torch_listen import eager_functions, unseen
 from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.accumulate.result import StepResult
-from gradfit.arguments import read_callable, read_instance
+from gradfit.arguments import read_callable, read_instance, read_mapping
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.snapshot import Snapshot
 from gradfit.batches.totals import LossTotals, logs_of, means_of
@@ -148,6 +148,7 @@ class TrainStep(NotCopied):
         Raises:
             StateError: it is something else, or damaged; nothing is changed.
         """
+        read_mapping(state, "state", "what step.state_dict() gave")
         try:
             version, plans, window = (
                 state["version"],
