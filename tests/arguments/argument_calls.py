@@ -154,7 +154,17 @@ def a_plan() -> gf.Plan:
 
 @good("AccumulationContext")
 def _() -> Good:
-    return Good(gf.AccumulationContext, {"target_steps": 2}, {"target_steps": is_count, "strategy": is_none})
+    return Good(
+        gf.AccumulationContext,
+        {"target_steps": 2},
+        {
+            "target_steps": is_count,
+            "strategy": is_none,
+            "optimizer": is_optimizer_or_none,
+            "scaler": is_none,
+            "dtype": is_one_of(is_none, is_equal_to(torch.float32)),
+        },
+    )
 
 
 @good("AccumulationContext.register_tensor")
@@ -685,6 +695,7 @@ def _() -> Good:
             "memory": is_count,
             "batch_size": is_one_of(is_none, is_count),
             "micro_batch": is_one_of(is_none, is_equal_to(1, 3)),
+            "exact": is_flag,
         },
     )
 
@@ -694,7 +705,11 @@ def _() -> Good:
     return Good(
         gf.frontier,
         {"profile": a_profile(), "points": 2},
-        {"batch_size": is_one_of(is_none, is_count), "points": is_equal_to(3)},
+        {
+            "batch_size": is_one_of(is_none, is_count),
+            "points": is_equal_to(3),
+            "micro_batch": is_one_of(is_none, is_equal_to(3)),
+        },
     )
 
 

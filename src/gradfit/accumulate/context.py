@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 
+from gradfit.accumulate.optimizers import check_optimizer
+from gradfit.accumulate.options import check_scaler
 from gradfit.accumulate.plain_backwards import PlainBackwards
 from gradfit.accumulate.scaled_losses import observe_scaler
 from gradfit.accumulate.strategy import Strategy
 from gradfit.accumulate.window import Window
-from gradfit.arguments import read_instance
+from gradfit.arguments import read_dtype, read_instance
 from gradfit.not_copied import NotCopied
 
 
@@ -54,6 +56,11 @@ class AccumulationContext(Window, NotCopied):
     ) -> None:
         if strategy is not None:
             read_instance(strategy, "strategy", Strategy, "FixedTargetBatch(n) or another gradfit strategy")
+        if optimizer is not None:
+            check_optimizer(optimizer)
+        check_scaler(scaler, optimizer)
+        if dtype is not None:
+            read_dtype(dtype, "dtype")
         super().__init__(target_steps, strategy=strategy, optimizer=optimizer, scaler=scaler, dtype=dtype)
         self.plain = PlainBackwards(self)
         if scaler is not None:

@@ -33,6 +33,15 @@ def check(
             raise MisuseError(f"strategy={strategy!r} measures each micro-batch's gradient. Pass isolate=True.")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise MisuseError(f"dtype={dtype!r} is not a floating point type. Pass dtype=torch.float32.")
+    check_scaler(scaler, optimizer)
+    if clip is not None and not callable(getattr(clip, "clip_grads", None)):
+        read_number(clip, "clip", above=0)
+    read_flag(isolate, "isolate")
+    read_choice(on_nonfinite, "on_nonfinite", ("raise", "skip"))
+
+
+def check_scaler(scaler: Any, optimizer: Any) -> None:
+    """A scaler, with the optimizer that it steps; or none."""
     if scaler is not None:
         for method in ("scale", "unscale_", "step", "update", "get_scale", "is_enabled"):
             if not callable(getattr(scaler, method, None)):
@@ -41,10 +50,6 @@ def check(
                 )
         if optimizer is None:
             raise MisuseError("scaler steps the optimizer itself, and there is none. Pass optimizer= with it.")
-    if clip is not None and not callable(getattr(clip, "clip_grads", None)):
-        read_number(clip, "clip", above=0)
-    read_flag(isolate, "isolate")
-    read_choice(on_nonfinite, "on_nonfinite", ("raise", "skip"))
 
 
 def read_optimizer_or_steps(optimizer: Any, steps: Any) -> tuple[Any, Any]:
