@@ -44,6 +44,18 @@ def forward_operators(run: Run) -> list[str]:
     return listing.calls
 
 
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that lies in its storage as the tensor does: for a hook that keeps what autograd saves.
+
+    `tensor.clone()` of a slice would be contiguous, and some kernels round differently there.
+    """
+    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or type(tensor) is not torch.Tensor:
+        return tensor.clone()
+    with torch.no_grad():
+        storage = tensor.untyped_storage().clone()
+        return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
 class _Listing(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()

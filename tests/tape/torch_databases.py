@@ -25,11 +25,14 @@ import unittest
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))  # run as a program, not by pytest
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")  # as in conftest.py
 
 import torch
+from one_configuration import copied
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -235,7 +238,7 @@ def compare(case: Case, variant: str) -> str | None:
         if ours.backward_error is not None:
             return ""
         # Torch refuses, and the tape has the old content: then it has to be the right one.
-        plain = run(case, variant, scope=contextlib.nullcontext(), hooks=saved_tensors_hooks(torch.clone, lambda t: t))
+        plain = run(case, variant, scope=contextlib.nullcontext(), hooks=saved_tensors_hooks(copied, lambda t: t))
         if plain.forward_error is not None or plain.backward_error is not None:
             return ""
     if ours.backward_error is not None:
