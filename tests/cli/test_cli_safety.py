@@ -130,9 +130,11 @@ def test_what_cannot_be_is_bad_usage(folder: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_job_file_named_like_a_standard_module_does_not_replace_it(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import queue
+
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # a worker of xdist has the folder itself
 
     (folder / "queue.py").write_text((folder / "job.py").read_text())
     assert main(["profile", "queue.py:make", "--json"]) == 0
@@ -194,15 +196,28 @@ def test_a_full_disk_says_what_to_do_and_loses_nothing(strange: Path) -> None:
     assert after["parameters_sha256"] == plain["parameters_sha256"]
 
 
-def test_interrupted_while_it_is_imported(folder: Path) -> None:
-    """At several moments of loading: a line, a document, and no traceback."""
-    for pause in (0.15, 0.4, 0.8):
-        child = start("plan", "job.py:make", "--json")
-        time.sleep(pause)
-        child.send_signal(signal.SIGINT)
-        out, said = child.communicate(timeout=200)
-        if child.returncode == -signal.SIGINT:  # before Python itself was ready
-            continue
-        assert child.returncode == 130, said
-        assert json.loads(out) == {"error": "Interrupted.", "exit_code": 130}
-        assert "Traceback" not in said
+# Python imports a module of this name by itself, before anything else.
+SITECUSTOMIZE = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ["INTERRUPT_AT"]:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+"""
+
+
+@pytest.mark.parametrize("module", ["torch.nn", "scipy", "gradfit.tape.record", "gradfit.cli.app", "job"])
+def test_interrupted_while_it_is_imported(folder: Path, module: str) -> None:
+    """A line, a document, and no traceback: where a module of another library, of ours, or the job begins to load."""
+    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    (folder / "loads.py").write_text("import job\nmake = job.make\n")
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    child = start("plan", "loads.py:make", "--json", PYTHONPATH=path, INTERRUPT_AT=module)
+    out, said = child.communicate(timeout=200)
+    assert child.returncode == 130, said
+    assert json.loads(out) == {"error": "Interrupted.", "exit_code": 130}
+    assert "Traceback" not in said
