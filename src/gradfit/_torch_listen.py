@@ -364,8 +364,12 @@ push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # those of `s
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
+# Each is called when a `ThreadState` is made, and gives the function that takes back what was set since.
+thread_settings: list[Callable[[], Callable[[], None]]] = []
+
+
 class ThreadState:
-    """What contexts have set for this thread: gradients, saved-tensor hooks, dispatch modes, the listener.
+    """What contexts have set for this thread: gradients, saved-tensor hooks, dispatch modes, the listener, scopes.
 
     A context that Ctrl-C ends while it begins or ends may leave its setting behind, torch's own contexts too.
     `restore()` takes away what was set since.
@@ -375,9 +379,12 @@ class ThreadState:
         self._gradients, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._hooks, self._modes = _top_hooks(False), _modes()
         self._ear, self._excluded = _thread.ear, _is_excluded(_KEY)
+        self._others = [setting() for setting in thread_settings]
 
     def restore(self) -> None:
         """Make it as it was."""
+        for take_back in self._others:
+            take_back()
         if not self._inference and not torch.is_inference_mode_enabled():
             torch.set_grad_enabled(self._gradients)
         while (top := _top_hooks(False)) is not None and top != self._hooks:

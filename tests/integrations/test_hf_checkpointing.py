@@ -85,13 +85,19 @@ def test_every_second_layer() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
-def test_transformers_says_that_checkpointed_layers_fill_no_cache(name: str, caplog: Any) -> None:
+def test_transformers_says_that_checkpointed_layers_fill_no_cache(
+    name: str, caplog: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Comparing it with a model that does would be comparing two configurations."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # trainers may have switched it off
     model, batch = make(name)
     plain, batch["use_cache"] = copy.deepcopy(model), True
     enable_checkpointing(model)
     hf.utils.logging.warning_once.cache_clear()
-    with caplog.at_level(logging.WARNING), pytest.raises(AssertionError, match="two configurations"):
+    with (
+        caplog.at_level(logging.WARNING, logger="transformers"),
+        pytest.raises(AssertionError, match="two configurations"),
+    ):
         assert_same_bits(lambda: run(plain, batch), lambda: run(model, batch))
     assert "`use_cache=False`" in caplog.text
 

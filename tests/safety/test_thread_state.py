@@ -11,6 +11,8 @@ from torch import nn
 import gradfit as gf
 from gradfit._torch_listen import ThreadState
 from gradfit.batches.snapshot import untouched
+from gradfit.recompute.scope import inside_scope
+from gradfit.tape import process
 
 LEAVE: dict[str, Callable[[], object]] = {
     "gradients": lambda: torch.set_grad_enabled(False),
@@ -29,5 +31,7 @@ def test_what_is_left_behind_is_taken_away(what: str) -> None:
     after = ThreadState()
     names = ("_gradients", "_hooks", "_modes", "_ear", "_excluded")
     assert [getattr(after, name) for name in names] == [getattr(before, name) for name in names]
+    assert not inside_scope()
+    assert not process._recordings
     model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from gradfit._torch import inside_functorch, raised_by_functorch, raised_by_swap_tensors
-from gradfit._torch_listen import untraced
+from gradfit._torch_listen import thread_settings, untraced
 from gradfit.arguments import read_callable, read_flag, read_text
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.tape.graph import Segment, Value
@@ -292,6 +292,19 @@ def _leave(kind: Any, error: Any, trace: Any) -> None:
         _frames.open.pop()
         raise
     _frames.open.pop()
+
+
+def _open_scopes() -> Callable[[], None]:
+    depth = len(_frames.open)
+
+    def close_later_ones() -> None:
+        while len(_frames.open) > depth:
+            _leave(None, None, None)
+
+    return close_later_ones
+
+
+thread_settings.append(_open_scopes)
 
 
 @contextlib.contextmanager
