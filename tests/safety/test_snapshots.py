@@ -296,3 +296,33 @@ def test_buffers_by_name_and_shared_ones() -> None:
         model(BATCH)
     assert model.again is model.written
     assert float(model.written.sum()) == 0
+
+
+class Hooked(torch.nn.Module):
+    """Sets a hook in its first forward and notes that it has, as models of transformers 5 do for hidden states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.collected: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not getattr(self, "is_hooked", False):
+            self.linear.register_forward_hook(lambda module, args, out: self.collected.append(out.detach()))
+            self.is_hooked = True
+        self.collected.clear()
+        result: torch.Tensor = self.linear(x)
+        return result
+
+
+def test_a_hook_that_a_trial_sets_goes_with_it() -> None:
+    model = Hooked()
+    with untouched(model):
+        model(torch.ones(1, 2))
+    assert not model.linear._forward_hooks
+    model(torch.ones(1, 2))
+    assert len(model.collected) == 1
+    with untouched(model):
+        model(torch.ones(1, 2))
+    model(torch.ones(1, 2))
+    assert len(model.collected) == 1
