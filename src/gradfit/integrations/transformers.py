@@ -61,7 +61,7 @@ class FitTrainer(transformers.Trainer):  # type: ignore[misc]
     the mean is over all items, never a mean of means.
 
     Args:
-        args: The Trainer's, like all that follows but `memory`.
+        args: The Trainer's.
         memory: The budget for all tensors of a step, as bytes or text such as "8 GiB".
         micro_batch: Rows that run at once, or "whole" never to cut a batch; None chooses.
         exact: False cuts a loss that does not add up all the same, with a warning that says the measured error.
