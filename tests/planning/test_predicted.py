@@ -47,7 +47,7 @@ def test_the_peak_of_other_micro_batches_is_predicted(name: str) -> None:
     model, batch, loss_fn = make(name)
     found = gf.profile(model, loss_fn, batch)  # four rows and two
     for size in (2, 3, 7):
-        plain = gf.plan(found, memory="1 GiB", batch_size=2 * size, micro_batch=size)
+        plain = gf.plan(found, memory="1 GiB", batch_size=2 * size, micro_batch=size, exact=False)
         assert measured(name, plain) == pytest.approx(plain.peak_bytes, rel=0.05)
 
 
