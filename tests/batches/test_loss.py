@@ -131,4 +131,4 @@ def test_ready_losses_need_labels_and_a_head() -> None:
     headless = torch.nn.Identity()
     headless.forward = lambda **batch: batch["labels"]  # type: ignore[method-assign, assignment]
     with pytest.raises(gf.MisuseError, match="no loss"):
-        gf.losses.causal_lm(headless, {"labels": torch.ones(1, 2)})
+        gf.losses.causal_lm(headless, {"labels": torch.ones(1, 2, dtype=torch.int64)})

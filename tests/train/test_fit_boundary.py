@@ -389,6 +389,22 @@ def test_a_loss_that_can_be_read_only_uncompiled_is_repeated_so() -> None:
     assert_parameters(model, expected)
 
 
+@pytest.mark.parametrize("counted", [False, True])
+def test_micro_batches_in_which_every_label_is_ignored(counted: bool) -> None:
+    """Their mean is NaN, times a count of 0 as well; they add nothing."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        loss, count = entropy(model, batch), (batch["y"] != -100).sum()
+        return gf.Loss(sum=loss * count, count=count) if counted else loss
+
+    model, padded = network(), batch(padding=0.7)
+    expected = after_plain_step(model, entropy, padded)
+    step = fitted(model, loss_fn, micro_batch=2)
+    assert any(bool((rows == -100).all()) for rows in padded["y"].split(2))
+    assert step(padded).weight == int((padded["y"] != -100).sum())
+    assert_parameters(model, expected)
+
+
 def test_a_meter_of_a_device_that_is_not_here() -> None:
     with pytest.raises(gf.MisuseError, match="not a device"):
         gf.meter(device="gpu")

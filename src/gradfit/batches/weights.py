@@ -54,7 +54,9 @@ class BatchWeights:
             MisuseError: what this part's loss was divided by does not go together with the parts before it.
         """
         roles, over = self._additivity.roles, self._additivity.over
-        divisors = self._read(part) if roles and (part.rows < self._rows or over == "divisor") else None
+        is_empty = part.count is not None and not int(part.count)  # multiplied by 0, a loss has no terms to read
+        is_asked = roles and not is_empty and (part.rows < self._rows or over == "divisor")
+        divisors = self._read(part) if is_asked else None
         if part.count is not None:
             return Weight(_count_or_trace(part.count, part.loss), "sum")
         if over == "sum":  # all weights together are 1, so that nothing is divided by
