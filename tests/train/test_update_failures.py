@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling import sampled
 from test_survive import FailAt
 from torch import nn
 
@@ -102,15 +103,16 @@ def least(optimizer: str) -> int:
     return refused.value.min_bytes
 
 
+@pytest.mark.parametrize("every", sampled([7, 2], lambda every: every > 2))
 @pytest.mark.parametrize("roomy", [True, False])
 @pytest.mark.parametrize("name", ONE_BY_ONE)
-def test_every_operation_of_the_update(name: str, roomy: bool) -> None:
+def test_operations_of_the_update(name: str, roomy: bool, every: int) -> None:
     budget = 10**7 if roomy else least(name)
     expected = Run(name, budget)
     assert expected.step.known[0].copied == roomy
     total = expected.second()
     state = copy.deepcopy(expected.optimizer.state_dict())
-    for at in range(total - 30, total + 1, 3 if roomy else 2):
+    for at in range(total - 30, total + 1, every):
         run = Run(name, budget, expected.step.known)
         run.second(at)
         assert all(torch.equal(a, b) for a, b in zip(run.parameters, expected.parameters, strict=True)), at
