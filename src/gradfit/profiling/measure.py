@@ -81,8 +81,8 @@ def profile(
     read_number(host_bandwidth, "host_bandwidth", minimum=0, like=25e9)
     check_model(model)
     cut = split or split_batch
-    cost = optimizer_cost(optimizer) if optimizer is not None else OptimizerCost(0, 0, 0.0)
-    with untouched(model):
+    with untouched(model):  # the optimizer's probe too: Ctrl-C could leave its `no_grad` on
+        cost = optimizer_cost(optimizer) if optimizer is not None else OptimizerCost(0, 0, 0.0)
         if additivity is None:
             additivity = additivity_within(model, loss_fn, sample_batch, split, memory_bytes)
         room = _room(model, sample_batch, memory_bytes, cost)
