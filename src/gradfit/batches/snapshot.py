@@ -5,7 +5,7 @@ What a snapshot knows, beside the parameters' content, which only an optimizer c
 1. Buffers, by module and name. One that the forward wrote to gets its content back; one that it put another tensor in
    the place of (`self.count = self.count + 1`) is the first tensor again.
 2. Every other attribute of each module (its mode, a counter, a cached mask) is what it was. Lists and dicts that a
-   module holds are the same objects as before, with what was put into them; but its hooks are those of before.
+   module holds are the same objects as before, with what was put into them; hooks that were set since go.
 3. Gradients, those that FSDP2 has not reduced yet too.
 4. Random generators: torch's on every device, Python's, NumPy's.
 5. The garbage collector's thresholds, the hooks that are set for all modules, and what contexts have set for this
@@ -76,7 +76,7 @@ class _Module:
         self.attributes = here = dict(vars(module))
         # Whoever sets hooks in the first forward notes it in an attribute (transformers 5 does, to collect hidden
         # states). If only the attribute went back, the hooks would be set twice.
-        self.hooks = [(hooks, dict(hooks)) for name in _HOOKS if (hooks := here.get(name)) is not None]
+        self.hooks = [(hooks, set(hooks)) for name in _HOOKS if (hooks := here.get(name)) is not None]
         self.buffers = {name: _Buffer(buffer) for name, buffer in module._buffers.items()} if module._buffers else {}
 
     def restore(self) -> None:
@@ -86,10 +86,9 @@ class _Module:
         for name, value in before.items():
             if now.get(name, _MISSING) is not value:
                 now[name] = value
-        for hooks, content in self.hooks:
-            if hooks.keys() != content.keys():
-                hooks.clear()
-                hooks.update(content)
+        for hooks, first in self.hooks:  # one that took itself away has done what it is for
+            for key in [key for key in hooks if key not in first]:
+                del hooks[key]
         registered = self.module._buffers
         for name in [name for name in registered if name not in self.buffers]:
             del registered[name]
