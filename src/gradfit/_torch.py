@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -294,6 +295,8 @@ def _engine_calls(frame: Any) -> list[Any]:
 
 def _is_python_thread(number: int) -> bool:
     """Whether a thread was started in Python; the engine's have a stand-in at most."""
+    if number == threading.main_thread().ident:
+        return True
     threads = (one for one in threading.enumerate() if one.ident == number)
     return any(not isinstance(one, threading._DummyThread) for one in threads)
 
@@ -349,9 +352,7 @@ def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
         torch._foreach_mul_(tensors, factor)
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place."""
-    return tensor._version
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")  # how often it was changed in place
 
 
 _ENGINE_CALL = torch.autograd.graph._engine_run_backward.__code__

@@ -193,14 +193,21 @@ def test_a_scaled_window_stepped_by_hand(kind: str) -> None:
     assert (w.item(), acc.current_step, acc.windows) == (-2.0, 0, 1)
 
 
-def test_unscaled_by_hand_in_the_middle_of_a_window() -> None:
-    w, scaler = weight(), gf.LossScaler(256.0)
+@pytest.mark.parametrize("kind", SCALERS)
+@pytest.mark.parametrize("steps", [False, True])
+def test_unscaled_by_hand_in_the_middle_of_a_window(kind: str, steps: bool) -> None:
+    w, scaler = weight(), SCALERS[kind]()
     optimizer = sgd(w)
     acc = gf.GradientAccumulator(optimizer, steps=2, scaler=scaler)
     scaler.scale(loss(w, 1.0)).backward()
-    scaler.unscale_(optimizer)
-    with pytest.raises(gf.MisuseError, match="changed by hand"):
+    if steps:
+        with pytest.raises(gf.MisuseError, match=r"loss scale of 256|changed by hand"):
+            scaler.step(optimizer)
+    else:
+        scaler.unscale_(optimizer)
         acc.step()
+    with pytest.raises(gf.MisuseError, match="changed by hand"):
+        scaler.scale(loss(w, 1.0)).backward()
     assert w.item() == 0.0
 
 
@@ -427,7 +434,7 @@ def test_clipping_sums_by_hand_is_refused() -> None:
     loss(w, 3.0).backward()
     nn.utils.clip_grad_norm_([w], 1.0)
     with pytest.raises(gf.MisuseError, match=r"changed by hand.* acc.is_ready"):
-        acc.step()
+        acc.flush()
     acc.reset()
     for x in (3.0, 5.0):
         loss(w, x).backward()
@@ -438,21 +445,37 @@ def test_clipping_sums_by_hand_is_refused() -> None:
 
 
 @pytest.mark.parametrize("steps_by_hand", [3, 4])
-def test_an_optimizer_that_was_not_handed_over(steps_by_hand: int) -> None:
+@pytest.mark.parametrize("own", [False, True])
+def test_an_optimizer_that_was_not_handed_over(steps_by_hand: int, own: bool) -> None:
     w = weight()
     optimizer = sgd(w)
     acc = gf.GradientAccumulator(steps=4, parameters=[w])
+
+    def backward(x: float) -> None:
+        acc.backward(loss(w, x)) if own else loss(w, x).backward()
+
     for at, x in enumerate((1.0, 2.0, 3.0, 6.0) * 2):
         if at == 3 and steps_by_hand == 3:
             with pytest.raises(gf.MisuseError, match=r"updated in the middle.*3 of 4.* Pass the optimizer"):
-                loss(w, x).backward()
+                backward(x)
             return
-        loss(w, x).backward()
+        backward(x)
         if (at + 1) % steps_by_hand == 0:
             optimizer.step()
             if steps_by_hand == 4:
                 optimizer.zero_grad()
     assert (w.item(), acc.windows) == (-6.0, 2)
+
+
+def test_parts_of_a_micro_batch_without_an_optimizer() -> None:
+    a, b = weight(), weight()
+    acc = gf.GradientAccumulator(steps=2, parameters=[a, b])
+    for x in (1.0, 3.0):
+        loss(a, x).backward()
+        loss(b, 10 * x).backward()
+        result = acc.step()
+        assert (result.reason, result.micro_batches) == (("accumulating", 1) if x == 1.0 else ("no optimizer", 2))
+    assert (a.grad.item(), b.grad.item()) == (2.0, 20.0)
 
 
 def test_stepped_but_not_cleared() -> None:
@@ -490,6 +513,16 @@ def test_apply_gradients_window_after_window(own: bool, reset: bool) -> None:
             if reset:
                 acc.reset_gradients()
     assert (applied, acc.windows) == ([2.0] * 3, 2 if reset else 3) or reset
+
+
+def test_plain_passes_into_a_broken_window_are_not_lost_in_silence() -> None:
+    w = weight()
+    acc = gf.GradientAccumulator(sgd(w), steps=2)
+    with pytest.raises(RuntimeError, match="half-way"):
+        acc.backward(Fails.apply(loss(w, 1.0)))
+    loss(w, 1.0).backward()
+    with pytest.raises(gf.MisuseError, match=r"failed half-way.* Call reset\(\)"):
+        acc.flush()
 
 
 def test_apply_gradients_that_fails_half_way() -> None:

@@ -453,7 +453,7 @@ class Program:
                     return
             else:
                 self.updated = len(self.updates)
-            self.uncleared = any(one.grad is not None for one in self.tensors)
+            self.uncleared = any(one.grad is not None and bool(one.grad.any()) for one in self.tensors)
         if zero:
             self.log.append("optimizer.zero_grad()")
             fill = self.rng.random() < 0.2
@@ -685,6 +685,8 @@ class Program:
         """Threads that all run the same loss and step, side by side: each update is that loss's gradient."""
         if self.holds or self.uncleared or self.poison or not self.handed or self.style in ("modulo", "is_ready"):
             return
+        if self.acc.window.in_use:  # a pass has died in it
+            return
         gradients = {id(one): 1.5 for one in self.tensors}
         results: list[gf.StepResult] = []
         problems: list[BaseException] = []
@@ -742,6 +744,6 @@ class Program:
                 self.recover()
                 return
             assert self.note_update()
-            self.uncleared = any(one.grad is not None for one in self.tensors)
+            self.uncleared = any(one.grad is not None and bool(one.grad.any()) for one in self.tensors)
         finally:
             handle.remove()

@@ -244,6 +244,8 @@ class GradientAccumulator(NotCopied):
         with window.turn:
             self._begin()
             passes.backward(loss, number, reduction)
+            if self.optimizer is None:
+                window.finalise_by_itself()
 
     def _begin(self) -> None:
         if not self.window.tensors:
@@ -323,10 +325,10 @@ class GradientAccumulator(NotCopied):
         window = self.window
         self._require_open()
         with window.alone("flush()"):
-            if not window.accumulation_steps and (window.ranks.size == 1 or not self.enabled):
-                return StepResult(False, "empty window", None, 0, 0, 0)
             if window.ranks.size == 1:
                 window.require_intact()
+            if not window.accumulation_steps and (window.ranks.size == 1 or not self.enabled):
+                return StepResult(False, "empty window", None, 0, 0, 0)
             window.follow()
             if window.state.phase is Phase.FILLING:
                 window.require_untouched()

@@ -2,6 +2,8 @@
 
 Whoever writes a loop may clear, clip or replace gradients at any moment. While a window fills they are sums, divided by
 a number that nobody outside knows, so this must be noticed before the next pass adds to them.
+
+It is asked several times per micro-batch, so the loops over all tensors are left to `map`.
 """
 
 from __future__ import annotations
@@ -9,11 +11,15 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Container, Iterable
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor
 
-from gradfit import _torch
+from gradfit._torch import version_of
+
+_gradient_of = attrgetter("grad")
 
 
 class Touch(enum.Enum):
@@ -38,82 +44,102 @@ class GradientMarks:
     (True, tensor([0., 0.]), 'cleared')
     """
 
-    __slots__ = ("_missing", "_present", "_versions")
+    __slots__ = ("_missing", "_parameters", "_references", "_tensors", "_versions", "_written")
 
     def __init__(self, tensors: Iterable[Any], *, parameters: bool = False) -> None:
-        version, reference = _torch.version_of, weakref.ref
-        present: list[tuple[Any, weakref.ref[Tensor], int]] = []
-        missing: list[Any] = []
+        self._tensors: list[Any] = []  # those with a gradient
+        self._missing: list[Any] = []
         for tensor in tensors:
-            gradient = tensor.grad
-            if gradient is None:
-                missing.append(tensor)
-            else:
-                present.append((tensor, reference(gradient), version(gradient)))
-        self._present, self._missing = present, missing
-        self._versions = [(tensor, version(tensor)) for tensor in tensors] if parameters else None
+            (self._missing if tensor.grad is None else self._tensors).append(tensor)
+        gradients = [*map(_gradient_of, self._tensors)]
+        self._references = [*map(weakref.ref, gradients)]
+        self._versions = [*map(version_of, gradients)]
+        self._parameters: list[Any] = [*self._tensors, *self._missing] if parameters else []
+        self._written = [*map(version_of, self._parameters)]
+
+    def refresh(self) -> bool:
+        """Take the gradients for marked as they are now; False if that needs new marks: they are other tensors."""
+        versions = self._versions_if_marked()
+        if versions is None:
+            return False
+        self._versions = versions
+        if self._parameters:
+            self._written = [*map(version_of, self._parameters)]
+        return True
+
+    def _versions_if_marked(self) -> list[int] | None:
+        """The versions of the gradients that are there; None if they are others than the marked ones."""
+        gradients = [*map(_gradient_of, self._tensors)]
+        if not all(map(is_, gradients, [reference() for reference in self._references])):
+            return None
+        if self._missing and not all(map(is_, map(_gradient_of, self._missing), repeat(None))):
+            return None
+        try:
+            return [*map(version_of, gradients)]
+        except AttributeError:  # of None, which took the place of a gradient that is dead
+            return None
 
     @property
     def any(self) -> bool:
         """Whether there was any gradient."""
-        return bool(self._present)
+        return bool(self._tensors)
 
     def change(self, members: Container[int], new: Iterable[Any]) -> None:
         """Only those with these identities are of interest from now on; new ones are expected to have no gradient."""
-        self._present = [one for one in self._present if id(one[0]) in members]
+        kept = [at for at, tensor in enumerate(self._tensors) if id(tensor) in members]
+        self._tensors = [self._tensors[at] for at in kept]
+        self._references = [self._references[at] for at in kept]
+        self._versions = [self._versions[at] for at in kept]
         self._missing = [*(one for one in self._missing if id(one) in members), *new]
-        if self._versions is not None:
-            self._versions = [one for one in self._versions if id(one[0]) in members]
+        self._parameters = [one for one in self._parameters if id(one) in members]
+        self._written = [*map(version_of, self._parameters)]
 
     def untouched(self) -> bool:
         """Whether all gradients are the same tensors with the same content, and no other was put beside them."""
-        version = _torch.version_of
-        for tensor, gradient, number in self._present:
-            now: Tensor | None = tensor.grad
-            if now is None or now is not gradient() or version(now) != number:
-                return False
-        return all(tensor.grad is None for tensor in self._missing)
+        return self._versions_if_marked() == self._versions
+
+    def _as_before(self) -> list[bool]:
+        """For each gradient, whether it is exactly as it was."""
+        marked = [reference() for reference in self._references]
+        return [
+            one is not None and one is tensor.grad and version_of(one) == version
+            for tensor, one, version in zip(self._tensors, marked, self._versions, strict=True)
+        ]
 
     def touch(self) -> Touch:
         """What happened to them; looks at the content of those that were changed in place."""
         changed = cleared = 0
-        for tensor, gradient, number in self._present:
-            now: Tensor | None = tensor.grad
-            if now is not None and now is gradient() and _torch.version_of(now) == number:
-                continue
-            changed += 1
-            cleared += now is None or (now is gradient() and is_clear(now))
+        for tensor, reference, same in zip(self._tensors, self._references, self._as_before(), strict=True):
+            if not same:
+                now: Tensor | None = tensor.grad
+                changed += 1
+                cleared += now is None or (now is reference() and is_clear(now))
         changed += sum(tensor.grad is not None for tensor in self._missing)
         if not changed:
             return Touch.NONE
         if not cleared:
             return Touch.CHANGED
-        return Touch.CLEARED if cleared == len(self._present) else Touch.PARTLY_CLEARED
+        return Touch.CLEARED if cleared == len(self._tensors) else Touch.PARTLY_CLEARED
 
     @property
     def still_there(self) -> int:
         """How many of the gradients are exactly as they were."""
-        count = 0
-        for tensor, gradient, number in self._present:
-            now: Tensor | None = tensor.grad
-            count += now is not None and now is gradient() and _torch.version_of(now) == number
-        return count
+        return sum(self._as_before())
 
     @property
     def leftovers(self) -> bool:
         """Whether any marked tensor still has a gradient other than zero."""
-        return any(not is_clear(tensor.grad) for tensor, *_ in self._present)
+        return any(not is_clear(tensor.grad) for tensor in self._tensors)
 
     @property
     def parameters_changed(self) -> bool:
         """Whether anybody has written to a parameter; never, if that was not asked for."""
-        version = _torch.version_of
-        return self._versions is not None and any(version(tensor) != number for tensor, number in self._versions)
+        return bool(self._parameters) and [*map(version_of, self._parameters)] != self._written
 
     def clear(self) -> None:
         """Take those gradients away that are still the ones that were marked."""
-        for tensor, gradient, _ in self._present:
-            if tensor.grad is gradient():
+        for tensor, reference in zip(self._tensors, self._references, strict=True):
+            if tensor.grad is reference():
                 tensor.grad = None
 
 

@@ -7,6 +7,7 @@ a mark on what it returns, `unscale_` counts.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import types
 import weakref
@@ -25,13 +26,14 @@ class _Observed:
     def __init__(self, scaler: Any, name: str) -> None:
         self._scaler = weakref.ref(scaler)  # which holds this
         self._name = name
-        self.calls = 0
+        self.calls: collections.Counter[int] = collections.Counter()  # by the identity of what it was called with
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = getattr(type(self._scaler()), self._name)(self._scaler(), *args, **kwargs)
-        self.calls += 1
         if self._name == "scale":
             _mark(result)
+        else:
+            self.calls[id(args[0]) if args else 0] += 1
         return result
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -55,10 +57,10 @@ def is_scaled(roots: Iterable[object]) -> bool:
     return all(isinstance(root, GradientEdge) or getattr(root, _MARK, False) for root in roots)
 
 
-def times_unscaled(scaler: Any) -> int | None:
-    """How often a scaler has unscaled gradients; None if that cannot be told."""
+def times_unscaled(scaler: Any, optimizer: Any) -> int | None:
+    """How often a scaler has unscaled an optimizer's gradients; None if that cannot be told."""
     method = getattr(scaler, "unscale_", None)
-    return method.calls if isinstance(method, _Observed) else None
+    return method.calls[id(optimizer)] if isinstance(method, _Observed) else None
 
 
 def _mark(outputs: Any) -> None:

@@ -65,7 +65,7 @@ class Update:
         window.close_all()
         whole = window.meet(flushing=flushing, joined=joined, scale=1.0 if scaler is None else scaler.get_scale())
         window.require_intact()
-        self.all_flushing, self.notes = whole.flushing, whole.notes
+        self.all_flushing, self.notes = whole.flushing or window.ranks.size == 1, whole.notes
         weight, skipped, taken = window.weight, whole.skipped, whole.micro_batches
         if not any(whole.weights.values()):
             self._end(None)
@@ -237,7 +237,7 @@ class Update:
                 f"optimizer.step() with sums that carry the loss scale of {state.loss_scale:g}. Call step() of the "
                 "accumulator, or read is_ready before scaler.step(optimizer)."
             )
-        if state.unscaled_before is not None and times_unscaled(self.scaler) == state.unscaled_before:
+        if state.unscaled_before is not None and times_unscaled(self.scaler, self.optimizer) == state.unscaled_before:
             raise MisuseError(
                 f"optimizer.step() with gradients that carry the loss scale of {state.loss_scale:g}. Call step() of "
                 "the accumulator, or scaler.step(optimizer)."

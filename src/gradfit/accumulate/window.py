@@ -88,6 +88,7 @@ class Window:
         self.narrow = self.widened_float16 = False
         self.state = WindowState()
         self._is_first = True  # no window has begun since the tensors were registered
+        self._last_marks: GradientMarks | None = None  # to be taken anew after each pass
         self.left: GradientMarks | None = None  # gradients of the last window that were left in `.grad` when it ended
         self._left_to_drop = False  # nobody needs them once the next window begins
         self._clear()
@@ -240,6 +241,7 @@ class Window:
             tensor.grad = None if gradient is None else gradient.to(wide)
 
     def _find_ranks(self) -> None:
+        self._last_marks = None  # of other tensors
         self.ranks.close()
         self.ranks = ranks_of(self.tensors, self) if self.tensors else ALONE
         self.sources = self.ranks.sources(self.tensors)
@@ -408,13 +410,17 @@ class Window:
                     "the next backward. Step the optimizer and zero the gradients once is_ready is true, or call "
                     "reset()."
                 )
-            # The gradients are Σ/total: as if the total had been the divisor from the start.
-            state.main.divisor, state.phase, state.asked = float(state.main.weight) or None, FILLING, False
+            self._take_up()
         else:
             raise MisuseError(
                 "The gradients of the last window were used, and are still in `.grad`. Call optimizer.zero_grad() "
                 "after optimizer.step(), or reset() to drop them."
             )
+
+    def _take_up(self) -> None:
+        """Final gradients are Σ/total: as if the total had been the divisor from the start, more can come in."""
+        state = self.state
+        state.main.divisor, state.phase, state.asked = float(state.main.weight) or None, FILLING, False
 
     def notice_use(self) -> None:
         """A final window whose gradients were used and cleared, or applied, is over."""
@@ -436,8 +442,9 @@ class Window:
 
     def require_untouched(self) -> None:
         """Refuse to add to sums that somebody else has changed since (rule 5)."""
-        marks = self.marks
-        if marks is None or (marks.untouched() and not marks.parameters_changed):
+        marks, before = self.marks, self.state.unscaled_before
+        unscaled = before is not None and times_unscaled(self.scaler, self.optimizer) != before
+        if marks is None or (marks.untouched() and not marks.parameters_changed and not unscaled):
             return
         steps = f"{self.accumulation_steps} of {self.target_steps} micro-batches"
         touch = marks.touch()
@@ -446,7 +453,7 @@ class Window:
                 f"The gradients were cleared in the middle of a window ({steps}): what was accumulated is gone. Call "
                 "optimizer.zero_grad() only after a step; `acc.backward(loss); acc.step()` needs none at all."
             )
-        elif touch is Touch.CHANGED:
+        elif touch is Touch.CHANGED or unscaled:
             fault = (
                 f"The gradients were changed by hand in the middle of a window ({steps}), where they are sums, not "
                 "means. Change them after `if acc.is_ready:`, or pass clip= or scaler= to the accumulator, or run "
@@ -464,8 +471,11 @@ class Window:
         """The gradients are as we left them; unless a plain pass is adding to them at the moment."""
         if self.sources is not self.tensors or self.plain.passes:
             self.marks = None  # FSDP moves unreduced gradients about by itself
-        else:
-            self.marks = GradientMarks(self.tensors, parameters=self.optimizer is None and not self.bare)
+            return
+        if self._last_marks is None or not self._last_marks.refresh():
+            self._last_marks = GradientMarks(self.tensors, parameters=self.optimizer is None and not self.bare)
+        self.marks = self._last_marks
+        self._note_unscaled()
 
     # -- plain passes ---------------------------------------------------------------------------------------------
 
@@ -531,17 +541,20 @@ class Window:
         return factor
 
     def end_plain(self, *, complete: bool) -> None:
-        """A plain pass has added all of its gradients.
-
-        An optimizer that we do not know can step at any moment from here on, so a full window becomes final by itself.
-        """
+        """A plain pass has added all of its gradients."""
         with self.lock:
             self.take_marks()
-            if not complete or self.plain.passes or self.transaction is not None or self.apart is not None:
-                return
-            final_by_itself = self.optimizer is None and self.ranks.size == 1 and not self.ranks.lockstep
-            if final_by_itself and not self.delimited and self.state.phase is FILLING and self.is_full:
-                self.finalise(asked=False)
+            if complete and self.apart is None:
+                self.finalise_by_itself()
+
+    def finalise_by_itself(self) -> None:
+        """An optimizer that we do not know can step at any moment, so a full window is final without being asked."""
+        if self.optimizer is not None or self.delimited or self.bare or self.transaction is not None:
+            return
+        if self.ranks.size > 1 or self.ranks.lockstep or self.plain.passes:
+            return
+        if self.state.phase is FILLING and not self.state.terms and self.is_full:
+            self.finalise(asked=False)
 
     def _require_scaled(self, one: PlainPass) -> None:
         """With a loss scaler, a plain pass must be one of a loss that it has scaled."""
@@ -631,16 +644,19 @@ class Window:
         """
         state, thread = self.state, threading.get_ident()
         self.plain.end_micro_batch(thread)
+        if state.phase is FINAL and not state.asked and self._final_is_unused:
+            self._take_up()
         if state.phase is not FILLING:
             return True
         closing = [thread] if thread in state.open else list(state.open)
-        if closing:
-            self.require_untouched()
-        else:
+        if not closing:
             self._count_by_hand()
         for one in closing:
             self._close(one)
-        return not state.is_empty and self.strategy.is_complete(state.micro_batches, self.weight)
+        full = not state.is_empty and self.strategy.is_complete(state.micro_batches, self.weight)
+        if full:  # else the next pass looks
+            self.require_untouched()
+        return full
 
     def _close(self, thread: int) -> None:
         state = self.state
@@ -787,7 +803,12 @@ class Window:
     def take_marks_of_tensors(self) -> None:
         """The parameters' own gradients are as we left them."""
         self.marks = GradientMarks(self.tensors, parameters=True)
-        self.state.unscaled_before = None if self.scaler is None else times_unscaled(self.scaler)
+        self._note_unscaled()
+
+    def _note_unscaled(self) -> None:
+        """torch's scaler changes gradients without a new version; that it did is told by its calls."""
+        if self.scaler is not None:
+            self.state.unscaled_before = times_unscaled(self.scaler, self.optimizer)
 
 
 def _joins(one: OpenMicroBatch, names: set[str]) -> bool:

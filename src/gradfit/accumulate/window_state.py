@@ -99,7 +99,7 @@ class WindowState:
     asked: bool = False
     """Of a final window: somebody has asked for its gradients and must use them before more can come in."""
     unscaled_before: int | None = None
-    """Of a final window: how often its scaler had unscaled gradients by then."""
+    """How often its scaler had unscaled gradients when they were last as we left them."""
     applied: bool = False
     """Of a final window: `apply_gradients` has used them."""
 
