@@ -257,7 +257,7 @@ class TestBadInput:
         for parameter in self.model.parameters():
             assert parameter.grad is None
             assert not parameter._post_accumulate_grad_hooks
-        assert not gf.has_grad_accumulation(self.model)
+            assert not gf.has_grad_accumulation(parameter)
 
     def fit(self, loss_fn: Any = None, memory: Any = "1 MiB", batch: Any = None, **options: Any) -> gf.TrainStep:
         batch = self.batch if batch is None else batch
