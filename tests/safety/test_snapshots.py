@@ -259,7 +259,13 @@ def test_a_generator_that_cannot_be_read_leaves_no_lock(monkeypatch: pytest.Monk
     import threading
 
     free: list[bool] = []
-    other = threading.Thread(target=lambda: free.append(rng._global.acquire(timeout=5)))
+
+    def take_the_lock() -> None:
+        free.append(rng._global.acquire(timeout=5))
+        if free == [True]:
+            rng._global.release()
+
+    other = threading.Thread(target=take_the_lock)
     other.start()
     other.join()
     assert free == [True]

@@ -7,7 +7,7 @@ micro-batches make the mean of the batch, padding or not.
 
 Nothing is guessed: a node without a rule here is an unknown term. Numbers that are tensors stay on their device.
 
-The rules read the attributes `_saved_…` and `_input_metadata` of autograd's nodes, which torch 2.10 to 2.13 have.
+The rules read the attributes `_saved_…` and `_input_metadata` of autograd's nodes, which torch 2.10 to 2.15 have.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def read_denominator(loss: Tensor) -> Denominator | None:
     Args:
         loss: a tensor of one element with a graph behind it.
 
+    >>> import torch
     >>> weight = torch.ones(4, 3, requires_grad=True)
     >>> targets = torch.tensor([0, 2, -100, 1])
     >>> print(read_denominator(torch.nn.functional.cross_entropy(weight, targets)))
