@@ -192,7 +192,7 @@ def test_functions_of_tensors() -> None:
 
 
 def test_misuse() -> None:
-    with pytest.raises(gf.MisuseError, match="model=3 .* or a function"):
+    with pytest.raises(gf.MisuseError, match=r"model=3 .* or a function"):
         gf.audit(3, batch=torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(gf.MisuseError, match="loss_fn"):
         gf.audit(nn.Linear(2, 2), batch=torch.ones(2, 2))
