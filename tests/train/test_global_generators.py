@@ -56,8 +56,9 @@ def test_the_same_numbers_as_plain(fails_at: tuple[int, ...]) -> None:
     batch = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
     ours, plain = Jittered(), Jittered()
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    budget = least() + 6000
     seed()
-    step = gf.fit(ours, optimizer, loss_fn, batch, memory=least() + 6000)
+    step = gf.fit(ours, optimizer, loss_fn, batch, memory=budget)
     with FailAt(*fails_at):
         result = step(batch)
     assert result.attempts == 1 + len(fails_at)
