@@ -16,7 +16,7 @@ from torch import nn
 
 import gradfit as gf
 from gradfit.fitting.plan_search import Planner
-from gradfit.runs.run_state import read_plan, write_plan
+from gradfit.fitting.plan_state import read_plan, write_plan
 
 
 class Counting(torch.optim.Optimizer):

@@ -16,12 +16,12 @@ import torch
 
 from gradfit.fitting.audit import audit
 from gradfit.fitting.fit import fit
+from gradfit.machine import data_bytes, environment
 from gradfit.planning.plan import Plan
 from gradfit.profiling.meter import meter
 from gradfit.runs.batch_stream import Batches
 from gradfit.runs.builtin_jobs import gpt
 from gradfit.runs.job import Job
-from gradfit.runs.machine import data_bytes, environment
 from gradfit.runs.random_state import seed_everything
 
 BUDGET_BYTES = 128 * 1024**2

@@ -12,6 +12,7 @@ import torch
 from gradfit.cli.console import working
 from gradfit.distributed.launch import Crew
 from gradfit.errors import BudgetInfeasible, MisuseError
+from gradfit.machine import available_bytes, environment
 from gradfit.planning.api import frontier
 from gradfit.planning.api import plan as make_plan
 from gradfit.planning.plan import Plan
@@ -23,7 +24,6 @@ from gradfit.report.report_record import Report
 from gradfit.runs.batch_stream import Batches
 from gradfit.runs.job import Job
 from gradfit.runs.job_loader import load_target
-from gradfit.runs.machine import available_bytes, environment
 from gradfit.runs.random_state import random_state, restore_random, seed_everything
 from gradfit.units import format_bytes, parse_bytes
 

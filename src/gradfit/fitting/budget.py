@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from gradfit.errors import MisuseError
+from gradfit.machine import available_bytes, total_bytes
 from gradfit.profiling.meter import meter
-from gradfit.runs.machine import available_bytes, total_bytes
 from gradfit.units import NO_BUDGET, parse_bytes
 
 _AUTO = 0.9

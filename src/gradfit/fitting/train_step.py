@@ -27,6 +27,7 @@ from gradfit.batches.totals import LossTotals, logs_of, means_of
 from gradfit.batches.weights import BatchWeights, UnreadableLoss
 from gradfit.errors import BudgetInfeasible, MisuseError, StateError
 from gradfit.fitting.plan_search import Planner
+from gradfit.fitting.plan_state import read_plan, write_plan
 from gradfit.fitting.tested_plan import Fitted, PartShape, part_shape
 from gradfit.fitting.trained_optimizer import count_step
 from gradfit.fitting.update_rollback import UpdateSnapshot
@@ -38,7 +39,6 @@ from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.profile import Profile
 from gradfit.recompute.evict import Online
 from gradfit.recompute.planned import Diverged
-from gradfit.runs.run_state import read_plan, write_plan
 from gradfit.tree import leaves
 
 _MOST_ATTEMPTS = 6

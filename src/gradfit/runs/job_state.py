@@ -13,8 +13,8 @@ from gradfit.errors import StateError
 from gradfit.profiling.optimizer_bytes import probe_of
 from gradfit.runs.job import Job
 from gradfit.runs.shards import Everybody, Filler, whole
-from gradfit.runs.state_checks import same_kind
 from gradfit.runs.state_codec import Piece
+from gradfit.state_checks import same_kind
 
 _EXTRA = "_extra_state"
 

@@ -12,7 +12,7 @@ import torch
 from gradfit.batches.snapshot import generator_states, restore_generators
 from gradfit.errors import StateError
 from gradfit.interrupts import uninterrupted
-from gradfit.runs.state_checks import fields, integer, list_of, number, optional, tensor
+from gradfit.state_checks import fields, integer, list_of, number, optional, tensor
 
 
 def seed_everything(seed: int) -> None:

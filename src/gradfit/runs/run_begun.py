@@ -9,8 +9,8 @@ from typing import Any
 
 from gradfit.errors import StateError
 from gradfit.runs.run_state import check_settings
-from gradfit.runs.state_checks import fields, text
 from gradfit.runs.state_files import naming, open_regular
+from gradfit.state_checks import fields, text
 
 NAME = "run.json"
 _MAX_BYTES = 64 * 1024

@@ -2,26 +2,21 @@
 
 It is checked before a state is written, so that one which could not be read is refused while the last one is still
 there, and again when it is read, before anything is done with it: a file can be changed together with its checksums.
-Whether it is a state of *this* job, by names and shapes, is said in `snapshot.py`.
+Whether it is a state of *this* job, by names and shapes, is said in `job_state.py`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from typing import Any
 
 import torch
 
 from gradfit.errors import StateError
-from gradfit.fitting.tested_plan import Fitted
-from gradfit.planning.plan import Plan
-from gradfit.profiling.profile import Profile
+from gradfit.fitting.plan_state import check_plan
 from gradfit.runs.random_state import check_random
-from gradfit.runs.state_checks import (
-    MANY,
+from gradfit.runs.state_codec import Piece
+from gradfit.state_checks import (
     any_number,
-    boolean,
     dict_of,
     fields,
     integer,
@@ -30,12 +25,9 @@ from gradfit.runs.state_checks import (
     optional,
     tensor,
     text,
-    wrong,
 )
-from gradfit.runs.state_codec import Piece
 
 MOST_RANKS = 2**16
-_DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 
 
 def anything(where: str, value: Any) -> None:
@@ -106,7 +98,7 @@ _STATE = fields(
         "progress": optional(_PROGRESS),
         "accumulator": optional(fields({"tensors": dict_of(tensor()), "window": dict_of(anything)})),
         "job": _JOB,
-        "plans": list_of(lambda where, value: _check_plan(where, value)),
+        "plans": list_of(lambda where, value: check_plan(where, value)),
     },
     {"ranks": integer(1, MOST_RANKS)},
 )
@@ -123,82 +115,3 @@ def check_state(content: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ plans
-
-
-_FLAGS = ("steady", "seen", "looks", "copied")
-_NUMBERS = {
-    field.name: optional(boolean) if field.name in _FLAGS else optional(integer(0))
-    for field in dataclasses.fields(Fitted)
-    if field.name not in ("plan", "profile", "shape")
-}
-_SHAPES = list_of(lambda where, value: _check_shape(where, value))
-_PLAN = fields({"plan": text(), "profile": text(), "shape": _SHAPES, "peak_bytes": integer(0)}, _NUMBERS)
-
-
-def write_plan(fitted: Fitted, as_json: Any) -> dict[str, Any]:
-    """A plan that was tried out as plain values; `as_json` writes a record."""
-    return {
-        "plan": as_json(fitted.plan),
-        "profile": as_json(fitted.profile),
-        "shape": [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in fitted.shape],
-        **{name: getattr(fitted, name) for name in _NUMBERS},
-    }
-
-
-def read_plan(saved: dict[str, Any], where: str = "The plan") -> Fitted:
-    """What `write_plan` gave; anything else is a `StateError`."""
-    _PLAN(where, saved)
-    plan, profile = _read_records(saved["plan"], saved["profile"])
-    return Fitted(
-        plan=plan,
-        profile=profile,
-        shape=tuple((tuple(shape), _DTYPES[dtype]) for shape, dtype in saved["shape"]),
-        **{name: saved[name] for name in _NUMBERS if name in saved},  # one that is newer has its default
-    )
-
-
-@functools.lru_cache(maxsize=64)  # the same texts are in every state of a run
-def _read_records(plan_text: str, profile_text: str) -> tuple[Plan, Profile]:
-    plan, profile = Plan.from_json(plan_text), Profile.from_json(profile_text)
-    _check_numbers("The plan", plan, profile)
-    return plan, profile
-
-
-def _check_plan(where: str, value: Any) -> None:
-    read_plan(value, where)
-
-
-def _check_shape(where: str, value: Any) -> None:
-    if type(value) is not list or len(value) != 2:
-        raise wrong(where, value, "a shape and a type")
-    list_of(integer(0), most=64)(where, value[0])
-    text(*_DTYPES)(where, value[1])
-
-
-def _check_numbers(where: str, plan: Plan, profile: Profile) -> None:
-    """That a plan can be followed: it fits its profile, and its numbers are ones."""
-    for name in ("micro_batch", "steps", "batch_size", "budget_bytes"):
-        integer(1)(f"{where}.{name}", getattr(plan, name))
-    for name in ("peak_bytes", "kept_values", "saved_values", "kept_bytes", "saved_bytes", "heard"):
-        integer(0)(f"{where}.{name}", getattr(plan, name))
-    for record in (plan, profile):
-        for field in dataclasses.fields(record):
-            if isinstance(value := getattr(record, field.name), float):
-                number(-MANY, MANY)(f"{where}.{field.name}", value)
-    for name in ("batch_size", "min_batch"):
-        integer(1)(f"{where}.profile.{name}", getattr(profile, name))
-    for index, action in enumerate(plan.actions):
-        text("keep", "rebuild", "offload", "external")(f"{where}.actions[{index}]", action)
-    if not len(plan.actions) == len(plan.segments) == len(profile.values):
-        raise StateError(f"{where} is not for its profile: {len(plan.actions)} actions, {len(profile.values)} values.")
-    if len(plan.operations) != len(profile.operations):
-        raise StateError(f"{where} is not for its profile: it has other operations.")
-    if any(not 0 <= parent < index for index, parent in enumerate(plan.segment_parents[1:], start=1)):
-        raise StateError(f"{where} has segments that lie in no earlier one.")
-    if any(not 0 <= segment < len(plan.segment_parents) for segment in plan.segments):
-        raise StateError(f"{where} has a value in a segment that it does not have.")
-    for index, value in enumerate(profile.values):
-        number(-MANY, MANY)(f"{where}.values[{index}]", value.nbytes.fixed)
-        number(-MANY, MANY)(f"{where}.values[{index}]", value.nbytes.per_item)
-        integer(-1)(f"{where}.values[{index}]", value.dies)
-        integer(0)(f"{where}.values[{index}]", value.storage)

@@ -21,6 +21,7 @@ from gradfit.accumulate import accumulator_state as window_state
 from gradfit.distributed.launch import Crew
 from gradfit.errors import MisuseError, StateError
 from gradfit.fitting.fit import fit
+from gradfit.fitting.plan_state import read_plan, write_plan
 from gradfit.fitting.train_step import Progress, TrainResult, TrainStep
 from gradfit.planning.plan import Plan
 from gradfit.profiling.profile import Profile
@@ -29,7 +30,7 @@ from gradfit.runs.batch_stream import Batches
 from gradfit.runs.job import Job
 from gradfit.runs.random_state import random_state, restore_random, seed_everything
 from gradfit.runs.rank_states import ranks_of
-from gradfit.runs.run_state import check_state, read_plan, write_plan
+from gradfit.runs.run_state import check_state
 from gradfit.runs.shards import Everybody
 from gradfit.runs.state_files import SavedState, StateStore, write_atomically
 from gradfit.tree import split_batch
