@@ -71,7 +71,10 @@ SETUPS = {
 # Run after the last snippet: what shows that its functions work.
 CHECKS = {
     "docs/guides/distributed.md": "assert main().batch_size == 512\ntorch.distributed.destroy_process_group()",
-    "docs/guides/cli.md": "job = make_job()\nrows = {key: all[:4] for key, all in job.data.items()}\nassert loss_fn(job.model, rows) > 0",
+    "docs/guides/cli.md": """
+job = make_job()
+assert loss_fn(job.model, {key: rows[:4] for key, rows in job.data.items()}) > 0
+""",
 }
 # Process groups, trainers and accelerators leave state behind that other tests would meet.
 IN_A_PROCESS_OF_ITS_OWN = {
