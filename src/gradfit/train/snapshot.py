@@ -11,7 +11,7 @@ import torch
 from gradfit._torch_distributed import is_dtensor
 from gradfit.errors import StateError
 from gradfit.profiling.optimizer import probe_of
-from gradfit.train.expected import same_kind
+from gradfit.train.expected import MANY, same_kind
 from gradfit.train.job import Job
 from gradfit.train.nest import Piece
 from gradfit.train.pieces import Everybody, Filler, whole
@@ -159,6 +159,15 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) ->
                 _same_kind(what, entries[name], made)
             elif entries[name] is not None or not isinstance(made, torch.Tensor):  # some begin with None
                 same_kind(f"The state's {what}", entries[name], made)
+            if name == "step":
+                _check_count(f"The state's {what}", entries[name])
+
+
+def _check_count(where: str, value: Any) -> None:
+    """How often a parameter was stepped: torch takes powers of it, which overflow where it is negative."""
+    count = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if isinstance(count, int | float) and not 0 <= count <= MANY:
+        raise StateError(f"{where} is {count!r}, not a number of steps.")
 
 
 _FRACTIONS = {"betas"}  # of others torch takes roots
