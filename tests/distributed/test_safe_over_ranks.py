@@ -17,8 +17,8 @@ from torch import nn
 
 import gradfit as gf
 from gradfit.distributed import state
-from gradfit.distributed.group import Group
 from gradfit.distributed.launch import Crew
+from gradfit.distributed.process_group import Group
 from gradfit.distributed.same_model import require_same_model
 from gradfit.distributed.window_files import file_of
 

@@ -17,15 +17,16 @@ from torch import nn
 
 import gradfit as gf
 from gradfit.errors import StateError
-from gradfit.train import snapshot
-from gradfit.train import state as state_module
-from gradfit.train.expected import same_kind
-from gradfit.train.job import Job
-from gradfit.train.nest import flatten, unflatten
-from gradfit.train.randomness import random_state, restore_random
-from gradfit.train.run import Run, RunSettings
-from gradfit.train.run_state import check_state, read_plan, write_plan
-from gradfit.train.state import StateStore
+from gradfit.fitting.plan_state import read_plan, write_plan
+from gradfit.runs import job_state
+from gradfit.runs import state_files as state_module
+from gradfit.runs.job import Job
+from gradfit.runs.random_state import random_state, restore_random
+from gradfit.runs.run_state import check_state
+from gradfit.runs.state_codec import flatten, unflatten
+from gradfit.runs.state_files import StateStore
+from gradfit.runs.training_run import Run, RunSettings
+from gradfit.state_checks import same_kind
 
 
 def changed_states(count: int, seed: int) -> dict[str, object]:
@@ -231,11 +232,11 @@ def stepped_once() -> Job:
 def test_a_count_of_steps_that_no_optimizer_reaches_is_refused(count: float) -> None:
     """AdamW takes a power of it, and a raw OverflowError came in the first step after resuming."""
     job = stepped_once()
-    state = copy.deepcopy(snapshot.capture(job))
-    snapshot.check(job, state)
+    state = copy.deepcopy(job_state.capture(job))
+    job_state.check(job, state)
     state["optimizer"]["state"][0]["step"].fill_(count)
     with pytest.raises(StateError, match="step"):
-        snapshot.check(job, state)
+        job_state.check(job, state)
 
 
 def test_a_plan_without_one_of_its_numbers_is_refused() -> None:
