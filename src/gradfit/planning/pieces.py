@@ -186,7 +186,7 @@ class Anatomy:
         )
 
     def _graph_of(self, start: int, end: int, made: list[int], op_seconds: list[float]) -> Graph:
-        """The piece's own graph: `made` are its first values, then come those that it reads from before, of no bytes."""
+        """The piece as a graph: its first values are `made`, then come those that it reads from before, of no bytes."""
         graph, size, inner = self.graph, end - start, len(made)
         read = [v for op in range(start, end) for v in (*graph.op_inputs[op], *graph.op_overwrites[op])]
         values = list(dict.fromkeys([*made, *read]))
@@ -214,8 +214,7 @@ class Anatomy:
             op_workspace=graph.op_workspace[start:end],
             op_replayable=graph.op_replayable[start:end],
             node_needs=[
-                tuple([local[v] for v in graph.node_needs[node] if local.get(v, inner) < inner])
-                for node in nodes
+                tuple([local[v] for v in graph.node_needs[node] if local.get(v, inner) < inner]) for node in nodes
             ],
             node_before=[graph.node_before[node] - base for node in nodes],
             node_peak=[graph.node_peak[node] - base for node in nodes],
