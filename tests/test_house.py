@@ -17,11 +17,12 @@ SOURCE = ROOT / "src" / "gradfit"
 # A room may import from these rooms (and itself); files at the top (errors, units, …) are open to all.
 ALLOWED = {
     "tape": set(),
+    "tiling": set(),
     "autograd": {"tape"},
     "batches": {"tape"},
     "accumulate": {"autograd", "batches", "distributed"},
     "distributed": {"accumulate", "tape"},
-    "profiling": {"tape", "batches", "accumulate"},
+    "profiling": {"tape", "batches", "accumulate", "tiling"},
     "planning": {"profiling"},
     "recompute": {"tape", "batches", "profiling", "planning"},
     "train": {"tape", "batches", "recompute", "profiling", "planning", "accumulate", "distributed", "report"},

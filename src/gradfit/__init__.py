@@ -33,6 +33,7 @@ from gradfit.errors import (
     GradientMismatch,
     GraphError,
     InvalidParameter,
+    LogitsMaterialised,
     MisuseError,
     NonFiniteGradient,
     RankFailed,
@@ -50,6 +51,7 @@ from gradfit.recompute.function import checkpoint, checkpoint_sequential, chunke
 from gradfit.recompute.manager import CheckpointManager
 from gradfit.recompute.node import CheckpointNode, GraphNode
 from gradfit.recompute.scope import CheckpointScope
+from gradfit.tiling.tile import TiledModel, tile
 from gradfit.train.audit import AuditReport, audit
 from gradfit.train.fit import fit
 from gradfit.train.job import Job
@@ -89,6 +91,7 @@ __all__ = [
     "Hardware",
     "InvalidParameter",
     "Job",
+    "LogitsMaterialised",
     "Loss",
     "LossScaler",
     "MemoryStats",
@@ -102,6 +105,7 @@ __all__ = [
     "StepResult",
     "Strategy",
     "SymbolicShape",
+    "TiledModel",
     "TrainResult",
     "TrainStep",
     "UnknownName",
@@ -129,6 +133,7 @@ __all__ = [
     "meter",
     "plan",
     "profile",
+    "tile",
     "topological_sort",
     "whole",
 ]
