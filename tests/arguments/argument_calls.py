@@ -760,7 +760,11 @@ def _() -> Good:
     def call(**arguments: Any) -> None:
         gf.tile(**arguments).remove()
 
-    accepts = {"model": is_module, "size": lambda value: value is None or is_count(value), "exclude": is_nothing_iterable}
+    accepts = {
+        "model": is_module,
+        "size": lambda value: value is None or is_count(value),
+        "exclude": is_nothing_iterable,
+    }
     return Good(call, {"model": module, "size": 4, "exclude": []}, accepts, [module])
 
 

@@ -15,16 +15,16 @@ from gradfit._torch import is_out_of_memory, raised_by_functorch, storage_key
 from gradfit._torch_fsdp import drop_gradients
 from gradfit.arguments import check_arguments, check_optimizer, invalid, read_count, read_instance, read_number
 from gradfit.batches.additivity import MOST_ROWS, batch_norms, measure_additivity
+from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.loss import PartLoss, read_loss
-from gradfit.batches.record import Additivity
 from gradfit.batches.snapshot import Generators, untouched
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.profiling.assemble import Sample, assemble
 from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.meter import meter, tensors_in
-from gradfit.profiling.optimizer import OptimizerCost, optimizer_cost
-from gradfit.profiling.record import Hardware, Profile
-from gradfit.profiling.resident import gradient_bytes, storage_bytes
+from gradfit.profiling.optimizer_bytes import OptimizerCost, optimizer_cost
+from gradfit.profiling.profile import Hardware, Profile
+from gradfit.profiling.resident_bytes import gradient_bytes, storage_bytes
 from gradfit.profiling.trace import Trace, watching
 from gradfit.tree import leaves, size_of_batch, split_batch, unmarked
 
@@ -57,6 +57,20 @@ def profile(
     Whether the loss adds up over parts of the batch is measured, too (`additivity`, unless it is given): a plan from
     this profile does not cut a batch whose parts' losses do not make that of the whole.
 
+    Args:
+        model: in training mode.
+        loss_fn: `loss_fn(model, batch)`, as `fit` takes it.
+        sample_batch: a batch like those to come; nothing is trained on it.
+        optimizer: counted with the state that its steps make; None: no optimizer.
+        memory_bytes: bytes that measuring may take; None does not limit it.
+        rows: how many rows of the sample to run; None: as many as there are, or as fit.
+        split: `split(batch, size)` gives the parts; without it lists and tensors are cut along dim
+            0.
+        fake: predict on tensors that have a shape and no memory.
+        hardware: the machine to predict for; None: this one.
+        host_bandwidth: bytes per second out of the device's memory; 0 offers no offloading.
+        additivity: whether parts add up, if it was measured before; None measures.
+
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
     >>> found = profile(model, lambda m, x: m(x).square().mean(), torch.ones(4, 8))
     >>> [operation.name for operation in found.operations][:2]
@@ -70,7 +84,7 @@ def profile(
     if additivity is not None:
         read_instance(additivity, "additivity", Additivity, "what another profile measured, profile.additivity")
     if fake or hardware is not None:
-        from gradfit.profiling.fake import predict
+        from gradfit.profiling.predict import predict
 
         return predict(model, loss_fn, sample_batch, optimizer, hardware=hardware, split=split)
     total = check_batch(sample_batch, split, "sample_batch")
@@ -275,7 +289,7 @@ def _growing(
         size = min(total, size * 2)
     samples = _watched_again(model, loss_fn, batch, cut, samples, room / 6)
     if len(samples) == 1 and size < total and not distributed.is_running():  # where forwards wait for each other
-        from gradfit.profiling.fake import foreseen
+        from gradfit.profiling.predict import foreseen
 
         parts = [(rows, next(iter(cut(batch, rows)))) for rows in (samples[0].size, total)]
         samples = [*foreseen(model, loss_fn, parts, samples[0]), *samples]
