@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradfit._torch import inside_fake_mode
+from gradfit._torch_listen import unseen
 from gradfit.errors import ActivationOverwritten
 
 
@@ -189,9 +191,11 @@ def _evaluate(item: Any, tensors: dict[str, list[Tensor]], plain: bool) -> Any:
 def dtype_of(expression: Expression) -> torch.dtype:
     """Of an expression's result, by evaluating it for no rows at all."""
     operands = Operands(expression)
-    logits = [each.weight.new_empty((0, each.weight.shape[0]), dtype=each.dtype) for each in operands.projections]
-    with torch.no_grad():
-        return operands.program.evaluate(logits, [one.tensor[:0] for one in operands.rows], operands.constants)[0].dtype
+    # Nobody need hear of it, but fake tensors, which are made of what is heard.
+    with torch.no_grad(), contextlib.nullcontext() if inside_fake_mode() else unseen():
+        logits = [each.weight.new_empty((0, each.weight.shape[0]), dtype=each.dtype) for each in operands.projections]
+        rows = [one.tensor[:0] for one in operands.rows]
+        return operands.program.evaluate(logits, rows, operands.constants)[0].dtype
 
 
 def change_projections(expression: Any, change: Callable[[Projection], Projection]) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradfit._torch import FakeTensor
 from gradfit._torch_listen import untraced
 from gradfit.not_copied import NotCopied
 from gradfit.tiling import lazy_functions  # noqa: F401  (what torch's functions do to lazy logits)
@@ -74,7 +75,7 @@ class LazyForward(NotCopied):
 
 def _may_be_lazy(module: Any, input: Tensor) -> bool:
     """Not where somebody else decides what a product is (sharded or quantised weights), or waits for a gradient."""
-    plain = (Tensor, nn.Parameter)
+    plain = (Tensor, nn.Parameter, FakeTensor)
     weight, bias = module.weight, module.bias
     return (
         type(input) in plain

@@ -130,8 +130,8 @@ class LazyLogits(Tensor):
         shape.insert(class_dim, first.weight.shape[0])
         given = [each for p in operands.projections for each in (p.hidden, p.weight, p.bias)]
         given += [*(one.tensor for one in operands.rows), *operands.constants]
-        like = first.hidden.new_empty(0, dtype=dtype)
-        made: LazyLogits = _Wrapped.apply(operands.program, tuple(shape), like, class_dim, *given)  # type: ignore[no-untyped-call]
+        kind = (dtype, first.hidden.device)
+        made: LazyLogits = _Wrapped.apply(operands.program, tuple(shape), kind, class_dim, *given)  # type: ignore[no-untyped-call]
         made._expression, made._head, made._class_dim = expression, head, class_dim
         made._origin, made._is_lazy_view = origin, family is not None
         made._family = family or _Family()
@@ -296,12 +296,10 @@ class _Wrapped(torch.autograd.Function):
     """Gives a lazy tensor its place in the graph (rule 3)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, program: Program, shape: Any, like: Tensor, class_dim: int, *tensors: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, program: Program, shape: Any, kind: Any, class_dim: int, *tensors: Tensor | None) -> Tensor:
         ctx.program, ctx.class_dim = program, class_dim
         ctx.save_for_backward(*tensors)
-        made: Tensor = tensor_without_storage(LazyLogits, shape, like.dtype, like.device)
+        made: Tensor = tensor_without_storage(LazyLogits, shape, *kind)
         return made
 
     @staticmethod

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from gradfit._torch import map_nest
 from gradfit.tiling.expression import Operands, Rows
+from gradfit.tiling.label_probability import LabelLogProbability, may_use_up
 from gradfit.tiling.lazy import Handler, LazyLogits, described, handlers
-from gradfit.tiling.row_cross_entropy import RowCrossEntropy, may_use_up
 
 _NO_KWARGS: dict[str, Any] = {}
 
@@ -469,11 +469,10 @@ def _class_loss(lazy: LazyLogits, function: Any, given: dict[str, Any], extra: d
         return NotImplemented  # torch says what is wrong with it
     flat = target.reshape(-1) if is_labels else target.movedim(words_at, -1).reshape(-1, lazy.shape[words_at])
     if function is F.cross_entropy and is_labels and not given["label_smoothing"] and may_use_up(lazy.expression):
-        losses = lazy.reduce(RowCrossEntropy(given["ignore_index"]), (lazy.expression, Rows(flat), weight), {})[0]
+        losses = _label_losses(lazy, flat, weight, given["ignore_index"])
     else:
-        losses = lazy.reduce(function, (lazy.expression, Rows(flat)), {**extra, "weight": weight, "reduction": "none"})[
-            0
-        ]
+        extra = {**extra, "weight": weight, "reduction": "none"}
+        losses = lazy.reduce(function, (lazy.expression, Rows(flat)), extra)[0]
     if reduction == "none":
         return losses.reshape(target.shape if is_labels else lazy.lead)
     # In the width of the sum, as torch's own kernels add, and rounded once.
@@ -482,6 +481,16 @@ def _class_loss(lazy: LazyLogits, function: Any, given: dict[str, Any], extra: d
     if reduction == "mean":
         total = total / _divisor(flat, weight, given["ignore_index"], is_labels=is_labels)
     return total.to(losses.dtype)
+
+
+def _label_losses(lazy: LazyLogits, flat: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """Minus the logarithm of each label's probability, which is what a cross-entropy of labels adds up."""
+    ignored = flat == ignore_index
+    label = torch.where(ignored, 0, flat).unsqueeze(-1)
+    losses = -lazy.reduce(LabelLogProbability(), (lazy.expression, Rows(label)), {})[0].squeeze(-1)
+    if weight is not None:
+        losses = losses * weight.detach()[label.squeeze(-1)]
+    return losses.masked_fill(ignored, 0)
 
 
 def _divisor(flat: Tensor, weight: Tensor | None, ignore_index: int, *, is_labels: bool) -> Tensor | int:
