@@ -18,8 +18,9 @@ SOURCE = ROOT / "src" / "gradfit"
 # Files at the top (errors, units, …) are open to all.
 ALLOWED = {
     "tape": set(),
+    "tiling": set(),
     "batches": set(),
-    "profiling": {"tape", "batches"},
+    "profiling": {"tape", "batches", "tiling"},
     "planning": {"profiling"},
     "recompute": {"tape", "profiling", "planning"},
     "accumulate": {"batches", "distributed", "toolbox"},
