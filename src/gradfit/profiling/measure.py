@@ -32,7 +32,7 @@ LossFunction = Callable[[torch.nn.Module, Any], Any]
 _Cut = Callable[[Any, int], Iterable[Any]]
 _ROUNDS, _MORE_ROUNDS = 2, 5  # the least of so many measurements: a machine is never alone
 _SHORT_SECONDS = 0.1  # what takes less than this is measured more often
-_FEW_OPERATIONS = 2500  # in all those measurements; where there are more, operations alike measure each other
+_FEW_OPERATIONS = 1000  # in all those measurements; where there are more, operations alike measure each other
 
 
 def profile(
