@@ -20,7 +20,7 @@ ALLOWED = {
     "tape": set(),
     "tiling": set(),
     "batches": set(),
-    "profiling": {"tape", "batches", "tiling"},
+    "profiling": {"tape", "batches"},
     "planning": {"profiling"},
     "recompute": {"tape", "profiling", "planning"},
     "accumulate": {"batches", "distributed", "toolbox"},
