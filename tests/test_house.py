@@ -18,6 +18,7 @@ SOURCE = ROOT / "src" / "gradfit"
 # Files at the top (errors, units, …) are open to all.
 ALLOWED = {
     "tape": set(),
+    "tiling": set(),
     "batches": set(),
     "profiling": {"tape", "batches"},
     "planning": {"profiling"},

@@ -35,6 +35,7 @@ from gradfit.errors import (
     GradientMismatch,
     GraphError,
     InvalidParameter,
+    LogitsMaterialised,
     MisuseError,
     NonFiniteGradient,
     RankFailed,
@@ -56,6 +57,7 @@ from gradfit.recompute.manager import CheckpointManager
 from gradfit.recompute.node import CheckpointNode, GraphNode
 from gradfit.recompute.scope import CheckpointScope
 from gradfit.runs.job import Job
+from gradfit.tiling.tile import TiledModel, tile
 from gradfit.toolbox.autograd_context import AutogradContext
 from gradfit.toolbox.autograd_graph import AutogradGraph, GradientEntry, topological_sort
 from gradfit.toolbox.batch_gradients import DynamicBatchAccumulator
@@ -101,6 +103,9 @@ __all__ = [  # noqa: RUF022
     "frontier",
     "AppliedPlan",
     "StepResult",
+    # tiling
+    "tile",
+    "TiledModel",
     # recomputing
     "checkpoint_sequential",
     "mark_checkpoint",
@@ -143,6 +148,7 @@ __all__ = [  # noqa: RUF022
     "topological_sort",
     # errors and warnings
     "GradfitError",
+    "LogitsMaterialised",
     "MisuseError",
     "InvalidParameter",
     "UnknownName",
