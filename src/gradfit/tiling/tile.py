@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from gradfit.not_copied import NotCopied
 from gradfit.tiling.cut import DEFAULT_SIZE, Cut
 from gradfit.tiling.heads import LazyForward, find_heads, is_linear, make_lazy
 from gradfit.tiling.lazy import Head
+from gradfit.tiling.tiles import Tiles
 
 
 class TiledModel(NotCopied):
@@ -73,6 +74,33 @@ def tile(model: torch.nn.Module, size: int | None = None, *, exclude: Iterable[s
         heads.pop(name, None)
     _refuse_tiled(model)
     return TiledModel(model, heads, cut)
+
+
+def with_tiles(loss_fn: Callable[[torch.nn.Module, Any], Any], tiles: Tiles | None) -> Callable[..., Any]:
+    """The same loss, of the model with these tiles; outside of the call it has none.
+
+    Args:
+        loss_fn: `loss_fn(model, batch)`.
+        tiles: as a plan has them; None for no tiles.
+    """
+    if tiles is None:
+        return loss_fn
+
+    def tiled_loss(model: torch.nn.Module, batch: Any) -> Any:
+        with tile_as(model, tiles):
+            return loss_fn(model, batch)
+
+    return tiled_loss
+
+
+def tile_as(model: torch.nn.Module, tiles: Tiles) -> TiledModel:
+    """Put a plan's tiles on a model."""
+    return TiledModel(model, dict.fromkeys(tiles.heads, False), Cut(parts=tiles.parts))
+
+
+def is_tiled(model: torch.nn.Module) -> bool:
+    """Whether the user has tiled it."""
+    return any(isinstance(module.__dict__.get("forward"), LazyForward) for module in model.modules())
 
 
 def _names(model: torch.nn.Module, names: Any, parameter: str) -> list[str]:
