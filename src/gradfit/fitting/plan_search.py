@@ -183,6 +183,8 @@ class Planner:
         ways: list[Fitted] = []
         failures: list[BudgetInfeasible] = []
         for tiles in self._worth_trying(choices):
+            if ways and tiles is not None and tiles.modules:
+                break  # these run again in each backward pass: where nothing else is enough
             try:
                 ways.append(self._fit_as(tiles, batch, batch_size, shape, limit_bytes))
             except BudgetInfeasible as error:
