@@ -140,3 +140,14 @@ def test_another_version_of_torch_gets_one_warning() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr.count("gradfit is tested with torch 2.10 to 2.15, and this is torch 2.9.1") == 1
     assert done.stderr.startswith("<string>:2: ")
+
+
+def test_the_front_door_is_ten_names_in_the_order_of_use() -> None:
+    import gradfit
+
+    described = re.findall(r"^    (\w+)  +\S", gradfit.__doc__ or "", re.MULTILINE)
+    assert described == gradfit.__all__[:10]
+    assert gradfit.__dir__()[:10] == described
+    assert "planning" not in dir(gradfit)
+    reference = (ROOT / "docs" / "api" / "index.md").read_text()
+    assert re.findall(r"^\| \[`(\w+)`\]", reference, re.MULTILINE) == described

@@ -43,6 +43,7 @@ LossFunction = Callable[[torch.nn.Module, Any], Any]
 _Cut = Callable[[Any, int], Iterable[Any]]
 _ROUNDS, _MORE_ROUNDS = 2, 5  # the least of so many measurements: a machine is never alone
 _SHORT_SECONDS = 0.1  # what takes less than this is measured more often
+_FEW_OPERATIONS = 1000  # in all those measurements; where there are more, operations alike measure each other
 
 
 def profile(
@@ -207,14 +208,15 @@ def check_batch(
     batch: Any, split: Callable[[Any, int], Iterable[Any]] | None, name: str = "batch", *, fake: bool = False
 ) -> int:
     """How many rows the batch has: the size of dim 0, or the number of parts of one row that `split` makes."""
-    if not fake and any(tensor.is_meta for tensor in leaves(batch)):
+    tensors = list(leaves(batch))
+    if not fake and any(tensor.is_meta for tensor in tensors):
         raise invalid(name, batch, "is on the meta device, where tensors have no values", "a batch with values")
     if split is not None:
         rows = sum(1 for _ in split(batch, 1))
         if not rows:
             raise MisuseError("split(batch, 1) gave no part, so there is nothing to train on. Pass a batch with rows.")
         return rows
-    if next(iter(leaves(batch)), None) is None:
+    if not tensors:
         raise invalid(name, batch, "holds no tensor", "a tensor, or a list, tuple, dict or dataclass of tensors")
     rows = size_of_batch(batch, name)
     if not rows:
@@ -408,7 +410,9 @@ def _watched_again(
 
 
 def _rounds(trace: Trace) -> int:
-    return _MORE_ROUNDS if sum(op.seconds for op in trace.operations) < _SHORT_SECONDS else _ROUNDS
+    if sum(op.seconds for op in trace.operations) >= _SHORT_SECONDS:
+        return _ROUNDS
+    return max(_ROUNDS, min(_MORE_ROUNDS, _FEW_OPERATIONS // max(1, len(trace.operations))))
 
 
 def _watch(model: torch.nn.Module, loss_fn: LossFunction, batch: Any, quota_bytes: float) -> Trace:

@@ -18,7 +18,13 @@ from gradfit.tiling.tiles import Tiles
 
 
 class TiledModel(NotCopied):
-    """The handle that `tile` returns: `remove()` undoes it; as a context manager it is undone at the end."""
+    """The handle that `tile` returns: `remove()` undoes it; as a context manager it is undone at the end.
+
+    Args:
+        model: the model whose projections to a vocabulary become lazy.
+        heads: by the name of each such projection, whether it says so when its numbers are made after all.
+        cut: how its rows are cut.
+    """
 
     _instead_of_copy = "Call remove(), copy the model, and tile both."
 
