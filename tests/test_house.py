@@ -151,3 +151,10 @@ def test_the_front_door_is_ten_names_in_the_order_of_use() -> None:
     assert "planning" not in dir(gradfit)
     reference = (ROOT / "docs" / "api" / "index.md").read_text()
     assert re.findall(r"^\| \[`(\w+)`\]", reference, re.MULTILINE) == described
+
+
+def test_mypy_finds_every_room_of_the_tests() -> None:
+    paths = re.search(r"^mypy_path = (.+)$", (ROOT / "tests" / "mypy.ini").read_text(), re.MULTILINE)
+    assert paths is not None
+    listed = {path.rpartition("/")[2] for path in paths.group(1).split(":") if "DIR/" in path and "../" not in path}
+    assert listed == {path.parent.name for path in (ROOT / "tests").glob("*/*.py")}
