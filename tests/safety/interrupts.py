@@ -204,9 +204,12 @@ def interrupted(work: Callable[[], object], moment: AfterSeconds | AtLine) -> bo
 
 
 def swallow() -> None:
-    """Let an interrupt that is still on its way arrive."""
+    """Let an interrupt that is still on its way arrive.
+
+    `os.kill` returns after the signal was delivered, and its thread has been joined: Python has only to look.
+    """
     try:
-        for _ in range(100):
+        for _ in range(3):
             time.sleep(0)
     except KeyboardInterrupt:
         pass
