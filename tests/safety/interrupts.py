@@ -339,6 +339,7 @@ KINDS: dict[str, Callable[[World, random.Random, list[str]], Callable[[], bool]]
 
 
 def main(kind: str, count: int, number: int) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     draw, wrong = random.Random(f"{kind}:{number}"), list[str]()
     world = World()
     trial = KINDS[kind](world, draw, wrong)
