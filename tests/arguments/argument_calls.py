@@ -765,7 +765,8 @@ def _() -> Good:
         "size": lambda value: value is None or is_count(value),
         "exclude": is_nothing_iterable,
     }
-    return Good(call, {"model": module, "size": 4, "exclude": []}, accepts, [module])
+    accepts["modules"] = is_one_of(is_none, is_nothing_iterable)
+    return Good(call, {"model": module, "size": 4, "modules": [], "exclude": []}, accepts, [module])
 
 
 @good("audit")

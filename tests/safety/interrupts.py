@@ -206,9 +206,12 @@ def interrupted(work: Callable[[], object], moment: AfterSeconds | AtLine) -> bo
 
 
 def swallow() -> None:
-    """Let an interrupt that is still on its way arrive."""
+    """Let an interrupt that is still on its way arrive.
+
+    `os.kill` returns after the signal was delivered, and its thread has been joined: Python has only to look.
+    """
     try:
-        for _ in range(100):
+        for _ in range(3):
             time.sleep(0)
     except KeyboardInterrupt:
         pass
@@ -338,6 +341,7 @@ KINDS: dict[str, Callable[[World, random.Random, list[str]], Callable[[], bool]]
 
 
 def main(kind: str, count: int, number: int) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     draw, wrong = random.Random(f"{kind}:{number}"), list[str]()
     world = World()
     trial = KINDS[kind](world, draw, wrong)

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 DEFAULT_SIZE = 256  # a tile of fewer rows makes matrix products too thin; a larger one takes more memory for no time
 
+MODULE_SIZE = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:

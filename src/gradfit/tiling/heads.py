@@ -13,6 +13,7 @@ from gradfit.not_copied import NotCopied
 from gradfit.tiling import lazy_functions  # noqa: F401  (what torch's functions do to lazy logits)
 from gradfit.tiling.cut import Cut
 from gradfit.tiling.lazy import Head, LazyLogits
+from gradfit.tiling.module_tiles import inside_tile
 
 _WIDENING = 8  # a layer this much wider than its input makes numbers that are worth not having
 
@@ -68,7 +69,7 @@ class LazyForward(NotCopied):
     @untraced
     def __call__(self, input: Tensor) -> Tensor:
         module = self._module
-        if not _may_be_lazy(module, input) or (self.head.materialised and not self.head.reduced):
+        if inside_tile() or not _may_be_lazy(module, input) or (self.head.materialised and not self.head.reduced):
             return nn.Linear.forward(module, input)
         return LazyLogits.project(input, module.weight, module.bias, self.head)
 
