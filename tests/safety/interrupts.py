@@ -40,6 +40,8 @@ warnings.simplefilter("ignore", gf.ExactnessWarning)
 class Net(nn.Module):
     """Draws from three generators, writes to a buffer, reassigns another, counts."""
 
+    count: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
