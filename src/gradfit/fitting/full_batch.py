@@ -11,7 +11,7 @@ import torch
 
 from gradfit._torch import is_out_of_memory
 from gradfit.batches.additivity import measure_additivity
-from gradfit.batches.snapshot import Generators, untouched
+from gradfit.batches.snapshot import Generators, trials_end, untouched
 from gradfit.batches.weights import BatchWeights
 from gradfit.errors import MisuseError
 from gradfit.fitting.same_draws import CannotShare, WholeDraws
@@ -69,7 +69,7 @@ def compare_with_full_batch(
     tolerance = max((math.sqrt(torch.finfo(p.dtype).eps) for p in parameters), default=0.0)
     weighted_by = "rows"
     try:
-        with untouched(model):
+        with trials_end(), untouched(model):
             additivity = measure_additivity(model, loss_fn, batch, split=split, rewind=Generators().restore)
         weighted_by = _WEIGHTED_BY.get(additivity.over or "", "rows")
         whole, draws = _whole_gradients(model, parameters, loss_fn, batch, check_batch(batch, split))
@@ -94,7 +94,7 @@ def _whole_gradients(
     model: torch.nn.Module, parameters: list[torch.nn.Parameter], loss_fn: LossFunction, batch: Any, rows: int
 ) -> tuple[Gradients, WholeDraws]:
     draws = WholeDraws()
-    with untouched(model):
+    with trials_end(), untouched(model):
         with draws:
             found = run_part(loss_fn, model, batch, rows)
         torch.autograd.backward(found.loss)
@@ -111,7 +111,7 @@ def _added_gradients(
 ) -> tuple[Gradients, bool]:
     total, by_rows = 0.0, True
     generators = Generators()  # Python's and NumPy's draws are for the batch: each part gets the same
-    with untouched(model):
+    with trials_end(), untouched(model):
         for part, rows in parts:
             generators.restore()
             with draws.for_part():

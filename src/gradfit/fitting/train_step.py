@@ -22,7 +22,7 @@ from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.accumulate.step_result import StepResult
 from gradfit.arguments import read_callable, read_instance, read_mapping
 from gradfit.batches.loss import PartLoss
-from gradfit.batches.snapshot import Snapshot
+from gradfit.batches.snapshot import Snapshot, trials_end
 from gradfit.batches.totals import LossTotals, logs_of, means_of
 from gradfit.batches.weights import BatchWeights, UnreadableLoss
 from gradfit.errors import BudgetInfeasible, MisuseError, StateError
@@ -214,7 +214,7 @@ class TrainStep(NotCopied):
         if not self.model.training:
             raise MisuseError("The model is in evaluation mode. Call model.train() before step(batch).")
         self._clear_gradients()
-        with self.accumulator.rehearsal():  # a new shape is profiled and tried out
+        with trials_end(), self.accumulator.rehearsal():  # a new shape is profiled and tried out
             fitted = self._fitted = self._planner.fitted(batch, rows)
         before = Snapshot(self.model, self.accumulator.window.tensors)
         if after_micro_batch is not None:
@@ -256,6 +256,7 @@ class TrainStep(NotCopied):
         with uninterrupted():
             if self._changing is not None:
                 if self._changing.done:
+                    before.restore_settings()
                     return False
                 self._changing.undo()
             self.accumulator.reset()

@@ -25,7 +25,7 @@ from gradfit.arguments import (
 from gradfit.batches.additivity import MOST_ROWS, batch_norms, measure_additivity
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.loss import PartLoss, read_loss
-from gradfit.batches.snapshot import Generators, untouched
+from gradfit.batches.snapshot import Generators, trials_end, untouched
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.profiling.assemble import Sample, assemble
 from gradfit.profiling.clock import seconds_now
@@ -127,7 +127,7 @@ def choose_tiles(
 ) -> TileChoices:
     """Which tiles are worth measuring, by running so many rows without gradients; nothing stays changed."""
     part = next(iter((split or split_batch)(batch, rows)))
-    with untouched(model):
+    with trials_end(), untouched(model):
         return tile_choices(model, loss_fn, part)
 
 
@@ -137,7 +137,7 @@ def _measure(
 ) -> Profile:  # fmt: skip
     total = check_batch(sample_batch, split, "sample_batch")
     cut = split or split_batch
-    with untouched(model):  # the optimizer's probe too: Ctrl-C could leave its `no_grad` on
+    with trials_end(), untouched(model):  # the optimizer's probe too: Ctrl-C could leave its `no_grad` on
         cost = optimizer_cost(optimizer) if optimizer is not None else OptimizerCost(0, 0, 0.0)
         if additivity is None:
             additivity = additivity_within(model, loss_fn, sample_batch, split, memory_bytes)
