@@ -85,7 +85,7 @@ class Planner:
         self._own_bytes = sum(buffer.nbytes for buffer in model.buffers()) + _NUMBERS_BYTES
         self.limit_bytes = max(1, budget_bytes - reserved_bytes - self._own_bytes)
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
-        self._split = split
+        self.split = split
         self._offload = offload
         self._reproducible = reproducible
         self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
@@ -105,18 +105,18 @@ class Planner:
 
     def parts(self, batch: Any, micro_batch: int) -> Iterable[Any]:
         """The batch in micro-batches."""
-        return self._split(batch, micro_batch) if self._split is not None else split_batch(batch, micro_batch)
+        return self.split(batch, micro_batch) if self.split is not None else split_batch(batch, micro_batch)
 
     def rows(self, batch: Any) -> int:
         """How many rows the batch has."""
-        return check_batch(batch, self._split)
+        return check_batch(batch, self.split)
 
     def fitted(self, batch: Any, batch_size: int) -> Fitted:
         """A plan for batches of this shape: one made before for this shape or a larger one, or a new one."""
         shape = shape_of(batch)
         if self._fitted and self.additivity is None:  # plans from a version that did not measure it
             with untouched(self._model):
-                self.additivity = additivity_within(self._model, self._loss_fn, batch, self._split, self.limit_bytes)
+                self.additivity = additivity_within(self._model, self._loss_fn, batch, self.split, self.limit_bytes)
         for known in self._fitted:
             fits = self._holds(known)  # it may come from a step with a larger budget
             may_cut = not self.exact or self.additivity is None or self.additivity.adds_up
@@ -230,7 +230,7 @@ class Planner:
             self._optimizer,
             memory_bytes=self.limit_bytes,
             rows=rows,
-            split=self._split,
+            split=self.split,
             host_bandwidth=bandwidth,
             additivity=self.additivity,
         )
@@ -388,7 +388,7 @@ class Planner:
         passes = update = saved = asked = 0
         looks = LooksAtData()
         for cut in islice(self.parts(batch, plan.micro_batch), None if online_bytes is not None else 2):
-            part = repeat_rows(cut, plan.micro_batch) if self._split is None else cut
+            part = repeat_rows(cut, plan.micro_batch) if self.split is None else cut
             # A part is a view: it holds the whole batch it was cut from, which may still be less than a step's.
             rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - meter(part).current_bytes)
             with meter(self._model, self._optimizer, part) as live:
