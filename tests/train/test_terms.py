@@ -92,9 +92,27 @@ def plus_epsilon(model: nn.Module, b: Batch) -> Tensor:
     return (model(b["x"])[2].square() * b["mask"]).sum() / (b["mask"].sum() + 1e-8)
 
 
+def by_reciprocal(model: nn.Module, b: Batch) -> Tensor:
+    return (model(b["x"])[2].square() * b["mask"]).sum() * (1.0 / b["mask"].sum().clamp(min=1))
+
+
+def by_where(model: nn.Module, b: Batch) -> Tensor:
+    total, count = (model(b["x"])[2].square() * b["mask"]).sum(), b["mask"].sum()
+    return torch.where(count > 0, total / count.clamp(min=1), total * 0)
+
+
+def by_if(model: nn.Module, b: Batch) -> Tensor:
+    total, count = (model(b["x"])[2].square() * b["mask"]).sum(), b["mask"].sum()
+    return total / count if count > 0 else total * 0
+
+
+def by_einsum(model: nn.Module, b: Batch) -> Tensor:
+    return torch.einsum("rl,rl->", model(b["x"])[2].square(), b["mask"]) / b["mask"].sum()
+
+
 EXACT: list[LossFunction] = [
     two_labels, tokens_and_rows, tokens_and_a_sum, with_a_penalty, two_labels_and_decay, clamped, clamped_number,
-    clamped_fractions, clamped_beside_another, plus_epsilon,
+    clamped_fractions, clamped_beside_another, plus_epsilon, by_reciprocal, by_where, by_if, by_einsum,
 ]  # fmt: skip
 
 
@@ -128,6 +146,39 @@ def test_a_cut_batch_is_the_whole_one(loss_fn: LossFunction, size: int) -> None:
     assert result.loss == pytest.approx(loss, rel=close)
     for parameter, other in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter, other, rtol=10 * close, atol=close / 100)
+
+
+def full(batch: Batch) -> Batch:
+    """The same without padding."""
+    labels = {name: batch[name].clamp(min=0) for name in ("first", "second")}
+    return {**batch, **labels, "mask": torch.ones_like(batch["mask"])}
+
+
+@pytest.mark.parametrize("loss_fn", EXACT, ids=lambda f: f.__name__)
+def test_padding_that_the_sample_did_not_have(loss_fn: LossFunction) -> None:
+    model, optimizer = made()
+    step = gf.fit(model, optimizer, loss_fn, full(batch_of()), memory="1 GiB", micro_batch=2)
+    for seed in (1, 2):
+        batch = batch_of(seed)
+        start = copy.deepcopy(model)
+        loss = loss_fn(start, batch)
+        (loss[0] if isinstance(loss, tuple) else loss).backward()
+        torch.optim.SGD(start.parameters(), lr=0.5).step()
+        step(batch)
+        for parameter, other in zip(model.parameters(), start.parameters(), strict=True):
+            torch.testing.assert_close(parameter, other, rtol=1e-6, atol=1e-9)
+
+
+def test_a_term_that_scales_another_is_not_cut() -> None:
+    """By values its parts add up by rows; their gradients do not."""
+
+    def loss_fn(model: nn.Module, b: Batch) -> Tensor:
+        first, _, score = model(b["x"])
+        one, other = F.cross_entropy(first.flatten(0, 1), b["first"].flatten()), score.square().mean()
+        return one + other * (one.detach() / other.detach())
+
+    with pytest.raises(gf.MisuseError, match="does not add up"):
+        gf.fit(*made(), loss_fn, full(batch_of()), memory="1 GiB", micro_batch=3)
 
 
 def test_an_audit_weighs_the_terms_too() -> None:

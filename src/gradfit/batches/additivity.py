@@ -39,6 +39,7 @@ Cut = Callable[[Any, int], Iterable[Any]]
 MOST_ROWS = 5  # 4 + 1 and 3 + 2: few enough for any budget that a row fits in
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _TOLERANCE, _COARSE_TOLERANCE = 2e-5, 2e-3  # relative; the second where numbers are rounded to 16 bits on the way
+_NEITHER = "neither"
 _SMALL_SHARE = 1 / 16  # of the parameters' bytes: so much is changed and put back
 
 
@@ -177,11 +178,12 @@ def judge(comparisons: Sequence[Comparison], tolerance: float, read: str = "") -
             ways["sum"] = Comparison.sum_error
         if len(each) > 1 or "adds" in each:
             ways["terms"] = lambda one: one.terms_error(each)
-        ways["rows"] = lambda one: one.mean_error(lambda run: float(run.rows))
+        if not _depends_on_rows_together(comparisons):
+            ways["rows"] = lambda one: one.mean_error(lambda run: float(run.rows))
     errors = {over: max(map(error, comparisons)) for over, error in ways.items()}
     for over, error in errors.items():
         if error <= tolerance:
-            told = {"rows": (), "terms": each}.get(over, roles)
+            told = () if over == "rows" else each or roles
             return Additivity(over, error, read=read, roles=told)
     if "items" in ways and "adds" in roles and max(one.mean_error(_count_of) for one in comparisons) <= tolerance:
         whole = comparisons[0].whole
@@ -189,6 +191,7 @@ def judge(comparisons: Sequence[Comparison], tolerance: float, read: str = "") -
             f"loss_fn returned (loss, {whole.count:g}), but the loss is {read}: a mean, not a sum over the count. "
             "Return loss * count with the count, or the mean alone."
         )
+    ways = ways or {"rows": Comparison.sum_error}  # for the message alone
     finite = [min(way(one) for way in ways.values()) for one in comparisons]
     largest = max((error for error in finite if math.isfinite(error)), default=math.inf)
     return Additivity(None, largest, read=read, roles=roles, reason=_why(comparisons, errors, read))
@@ -217,6 +220,12 @@ def _count_of(run: Run) -> float:
 
 def _roles_of(comparisons: Sequence[Comparison]) -> tuple[str, ...]:
     """Whether each term's divisor adds up over the parts or stays what it is; () if it cannot be told for each."""
+    roles = _read_roles(comparisons)
+    return () if _NEITHER in roles else roles
+
+
+def _read_roles(comparisons: Sequence[Comparison]) -> tuple[str, ...]:
+    """The same, term by term; () if not all runs have the same terms."""
     runs = [run for one in comparisons for run in (one.whole, *one.parts)]
     lengths = {None if run.divisors is None else len(run.divisors) for run in runs}
     if len(lengths) != 1 or lengths == {None}:
@@ -229,8 +238,16 @@ def _roles_of(comparisons: Sequence[Comparison]) -> tuple[str, ...]:
         elif all(is_close(part, whole) for whole, *parts in numbers for part in parts):
             roles.append("constant")
         else:
-            return ()
+            roles.append(_NEITHER)
     return tuple(roles)
+
+
+def _depends_on_rows_together(comparisons: Sequence[Comparison]) -> bool:
+    """Whether a term has a coefficient that all rows of a part make, as one loss's size does that scales another.
+
+    Values may add up by rows all the same, and gradients do not.
+    """
+    return _NEITHER in _read_roles(comparisons)
 
 
 def _roles_of_values(comparisons: Sequence[Comparison], roles: Sequence[str]) -> tuple[str, ...]:
@@ -258,7 +275,7 @@ def _one_weight(runs: Sequence[Run], roles: Sequence[str]) -> bool:
 def go_together(roles: Sequence[str], first: Sequence[float], now: Sequence[float]) -> bool:
     """Whether the divisors that stay are the same, and those that grow have grown by the same factor."""
     pairs = list(zip(first, now, strict=True))
-    staying = [pair for role, pair in zip(roles, pairs, strict=True) if role == "constant"]
+    staying = [pair for role, pair in zip(roles, pairs, strict=True) if role != "adds"]
     growing = [pair for role, pair in zip(roles, pairs, strict=True) if role == "adds"]
     # a/b = c/d, written so that a term without any items on one side is compared, too.
     return all(is_close(a, b) for a, b in staying) and all(

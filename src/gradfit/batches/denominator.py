@@ -73,16 +73,21 @@ class Denominator(NamedTuple):
     """Names of the nodes that no rule is for; their terms may be divided by anything."""
 
     @property
+    def is_nothing(self) -> bool:
+        """Whether the loss is a constant, or was multiplied by 0: nothing is behind it."""
+        return not self.terms and not self.unknown
+
+    @property
     def is_sum(self) -> bool:
         """Whether nothing was divided at all."""
-        return not self.unknown and all(term.count is None for term in self.terms)
+        return bool(self.terms) and not self.unknown and all(term.count is None for term in self.terms)
 
     def __str__(self) -> str:
         named = [
             term.reduction if term.count is None else f"{term.reduction} over {_shown(term.count)}"
             for term in self.terms
         ]
-        return " + ".join([*named, *self.unknown])
+        return " + ".join([*named, *self.unknown]) or "0 times something"
 
 
 def read_denominator(loss: Tensor, reader: ScalarReader | None = None) -> Denominator | None:
@@ -116,9 +121,9 @@ def read_denominator(loss: Tensor, reader: ScalarReader | None = None) -> Denomi
             terms.append(replace(found, node=path.node, value=path.value, floor=path.floor))
         else:  # of a single way on, the number is still all of what was reached so far
             paths += [one.with_value(path.value if len(found) == 1 else None) for one in reversed(found)]
-    if paths:
+    if paths or (unknown and not terms):
         return None
-    return Denominator(tuple(terms), tuple(unknown)) if terms else None
+    return Denominator(tuple(terms), tuple(unknown))
 
 
 class _Path(NamedTuple):
@@ -291,9 +296,16 @@ def _by_row(path: _Path) -> _Found:
     return path.mean(rows, name) if path.node._saved_reduction == _MEAN else path.sum(name)
 
 
-@_rule("DotBackward0")
+@_rule("DotBackward0", "BmmBackward0", "MmBackward0", "MvBackward0")
 def _dot(path: _Path) -> _Found:
-    return path.sum()
+    is_number = math.prod(path.node._input_metadata[0].shape) == 1  # of what it returned
+    return path.sum() if is_number else None
+
+
+@_rule("WhereBackward0")
+def _where(path: _Path) -> _Found:
+    condition = path.node._saved_condition
+    return path.to(0 if bool(condition) else 1) if condition.numel() == 1 else None
 
 
 def _name(path: _Path) -> str:

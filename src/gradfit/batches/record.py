@@ -23,7 +23,8 @@ class Additivity:
     read: str = ""
     """What the loss said it was divided by."""
     roles: tuple[str, ...] = ()
-    """Of each term that was read: "adds" if its divisor grows with the rows, "constant" if it stays."""
+    """Of each term that was read: "adds" if its divisor grows with the rows, "constant" if it stays, "same" if all of it
+    stays, as a penalty on the parameters does."""
     reason: str = ""
     """Why it does not add up, and the call that would be right."""
     by_hand: bool = False

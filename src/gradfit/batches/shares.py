@@ -145,6 +145,8 @@ class PartCounter:
     def _count(self, part: Any) -> list[TermCount]:
         read = self._read(part)
         counts = count_terms(read)
+        if read is not None and read.is_nothing:
+            return [TermCount(0.0, 0.0, 0.0) for _ in self._roles]
         if read is None or counts is None or len(counts) != len(self._roles):
             raise MisuseError(
                 f"This micro-batch's loss is {read or 'divided by what cannot be read'}, which is not what the "
@@ -200,7 +202,8 @@ class PartCounter:
 
 def may_be_clamped(term: Term) -> bool:
     """Whether a term is exactly 0 and was divided by a number of which it was not seen how it was made."""
-    return term.is_divided_by_hand and term.floor is None and term.value == 0.0
+    by_hand = term.is_divided_by_hand or term.reduction == "sum"  # multiplied by 1 / 1, it looks like a plain sum
+    return by_hand and term.floor is None and term.value == 0.0
 
 
 def scale_terms(part: PartLoss, share: PartShare, read: Denominator) -> Tensor:

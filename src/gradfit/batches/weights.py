@@ -58,6 +58,7 @@ class BatchWeights:
         ranks: how many processes add up their batches.
         exact: False to go on where the readings do not fit together.
         shares: of the parts, where they were counted before.
+        may_repeat: whether the caller can begin anew, counting first; else what cannot be weighed is refused.
     """
 
     def __init__(
@@ -68,9 +69,11 @@ class BatchWeights:
         ranks: int = 1,
         exact: bool = True,
         shares: Sequence[PartShare] | None = None,
+        may_repeat: bool = False,
     ) -> None:
         self._additivity = additivity if additivity is not None else Additivity("rows")
         self._rows, self._ranks, self._exact, self._shares = rows, ranks, exact, shares
+        self._may_repeat = may_repeat and exact and ranks == 1
         self._first: tuple[float, ...] | None = None
         self._first_text = ""
 
@@ -84,6 +87,8 @@ class BatchWeights:
             return part
         share, read = self._shares[position], part.denominator
         now = () if read is None else tuple(float(term.divisor) for term in read.terms)
+        if read is not None and read.is_nothing and not share.value and not any(share.divisors):
+            return part
         if read is None or len(now) != len(share.divisors) or not all(map(is_close, now, share.divisors)):
             was = ", ".join(f"{divisor:g}" for divisor in share.divisors)
             raise UnreadableLoss(
@@ -106,6 +111,8 @@ class BatchWeights:
         is_empty = part.count is not None and not int(part.count)  # multiplied by 0, a loss has no terms to read
         is_asked = roles and not is_empty and (part.rows < self._rows or over == "divisor")
         divisors = self._read(part) if is_asked else None
+        if divisors == ():
+            return Weight(0, "mean")  # multiplied by 0, as is written where a part has no items
         if part.count is not None:
             return Weight(_count_or_trace(part.count, part.loss), "sum")
         if over == "sum":  # all weights together are 1, so that nothing is divided by
@@ -123,7 +130,7 @@ class BatchWeights:
         return Weight(part.rows, "mean")
 
     def _may_be_clamped(self, part: PartLoss, number: Number) -> bool:
-        if not self._additivity.by_hand or part.rows == self._rows or self._ranks > 1 or not self._exact:
+        if not self._may_repeat or not self._additivity.by_hand or part.rows == self._rows:
             return False
         value = float(part.loss.detach())
         return float(number) > 0 and (value == 0.0 or float(number) <= self._additivity.floor)
@@ -132,6 +139,8 @@ class BatchWeights:
         """The divisors of the part's terms, if they are as they were measured to be."""
         read = part.denominator
         roles = self._additivity.roles
+        if read is not None and read.is_nothing and part.rows < self._rows and not float(part.loss.detach()):
+            return ()
         if read is None or len(read.terms) != len(roles):
             if self._exact and part.rows < self._rows:
                 raise UnreadableLoss(
@@ -144,6 +153,8 @@ class BatchWeights:
         if self._first is None:
             self._first, self._first_text = divisors, str(read)
         elif self._exact and not go_together(roles, self._first, divisors):
+            if self._may_repeat and set(roles) <= {"adds", "same"} and not read.unknown:
+                raise CountFirst
             raise MisuseError(
                 f"Two micro-batches of this batch are divided by numbers that do not go together: {self._first_text} "
                 f"and {read}. {_NEXT}"

@@ -319,7 +319,12 @@ class TrainStep(NotCopied):
         parts = list(planner.parts(batch, plan.micro_batch))
         shares = self._count(parts, 0 if progress is None else progress.done)
         weights = BatchWeights(
-            planner.additivity, rows, ranks=accumulator.ranks.size, exact=planner.exact, shares=shares
+            planner.additivity,
+            rows,
+            ranks=accumulator.ranks.size,
+            exact=planner.exact,
+            shares=shares,
+            may_repeat=shares is None,
         )
         done, totals = self._go_on(progress, plan) if progress is not None else (0, LossTotals())
         for position, part in enumerate(parts):
