@@ -29,13 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradfit.accumulate.accumulator_options import read_members
 from gradfit.accumulate.gradient_marks import GradientMarks, Touch, is_clear
 from gradfit.accumulate.marks import belongs_to_another, claim, disown, mark, unmark
 from gradfit.accumulate.numbers import Number, read_count
-from gradfit.accumulate.optimizers import parameters_of
-from gradfit.accumulate.options import read_members
+from gradfit.accumulate.optimizer_access import parameters_of
 from gradfit.accumulate.plain_backwards import NoPlainBackwards, PlainPass
-from gradfit.accumulate.ranks import ALONE, Alone, Whole, present_in, ranks_of, wrapped_since
+from gradfit.accumulate.processes import ALONE, Alone, Whole, present_in, ranks_of, wrapped_since
 from gradfit.accumulate.scaled_losses import is_scaled, times_unscaled
 from gradfit.accumulate.scaling import scale_gradients
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
@@ -176,7 +176,11 @@ class Window:
     # -- membership -----------------------------------------------------------------------------------------------
 
     def register_tensor(self, tensor: Tensor) -> None:
-        """Accumulate into this tensor; it must be a leaf of floating point type, and may be frozen for now."""
+        """Accumulate into this tensor; it must be a leaf of floating point type, and may be frozen for now.
+
+        Args:
+            tensor: a parameter, or any other leaf that a loss is differentiated by.
+        """
         self.register_all([tensor], "tensor")
 
     def register_all(self, tensors: Iterable[Tensor], name: str) -> None:

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_listen import eager_functions
+from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.denominator import Denominator, read_denominator
 from gradfit.batches.loss import read_loss
 from gradfit.batches.quiet import QuietRandomness, without_dropout
-from gradfit.batches.record import Additivity
 from gradfit.batches.scalars import ScalarReader
 from gradfit.batches.shares import TermCount, count_terms, share_terms, without_activations
 from gradfit.errors import MisuseError
@@ -407,7 +407,7 @@ def _tolerance_of(loss: Tensor, *, coarse: bool) -> float:
 def _choose_rows(batch: Any, split: Cut | None, most: int) -> Iterator[tuple[Any, list[Any]]]:
     """A few rows, whole and in unequal parts, cut in two ways."""
     cut = split or split_batch
-    total = sum(1 for _ in cut(batch, 1))
+    total = size_of_batch(batch) if split is None else sum(1 for _ in split(batch, 1))
     if total == 1 and split is None:
         batch, total = repeat_rows(batch, 3), 3
     rows = max(2, min(most, total))

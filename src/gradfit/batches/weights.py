@@ -14,9 +14,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gradfit.batches.additivity import go_together, is_close
+from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.denominator import Number
 from gradfit.batches.loss import PartLoss
-from gradfit.batches.record import Additivity
 from gradfit.batches.shares import PartShare, scale_terms
 from gradfit.errors import MisuseError
 

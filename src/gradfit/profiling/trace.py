@@ -21,7 +21,7 @@ from gradfit._torch import after_accumulation, current_node, graph_task_id, stor
 from gradfit._torch_listen import DispatchMode, unseen
 from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.interrupts import uninterrupted
-from gradfit.profiling.clock import seconds_now
+from gradfit.profiling.clock import OperationClock
 from gradfit.source_line import source_line
 from gradfit.tape import replay
 from gradfit.tape.allocate import without_content
@@ -103,6 +103,7 @@ class Trace(DispatchMode):
         self.gathered_peak_bytes = 0
         self._boundaries: set[int] = set()  # values that enter or leave a unit
         self._devices = {parameter.device for parameter in model.parameters()}
+        self._clock = OperationClock()
         self._wait = any(device.type != "cpu" for device in self._devices)
 
     # ------------------------------------------------------------------------------------------ operations
@@ -177,11 +178,11 @@ class Trace(DispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
         """An operation's result, and the seconds it took."""
-        started = seconds_now()
+        started = self._clock.start()
         out = func(*args, **kwargs)
         if self._wait:
             torch.accelerator.synchronize()
-        return out, seconds_now() - started
+        return out, self._clock.since(started)
 
     def _inputs(self, nests: Any) -> tuple[int, ...]:
         found: dict[int, None] = {}
