@@ -155,10 +155,15 @@ class Snapshot:
         for holder, _ in self._gradients:
             holder.grad = None
 
-    def restore(self) -> None:
-        """Make everything as it was."""
+    def restore(self, *, thread: bool = True) -> None:
+        """Make everything as it was.
+
+        Args:
+            thread: what contexts have set for the thread, too; False inside of contexts that were entered since.
+        """
         with uninterrupted():
-            self.restore_settings()
+            if thread:
+                self.restore_settings()
             for module in self._modules:
                 module.restore()
             self.clear_gradients()

@@ -22,9 +22,10 @@ from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.accumulate.step_result import StepResult
 from gradfit.arguments import read_callable, read_instance, read_mapping
 from gradfit.batches.loss import PartLoss
+from gradfit.batches.shares import PartCounter, PartShare
 from gradfit.batches.snapshot import Snapshot, trials_end
 from gradfit.batches.totals import LossTotals, logs_of, means_of
-from gradfit.batches.weights import BatchWeights, UnreadableLoss
+from gradfit.batches.weights import BatchWeights, CountFirst, UnreadableLoss, must_count
 from gradfit.errors import BudgetInfeasible, MisuseError, StateError
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.plan_state import read_plan, write_plan
@@ -124,6 +125,8 @@ class TrainStep(NotCopied):
         self._eager = False  # compiled functions are run as they were written
         self._astray: set[PartShape] = set()  # parts that left their plan: what to drop is decided online
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
+        self._before: Snapshot | None = None  # what an attempt goes back to
+        self._counts_first = False  # the loss was seen to be divided by what may not be its items
 
     @property
     def plan(self) -> Plan:
@@ -216,7 +219,7 @@ class TrainStep(NotCopied):
         self._clear_gradients()
         with trials_end(), self.accumulator.rehearsal():  # a new shape is profiled and tried out
             fitted = self._fitted = self._planner.fitted(batch, rows)
-        before = Snapshot(self.model, self.accumulator.window.tensors)
+        before = self._before = Snapshot(self.model, self.accumulator.window.tensors)
         if after_micro_batch is not None:
             self._buffers = before.buffers if progress is None else progress.buffers
         for attempt in range(1, _MOST_ATTEMPTS + 1):
@@ -231,7 +234,8 @@ class TrainStep(NotCopied):
                 # Compiled functions say nothing of what they divided by: then they are run as they were written.
                 compiled = isinstance(error, UnreadableLoss) and not self._eager
                 self._eager = self._eager or compiled
-                astray = isinstance(error, Diverged) or compiled
+                self._counts_first = self._counts_first or isinstance(error, CountFirst)
+                astray = isinstance(error, Diverged | CountFirst) or compiled
                 if not (short or astray) or attempt == _MOST_ATTEMPTS:
                     self.accumulator.ranks.failed(error)
                     raise
@@ -328,9 +332,18 @@ class TrainStep(NotCopied):
         accumulator, plan, planner = self.accumulator, fitted.plan, self._planner
         rows = planner.rows(batch)
         accumulator.accumulation_count = max(1, -(-rows // plan.micro_batch))
-        weights = BatchWeights(planner.additivity, rows, ranks=accumulator.ranks.size, exact=planner.exact)
+        parts = list(planner.parts(batch, plan.micro_batch))
+        shares = self._count(fitted, parts, 0 if progress is None else progress.done)
+        weights = BatchWeights(
+            planner.additivity,
+            rows,
+            ranks=accumulator.ranks.size,
+            exact=planner.exact,
+            shares=shares,
+            may_repeat=shares is None,
+        )
         done, totals = self._go_on(progress, plan) if progress is not None else (0, LossTotals())
-        for position, part in enumerate(planner.parts(batch, plan.micro_batch)):
+        for position, part in enumerate(parts):
             if position < done:
                 continue
             if after is not None and position > done:
@@ -342,6 +355,7 @@ class TrainStep(NotCopied):
                     after(reached)
             with contextlib.ExitStack() as around:
                 found = self._forward(fitted, part, batch, around, first=position == done)
+                found = weights.shared(found, position)
                 weight = weights.of(found)
                 totals.add(found, weight)
                 accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
@@ -362,6 +376,17 @@ class TrainStep(NotCopied):
             attempts=attempt,
             logs=logs,
         )
+
+    def _count(self, fitted: Fitted, parts: list[Any], first: int) -> list[PartShare] | None:
+        """Each part's share in the batch, where one weight for a part cannot be right: found by forwards alone."""
+        additivity = self._planner.additivity
+        if additivity is None or len(parts) == 1 or not (must_count(additivity, len(parts)) or self._counts_first):
+            return None
+        loss_fn = fitted.tiled(self._loss_fn)
+        shares = PartCounter(self.model, loss_fn, self._planner.split, additivity.roles).shares(parts, first)
+        if self._before is not None:
+            self._before.restore(thread=False)  # there may be a meter around it
+        return shares
 
     def _forward(self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, *, first: bool) -> PartLoss:
         """The loss of one micro-batch, as planned, or with values evicted as memory fills up."""
