@@ -1,6 +1,6 @@
 """Writes docs/exactness.md: kinds of losses and batches, cut by `gf.fit`, against the gradient of the full batch.
 
-Run it with `python docs/exactness.py`; `tests/train/test_exactness_table.py` runs every kind and holds the page to it.
+Run it with `python docs/exactness.py`; `tests/fitting/test_exactness_table.py` runs every kind and compares the page.
 There are two outcomes: the gradient is that of the full batch, or `fit` refuses to cut and says what to call instead.
 """
 

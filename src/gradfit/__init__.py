@@ -2,27 +2,13 @@
 
 import gradfit._starting
 import gradfit._torch_versions  # noqa: F401  (warns, before anything of torch is missing)
+from gradfit.accumulate.accumulation_context import AccumulationContext
 from gradfit.accumulate.accumulator import GradientAccumulator
-from gradfit.accumulate.buffer import AccumulationBufferDynamic, SymbolicShape
-from gradfit.accumulate.context import AccumulationContext
-from gradfit.accumulate.dynamic import DynamicBatchAccumulator
 from gradfit.accumulate.grad_accumulator import GradAccumulator
 from gradfit.accumulate.marks import disable_grad_accumulation, enable_grad_accumulation, has_grad_accumulation
-from gradfit.accumulate.result import StepResult
 from gradfit.accumulate.scaling import GradientScaling
-from gradfit.accumulate.schedule import VariableBatchScheduler
+from gradfit.accumulate.step_result import StepResult
 from gradfit.accumulate.strategy import AdaptiveAccumulation, FixedStepCount, FixedTargetBatch, Strategy
-from gradfit.accumulate.validate import GradientAccumulationValidator
-from gradfit.autograd.check import GradientCheck, check_gradients
-from gradfit.autograd.clip import GradientClipper
-from gradfit.autograd.context import AutogradContext
-from gradfit.autograd.custom import custom_op
-from gradfit.autograd.gradients import GradientMap, backward
-from gradfit.autograd.graph import AutogradGraph, GradientEntry, topological_sort
-from gradfit.autograd.inspect import GradientReport, inspect_gradients
-from gradfit.autograd.loss_scale import LossScaler
-from gradfit.autograd.memory import MemoryStats
-from gradfit.autograd.second_order import hessian_vector_product
 from gradfit.batches import losses
 from gradfit.batches.loss import Loss, count_tokens
 from gradfit.errors import (
@@ -40,20 +26,34 @@ from gradfit.errors import (
     UnknownName,
     UnsupportedOp,
 )
+from gradfit.fitting.audit import AuditReport, audit
+from gradfit.fitting.fit import fit
+from gradfit.fitting.train_step import TrainResult, TrainStep
 from gradfit.planning.api import frontier, plan
-from gradfit.planning.record import Plan
+from gradfit.planning.plan import Plan
 from gradfit.profiling.measure import profile
 from gradfit.profiling.meter import Meter, meter
-from gradfit.profiling.record import Hardware, Profile
+from gradfit.profiling.profile import Hardware, Profile
 from gradfit.recompute.apply import AppliedPlan, apply
 from gradfit.recompute.function import checkpoint, checkpoint_sequential, chunked, is_checkpoint, mark_checkpoint
 from gradfit.recompute.manager import CheckpointManager
 from gradfit.recompute.node import CheckpointNode, GraphNode
 from gradfit.recompute.scope import CheckpointScope
-from gradfit.train.audit import AuditReport, audit
-from gradfit.train.fit import fit
-from gradfit.train.job import Job
-from gradfit.train.step import TrainResult, TrainStep
+from gradfit.runs.job import Job
+from gradfit.toolbox.autograd_context import AutogradContext
+from gradfit.toolbox.autograd_graph import AutogradGraph, GradientEntry, topological_sort
+from gradfit.toolbox.batch_gradients import DynamicBatchAccumulator
+from gradfit.toolbox.batch_schedule import VariableBatchScheduler
+from gradfit.toolbox.custom_operation import custom_op
+from gradfit.toolbox.gradient_check import GradientCheck, check_gradients
+from gradfit.toolbox.gradient_clipper import GradientClipper
+from gradfit.toolbox.gradient_map import GradientMap, backward
+from gradfit.toolbox.gradient_report import GradientReport, inspect_gradients
+from gradfit.toolbox.gradient_validator import GradientAccumulationValidator
+from gradfit.toolbox.loss_scaler import LossScaler
+from gradfit.toolbox.saved_memory import MemoryStats
+from gradfit.toolbox.second_order import hessian_vector_product
+from gradfit.toolbox.slot_buffer import AccumulationBufferDynamic, SymbolicShape
 from gradfit.tree import whole
 
 __all__ = [

@@ -17,7 +17,7 @@ from torch import nn
 
 import gradfit as gf
 from gradfit.distributed import state
-from gradfit.distributed.group import Group
+from gradfit.distributed.process_group import Group
 from gradfit.distributed.same_model import require_same_model
 from gradfit.distributed.window_files import file_of
 

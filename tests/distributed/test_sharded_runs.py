@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradfit as gf
-from gradfit.distributed.group import Group
 from gradfit.distributed.launch import Crew
+from gradfit.distributed.process_group import Group
 from gradfit.errors import StateError
-from gradfit.train.nest import unflatten
-from gradfit.train.run import Run, RunSettings
-from gradfit.train.state import StateStore
-from gradfit.train.together import CrewStates
+from gradfit.runs.rank_states import CrewStates
+from gradfit.runs.state_codec import unflatten
+from gradfit.runs.state_files import StateStore
+from gradfit.runs.training_run import Run, RunSettings
 
 ROWS, BATCH, MEMORY = 60, 13, 4 * 2**20
 

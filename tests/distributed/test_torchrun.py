@@ -14,11 +14,11 @@ import pytest
 import torch.distributed as dist
 from distributed_pool import Pool
 
-from gradfit.cli.train import digest_of
-from gradfit.distributed.group import Group
+from gradfit.cli.train_command import digest_of
 from gradfit.distributed.launch import Crew
-from gradfit.train.randomness import seed_everything
-from gradfit.train.run import Run, RunSettings
+from gradfit.distributed.process_group import Group
+from gradfit.runs.random_state import seed_everything
+from gradfit.runs.training_run import Run, RunSettings
 
 JOBS = Path(__file__).with_name("launched_job.py")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from gradfit.planning.simulate import KEEP, OFFLOAD, REBUILD, Segments
-from gradfit.profiling.record import BackwardNode, Linear, Operation, Profile, Value
+from gradfit.profiling.profile import BackwardNode, Linear, Operation, Profile, Value
 
 
 def random_profile(

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from gradfit.planning.simulate import KEEP, OFFLOAD, REBUILD, Segments
-from gradfit.profiling.graph import Graph
+from gradfit.profiling.step_graph import Graph
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from gradfit._torch import schema_of, storage_key
 from gradfit._torch_listen import DispatchMode
 from gradfit.batches.snapshot import untouched
 from gradfit.profiling.meter import tensors_in
-from gradfit.profiling.optimizer import optimizer_cost
+from gradfit.profiling.optimizer_bytes import optimizer_cost
 from gradfit.tape.mask import MASK
 from gradfit.tree import leaves, map_tensors
 

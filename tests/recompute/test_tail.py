@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradfit as gf
-from gradfit.planning.heard import in_effect, last_write, operations_heard
+from gradfit.planning.recording_extent import in_effect, last_write, operations_heard
 from gradfit.planning.simulate import KEEP, REBUILD, alive_until
 from gradfit.recompute.planned import PlannedRecorder
 from gradfit.tape.record import Recorder

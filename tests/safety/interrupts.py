@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 import gradfit as gf
-from gradfit.train.state import StateStore
+from gradfit.runs.state_files import StateStore
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore", gf.ExactnessWarning)

@@ -31,10 +31,10 @@ from torch import nn
 
 import gradfit as gf
 from gradfit.distributed.launch import Crew
-from gradfit.train.job import Job
-from gradfit.train.run import Run, RunSettings
-from gradfit.train.state import _checksum, _sync_and_hash
-from gradfit.train.together import CrewStates
+from gradfit.runs.job import Job
+from gradfit.runs.rank_states import CrewStates
+from gradfit.runs.state_files import _checksum, _sync_and_hash
+from gradfit.runs.training_run import Run, RunSettings
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from gradfit.errors import StateError
-from gradfit.train import state as state_module
-from gradfit.train.expected import same_kind
-from gradfit.train.job import Job
-from gradfit.train.nest import flatten, unflatten
-from gradfit.train.randomness import random_state, restore_random
-from gradfit.train.run import Run, RunSettings
-from gradfit.train.run_state import check_state
-from gradfit.train.state import StateStore
+from gradfit.runs import state_files as state_module
+from gradfit.runs.job import Job
+from gradfit.runs.random_state import random_state, restore_random
+from gradfit.runs.run_state import check_state
+from gradfit.runs.state_codec import flatten, unflatten
+from gradfit.runs.state_files import StateStore
+from gradfit.runs.training_run import Run, RunSettings
+from gradfit.state_checks import same_kind
 
 
 def changed_states(count: int, seed: int) -> dict[str, object]:

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfit.accumulate import options, state
+from gradfit.accumulate import accumulator_options as options
+from gradfit.accumulate import accumulator_state as state
+from gradfit.accumulate.accumulation_context import AccumulationContext
 from gradfit.accumulate.auto_weight import read_auto_weight
-from gradfit.accumulate.backprop import Backpropagator
-from gradfit.accumulate.context import AccumulationContext
 from gradfit.accumulate.numbers import Number, check_loss, read_weight
-from gradfit.accumulate.optimizers import AnyOptimizer
-from gradfit.accumulate.ranks import Alone
-from gradfit.accumulate.result import StepResult
+from gradfit.accumulate.optimizer_access import AnyOptimizer
+from gradfit.accumulate.processes import Alone
+from gradfit.accumulate.step_result import StepResult
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
 from gradfit.accumulate.update import Update
+from gradfit.accumulate.weighted_backward import Backpropagator
 from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_state import Phase
 from gradfit.arguments import read_callable, read_choice, read_count, read_flag

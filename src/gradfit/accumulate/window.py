@@ -29,13 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradfit.accumulate.accumulator_options import read_members
 from gradfit.accumulate.gradient_marks import GradientMarks, Touch, is_clear
 from gradfit.accumulate.marks import belongs_to_another, claim, disown, mark, unmark
 from gradfit.accumulate.numbers import Number, read_count
-from gradfit.accumulate.optimizers import parameters_of
-from gradfit.accumulate.options import read_members
+from gradfit.accumulate.optimizer_access import parameters_of
 from gradfit.accumulate.plain_backwards import NoPlainBackwards, PlainPass
-from gradfit.accumulate.ranks import ALONE, Alone, Whole, present_in, ranks_of, wrapped_since
+from gradfit.accumulate.processes import ALONE, Alone, Whole, present_in, ranks_of, wrapped_since
 from gradfit.accumulate.scaled_losses import is_scaled, times_unscaled
 from gradfit.accumulate.scaling import scale_gradients
 from gradfit.accumulate.strategy import FixedStepCount, Strategy

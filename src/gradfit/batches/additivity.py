@@ -24,9 +24,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_listen import eager_functions
+from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.loss import read_loss
 from gradfit.batches.quiet import QuietRandomness, without_dropout
-from gradfit.batches.record import Additivity
 from gradfit.errors import MisuseError
 from gradfit.tree import leaves, map_tensors, repeat_rows, size_of_batch, split_batch, unmarked
 

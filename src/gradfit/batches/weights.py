@@ -12,9 +12,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from gradfit.batches.additivity import go_together
+from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.denominator import Number
 from gradfit.batches.loss import PartLoss
-from gradfit.batches.record import Additivity
 from gradfit.errors import MisuseError
 
 _TRACE = 2.0**-52

@@ -13,12 +13,12 @@ from typing import Annotated, Any
 import typer
 
 from gradfit import __version__
-from gradfit.cli.audit import audit
+from gradfit.cli.audit_command import audit
 from gradfit.cli.console import results_at_the_end
-from gradfit.cli.demo import demo
-from gradfit.cli.plan import plan
-from gradfit.cli.profile import profile
-from gradfit.cli.train import train
+from gradfit.cli.demo_command import demo
+from gradfit.cli.plan_command import plan
+from gradfit.cli.profile_command import profile
+from gradfit.cli.train_command import train
 from gradfit.errors import BudgetInfeasible, GradfitError, MisuseError, StateNotWritten
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 1, 2, 3, 130

@@ -12,19 +12,19 @@ import torch
 from gradfit.cli.console import working
 from gradfit.distributed.launch import Crew
 from gradfit.errors import BudgetInfeasible, MisuseError
+from gradfit.machine import available_bytes, environment
 from gradfit.planning.api import frontier
 from gradfit.planning.api import plan as make_plan
-from gradfit.planning.record import Plan
+from gradfit.planning.plan import Plan
 from gradfit.profiling.measure import profile
-from gradfit.profiling.record import Profile
+from gradfit.profiling.profile import Profile
 from gradfit.report.curves import measure_curve, plain_peak_bytes, predict_plain
 from gradfit.report.page import write_page
-from gradfit.report.record import Report
-from gradfit.train.data import Batches
-from gradfit.train.job import Job
-from gradfit.train.machine import available_bytes, environment
-from gradfit.train.randomness import random_state, restore_random, seed_everything
-from gradfit.train.target import load_target
+from gradfit.report.report_record import Report
+from gradfit.runs.batch_stream import Batches
+from gradfit.runs.job import Job
+from gradfit.runs.job_loader import load_target
+from gradfit.runs.random_state import random_state, restore_random, seed_everything
 from gradfit.units import format_bytes, parse_bytes
 
 _SHARE = 0.8  # of what is free is taken when nothing is said

@@ -11,10 +11,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
 from gradfit import _torch_distributed as private
-from gradfit.distributed.group import Group
+from gradfit.distributed.fsdp import data_parallel_size, is_fully_sharded
+from gradfit.distributed.process_group import Group
 from gradfit.distributed.replicas import replicate
 from gradfit.distributed.same_model import require_same_model
-from gradfit.distributed.sharded import data_parallel_size, is_fully_sharded
 from gradfit.errors import MisuseError
 from gradfit.tree import map_tensors, size_of_batch
 

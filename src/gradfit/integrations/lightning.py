@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import Callback
 from gradfit.batches.loss import Loss, PartLoss
 from gradfit.batches.weights import Weight
 from gradfit.errors import MisuseError
+from gradfit.fitting.other_trainers import MeanInProgress, Passes
 from gradfit.integrations.lightning_logs import BatchLogs
-from gradfit.train.passes import MeanInProgress, Passes
 from gradfit.tree import size_of_batch
 from gradfit.units import parse_bytes
 

@@ -13,9 +13,9 @@ import transformers
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.weights import Weight
 from gradfit.errors import MisuseError
+from gradfit.fitting.other_trainers import MeanInProgress, Passes
+from gradfit.fitting.trained_optimizer import unwrap_optimizer
 from gradfit.recompute.function import checkpoint
-from gradfit.train.optimizer_of import unwrap_optimizer
-from gradfit.train.passes import MeanInProgress, Passes
 from gradfit.tree import size_of_batch
 from gradfit.units import parse_bytes
 

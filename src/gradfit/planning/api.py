@@ -6,13 +6,13 @@ import dataclasses
 
 from gradfit.arguments import invalid, read_count, read_flag, read_instance
 from gradfit.errors import BudgetInfeasible, MisuseError
-from gradfit.planning.fast import Effort, Solution
-from gradfit.planning.heard import in_effect, last_write
 from gradfit.planning.microbatch import Choice, MicrobatchSearch
-from gradfit.planning.record import Alternative, Decision, Plan
+from gradfit.planning.plan import Alternative, Decision, Plan
+from gradfit.planning.recording_extent import in_effect, last_write
 from gradfit.planning.simulate import ACTION_NAMES, KEEP, REBUILD, Segments, Simulation
-from gradfit.profiling.graph import Graph
-from gradfit.profiling.record import Profile
+from gradfit.planning.solver import Effort, Solution
+from gradfit.profiling.profile import Profile
+from gradfit.profiling.step_graph import Graph
 from gradfit.units import format_bytes, parse_bytes
 
 _DECISIONS = 10
@@ -35,7 +35,7 @@ def plan(
     make that of the whole (`profile.additivity`) is not cut, unless `exact=False`. If nothing fits, `BudgetInfeasible`
     says what would.
 
-    >>> from gradfit.profiling.record import BackwardNode, Linear, Operation, Profile, Value
+    >>> from gradfit.profiling.profile import BackwardNode, Linear, Operation, Profile, Value
     >>> def op(name, *inputs, out):
     ...     return Operation(name, inputs, (out,), seconds=Linear(per_item=1.0), module="net")
     >>> profile = Profile(

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import add
 
-from gradfit.profiling.graph import Graph
+from gradfit.profiling.step_graph import Graph
 
 KEEP, REBUILD, OFFLOAD = 0, 1, 2
 ACTION_NAMES = ("keep", "rebuild", "offload")

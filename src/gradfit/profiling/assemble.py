@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from gradfit.profiling.optimizer import OptimizerCost
+from gradfit.profiling.optimizer_bytes import OptimizerCost
 from gradfit.profiling.overhead import tape_overhead
-from gradfit.profiling.record import BackwardNode, Linear, Operation, Profile, Value
-from gradfit.profiling.resident import gradient_bytes, storage_bytes
+from gradfit.profiling.profile import BackwardNode, Linear, Operation, Profile, Value
+from gradfit.profiling.resident_bytes import gradient_bytes, storage_bytes
 from gradfit.profiling.trace import Trace
 from gradfit.tree import leaves
 

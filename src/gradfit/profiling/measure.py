@@ -15,16 +15,16 @@ from gradfit._torch import is_out_of_memory, raised_by_functorch, storage_key
 from gradfit._torch_fsdp import drop_gradients
 from gradfit.arguments import check_arguments, check_optimizer, invalid, read_count, read_instance, read_number
 from gradfit.batches.additivity import MOST_ROWS, batch_norms, measure_additivity
+from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.loss import PartLoss, read_loss
-from gradfit.batches.record import Additivity
 from gradfit.batches.snapshot import Generators, untouched
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.profiling.assemble import Sample, assemble
 from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.meter import meter, tensors_in
-from gradfit.profiling.optimizer import OptimizerCost, optimizer_cost
-from gradfit.profiling.record import Hardware, Profile
-from gradfit.profiling.resident import gradient_bytes, storage_bytes
+from gradfit.profiling.optimizer_bytes import OptimizerCost, optimizer_cost
+from gradfit.profiling.profile import Hardware, Profile
+from gradfit.profiling.resident_bytes import gradient_bytes, storage_bytes
 from gradfit.profiling.trace import Trace, watching
 from gradfit.tree import leaves, size_of_batch, split_batch, unmarked
 
@@ -70,7 +70,7 @@ def profile(
     if additivity is not None:
         read_instance(additivity, "additivity", Additivity, "what another profile measured, profile.additivity")
     if fake or hardware is not None:
-        from gradfit.profiling.fake import predict
+        from gradfit.profiling.predict import predict
 
         return predict(model, loss_fn, sample_batch, optimizer, hardware=hardware, split=split)
     total = check_batch(sample_batch, split, "sample_batch")
@@ -275,7 +275,7 @@ def _growing(
         size = min(total, size * 2)
     samples = _watched_again(model, loss_fn, batch, cut, samples, room / 6)
     if len(samples) == 1 and size < total and not distributed.is_running():  # where forwards wait for each other
-        from gradfit.profiling.fake import foreseen
+        from gradfit.profiling.predict import foreseen
 
         parts = [(rows, next(iter(cut(batch, rows)))) for rows in (samples[0].size, total)]
         samples = [*foreseen(model, loss_fn, parts, samples[0]), *samples]

@@ -11,7 +11,7 @@ import torch
 from gradfit.arguments import read_instance
 from gradfit.errors import MisuseError, StateError
 from gradfit.not_copied import NotCopied
-from gradfit.planning.record import Plan
+from gradfit.planning.plan import Plan
 from gradfit.recompute.planned import Diverged, Script, recording
 
 _WATCHED = 8  # of so many forwards one is watched after the plan's last decision, too: the others are as fast as plain

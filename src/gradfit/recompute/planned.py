@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit._torch_listen import DispatchMode, untraced
-from gradfit.planning.record import Plan
+from gradfit.planning.plan import Plan
 from gradfit.recompute.offload import Store
 from gradfit.tape.graph import Handle, Segment
 from gradfit.tape.mask import MASK, draws_mask, pack

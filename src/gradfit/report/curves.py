@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from gradfit.batches.snapshot import untouched
-from gradfit.planning.record import Plan
+from gradfit.planning.plan import Plan
 from gradfit.planning.simulate import KEEP, REBUILD, simulate
 from gradfit.profiling.measure import LossFunction, run_loss
 from gradfit.profiling.meter import Meter, meter
-from gradfit.profiling.record import Profile
+from gradfit.profiling.profile import Profile
 from gradfit.recompute.apply import apply
-from gradfit.report.record import Curve
+from gradfit.report.report_record import Curve
 from gradfit.tree import split_batch
 
 

@@ -10,11 +10,11 @@ from importlib import resources
 from pathlib import Path
 
 from gradfit.errors import MisuseError
-from gradfit.planning.record import percent
+from gradfit.planning.plan import percent
 from gradfit.report.charts import Chart, Series, draw
 from gradfit.report.curves import plain_peak_bytes, thin
 from gradfit.report.exactness import exactness_tile
-from gradfit.report.record import Report
+from gradfit.report.report_record import Report
 from gradfit.report.tables import memory_bars, plan_table
 from gradfit.report.tradeoff import trade_off
 from gradfit.units import format_bytes

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
-from gradfit.planning.record import Plan
+from gradfit.planning.plan import Plan
 from gradfit.planning.simulate import ACTION_NAMES, KEEP, alive_until
-from gradfit.profiling.record import Profile
-from gradfit.profiling.table import saved_values
+from gradfit.profiling.profile import Profile
+from gradfit.profiling.profile_table import saved_values
 from gradfit.units import format_bytes, format_seconds
 
 _ROWS = 14

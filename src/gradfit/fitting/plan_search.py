@@ -1,0 +1,459 @@
+"""Plans for the batches that come: one per input shape, each tried out and corrected until it holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+from gradfit._torch import is_out_of_memory
+from gradfit._torch_distributed import local_part
+from gradfit._torch_fsdp import drop_gradients
+from gradfit.batches.additivity_record import Additivity
+from gradfit.batches.snapshot import untouched
+from gradfit.errors import BudgetInfeasible, MisuseError
+from gradfit.fitting.fixed_cost import nominal
+from gradfit.fitting.tested_plan import Fitted, Shape, covered, covers, shape_of, smaller
+from gradfit.fitting.update_rollback import UpdateSnapshot
+from gradfit.planning.api import plain_plan, recomputing_plan
+from gradfit.planning.api import plan as make_plan
+from gradfit.planning.microbatch import even
+from gradfit.planning.plan import Plan
+from gradfit.profiling.clock import seconds_now
+from gradfit.profiling.measure import LossFunction, additivity_within, check_batch, profile, run_loss
+from gradfit.profiling.meter import meter
+from gradfit.profiling.profile import Profile
+from gradfit.recompute.evict import Online
+from gradfit.recompute.offload import measure_bandwidth
+from gradfit.recompute.planned import Diverged, LooksAtData
+from gradfit.tree import repeat_rows, split_batch
+from gradfit.units import format_bytes
+
+_TRIES = 5
+_TRIES_ONLINE = 3
+_TIMED, _MOST_TIMED, _TIMED_SECONDS = 3, 10, 1.5  # passes: at least, at most, and until they took so long
+_DOUBT = 1.3  # by how much a prediction may be slower, and the clock is still asked
+_NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
+
+
+class Planner:
+    """Profiles, plans and tries out, per input shape; remembers what it found."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        loss_fn: LossFunction,
+        budget_bytes: int,
+        *,
+        split: Callable[[Any, int], Iterable[Any]] | None = None,
+        offload: bool = False,
+        known: Iterable[Fitted] = (),
+        reproducible: bool = False,
+        reserved_bytes: int = 0,
+        reduce_bytes: int = 0,
+        wide: torch.dtype | None = None,
+        copies: bool = False,
+        micro_batch: int | None = None,
+        whole: bool = False,
+        exact: bool = True,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.exact = exact  # what does not add up is not cut
+        self.additivity: Additivity | None = None
+        self._micro_batch, self._whole = micro_batch, whole  # the size that was asked for, or never to cut
+        self.reserved_bytes = reserved_bytes  # of communication buckets, which no meter sees
+        self.reduce_bytes = reduce_bytes  # what adding up over the ranks takes for a moment
+        self._copies = copies  # while the optimizer steps there is a copy of what it changes, if the budget has room
+        self._wide = wide  # in which the optimizer works, if the parameters are narrower
+        # A step holds copies of the buffers, to go back to, and a few numbers for the accumulator.
+        self._own_bytes = sum(buffer.nbytes for buffer in model.buffers()) + _NUMBERS_BYTES
+        self.limit_bytes = max(1, budget_bytes - reserved_bytes - self._own_bytes)
+        self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
+        self._split = split
+        self._offload = offload
+        self._reproducible = reproducible
+        self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
+        self._fitted: list[Fitted] = []
+        self.take_up(known)
+
+    @property
+    def known(self) -> tuple[Fitted, ...]:
+        """Every plan made so far, in the order in which they are tried for a batch."""
+        return tuple(self._fitted)
+
+    def take_up(self, plans: Iterable[Fitted]) -> None:
+        """Go by these plans from now on, and by what was measured of the loss when they were made."""
+        self._fitted = list(plans)
+        if self._fitted:
+            self.additivity = self._fitted[0].profile.additivity
+
+    def parts(self, batch: Any, micro_batch: int) -> Iterable[Any]:
+        """The batch in micro-batches."""
+        return self._split(batch, micro_batch) if self._split is not None else split_batch(batch, micro_batch)
+
+    def rows(self, batch: Any) -> int:
+        """How many rows the batch has."""
+        return check_batch(batch, self._split)
+
+    def fitted(self, batch: Any, batch_size: int) -> Fitted:
+        """A plan for batches of this shape: one made before for this shape or a larger one, or a new one."""
+        shape = shape_of(batch)
+        if self._fitted and self.additivity is None:  # plans from a version that did not measure it
+            with untouched(self._model):
+                self.additivity = additivity_within(self._model, self._loss_fn, batch, self._split, self.limit_bytes)
+        for known in self._fitted:
+            fits = known.peak_bytes <= self.limit_bytes  # it may come from a step with a larger budget
+            may_cut = not self.exact or self.additivity is None or self.additivity.adds_up
+            fits = fits and (may_cut or known.plan.steps == 1)
+            if fits and known.plan.batch_size >= batch_size and covers(known.shape, shape):
+                return known
+        found = self._fit(batch, batch_size, shape, self.limit_bytes)
+        found = self._covered(found, self.limit_bytes)
+        found = dataclasses.replace(found, plan=dataclasses.replace(found.plan, budget_bytes=self.budget_bytes))
+        self._fitted = [known for known in self._fitted if known.shape != shape]
+        self._fitted.append(found)
+        self._fitted.sort(key=lambda known: known.plan.peak_bytes)
+        return found
+
+    def tighter(self, fitted: Fitted) -> Fitted:
+        """A plan that needs less than this one did, at the same micro-batch while there is one.
+
+        Where this one is the smallest there is, it is that one again: memory may have run out for another's sake.
+        """
+        plan = fitted.plan
+        if not fitted.steady:
+            if self._may_cut(fitted.profile):
+                plan = smaller(plan, fitted.profile.min_batch)
+            return self.replace(fitted, plan=plan, seen=False)
+        limit = int(min(fitted.peak_bytes, self.limit_bytes) * 0.9)
+        try:
+            plan = self._plan_at(fitted.profile, limit, plan.batch_size, plan.micro_batch)
+        except BudgetInfeasible as smallest:
+            if smallest.min_bytes < plan.peak_bytes:
+                plan = self._plan(fitted.profile, smallest.min_bytes, plan.batch_size)
+        made = dataclasses.replace(
+            fitted, plan=plan, peak_bytes=plan.peak_bytes, saved_bytes=None, seen=False, copied=False
+        )
+        return self.replace(fitted, **vars(self._covered(made, limit)))
+
+    def _covered(self, fitted: Fitted, limit_bytes: int) -> Fitted:
+        if not self._copies:
+            return fitted
+        changed = sum(local_part(p).nbytes for p in self._model.parameters() if p.requires_grad)
+        copied = changed + fitted.profile.optimizer_bytes
+        made = covered(fitted, copied, limit_bytes)
+        if not made.copied or not changed:
+            return made
+        if not self._copy_pace:
+            seconds = min(self._copy_seconds() for _ in range(2))
+            self._copy_pace = seconds / (changed + _state_bytes(self._optimizer))
+        return dataclasses.replace(made, plan=made.plan.later(copied * self._copy_pace))
+
+    def _copy_seconds(self) -> float:
+        started = seconds_now()
+        with UpdateSnapshot(self._model, self._optimizer, taken=True):
+            return seconds_now() - started
+
+    def has_optimizer_state(self, fitted: Fitted) -> bool:
+        """Whether the optimizer holds by now all that it will hold."""
+        return _state_bytes(self._optimizer) >= fitted.profile.optimizer_bytes
+
+    def replace(self, old: Fitted, **changes: Any) -> Fitted:
+        """Remember what a step has taught about a plan."""
+        new = dataclasses.replace(old, **changes)
+        self._fitted = [new if known is old else known for known in self._fitted]
+        return new
+
+    def _fit(self, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
+        found = self._profile(batch)
+        timed = nominal(found) if self._reproducible else found
+        target, size = limit_bytes, None
+        for _ in range(_TRIES):
+            try:
+                plan = self._plan(timed, target, batch_size, size)
+            except BudgetInfeasible:
+                break
+            made = Fitted(plan, found, shape, 0, steady=True)
+            tried = self._try_out(made, batch)
+            if tried is None:
+                if plan.micro_batch == found.batch_size or plan.micro_batch > self.rows(batch):
+                    return self._fit_online(made, batch, limit_bytes)
+                size = plan.micro_batch  # a batch of one row need not do what larger ones do: look at this very size
+                found = self._profile(batch, rows=size)
+                timed = nominal(found) if self._reproducible else found
+                continue
+            if tried.peak_bytes <= limit_bytes and self._reproducible:
+                # The micro-batch is chosen; what to keep in it changes no bit, so that is chosen by the clock.
+                other = dataclasses.replace(made, plan=self._plan_at(found, target, batch_size, plan.micro_batch))
+                again = self._try_out(other, batch) if other.plan.micro_batch == plan.micro_batch else None
+                return self._fastest([tried if again is None or again.peak_bytes > limit_bytes else again], batch)
+            if tried.peak_bytes <= limit_bytes and self._micro_batch is not None:
+                return self._fastest([tried], batch)
+            if tried.peak_bytes <= limit_bytes:
+                rivals = self._recomputing if plan.keeps_everything else self._plain
+                return self._fastest([tried, *rivals(tried, batch, target, limit_bytes)], batch)
+            target = min(target, plan.peak_bytes) - (tried.peak_bytes - limit_bytes)
+            if target <= 0:
+                break
+        return self._fit_smallest(found, batch, batch_size, shape, limit_bytes)
+
+    def _profile(self, batch: Any, *, rows: int | None = None) -> Profile:
+        bandwidth = 0.0
+        if self._offload:
+            device = next(self._model.parameters()).device
+            bandwidth = measure_bandwidth(device, min(16 << 20, 1024 + self.limit_bytes // 8))
+        found = profile(
+            self._model,
+            self._loss_fn,
+            batch,
+            self._optimizer,
+            memory_bytes=self.limit_bytes,
+            rows=rows,
+            split=self._split,
+            host_bandwidth=bandwidth,
+            additivity=self.additivity,
+        )
+        self.additivity = found.additivity
+        if self._whole:
+            found = dataclasses.replace(found, splittable=False)
+        elif not self.exact:
+            found = dataclasses.replace(found, splittable=True)
+        burst = max(found.optimizer_burst_bytes + self._widening_bytes(found), self.reduce_bytes)
+        return dataclasses.replace(found, optimizer_burst_bytes=burst)
+
+    def _plan(self, found: Profile, limit_bytes: int, batch_size: int, micro_batch: int | None = None) -> Plan:
+        """The best plan; at this very micro-batch, or at the one that was asked for, if any."""
+        size = micro_batch
+        if self._micro_batch is not None:
+            size = min(self._micro_batch, batch_size)
+            if size < batch_size and not found.splittable:
+                raise MisuseError(
+                    f"micro_batch={self._micro_batch} cuts the batch of {batch_size}, and its loss does not add up: "
+                    f"{self._why_whole()}. Leave micro_batch out, or pass exact=False to cut all the same."
+                )
+        return make_plan(found, memory=limit_bytes, batch_size=batch_size, micro_batch=size)
+
+    def _plan_at(self, found: Profile, limit_bytes: int, batch_size: int, micro_batch: int) -> Plan:
+        """The plan for this very micro-batch if it can be, else for any."""
+        try:
+            return self._plan(found, limit_bytes, batch_size, min(micro_batch, batch_size))
+        except BudgetInfeasible:
+            return self._plan(found, limit_bytes, batch_size)
+
+    def _may_cut(self, found: Profile) -> bool:
+        return found.splittable and self._micro_batch is None
+
+    def _why_whole(self) -> str:
+        additivity = self.additivity
+        if additivity is None or additivity.adds_up:
+            return "micro_batch='whole'"
+        return f"relative error {additivity.error:.2g} on a few rows; {additivity.reason}"
+
+    def _widening_bytes(self, found: Profile) -> int:
+        """What a step takes more if parameters and state are widened for it, and its temporaries are as wide."""
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        if self._wide is None or not trained:
+            return 0
+        sizes = [local_part(p).nbytes for p in trained]
+        ratios = [torch.promote_types(p.dtype, self._wide).itemsize / p.dtype.itemsize for p in trained]
+        copies = sum(size * ratio for size, ratio in zip(sizes, ratios, strict=True) if ratio > 1)
+        states = found.optimizer_bytes * sum(s * (r - 1) for s, r in zip(sizes, ratios, strict=True)) / sum(sizes)
+        return round(copies + states + found.optimizer_burst_bytes * (max(ratios) - 1))
+
+    def _fit_smallest(self, found: Profile, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
+        """The plan of the smallest peak, by seconds that are the same in every run: so `min_bytes` is always enough."""
+        alike = nominal(found)
+        try:
+            plan = self._plan(alike, 1, batch_size)
+        except BudgetInfeasible as smallest:
+            plan = self._plan(alike, smallest.min_bytes, batch_size)
+        made = Fitted(plan, found, shape, 0, steady=True)
+        tried = self._try_out(made, batch)
+        if tried is None:
+            return self._fit_online(made, batch, limit_bytes)
+        if tried.peak_bytes <= limit_bytes:
+            return self._fastest([tried], batch)
+        raise self._infeasible(plan, max(tried.peak_bytes, plan.peak_bytes), cut=found.splittable)
+
+    def _fit_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted:
+        """The operations depend on the data, so no plan can name them: evict online, in micro-batches that fit."""
+        made = dataclasses.replace(made, steady=False)
+        while (tried := self._try_out_online(made, batch, limit_bytes)) is None:
+            if made.plan.micro_batch <= made.profile.min_batch or not self._may_cut(made.profile):
+                least = max(limit_bytes, made.plan.peak_bytes)
+                while self._try_out_online(made, batch, least) is None:
+                    least = int(least * 1.03) + 1024
+                # With a tenth more: what is evicted depends on the clock.
+                raise self._infeasible(made.plan, int(least * 1.1), cut=made.profile.splittable)
+            made = dataclasses.replace(made, plan=smaller(made.plan, made.profile.min_batch))
+        return tried
+
+    def _try_out_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted | None:
+        """The clock decides what is evicted, so one try need not be like the next: what fits in one of a few, fits."""
+        tries = (self._try_out(made, batch, online_bytes=limit_bytes) for _ in range(_TRIES_ONLINE))
+        return next((tried for tried in tries if tried is not None), None)
+
+    def _infeasible(self, plan: Plan, least: int, *, cut: bool) -> BudgetInfeasible:
+        parts = {name: count for name, count in plan.breakdown.items() if count}
+        parts |= {"copies of buffers": self._own_bytes, "communication buckets": self.reserved_bytes}
+        least += self._own_bytes + self.reserved_bytes
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(parts.items(), key=_size) if size)
+        hint = "or make the model or an item of the batch smaller."
+        if not cut and plan.batch_size > 1:
+            hint = f"or lower the batch size. The batch of {plan.batch_size} is not cut: {self._why_whole()}."
+            if not self._whole:
+                hint += " exact=False cuts it all the same."
+        elif self._micro_batch is not None and plan.micro_batch > 1:
+            hint = "or leave out micro_batch, so that it can be smaller."
+        return BudgetInfeasible(
+            f"Smallest feasible peak is {format_bytes(least)} ({listed}) at micro-batch {plan.micro_batch}, the budget "
+            f"is {format_bytes(self.budget_bytes)}. Raise `memory` to at least {least} bytes, {hint}",
+            min_bytes=least,
+            breakdown=parts,
+        )
+
+    def _try_out(self, made: Fitted, batch: Any, *, online_bytes: int | None = None) -> Fitted | None:
+        """Run two micro-batches as planned, or each of them online: with the peak of the whole step, or None if it left
+        the plan, or could not stay below `online_bytes`."""
+        with untouched(self._model):
+            try:
+                return self._rehearse(made, batch, online_bytes)
+            except Exception as error:
+                short = is_out_of_memory(error)
+                if not short and not isinstance(error, Diverged | BudgetInfeasible):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # they hold every tensor of the trial
+            finally:
+                drop_gradients(self._model)
+            gc.collect()
+            # Where memory ran out before the budget did: as if the trial had taken a tenth more than there is.
+            if short and online_bytes is None:
+                return dataclasses.replace(made, peak_bytes=self.limit_bytes * 11 // 10)
+            return None
+
+    def _rehearse(self, made: Fitted, batch: Any, online_bytes: int | None) -> Fitted:
+        made = dataclasses.replace(made, saved_bytes=None)  # of another plan, perhaps
+        plan, found = made.plan, made.profile
+        waiting = max(0, found.optimizer_bytes - _state_bytes(self._optimizer))  # what its first step will allocate
+        passes = update = saved = asked = 0
+        looks = LooksAtData()
+        for cut in islice(self.parts(batch, plan.micro_batch), None if online_bytes is not None else 2):
+            part = repeat_rows(cut, plan.micro_batch) if self._split is None else cut
+            # A part is a view: it holds the whole batch it was cut from, which may still be less than a step's.
+            rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - meter(part).current_bytes)
+            with meter(self._model, self._optimizer, part) as live:
+                if online_bytes is not None:
+                    with Online(online_bytes - waiting - rest) as online:
+                        online.evictor.watch(self._model, self._optimizer, part)
+                        loss, _ = run_loss(self._loss_fn, self._model, part)
+                        torch.autograd.backward(loss)
+                else:
+                    with made.following() as following, looks:
+                        loss, _ = run_loss(self._loss_fn, self._model, part)
+                    saved, asked = max(saved, following.tail.saved_bytes), max(asked, following.tail.asked)
+                    torch.autograd.backward(loss)
+                del loss
+            passes = max(passes, live.peak_bytes + rest)
+            update = live.current_bytes + rest + found.optimizer_burst_bytes
+        peak = max(passes, update) + waiting
+        return dataclasses.replace(made, peak_bytes=peak, saved_bytes=saved, asked=asked, looks=looks.found)
+
+    def _fastest(self, ways: list[Fitted], batch: Any) -> Fitted:
+        """By the clock, whose seconds it then has.
+
+        Plans with and without recomputation are too unlike for a prediction: one pays for recording and replaying, the
+        other for more passes.
+        """
+        parts = [next(iter(self.parts(batch, one.plan.micro_batch))) for one in ways]
+        with untouched(self._model):
+            try:
+                return min(self._timed(list(zip(ways, parts, strict=True))), key=lambda one: one.plan.step_seconds)
+            except Exception as error:
+                # It is not steady after all, as its step will notice; or memory ran out, for which a step is repeated.
+                if not isinstance(error, Diverged) and not is_out_of_memory(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)
+            drop_gradients(self._model)
+        gc.collect()
+        return ways[0]
+
+    def _plain(self, made: Fitted, batch: Any, target: int, limit_bytes: int) -> list[Fitted]:
+        """The largest micro-batch without recomputation, tried out, if there is one."""
+        # With some room: the profile may be of another size, and not even a trial may pass the budget.
+        found, rows = made.profile, made.plan.batch_size
+        plan = plain_plan(found, memory=int(0.95 * target), batch_size=rows)
+        tried: list[Fitted] = []
+        while plan is not None:
+            larger = self._try_out(dataclasses.replace(made, plan=plan), batch)
+            if larger is None or larger.peak_bytes > limit_bytes:
+                break
+            tried = [larger]
+            # Then without: each row more takes no more than one of those that were measured took.
+            static = found.at(plan.micro_batch, rows=rows).static_bytes
+            most = int((limit_bytes - static) * plan.micro_batch / max(1, larger.peak_bytes - static))
+            most = even(rows, min(most, rows))
+            if plan.micro_batch >= most:
+                break
+            plan = plain_plan(found, memory=limit_bytes, batch_size=rows, micro_batch=most)
+        return tried
+
+    def _recomputing(self, made: Fitted, batch: Any, target: int, limit_bytes: int) -> list[Fitted]:
+        """The best larger micro-batch, with recomputation, tried out, if it can be as fast."""
+        rows, size = made.plan.batch_size, made.plan.micro_batch
+        if size == rows:
+            return []
+        most = _DOUBT * made.plan.step_seconds
+        plan = recomputing_plan(made.profile, memory=int(0.95 * target), batch_size=rows, above=size, most_seconds=most)
+        if plan is None:
+            return []
+        tried = self._try_out(dataclasses.replace(made, plan=plan), batch)
+        return [] if tried is None or tried.peak_bytes > limit_bytes else [tried]
+
+    def _timed(self, ways: list[tuple[Fitted, Any]]) -> Iterator[Fitted]:
+        """With the seconds that passes of these micro-batches take here and now, each in its turn: a machine that is
+        slower for a while is so for all of them. What was measured before is only a hint."""
+        taken: list[list[float]] = [[] for _ in ways]
+        while (rounds := len(taken[0])) < _TIMED or (
+            rounds < _MOST_TIMED and sum(map(sum, taken)) < len(ways) * _TIMED_SECONDS
+        ):
+            for times, (made, part) in zip(taken, ways, strict=True):
+                times.append(self._pass_seconds(made, part))
+        drop_gradients(self._model)
+        for times, (made, part) in zip(taken, ways, strict=True):
+            seconds = statistics.median(times) * made.plan.batch_size / self.rows(part)
+            yield dataclasses.replace(made, plan=made.plan.taking(seconds + made.profile.optimizer_seconds))
+
+    def _pass_seconds(self, made: Fitted, part: Any) -> float:
+        """Of a pass as most of its step are: if it has several, not the first one, into gradients that are there."""
+        alone = made.plan.steps == 1
+        if alone:
+            drop_gradients(self._model)
+        started = seconds_now()
+        with made.following(first=alone):
+            loss, _ = run_loss(self._loss_fn, self._model, part)
+        torch.autograd.backward(loss)
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        return seconds_now() - started
+
+
+def _size(part: tuple[str, int]) -> int:
+    return -part[1]
+
+
+def _state_bytes(optimizer: Any) -> int:
+    states = getattr(optimizer, "state", {})
+    return sum(
+        local_part(tensor).untyped_storage().nbytes()
+        for state in states.values()
+        if isinstance(state, dict)
+        for tensor in state.values()
+        if isinstance(tensor, torch.Tensor)
+    )

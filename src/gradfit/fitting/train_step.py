@@ -1,0 +1,383 @@
+"""One exact full-batch update under a budget: split, forward (tape), backward (replay), accumulate, update.
+
+A step either happens as a whole or not at all. What an attempt changes before the optimizer steps (gradients, buffers,
+random generators) is put back if it fails, or is interrupted; the optimizer's own step is covered by a copy of the
+parameters and its state where the budget has room for one, which it usually has: all activations are gone by then.
+Where it has not, Ctrl-C waits until the optimizer has stepped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from gradfit._torch import is_out_of_memory
+from gradfit._torch_fsdp import drop_gradients
+from gradfit._torch_listen import eager_functions, unseen
+from gradfit.accumulate.accumulator import GradientAccumulator
+from gradfit.accumulate.step_result import StepResult
+from gradfit.arguments import read_callable, read_instance, read_mapping
+from gradfit.batches.loss import PartLoss
+from gradfit.batches.snapshot import Snapshot
+from gradfit.batches.totals import LossTotals, logs_of, means_of
+from gradfit.batches.weights import BatchWeights, UnreadableLoss
+from gradfit.errors import BudgetInfeasible, MisuseError, StateError
+from gradfit.fitting.plan_search import Planner
+from gradfit.fitting.plan_state import read_plan, write_plan
+from gradfit.fitting.tested_plan import Fitted, PartShape, part_shape
+from gradfit.fitting.trained_optimizer import count_step
+from gradfit.fitting.update_rollback import UpdateSnapshot
+from gradfit.interrupts import uninterrupted
+from gradfit.not_copied import NotCopied
+from gradfit.planning.plan import Plan
+from gradfit.profiling.measure import LossFunction, run_part
+from gradfit.profiling.meter import Meter, meter
+from gradfit.profiling.profile import Profile
+from gradfit.recompute.evict import Online
+from gradfit.recompute.planned import Diverged
+from gradfit.tree import leaves
+
+_MOST_ATTEMPTS = 6
+_VERSION = 1  # of the state's format
+
+
+class TrainResult(NamedTuple):
+    """What one step did."""
+
+    loss: float
+    """The mean over all items of the batch."""
+    stepped: bool
+    grad_norm: float | None
+    peak_bytes: int
+    """Of all tensors, measured: in this step if it is one of the first two with its plan or its batch is larger than
+    those were, else the largest that was measured with its plan."""
+    micro_batches: int
+    weight: int | float
+    reason: str
+    attempts: int
+    """More than 1 if memory ran out and the step was repeated with a tighter plan."""
+    logs: Mapping[str, float] = {}
+    """What `loss_fn` returned to be logged, each the mean over all items of the batch."""
+
+    def __bool__(self) -> bool:
+        return self.stepped
+
+
+class Progress(NamedTuple):
+    """How far a step has come, between two of its micro-batches; with the accumulator's state it can go on."""
+
+    done: int
+    """Micro-batches that are accumulated."""
+    micro_batch: int
+    total: float
+    items: float
+    logs: Mapping[str, float] = {}
+    """What was returned to be logged so far, times its items."""
+    window: Mapping[str, Any] | None = None
+    """The accumulator's `state_dict()`, which whoever saves this puts here."""
+    buffers: Mapping[str, torch.Tensor] = {}
+    """Running statistics as they were when the step began."""
+
+
+AfterMicroBatch = Callable[[Progress], object]
+
+
+class TrainStep(NotCopied):
+    """The step that `fit` returns: call it with a batch. `plan`, `profile` and `budget_bytes` say what it follows."""
+
+    _instead_of_copy = "Call fit() for the copied model, with known=step.known."
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        loss_fn: LossFunction,
+        accumulator: GradientAccumulator,
+        planner: Planner,
+        fitted: Fitted,
+        *,
+        given: Any = None,
+    ) -> None:
+        self._given = given  # the optimizer as it was given to `fit`, perhaps inside of another library's wrapper
+        self.model, self.optimizer, self.accumulator = model, optimizer, accumulator
+        self._loss_fn, self._planner, self._fitted = loss_fn, planner, fitted
+        self._buffers: Mapping[str, torch.Tensor] = {}
+        self._eager = False  # compiled functions are run as they were written
+        self._astray: set[PartShape] = set()  # parts that left their plan: what to drop is decided online
+        self._changing: UpdateSnapshot | None = None  # while the optimizer steps
+
+    @property
+    def plan(self) -> Plan:
+        return self._fitted.plan
+
+    @property
+    def profile(self) -> Profile:
+        return self._fitted.profile
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._planner.budget_bytes
+
+    @property
+    def known(self) -> tuple[Fitted, ...]:
+        """Every plan made so far, by input shape; `fit(..., known=step.known)` starts from them."""
+        return self._planner.known
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plans, with what was measured of them, and the window: text, numbers and tensors, no objects.
+
+        It goes beside the model's and the optimizer's own: `torch.save` and default `torch.load` take it, and between
+        two steps `json.dumps` does. A run that is resumed with it adds in the same order as one that was not stopped.
+        """
+        return {
+            "version": _VERSION,
+            "plans": [write_plan(fitted, lambda record: record.to_json()) for fitted in self.known],
+            "accumulator": self.accumulator.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the plans and the window of `state_dict()`; batches of their shapes are not profiled again.
+
+        Args:
+            state: what `state_dict()` returned, perhaps in another process.
+
+        Raises:
+            StateError: it is something else, or damaged; nothing is changed.
+        """
+        read_mapping(state, "state", "what step.state_dict() gave")
+        try:
+            version, plans, window = (
+                state["version"],
+                [read_plan(one) for one in state["plans"]],
+                state["accumulator"],
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StateError(
+                f"This is not the state of a step ({error!r}). Pass what step.state_dict() gave."
+            ) from None
+        if version != _VERSION:
+            raise StateError(f"This state of a step has format {version!r}, not {_VERSION}. Call fit again without it.")
+        self.accumulator.load_state_dict(window)
+        self._planner.take_up(plans)
+        same = [fitted for fitted in self.known if fitted.shape == self._fitted.shape]
+        self._fitted = same[0] if same else self._fitted
+
+    def __repr__(self) -> str:
+        return f"<step: {str(self.plan).splitlines()[0]}>"
+
+    def __call__(
+        self,
+        batch: Any,
+        *,
+        progress: Progress | None = None,
+        after_micro_batch: AfterMicroBatch | None = None,
+    ) -> TrainResult:
+        """One exact update with this batch, whatever its size and shape.
+
+        The step owns its window. Gradients that other passes have left in `.grad` (an audit's, a generator's, one of
+        your own) are no part of it, and are cleared first, as by `optimizer.zero_grad()`.
+
+        Args:
+            batch: any number of rows; of the kind that `fit` was given.
+            progress: goes on with a step that was ended by `after_micro_batch`: the same batch, the generators as they
+                were then.
+            after_micro_batch: called between two micro-batches; what it raises ends the step, with nothing changed.
+
+        Raises:
+            MisuseError: the model is in evaluation mode, or what this batch's loss was divided by does not go together
+                with what was measured of the loss. Nothing is changed.
+        """
+        rows = self._planner.rows(batch)
+        if progress is not None:
+            read_instance(progress, "progress", Progress, "what after_micro_batch was given")
+        if after_micro_batch is not None:
+            read_callable(after_micro_batch, "after_micro_batch", "a function of a Progress", arguments=1)
+        if not self.model.training:
+            raise MisuseError("The model is in evaluation mode. Call model.train() before step(batch).")
+        self._clear_gradients()
+        with self.accumulator.rehearsal():  # a new shape is profiled and tried out
+            fitted = self._fitted = self._planner.fitted(batch, rows)
+        before = Snapshot(self.model, self.accumulator.window.tensors)
+        if after_micro_batch is not None:
+            self._buffers = before.buffers if progress is None else progress.buffers
+        for attempt in range(1, _MOST_ATTEMPTS + 1):
+            self._changing = None
+            try:
+                with self._open_window():
+                    return self._attempt(batch, fitted, attempt, progress, after_micro_batch)
+            except BaseException as error:
+                if not self._take_back(before):
+                    raise  # interrupted when all was done
+                short = is_out_of_memory(error) or isinstance(error, BudgetInfeasible)
+                # Compiled functions say nothing of what they divided by: then they are run as they were written.
+                compiled = isinstance(error, UnreadableLoss) and not self._eager
+                self._eager = self._eager or compiled
+                astray = isinstance(error, Diverged) or compiled
+                if not (short or astray) or attempt == _MOST_ATTEMPTS:
+                    self.accumulator.ranks.failed(error)
+                    raise
+                failure: BaseException = error
+            # Outside of the handler: the traceback holds every tensor of the failed attempt.
+            _forget(failure)
+            del failure
+            if not astray:
+                fitted = self._fitted = self._planner.tighter(self._fitted)
+        raise AssertionError("unreachable")
+
+    def _clear_gradients(self) -> None:
+        """A step's gradients are those of its batch alone, and its budget has no room for others."""
+        tensors = (*self.model.parameters(), *self.accumulator.window.tensors)
+        if any(tensor.grad is not None for tensor in tensors):
+            drop_gradients(self.model)
+            for tensor in tensors:
+                tensor.grad = None
+
+    def _take_back(self, before: Snapshot) -> bool:
+        """Make everything as it was before the attempt; False if the optimizer has stepped: then it has happened."""
+        with uninterrupted():
+            if self._changing is not None:
+                if self._changing.done:
+                    return False
+                self._changing.undo()
+            self.accumulator.reset()
+            before.restore()
+        return True
+
+    def idle(self) -> TrainResult:
+        """Take part in a step for which this rank has no rows."""
+        ranks, additivity = self.accumulator.ranks.size, self._planner.additivity
+        is_sum = ranks > 1 and additivity is not None and additivity.over == "sum"
+        share = 1 / ranks if is_sum else 0.0  # of sums the weights of all ranks together are 1
+        with self._open_window():
+            self.accumulator.window.state.main.weight += share
+            result, loss, logs = self._close_window(LossTotals(items=share))
+        return TrainResult(
+            loss=loss,
+            stepped=result.stepped,
+            grad_norm=result.grad_norm,
+            peak_bytes=self._fitted.peak_bytes + self._planner.reserved_bytes,
+            micro_batches=result.micro_batches,
+            weight=result.weight,
+            reason=result.reason,
+            attempts=1,
+            logs=logs,
+        )
+
+    @contextlib.contextmanager
+    def _open_window(self) -> Iterator[None]:
+        """Only inside do DDP and FSDP2 wait with their communication, and is a step of the optimizer the window's."""
+        window = self.accumulator.window
+        window.enabled = True
+        try:
+            yield
+            self._clear_gradients()  # of what the optimizer does not hold: they would pile up
+        finally:
+            window.enabled = False
+
+    def _close_window(self, totals: LossTotals) -> tuple[StepResult, float, Mapping[str, float]]:
+        """Update; with the mean loss and logs over all processes."""
+        self.accumulator.window.notes = totals.read()
+        result = self.accumulator.flush()
+        if result.stepped and self._given is not self.optimizer:
+            count_step(self._given)
+        return (result, *means_of(self.accumulator.notes))
+
+    def _attempt(
+        self, batch: Any, fitted: Fitted, attempt: int, progress: Progress | None, after: AfterMicroBatch | None
+    ) -> TrainResult:
+        batch_bytes = sum(tensor.nbytes for tensor in leaves(batch))
+        if fitted.seen and fitted.steady and batch_bytes <= fitted.seen_bytes:
+            return self._update(batch, fitted, attempt, None, progress, after)
+        whole = self._planner.has_optimizer_state(fitted)  # else it comes on top in the next step
+        with meter(self.model, self.optimizer, batch) as live:
+            result = self._update(batch, fitted, attempt, live, progress, after)
+        peak = max(live.peak_bytes, fitted.peak_bytes) if fitted.seen else live.peak_bytes
+        size = max(batch_bytes, fitted.seen_bytes)
+        self._fitted = self._planner.replace(self._fitted, peak_bytes=peak, seen=whole, seen_bytes=size)
+        return result
+
+    def _update(
+        self,
+        batch: Any,
+        fitted: Fitted,
+        attempt: int,
+        live: Meter | None,
+        progress: Progress | None,
+        after: AfterMicroBatch | None,
+    ) -> TrainResult:
+        accumulator, plan, planner = self.accumulator, fitted.plan, self._planner
+        rows = planner.rows(batch)
+        accumulator.accumulation_count = max(1, -(-rows // plan.micro_batch))
+        weights = BatchWeights(planner.additivity, rows, ranks=accumulator.ranks.size, exact=planner.exact)
+        done, totals = self._go_on(progress, plan) if progress is not None else (0, LossTotals())
+        for position, part in enumerate(planner.parts(batch, plan.micro_batch)):
+            if position < done:
+                continue
+            if after is not None and position > done:
+                sums = totals.read()
+                reached = Progress(
+                    position, plan.micro_batch, sums["loss"], sums["items"], logs_of(sums), buffers=self._buffers
+                )
+                with unseen():  # what a save copies is not the step's memory
+                    after(reached)
+            with contextlib.ExitStack() as around:
+                found = self._forward(fitted, part, batch, around, first=position == done)
+                weight = weights.of(found)
+                totals.add(found, weight)
+                accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
+                del found
+        self._changing = UpdateSnapshot(self.model, self.optimizer, taken=fitted.copied)
+        alone = accumulator.ranks.size == 1  # else it may have to wait for another rank
+        # Without a copy to go back to, the optimizer is not interrupted.
+        with uninterrupted() if alone and not fitted.copied else contextlib.nullcontext(), self._changing:
+            result, loss, logs = self._close_window(totals)
+        return TrainResult(
+            loss=loss,
+            stepped=result.stepped,
+            grad_norm=result.grad_norm,
+            peak_bytes=(live.peak_bytes if live is not None else fitted.peak_bytes) + planner.reserved_bytes,
+            micro_batches=result.micro_batches,
+            weight=result.weight,
+            reason=result.reason,
+            attempts=attempt,
+            logs=logs,
+        )
+
+    def _forward(self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, *, first: bool) -> PartLoss:
+        """The loss of one micro-batch, as planned, or with values evicted as memory fills up."""
+        rows = self._planner.rows(part)
+        if self._eager:
+            around.enter_context(eager_functions())
+        if fitted.steady and not (self._astray and part_shape(part) in self._astray):
+            try:
+                with fitted.following(first=first):
+                    return run_part(self._loss_fn, self.model, part, rows)
+            except Diverged:
+                self._astray.add(part_shape(part))
+                raise
+        online = around.enter_context(Online(self._planner.limit_bytes))
+        online.evictor.watch(self.model, self.optimizer, batch)
+        return run_part(self._loss_fn, self.model, part, rows)
+
+    def _go_on(self, progress: Progress, plan: Plan) -> tuple[int, LossTotals]:
+        """Take up a window that was left in the middle."""
+        if progress.micro_batch != plan.micro_batch:
+            raise StateError(
+                f"The step was left at micro-batches of {progress.micro_batch} rows, the plan has {plan.micro_batch}. "
+                "Pass fit(..., known=) the plans it was begun with."
+            )
+        if progress.window is not None:
+            self.accumulator.load_state_dict(progress.window)
+        return progress.done, LossTotals(progress.total, progress.items, progress.logs)
+
+
+def _forget(failure: BaseException) -> None:
+    failure.__traceback__ = None
+    failure.__context__ = failure.__cause__ = None
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
