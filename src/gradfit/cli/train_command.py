@@ -96,6 +96,7 @@ def train(
     budget = before["memory_bytes"] if memory is None and before else work.budget(memory, crew)
     fixed = _first(read_micro_batch(micro_batch), before.get("micro_batch"))
     settings = RunSettings(work.batch_size, budget, seed, steps, epochs, fixed)
+    crew.require_same({name: value for name, value in vars(settings).items() if name != "memory_bytes"})
     if saved is None and crew.rank == 0:
         write_begun(base, dataclasses.asdict(settings))
     command = f"gradfit train {shlex.quote(target)} --out {shlex.quote(str(base))} --resume"

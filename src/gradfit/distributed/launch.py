@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from gradfit import _torch_distributed as private
 from gradfit.distributed.fsdp import data_parallel_size, is_fully_sharded
 from gradfit.distributed.process_group import Group
 from gradfit.distributed.replicas import replicate
-from gradfit.distributed.same_model import require_same_model
+from gradfit.distributed.same_model import require_same_model, require_same_settings
 from gradfit.errors import MisuseError
 from gradfit.tree import map_tensors, size_of_batch
 
@@ -90,6 +91,10 @@ class Crew:
                 )
         elif self.size > 1:
             replicate(model)
+
+    def require_same(self, settings: Mapping[str, Any]) -> None:
+        """Raise a `MisuseError` that names what differs, on all ranks, unless all have these settings."""
+        require_same_settings(settings, self.tell_all)
 
     def part(self, batch: Any) -> Any:
         """This rank's rows of a batch; None if there are fewer rows than ranks and none is left."""

@@ -53,13 +53,19 @@ class AuditReport:
     identical: bool
     """Whether the run as planned is, bit by bit, plain PyTorch's on the same micro-batches."""
     compared: dict[str, int]  # how many tensors of each kind
+    """How many tensors of each kind were compared."""
     differences: tuple[Difference, ...]
+    """Each tensor that is not the same, with how far it is off."""
     first_operation: str | None
     """The first operation, in the order of the forward pass, whose replay is not what it was; or, where all replays
     are, the first whose result in the planned run is not that of the plain one."""
     micro_batch: int
+    """Rows of one micro-batch."""
     micro_batches: int
+    """How many of them the batch was cut into."""
     notes: tuple[str, ...]
+    """What else a reader should know: modules that see micro-batches instead of the batch, for
+    one."""
     full_batch: FullBatchError | None = None
     """The micro-batches' gradient beside that of the whole batch; None if the batch was not cut."""
 
@@ -76,6 +82,11 @@ class AuditReport:
 
     @staticmethod
     def from_json(text: str) -> AuditReport:
+        """Read what `to_json` wrote; running no code.
+
+        Args:
+            text: a JSON document.
+        """
         return records.from_json(AuditReport, text)
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ from gradfit._torch_fsdp import drop_gradients
 from gradfit.accumulate.accumulator import BareAccumulator
 from gradfit.arguments import check_arguments, check_optimizer, read_count, read_instance, read_list
 from gradfit.batches.additivity_record import Additivity
-from gradfit.distributed.same_model import require_same_model
+from gradfit.distributed.same_model import require_same_model, require_same_update
 from gradfit.distributed.shared_window import Together
 from gradfit.errors import MisuseError, RankFailed
 from gradfit.fitting.budget import read_budget
@@ -46,7 +46,7 @@ def fit(
 
     The budget covers all tensors of the step: parameters, gradients, optimizer state, the batch, activations,
     recomputation and temporaries. Under DDP and FSDP2 it is that of each rank, communication included, and all ranks
-    call `fit`.
+    call `fit`, with the same arguments but for the budget and the sample, which are each rank's own.
 
     The step is one update with the gradient of the whole batch, however it is cut. So before anything is cut the loss
     is measured on a few rows and on parts of them, and what a mean was divided by is read from its graph for every
@@ -125,6 +125,8 @@ def fit(
         try:
             if isinstance(ranks, Together):
                 require_same_model(model, ranks.group.exchange)
+                options = {"clip": clip, "scaler": scaler, "dtype": dtype, "on_nonfinite": on_nonfinite, "exact": exact}
+                require_same_update(optimizer, options, ranks.group.exchange)
                 ranks.warm_up()
             with accumulator.rehearsal():
                 fitted = planner.fitted(sample_batch, batch_size)

@@ -35,6 +35,13 @@ def plan(
     make that of the whole (`profile.additivity`) is not cut, unless `exact=False`. If nothing fits, `BudgetInfeasible`
     says what would.
 
+    Args:
+        profile: what a step does: from `gf.profile`, or read from JSON.
+        memory: the budget for all tensors of a step, in bytes or as text ("1.5 GiB").
+        batch_size: rows of one update; None: the profiled batch, in one piece.
+        micro_batch: rows to run at once; None chooses.
+        exact: False cuts a batch whose parts' losses do not add up all the same.
+
     >>> from gradfit.profiling.profile import BackwardNode, Linear, Operation, Profile, Value
     >>> def op(name, *inputs, out):
     ...     return Operation(name, inputs, (out,), seconds=Linear(per_item=1.0), module="net")

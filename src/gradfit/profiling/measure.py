@@ -57,6 +57,20 @@ def profile(
     Whether the loss adds up over parts of the batch is measured, too (`additivity`, unless it is given): a plan from
     this profile does not cut a batch whose parts' losses do not make that of the whole.
 
+    Args:
+        model: in training mode.
+        loss_fn: `loss_fn(model, batch)`, as `fit` takes it.
+        sample_batch: a batch like those to come; nothing is trained on it.
+        optimizer: counted with the state that its steps make; None: no optimizer.
+        memory_bytes: bytes that measuring may take; None does not limit it.
+        rows: how many rows of the sample to run; None: as many as there are, or as fit.
+        split: `split(batch, size)` gives the parts; without it lists and tensors are cut along dim
+            0.
+        fake: predict on tensors that have a shape and no memory.
+        hardware: the machine to predict for; None: this one.
+        host_bandwidth: bytes per second out of the device's memory; 0 offers no offloading.
+        additivity: whether parts add up, if it was measured before; None measures.
+
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
     >>> found = profile(model, lambda m, x: m(x).square().mean(), torch.ones(4, 8))
     >>> [operation.name for operation in found.operations][:2]

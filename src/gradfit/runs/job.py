@@ -22,6 +22,16 @@ class Job:
     anew each epoch; batches come in their own order and are regrouped into `batch_size` rows. `scheduler` steps after
     each update.
 
+    Args:
+        model: in training mode.
+        loss_fn: `loss_fn(model, batch)`, as `fit` takes it.
+        data: rows, or batches of rows.
+        optimizer: of the model's parameters.
+        batch_size: rows of one update.
+        scheduler: with `step()`; None: the learning rate stays.
+        split: `split(batch, size)` gives the parts; without it lists and tensors are cut along dim
+            0.
+
     >>> model = torch.nn.Linear(3, 1)
     >>> job = Job(
     ...     model,

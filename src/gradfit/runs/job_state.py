@@ -14,7 +14,7 @@ from gradfit.profiling.optimizer_bytes import probe_of
 from gradfit.runs.job import Job
 from gradfit.runs.shards import Everybody, Filler, whole
 from gradfit.runs.state_codec import Piece
-from gradfit.state_checks import same_kind
+from gradfit.state_checks import MANY, same_kind
 
 _EXTRA = "_extra_state"
 
@@ -159,6 +159,15 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) ->
                 _same_kind(what, entries[name], made)
             elif entries[name] is not None or not isinstance(made, torch.Tensor):  # some begin with None
                 same_kind(f"The state's {what}", entries[name], made)
+            if name == "step":
+                _check_count(f"The state's {what}", entries[name])
+
+
+def _check_count(where: str, value: Any) -> None:
+    """How often a parameter was stepped: torch takes powers of it, which overflow where it is negative."""
+    count = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    if isinstance(count, int | float) and not 0 <= count <= MANY:
+        raise StateError(f"{where} is {count!r}, not a number of steps.")
 
 
 _FRACTIONS = {"betas"}  # of others torch takes roots

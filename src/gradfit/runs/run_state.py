@@ -112,6 +112,3 @@ def check_state(content: dict[str, Any]) -> None:
         raise StateError(f"The state.place is at row {data['position']} of {data['rows']}.")
     if data["offset"] and data["before_pending"] is None:
         raise StateError("The state.place is in the middle of a batch, and does not say where that began.")
-
-
-# ------------------------------------------------------------------------------------------------ plans
