@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradfit.batches.additivity import go_together
 from gradfit.batches.additivity_record import Additivity
-from gradfit.batches.denominator import Number
+from gradfit.batches.denominator import Denominator, Number
 from gradfit.batches.loss import PartLoss
 from gradfit.errors import MisuseError
 
@@ -47,16 +47,34 @@ class BatchWeights:
         self._first: tuple[float, ...] | None = None
         self._first_text = ""
 
-    def of(self, part: PartLoss) -> Weight:
+    def asks(self, part: PartLoss, *, is_empty: bool) -> bool:
+        """Whether it matters what this part's loss was divided by. Multiplied by 0 (`is_empty`) it has no terms."""
+        roles, over = self._additivity.roles, self._additivity.over
+        return bool(roles) and not is_empty and (part.rows < self._rows or over == "divisor")
+
+    def adding_divisor(self, read: Denominator) -> Number | None:
+        """The divisor that grows with the items; None if there is none, or the terms are not those of the sample."""
+        roles = self._additivity.roles
+        if self._additivity.over == "sum" or "adds" not in roles or len(read.terms) != len(roles):
+            return None
+        return read.terms[roles.index("adds")].divisor
+
+    def of(self, part: PartLoss, denominator: Denominator | None = None) -> Weight:
         """What this part weighs.
+
+        Args:
+            part: the part's loss.
+            denominator: what it was divided by, if that was read before; else it is read from the loss.
 
         Raises:
             MisuseError: what this part's loss was divided by does not go together with the parts before it.
         """
+        is_empty = part.count is not None and not int(part.count)
+        return self.weigh(part, self._read(part, denominator) if self.asks(part, is_empty=is_empty) else None)
+
+    def weigh(self, part: PartLoss, divisors: tuple[Number, ...] | None) -> Weight:
+        """What this part weighs, if its terms were divided by these numbers; whether they fit is not asked."""
         roles, over = self._additivity.roles, self._additivity.over
-        is_empty = part.count is not None and not int(part.count)  # multiplied by 0, a loss has no terms to read
-        is_asked = roles and not is_empty and (part.rows < self._rows or over == "divisor")
-        divisors = self._read(part) if is_asked else None
         if part.count is not None:
             return Weight(_count_or_trace(part.count, part.loss), "sum")
         if over == "sum":  # all weights together are 1, so that nothing is divided by
@@ -71,9 +89,9 @@ class BatchWeights:
             return Weight(int(number) if isinstance(number, float) and number.is_integer() else number, "mean")
         return Weight(part.rows, "mean")
 
-    def _read(self, part: PartLoss) -> tuple[Number, ...] | None:
+    def _read(self, part: PartLoss, denominator: Denominator | None) -> tuple[Number, ...] | None:
         """The divisors of the part's terms, if they are as they were measured to be."""
-        read = part.denominator
+        read = part.denominator if denominator is None else denominator
         roles = self._additivity.roles
         if read is None or len(read.terms) != len(roles):
             if self._exact and part.rows < self._rows:
