@@ -349,7 +349,7 @@ def _give_back(kept: Tensor | None) -> Tensor:
 def _choose_rows(batch: Any, split: Cut | None, most: int) -> Iterator[tuple[Any, list[Any]]]:
     """A few rows, whole and in unequal parts, cut in two ways."""
     cut = split or split_batch
-    total = sum(1 for _ in cut(batch, 1))
+    total = size_of_batch(batch) if split is None else sum(1 for _ in split(batch, 1))
     if total == 1 and split is None:
         batch, total = repeat_rows(batch, 3), 3
     rows = max(2, min(most, total))

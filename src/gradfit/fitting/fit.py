@@ -9,7 +9,7 @@ import torch
 
 from gradfit._torch_fsdp import drop_gradients
 from gradfit.accumulate.accumulator import BareAccumulator
-from gradfit.arguments import check_arguments, check_optimizer, read_count, read_instance, read_list
+from gradfit.arguments import check_arguments, check_optimizer, read_count, read_flag, read_instance, read_list
 from gradfit.batches.additivity_record import Additivity
 from gradfit.distributed.same_model import require_same_model, require_same_update
 from gradfit.distributed.shared_window import Together
@@ -41,6 +41,7 @@ def fit(
     reproducible: bool = False,
     micro_batch: int | str | None = None,
     exact: bool = True,
+    tile: bool = True,
 ) -> TrainStep:
     """Profile the model, plan for the budget, try the plan, and return the step that follows it.
 
@@ -72,6 +73,8 @@ def fit(
         reproducible: choose the micro-batch by arithmetic, not by the clock, so that two runs add in the same order.
         micro_batch: a size to use, or "whole" never to cut; None chooses.
         exact: False cuts a loss that does not add up all the same, with a warning that says the measured error.
+        tile: where memory is short, plans may cut along tokens, too, as `gf.tile` does: where one row does not fit,
+            nothing else can help. False leaves that out.
 
     Raises:
         MisuseError: an argument cannot be right; nothing was changed.
@@ -84,6 +87,7 @@ def fit(
     True
     """
     check_arguments(model, loss_fn, split=split, offload=offload, reproducible=reproducible, exact=exact)
+    read_flag(tile, "tile")
     check_optimizer(optimizer)
     known = [read_instance(one, "known", Fitted, "step.known") for one in read_list(known, "known", "step.known")]
     given, optimizer = optimizer, unwrap_optimizer(optimizer)
@@ -119,6 +123,7 @@ def fit(
         micro_batch=size,
         whole=micro_batch == "whole",
         exact=exact,
+        tile=tile,
     )
     ranks = accumulator.ranks
     try:

@@ -418,13 +418,13 @@ class TrainStep(NotCopied):
         if fitted.steady and not (self._astray and part_shape(part) in self._astray):
             try:
                 with fitted.following(first=first):
-                    return run_part(self._loss_fn, self.model, part, rows)
+                    return run_part(fitted.tiled(self._loss_fn), self.model, part, rows)
             except Diverged:
                 self._astray.add(part_shape(part))
                 raise
         online = around.enter_context(Online(self._planner.limit_bytes, device=self._planner.device))
         online.evictor.watch(self.model, self.optimizer, batch)
-        return run_part(self._loss_fn, self.model, part, rows)
+        return run_part(fitted.tiled(self._loss_fn), self.model, part, rows)
 
     def _go_on(self, progress: Progress, plan: Plan) -> tuple[int, LossTotals]:
         """Take up a window that was left in the middle."""

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from gradfit import records
+from gradfit.tiling.tiles import Tiles
 from gradfit.units import NO_BUDGET, format_bytes, format_seconds
 
 
@@ -96,6 +97,7 @@ class Plan:
     predicted: bool = False  # from a profile on fake tensors
     seconds_measured: bool = False  # `step_seconds` is of passes that were run; the other numbers are predicted
     versions: dict[str, str] = field(default_factory=dict)
+    tiles: Tiles | None = None  # what is cut along tokens; gradients are then equal up to the rounding of a sum
 
     @cached_property
     def memo(self) -> dict[str, Any]:
@@ -181,6 +183,8 @@ class Plan:
             f"{format_bytes(self.kept_bytes)} of {format_bytes(self.saved_bytes)}",
             f"the predicted peak is {self.peak_at}: {_parts(self.breakdown)}",
         ]
+        if self.tiles is not None:
+            lines.append(f"{self.tiles}: gradients are equal to the untiled ones up to the rounding of a float sum")
         if self.decisions:
             lines.append("most expensive decisions, predicted:")
             lines += [

@@ -15,6 +15,7 @@ from gradfit.batches.additivity_record import Additivity
 from gradfit.errors import StateError
 from gradfit.profiling.profile_table import describe
 from gradfit.profiling.step_graph import Graph
+from gradfit.tiling.tiles import Tiles
 from gradfit.units import parse_bytes
 
 
@@ -191,6 +192,8 @@ class Profile:
     host_bandwidth: float = 0.0  # bytes per second out to the host or a file; 0 means offloading is not offered
     device: str = "cpu"
     predicted: bool = False  # from fake tensors, not measured
+    tiles: Tiles | None = None  # what was cut along tokens when it was measured
+    tiled: tuple[Profile, ...] = ()  # the same step with tiles
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

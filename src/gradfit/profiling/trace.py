@@ -22,7 +22,7 @@ from gradfit._torch_listen import DispatchMode, unseen
 from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.devices import devices_of, wait_for
 from gradfit.interrupts import uninterrupted
-from gradfit.profiling.clock import seconds_now
+from gradfit.profiling.clock import OperationClock
 from gradfit.source_line import source_line
 from gradfit.tape import replay
 from gradfit.tape.allocate import without_content
@@ -104,6 +104,7 @@ class Trace(DispatchMode):
         self.gathered_peak_bytes = 0
         self._boundaries: set[int] = set()  # values that enter or leave a unit
         self._devices = devices_of(model.parameters())
+        self._clock = OperationClock()
 
     # ------------------------------------------------------------------------------------------ operations
 
@@ -177,11 +178,10 @@ class Trace(DispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
         """An operation's result, and the seconds it took."""
-        started = seconds_now()
+        started = self._clock.start()
         out = func(*args, **kwargs)
-        if self._devices:
-            wait_for(self._devices)
-        return out, seconds_now() - started
+        wait_for(self._devices)
+        return out, self._clock.since(started)
 
     def _inputs(self, nests: Any) -> tuple[int, ...]:
         found: dict[int, None] = {}
