@@ -16,6 +16,7 @@ from gradfit import __version__
 from gradfit.cli.audit_command import audit
 from gradfit.cli.console import results_at_the_end
 from gradfit.cli.demo_command import demo
+from gradfit.cli.estimate_command import estimate
 from gradfit.cli.plan_command import plan
 from gradfit.cli.profile_command import profile
 from gradfit.cli.train_command import train
@@ -53,6 +54,7 @@ def _top(
 _EXAMPLES: dict[Callable[..., None], str] = {
     profile: "gradfit profile gpt --report profile.html",
     plan: "gradfit plan examples/huggingface_job.py:make_job --memory '64 MiB'",
+    estimate: "gradfit estimate gpt --hardware t4 --batch-size 512",
     train: "gradfit train gpt --memory '200 MiB' --steps 100 --out runs/gpt",
     audit: "gradfit audit gpt --memory '200 MiB'",
     demo: "gradfit demo --report demo.html",
