@@ -34,7 +34,14 @@ class TiledModel(NotCopied):
         self._modules: dict[str, TiledForward] = {}
 
     def add_modules(self, names: Iterable[str], cut: Cut, *, is_named: bool = False, is_checked: bool = False) -> None:
-        """Have these modules run in tiles, too."""
+        """Have these modules run in tiles, too.
+
+        Args:
+            names: of modules of the model, as `named_modules()` has them.
+            cut: how their tokens are cut.
+            is_named: whether the user named them, so that one which cannot run in tiles is an error.
+            is_checked: whether it is known already that their parts make the whole.
+        """
         for name in names:
             module: Any = self._model.get_submodule(name)
             forward = TiledForward(module, name, cut, is_named=is_named, is_checked=is_checked)
