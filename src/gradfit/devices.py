@@ -1,11 +1,9 @@
-"""Which memory a budget is about, and what is asked of an accelerator: to wait, to let go of its cache, a cap."""
+"""Which memory a budget is about, and what is asked of an accelerator: to wait, to let go of its cache."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
@@ -48,21 +46,3 @@ def memory_of(device: torch.device) -> tuple[int, int] | None:
     except (RuntimeError, NotImplementedError, AttributeError):
         return None
     return int(free), int(total)
-
-
-@contextlib.contextmanager
-def capped_at(nbytes: int, devices: Iterable[torch.device]) -> Iterator[None]:
-    """Inside, the allocators of these devices reserve no more than `nbytes` each, where the backend can cap them."""
-    before: list[tuple[Any, torch.device, float]] = []
-    try:
-        for device in devices:
-            module, memory = torch.get_device_module(device), memory_of(device)
-            cap = getattr(module, "set_per_process_memory_fraction", None)
-            present = getattr(module, "get_per_process_memory_fraction", None)
-            if cap is not None and present is not None and memory is not None and nbytes < memory[1]:
-                before.append((cap, device, present(device)))
-                cap((nbytes + 0.5) / memory[1], device)  # torch rounds down
-        yield
-    finally:
-        for cap, device, fraction in before:
-            cap(fraction, device)

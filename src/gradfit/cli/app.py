@@ -19,6 +19,7 @@ from gradfit.cli.demo_command import demo
 from gradfit.cli.estimate_command import estimate
 from gradfit.cli.plan_command import plan
 from gradfit.cli.profile_command import profile
+from gradfit.cli.selftest_command import selftest
 from gradfit.cli.train_command import train
 from gradfit.errors import BudgetInfeasible, GradfitError, MisuseError, StateNotWritten
 
@@ -57,6 +58,7 @@ _EXAMPLES: dict[Callable[..., None], str] = {
     estimate: "gradfit estimate gpt --hardware t4 --batch-size 512",
     train: "gradfit train gpt --memory '200 MiB' --steps 100 --out runs/gpt",
     audit: "gradfit audit gpt --memory '200 MiB'",
+    selftest: "gradfit selftest --out .",
     demo: "gradfit demo --report demo.html",
 }
 

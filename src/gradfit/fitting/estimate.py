@@ -12,7 +12,7 @@ import torch
 
 from gradfit import records
 from gradfit.arguments import check_arguments
-from gradfit.errors import BudgetInfeasible
+from gradfit.errors import BudgetInfeasible, UnsupportedOp
 from gradfit.machines import find_machine
 from gradfit.planning.api import plain_plan, plan
 from gradfit.planning.plan import Plan
@@ -140,6 +140,9 @@ def estimate(
         hardware: a name (`gradfit.machines.MACHINES`), or a `Hardware`.
         split: how the batch is cut, as for `fit`.
 
+    Raises:
+        UnsupportedOp: the step asks what is in a tensor, or an operator of it has no shapes.
+
     >>> model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512))
     >>> found = estimate(model, lambda m, x: m(x).square().mean(), torch.ones(64, 512), hardware="t4")
     >>> found.fits, found.parts["parameters"]
@@ -148,7 +151,10 @@ def estimate(
     check_arguments(model, loss_fn, split=split)
     check_batch(batch, split, "batch", fake=True)
     machine = find_machine(hardware, _dtype_of(model))
-    found = make_profile(model, loss_fn, batch, optimizer, fake=True, hardware=machine, split=split)
+    try:
+        found = make_profile(model, loss_fn, batch, optimizer, fake=True, hardware=machine, split=split)
+    except UnsupportedOp as error:
+        raise UnsupportedOp(f"A step with this batch cannot be followed on shapes: {error}") from error
     rows = check_batch(batch, split, "batch", fake=True)
     graph = found.at(rows, accumulates=False)
     result = simulate(graph, [KEEP if keepable else REBUILD for keepable in graph.keepable])
