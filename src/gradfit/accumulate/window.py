@@ -96,6 +96,7 @@ class Window:
     def _clear(self) -> None:
         self.state = WindowState(updates=self.state.updates)
         self.notes: dict[str, float] = {}  # for whoever ends the window: numbers to be added up over all processes
+        self.norm_ahead: float | None = None  # of the sums, for whoever has read it together with other numbers
         self.whole: Whole | None = None  # what all processes hold, once they have met
         self.marks: GradientMarks | None = None
         self.in_doubt = False
@@ -765,6 +766,15 @@ class Window:
                 for name, total in self.whole.weights.items():
                     (state.terms.setdefault(name, Total()) if name else state.main).weight = total
         return self.whole
+
+    def settle_weight(self, weight: Number, *, whole: bool) -> None:
+        """The weights that came in stood for others, which were on a device: this is what they add up to.
+
+        `whole`: there was one micro-batch, a mean, which is its own divisor.
+        """
+        self.state.main.weight = weight
+        if whole and weight:
+            self.state.main.divisor = float(weight)
 
     def combine(self) -> float:
         """Bring every sum of every process into `.grad`; gives the factor that is still to be multiplied by."""

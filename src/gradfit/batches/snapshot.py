@@ -162,8 +162,7 @@ class Snapshot:
             thread: what contexts have set for the thread, too; False inside of contexts that were entered since.
         """
         with uninterrupted():
-            if thread:
-                self.restore_settings()
+            self.restore_settings(thread=thread)
             for module in self._modules:
                 module.restore()
             self.clear_gradients()
@@ -173,10 +172,11 @@ class Snapshot:
                 set_unsharded_gradient(kept, gradient)
             self._generators.restore()
 
-    def restore_settings(self) -> None:
+    def restore_settings(self, *, thread: bool = True) -> None:
         """Only what is set for this thread, and for the process: where the rest has changed for good."""
         with uninterrupted():
-            self._thread.restore()
+            if thread:
+                self._thread.restore()
             for hooks, before in self._hooks:
                 for key in [key for key in hooks if key not in before]:
                     del hooks[key]

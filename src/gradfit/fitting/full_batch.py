@@ -141,8 +141,8 @@ def _relative_error(added: Gradients, whole: Gradients) -> float:
     for a, b in zip(added, whole, strict=True):
         if a is None and b is None:
             continue
-        one = torch.zeros(()) if a is None else a.to_dense() if a.layout is not torch.strided else a
-        other = torch.zeros(()) if b is None else b.to_dense() if b.layout is not torch.strided else b
+        one = torch.zeros((), device="cpu") if a is None else a.to_dense() if a.layout is not torch.strided else a
+        other = torch.zeros((), device="cpu") if b is None else b.to_dense() if b.layout is not torch.strided else b
         difference += float((one.double() - other.double()).square().sum())
         norm += float(other.double().square().sum())
     if norm == 0.0:

@@ -9,7 +9,7 @@ Where it has not, Ctrl-C waits until the optimizer has stepped.
 from __future__ import annotations
 
 import contextlib
-import gc
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -19,13 +19,16 @@ from gradfit._torch import is_out_of_memory
 from gradfit._torch_fsdp import drop_gradients
 from gradfit._torch_listen import eager_functions, unseen
 from gradfit.accumulate.accumulator import GradientAccumulator
+from gradfit.accumulate.scaling import norm_on_device
 from gradfit.accumulate.step_result import StepResult
 from gradfit.arguments import read_callable, read_instance, read_mapping
+from gradfit.batches.late_weights import LateWeights, ZeroWeight
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.shares import PartCounter, PartShare
 from gradfit.batches.snapshot import Snapshot, trials_end
 from gradfit.batches.totals import LossTotals, logs_of, means_of
 from gradfit.batches.weights import BatchWeights, CountFirst, UnreadableLoss, must_count
+from gradfit.devices import free_cached_memory
 from gradfit.errors import BudgetInfeasible, MisuseError, StateError
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.plan_state import read_plan, write_plan
@@ -42,7 +45,9 @@ from gradfit.recompute.evict import Online
 from gradfit.recompute.planned import Diverged
 from gradfit.tree import leaves
 
-_MOST_ATTEMPTS = 6
+# Of what the plan needed, what it may need each time that memory runs out again. What a cap on the process, or a
+# neighbour on the device, leaves free is not known, so it soon becomes much less.
+_SHARES = (0.9, 0.9, 0.8, 0.7, 0.5)
 _VERSION = 1  # of the state's format
 
 
@@ -123,6 +128,7 @@ class TrainStep(NotCopied):
         self._loss_fn, self._planner, self._fitted = loss_fn, planner, fitted
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._eager = False  # compiled functions are run as they were written
+        self._reads_each = False  # each part's weight is read when it comes, also from a device
         self._astray: set[PartShape] = set()  # parts that left their plan: what to drop is decided online
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
         self._before: Snapshot | None = None  # what an attempt goes back to
@@ -219,10 +225,15 @@ class TrainStep(NotCopied):
         self._clear_gradients()
         with trials_end(), self.accumulator.rehearsal():  # a new shape is profiled and tried out
             fitted = self._fitted = self._planner.fitted(batch, rows)
-        before = self._before = Snapshot(self.model, self.accumulator.window.tensors)
+        before = self._before = self._snapshot()
         if after_micro_batch is not None:
             self._buffers = before.buffers if progress is None else progress.buffers
-        for attempt in range(1, _MOST_ATTEMPTS + 1):
+        self._reads_each = False
+        # An accelerator's allocator may say that memory has run out while a block that would do waits for an event, and
+        # the same step succeeds a moment later (https://github.com/pytorch/pytorch/issues/189504).
+        shares = list(_SHARES) if self._planner.device is None else [1.0, *_SHARES]
+        most = 1 + len(shares)
+        for attempt in range(1, most + 1):
             self._changing = None
             try:
                 with self._open_window():
@@ -235,17 +246,29 @@ class TrainStep(NotCopied):
                 compiled = isinstance(error, UnreadableLoss) and not self._eager
                 self._eager = self._eager or compiled
                 self._counts_first = self._counts_first or isinstance(error, CountFirst)
-                astray = isinstance(error, Diverged | CountFirst) or compiled
-                if not (short or astray) or attempt == _MOST_ATTEMPTS:
+                astray = isinstance(error, Diverged | ZeroWeight | CountFirst) or compiled
+                self._reads_each = isinstance(error, ZeroWeight)
+                if not (short or astray) or attempt == most:
                     self.accumulator.ranks.failed(error)
                     raise
                 failure: BaseException = error
             # Outside of the handler: the traceback holds every tensor of the failed attempt.
             _forget(failure)
             del failure
-            if not astray:
-                fitted = self._fitted = self._planner.tighter(self._fitted)
+            share = shares.pop(0)
+            if not astray and share < 1.0:
+                fitted = self._fitted = self._planner.tighter(self._fitted, share)
         raise AssertionError("unreachable")
+
+    def _snapshot(self) -> Snapshot:
+        """What to go back to; copying the buffers may be what there is no memory for, until the cache is given back."""
+        try:
+            return Snapshot(self.model, self.accumulator.window.tensors)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        free_cached_memory()
+        return Snapshot(self.model, self.accumulator.window.tensors)
 
     def _clear_gradients(self) -> None:
         """A step's gradients are those of its batch alone, and its budget has no room for others."""
@@ -313,7 +336,7 @@ class TrainStep(NotCopied):
         if fitted.seen and fitted.steady and batch_bytes <= fitted.seen_bytes:
             return self._update(batch, fitted, attempt, None, progress, after)
         whole = self._planner.has_optimizer_state(fitted)  # else it comes on top in the next step
-        with meter(self.model, self.optimizer, batch) as live:
+        with meter(self.model, self.optimizer, batch, device=self._planner.device) as live:
             result = self._update(batch, fitted, attempt, live, progress, after)
         peak = max(live.peak_bytes, fitted.peak_bytes) if fitted.seen else live.peak_bytes
         size = max(batch_bytes, fitted.seen_bytes)
@@ -343,6 +366,7 @@ class TrainStep(NotCopied):
             may_repeat=shares is None,
         )
         done, totals = self._go_on(progress, plan) if progress is not None else (0, LossTotals())
+        late: LateWeights | None = None
         for position, part in enumerate(parts):
             if position < done:
                 continue
@@ -356,10 +380,17 @@ class TrainStep(NotCopied):
             with contextlib.ExitStack() as around:
                 found = self._forward(fitted, part, batch, around, first=position == done)
                 found = weights.shared(found, position)
-                weight = weights.of(found)
-                totals.add(found, weight)
-                accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
+                if position == done and after is None and shares is None and self._may_weigh_late(found.loss):
+                    late = LateWeights(weights, whole=rows <= plan.micro_batch)
+                if late is not None:
+                    accumulator.backward(*late.take(found))
+                else:
+                    weight = weights.of(found)
+                    totals.add(found, weight)
+                    accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
                 del found
+        if late is not None:
+            self._weigh(late, totals, whole=rows <= plan.micro_batch)
         self._changing = UpdateSnapshot(self.model, self.optimizer, taken=fitted.copied)
         alone = accumulator.ranks.size == 1  # else it may have to wait for another rank
         # Without a copy to go back to, the optimizer is not interrupted.
@@ -388,6 +419,23 @@ class TrainStep(NotCopied):
             self._before.restore(thread=False)  # there may be a meter around it
         return shares
 
+    def _may_weigh_late(self, loss: torch.Tensor) -> bool:
+        """Whether the weights can stay on an accelerator until all parts are in: sums must have room for them."""
+        window = self.accumulator.window
+        wide = loss.dtype in (torch.float32, torch.float64) and not window.narrow and window.scaler is None
+        return loss.device.type != "cpu" and wide and window.ranks.size == 1 and not self._reads_each
+
+    def _weigh(self, late: LateWeights, totals: LossTotals, *, whole: bool) -> None:
+        """Read all weights, losses and the norm at once, and put them where they are looked for."""
+        window = self.accumulator.window
+        gradients = [one for tensor in window.tensors if (one := tensor.grad) is not None]
+        weighed, (norm,) = late.read(norm_on_device(gradients))
+        for part, weight in weighed:
+            totals.add(part, weight)
+        window.settle_weight(sum(float(weight.number) for _, weight in weighed), whole=whole)
+        if math.isfinite(norm):  # else the update looks closer
+            window.norm_ahead = norm
+
     def _forward(self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, *, first: bool) -> PartLoss:
         """The loss of one micro-batch, as planned, or with values evicted as memory fills up."""
         rows = self._planner.rows(part)
@@ -400,7 +448,7 @@ class TrainStep(NotCopied):
             except Diverged:
                 self._astray.add(part_shape(part))
                 raise
-        online = around.enter_context(Online(self._planner.limit_bytes))
+        online = around.enter_context(Online(self._planner.limit_bytes, device=self._planner.device))
         online.evictor.watch(self.model, self.optimizer, batch)
         return run_part(fitted.tiled(self._loss_fn), self.model, part, rows)
 
@@ -419,6 +467,4 @@ class TrainStep(NotCopied):
 def _forget(failure: BaseException) -> None:
     failure.__traceback__ = None
     failure.__context__ = failure.__cause__ = None
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    free_cached_memory()
