@@ -167,6 +167,8 @@ class Profile:
         device: that it was measured on.
         predicted: whether it was made on fake tensors.
         versions: of torch and Python.
+        tiles: what was cut along tokens when it was measured.
+        tiled: profiles of the same step with tiles.
     """
 
     values: tuple[Value, ...]

@@ -34,7 +34,14 @@ class TiledModel(NotCopied):
         self._modules: dict[str, TiledForward] = {}
 
     def add_modules(self, names: Iterable[str], cut: Cut, *, is_named: bool = False, is_checked: bool = False) -> None:
-        """Have these modules run in tiles, too."""
+        """Have these modules run in tiles, too.
+
+        Args:
+            names: of modules of the model.
+            cut: how many tokens at a time.
+            is_named: the user asked for them: one that mixes tokens is refused.
+            is_checked: they were found to treat each token by itself.
+        """
         for name in names:
             module: Any = self._model.get_submodule(name)
             forward = TiledForward(module, name, cut, is_named=is_named, is_checked=is_checked)
