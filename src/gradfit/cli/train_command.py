@@ -53,6 +53,10 @@ def train(
     memory: Memory = None,
     batch_size: BatchSize = None,
     micro_batch: MicroBatch = None,
+    tile: Annotated[
+        bool | None,
+        typer.Option("--tile/--no-tile", help="May plans cut along tokens, too? Default: yes.", show_default=False),
+    ] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Updates to make in all.")] = None,
     epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Passes over the data. Default: 1.")] = None,
     out: Annotated[
@@ -95,7 +99,8 @@ def train(
         steps, epochs = before.get("steps"), before.get("epochs", 1)
     budget = before["memory_bytes"] if memory is None and before else work.budget(memory, crew)
     fixed = _first(read_micro_batch(micro_batch), before.get("micro_batch"))
-    settings = RunSettings(work.batch_size, budget, seed, steps, epochs, fixed)
+    tiles = _first(tile, before.get("tile"), True)
+    settings = RunSettings(work.batch_size, budget, seed, steps, epochs, fixed, tiles)
     crew.require_same({name: value for name, value in vars(settings).items() if name != "memory_bytes"})
     if saved is None and crew.rank == 0:
         write_begun(base, dataclasses.asdict(settings))

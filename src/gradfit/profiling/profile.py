@@ -280,6 +280,14 @@ class Profile:
             plain_needs=self.plain_needs,
         )
 
+    def in_tiles(self, tiles: Tiles | None) -> Profile:
+        """The profile of the same step with these tiles, if it was measured; else this one.
+
+        Args:
+            tiles: of a plan; None for none.
+        """
+        return next((one for one in self.tiled if one.tiles == tiles), self)
+
     @cached_property
     def plain_needs(self) -> list[tuple[int, ...]] | None:
         """What nodes need of a plain run, if that was seen to work although it writes over what nodes need.

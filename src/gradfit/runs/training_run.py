@@ -53,6 +53,7 @@ class RunSettings:
     steps: int | None = None
     epochs: int | None = None
     micro_batch: int | str | None = None  # "whole" never to cut a batch
+    tile: bool = True  # whether plans may cut along tokens
 
 
 @dataclass
@@ -245,6 +246,7 @@ class Run:
             known=() if state is None else state["plans"],
             reproducible=True,
             micro_batch=self.settings.micro_batch,
+            tile=self.settings.tile,
         )
         del sample, batch
         self.batches.restore(place["data"])
@@ -331,8 +333,9 @@ class Run:
 
 
 def _check_settings(saved: dict[str, Any], now: RunSettings) -> None:
-    for name, option in (("batch_size", "--batch-size"), ("seed", "--seed"), ("micro_batch", "--micro-batch")):
-        before = saved.get(name)
+    options = {"batch_size": "--batch-size", "seed": "--seed", "micro_batch": "--micro-batch", "tile": "--tile"}
+    for name, option in options.items():
+        before = saved.get(name, True if name == "tile" else None)  # which states of older versions do not have
         if before != getattr(now, name):
             raise StateError(
                 f"The run was begun with {name} {before}, not {getattr(now, name)}: that would be another run. "
