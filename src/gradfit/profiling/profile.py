@@ -169,6 +169,8 @@ class Profile:
         tiles: what was cut along tokens when it was measured; None: nothing.
         tiled: profiles of the same step with tiles, which a plan may choose.
         versions: of torch and Python.
+        tiles: what was cut along tokens when it was measured.
+        tiled: profiles of the same step with tiles.
     """
 
     values: tuple[Value, ...]
@@ -280,6 +282,14 @@ class Profile:
             op_gathered=[op.gathered_bytes for op in self.operations],
             plain_needs=self.plain_needs,
         )
+
+    def in_tiles(self, tiles: Tiles | None) -> Profile:
+        """The profile of the same step with these tiles, if it was measured; else this one.
+
+        Args:
+            tiles: of a plan; None for none.
+        """
+        return next((one for one in self.tiled if one.tiles == tiles), self)
 
     @cached_property
     def plain_needs(self) -> list[tuple[int, ...]] | None:
