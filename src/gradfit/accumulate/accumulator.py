@@ -141,6 +141,7 @@ class GradientAccumulator(NotCopied):
         self.window.require_outside_micro_batch("enabled")
         if read_flag(value, "enabled") != self.enabled and self.window.accumulation_steps:
             raise MisuseError(f"enabled={value!r} in the middle of a window. Call flush() or reset() first.")
+        self.window.settled = None
         self.window.enabled = value
 
     def __repr__(self) -> str:
@@ -218,9 +219,22 @@ class GradientAccumulator(NotCopied):
         own total over the window. A weight of 0 contributes nothing, even if the loss is NaN. `weight="auto"` reads
         from the loss's graph what it was divided by: the targets that a cross-entropy did not ignore, for one.
         """
+        window, passes = self.window, self._passes
+        if (
+            window.settled is not None
+            and type(weight) is int
+            and 0 < weight < _USUAL_WEIGHT
+            and reduction == "mean"
+            and terms is None
+            and type(loss) is Tensor
+            and loss.requires_grad
+        ):
+            with window.turn:
+                settled = window.settled
+                if settled is not None and settled.backward(loss, weight):
+                    return
         if isinstance(weight, str):
             weight = read_auto_weight(weight, loss, reduction)
-        window, passes = self.window, self._passes
         if terms is not None:
             read = options.read_terms(terms, loss, weight, reduction)
             if not window.enabled:
@@ -306,6 +320,10 @@ class GradientAccumulator(NotCopied):
             return self._update.finish()
         if not window.tensors:
             raise MisuseError(_NO_PARAMETERS)
+        if window.end_usual_micro_batch():
+            state = window.state
+            taken = state.micro_batches - state.skipped
+            return StepResult(False, "accumulating", None, state.main.weight, taken, state.skipped)
         with window.alone("step()"):
             if window.ranks.size == 1:
                 window.require_intact()

@@ -16,6 +16,7 @@ from gradfit.accumulate.numbers import Number
 from gradfit.accumulate.plain_backwards import OWN_PASSES
 from gradfit.accumulate.scaling import back_off, gradient_norm, nonfinite_gradient
 from gradfit.accumulate.transaction import Transaction, zero
+from gradfit.accumulate.usual_pass import UsualPass
 from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_state import Phase, Total, add_scaled
 from gradfit.errors import MisuseError
@@ -39,6 +40,7 @@ class Backpropagator:
         self.window, self.scaler, self.isolate = window, scaler, isolate
         self.skip_nonfinite = skip_nonfinite or scaler is not None
         self.can_take_back = isolate or dtype is not None
+        self._settles = scaler is None and not self.can_take_back and window.optimizer is not None
         self._initial: dict[tuple[float, torch.dtype, torch.device, torch.Size], Tensor] = {}
 
     def backward(self, loss: Tensor | None, weight: Number, reduction: str) -> None:
@@ -75,6 +77,13 @@ class Backpropagator:
             window.add(weight)
             window.take_marks()
             window.in_doubt = False
+            self._settle(loss, weight)
+
+    def _settle(self, loss: Tensor, weight: Number) -> None:
+        """The next pass can go the short way if nothing else happens until then."""
+        window = self.window
+        if self._settles and window.marks is not None and not window.state.terms:
+            window.settled = UsualPass(window, loss, weight)
 
     def _is_rounded(self, factor: float) -> bool:
         """Whether a factor must be multiplied in at the sums, because the parameters' own type would round it.

@@ -2,8 +2,6 @@
 
 Whoever writes a loop may clear, clip or replace gradients at any moment. While a window fills they are sums, divided by
 a number that nobody outside knows, so this must be noticed before the next pass adds to them.
-
-It is asked several times per micro-batch, so the loops over all tensors are left to `map`.
 """
 
 from __future__ import annotations
@@ -11,8 +9,7 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Container, Iterable
-from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -44,7 +41,7 @@ class GradientMarks:
     (True, tensor([0., 0.]), 'cleared')
     """
 
-    __slots__ = ("_missing", "_parameters", "_references", "_tensors", "_versions", "_written")
+    __slots__ = ("_missing", "_parameters", "_references", "_tensors", "_written", "versions")
 
     def __init__(self, tensors: Iterable[Any], *, parameters: bool = False) -> None:
         self._tensors: list[Any] = []  # those with a gradient
@@ -53,31 +50,24 @@ class GradientMarks:
             (self._missing if tensor.grad is None else self._tensors).append(tensor)
         gradients = [*map(_gradient_of, self._tensors)]
         self._references = [*map(weakref.ref, gradients)]
-        self._versions = [*map(version_of, gradients)]
+        self.versions = [*map(version_of, gradients)]
         self._parameters: list[Any] = [*self._tensors, *self._missing] if parameters else []
         self._written = [*map(version_of, self._parameters)]
 
     def refresh(self) -> bool:
         """Take the gradients for marked as they are now; False if that needs new marks: they are other tensors."""
-        versions = self._versions_if_marked()
-        if versions is None:
+        versions = []
+        for tensor, reference in zip(self._tensors, self._references, strict=True):
+            gradient: Any = tensor.grad
+            if gradient is None or gradient is not reference():
+                return False
+            versions.append(version_of(gradient))
+        if any(tensor.grad is not None for tensor in self._missing):
             return False
-        self._versions = versions
+        self.versions = versions
         if self._parameters:
             self._written = [*map(version_of, self._parameters)]
         return True
-
-    def _versions_if_marked(self) -> list[int] | None:
-        """The versions of the gradients that are there; None if they are others than the marked ones."""
-        gradients = [*map(_gradient_of, self._tensors)]
-        if not all(map(is_, gradients, [reference() for reference in self._references])):
-            return None
-        if self._missing and not all(map(is_, map(_gradient_of, self._missing), repeat(None))):
-            return None
-        try:
-            return [*map(version_of, gradients)]
-        except AttributeError:  # of None, which took the place of a gradient that is dead
-            return None
 
     @property
     def any(self) -> bool:
@@ -89,21 +79,25 @@ class GradientMarks:
         kept = [at for at, tensor in enumerate(self._tensors) if id(tensor) in members]
         self._tensors = [self._tensors[at] for at in kept]
         self._references = [self._references[at] for at in kept]
-        self._versions = [self._versions[at] for at in kept]
+        self.versions = [self.versions[at] for at in kept]
         self._missing = [*(one for one in self._missing if id(one) in members), *new]
         self._parameters = [one for one in self._parameters if id(one) in members]
         self._written = [*map(version_of, self._parameters)]
 
     def untouched(self) -> bool:
         """Whether all gradients are the same tensors with the same content, and no other was put beside them."""
-        return self._versions_if_marked() == self._versions
+        for tensor, reference, version in zip(self._tensors, self._references, self.versions, strict=True):
+            gradient: Any = tensor.grad
+            if gradient is None or gradient is not reference() or version_of(gradient) != version:
+                return False
+        return all(tensor.grad is None for tensor in self._missing)
 
     def _as_before(self) -> list[bool]:
         """For each gradient, whether it is exactly as it was."""
         marked = [reference() for reference in self._references]
         return [
             one is not None and one is tensor.grad and version_of(one) == version
-            for tensor, one, version in zip(self._tensors, marked, self._versions, strict=True)
+            for tensor, one, version in zip(self._tensors, marked, self.versions, strict=True)
         ]
 
     def touch(self) -> Touch:

@@ -15,16 +15,18 @@ Who may do what:
    any thread: waiting for it could mean waiting for oneself.
 4. What is half done is `in_doubt`. Whoever comes next, after an interrupt say, finds the window broken.
 5. Before anything is added, the gradients must be as they were left (`GradientMarks`).
+6. `settled` is the short way round these questions for the next usual pass. It is taken away by whoever takes a turn
+   for something else, brings a plain pass or changes the members, so that they are asked again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from operator import is_
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +48,13 @@ from gradfit.errors import MisuseError
 FILLING, REDUCED, FINAL, BROKEN = Phase.FILLING, Phase.REDUCED, Phase.FINAL, Phase.BROKEN
 _FLOAT16_IN_FLOAT32 = 2.0**96  # how often float16's largest number fits into float32's, with room to spare
 _LOOK_SECONDS = 0.05  # how often somebody who waits for a turn looks whether it can come at all
+
+
+class ShortWay(Protocol):
+    """Brings the usual pass in (rule 6)."""
+
+    def backward(self, loss: Tensor, weight: Number) -> bool:
+        """Backpropagate a mean over `weight` items; False, and nothing done, if that needs the long way."""
 
 
 class Window:
@@ -81,6 +90,7 @@ class Window:
         self.apart: int | None = None  # rule 2
         self.block: int | None = None  # rule 3
         self.in_doubt = False  # rule 4
+        self.settled: ShortWay | None = None  # rule 6
         self.plain = NoPlainBackwards()
         self.delimited = False  # step() ends micro-batches here, so passes between two calls are one
         self.enabled = True
@@ -88,7 +98,7 @@ class Window:
         self.narrow = self.widened_float16 = False
         self.state = WindowState()
         self._is_first = True  # no window has begun since the tensors were registered
-        self._last_marks: GradientMarks | None = None  # to be taken anew after each pass
+        self.last_marks: GradientMarks | None = None  # to be taken anew after each pass
         self.left: GradientMarks | None = None  # gradients of the last window that were left in `.grad` when it ended
         self._left_to_drop = False  # nobody needs them once the next window begins
         self._clear()
@@ -98,6 +108,7 @@ class Window:
         self.notes: dict[str, float] = {}  # for whoever ends the window: numbers to be added up over all processes
         self.whole: Whole | None = None  # what all processes hold, once they have met
         self.marks: GradientMarks | None = None
+        self.settled = None
         self.in_doubt = False
         self.plain.end_micro_batch()
         self.ranks.release()
@@ -208,7 +219,7 @@ class Window:
         if not self.follows_optimizer or (now := parameters_of(self.optimizer)) is None:
             return []
         before = self.tensors
-        if len(now) == len(before) and all(map(operator.is_, now, before)):
+        if len(now) == len(before) and all(map(is_, now, before)):
             return []
         was = {id(tensor): position for position, tensor in enumerate(before)}
         ids = {id(tensor) for tensor in now}
@@ -241,7 +252,7 @@ class Window:
             tensor.grad = None if gradient is None else gradient.to(wide)
 
     def _find_ranks(self) -> None:
-        self._last_marks = None  # of other tensors
+        self.last_marks = self.settled = None  # of other tensors
         self.ranks.close()
         self.ranks = ranks_of(self.tensors, self) if self.tensors else ALONE
         self.sources = self.ranks.sources(self.tensors)
@@ -301,6 +312,7 @@ class Window:
 
     def break_off(self, fault: str = "") -> None:
         """Part of something is in the gradients, and cannot be told from the rest."""
+        self.settled = None
         if self.state.phase is not BROKEN:
             self.state.phase = BROKEN
             self.state.fault = fault or (
@@ -332,11 +344,13 @@ class Window:
         self.require_outside_micro_batch(call)
         while not self.turn.acquire(timeout=_LOOK_SECONDS):
             self.require_outside_micro_batch(call)
+        self.settled = None
 
     # -- what comes in --------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Before a contribution of the owner's: the window must be whole, as it was left, and ours. Needs `turn`."""
+        self.settled = None
         if self.transaction is not None:
             return
         self.require_intact()
@@ -472,10 +486,12 @@ class Window:
         if self.sources is not self.tensors or self.plain.passes:
             self.marks = None  # FSDP moves unreduced gradients about by itself
             return
-        if self._last_marks is None or not self._last_marks.refresh():
-            self._last_marks = GradientMarks(self.tensors, parameters=self.optimizer is None and not self.bare)
-        self.marks = self._last_marks
-        self._note_unscaled()
+        marks = self.last_marks
+        if marks is None or not marks.refresh():
+            marks = self.last_marks = GradientMarks(self.tensors, parameters=self.optimizer is None and not self.bare)
+        self.marks = marks
+        if self.scaler is not None:
+            self._note_unscaled()
 
     # -- plain passes ---------------------------------------------------------------------------------------------
 
@@ -484,6 +500,7 @@ class Window:
         if not self.enabled or belongs_to_another(self, self.tensors):
             return None
         with self.lock:
+            self.settled = None
             if self.apart is not None and self.apart != one.thread:
                 raise MisuseError(
                     "A plain backward() while another thread is inside micro_batch, or updates. Use "
@@ -605,11 +622,11 @@ class Window:
 
     def add(self, weight: Number, *, squared_norm: float | None = None, thread: int | None = None) -> None:
         """A micro-batch of that weight is in the gradients now."""
-        one = self._open(thread)
-        if not (self.state.terms and _joins(one, {""})):
+        state, one = self.state, self._open(thread)
+        if not (state.terms and _joins(one, {""})):
             one.passes += 1
-        self.state.main.weight += weight
-        self.state.had_pass = True
+        state.main.weight += weight
+        state.had_pass = True
         self.strategy.observe(weight, squared_norm)
 
     def add_terms(self, weight: Number, names: set[str]) -> None:
@@ -657,6 +674,24 @@ class Window:
         if full:  # else the next pass looks
             self.require_untouched()
         return full
+
+    def end_usual_micro_batch(self) -> bool:
+        """End a micro-batch of one usual pass, if it does not fill the window; False, and nothing done, if it may."""
+        state, thread = self.state, threading.get_ident()
+        if not self.turn.acquire(blocking=False):
+            return False
+        try:
+            one = state.open.get(thread)
+            if self.settled is None or not self.delimited or one is None or one.passes != 1:
+                return False
+            taken = state.micro_batches + 1
+            if self.strategy.is_complete(taken, state.main.weight):
+                return False
+            state.micro_batches = taken
+            del state.open[thread]
+            return True
+        finally:
+            self.turn.release()
 
     def _close(self, thread: int) -> None:
         state = self.state
