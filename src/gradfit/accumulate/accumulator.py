@@ -320,19 +320,37 @@ class GradientAccumulator(NotCopied):
             return self._update.finish()
         if not window.tensors:
             raise MisuseError(_NO_PARAMETERS)
-        if window.end_usual_micro_batch():
-            state = window.state
-            taken = state.micro_batches - state.skipped
-            return StepResult(False, "accumulating", None, state.main.weight, taken, state.skipped)
+        if window.settled is not None and window.turn.acquire(blocking=False):
+            try:
+                full = window.end_settled_micro_batch()
+                if full is False:
+                    return self._accumulating()
+                if full:
+                    return self._finish_settled()
+            finally:
+                window.turn.release()
         with window.alone("step()"):
             if window.ranks.size == 1:
                 window.require_intact()
             window.follow()
             if window.end_micro_batch():
                 return self._update.finish()
-            state = window.state
-            taken = state.micro_batches - state.skipped
-            return StepResult(False, "accumulating", None, window.weight, taken, state.skipped)
+            return self._accumulating()
+
+    def _accumulating(self) -> StepResult:
+        window, state = self.window, self.window.state
+        taken = state.micro_batches - state.skipped
+        return StepResult(False, "accumulating", None, window.weight, taken, state.skipped)
+
+    def _finish_settled(self) -> StepResult:
+        """Update with a full window that is as its last pass left it: there is nothing more to ask."""
+        window = self.window
+        window.settled = None
+        window.set_apart("step()")
+        try:
+            return self._update.finish()
+        finally:
+            window.apart = None
 
     def flush(self) -> StepResult:
         """Update with what there is: the partial last window, divided by what it really holds.

@@ -22,7 +22,7 @@ from gradfit.accumulate.window_state import Phase, Total, add_scaled
 from gradfit.errors import MisuseError
 
 _NARROW = (torch.float16, torch.bfloat16)
-_SEEDS_KEPT = 256
+_INITIAL_KEPT = 256
 
 
 class Backpropagator:
@@ -83,7 +83,7 @@ class Backpropagator:
         """The next pass can go the short way if nothing else happens until then."""
         window = self.window
         if self._settles and window.marks is not None and not window.state.terms:
-            window.settled = UsualPass(window, loss, weight)
+            window.settled = UsualPass(window, self._initial_for, loss, weight)
 
     def _is_rounded(self, factor: float) -> bool:
         """Whether a factor must be multiplied in at the sums, because the parameters' own type would round it.
@@ -148,15 +148,10 @@ class Backpropagator:
                 window.take_marks()
 
     def _run(self, loss: Tensor, factor: float, retain_graph: bool = False) -> None:
-        """One pass with a factor, which is the loss's gradient: made once per value."""
+        """One pass with a factor, which is the loss's own gradient."""
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        key = (factor, loss.dtype, loss.device, loss.shape)
-        initial = self._initial.get(key)
-        if initial is None:
-            if len(self._initial) >= _SEEDS_KEPT:
-                self._initial.clear()
-            initial = self._initial[key] = torch.full(loss.shape, factor, dtype=loss.dtype, device=loss.device)
+        initial = self._initial_for(loss, factor)
         own, thread = OWN_PASSES, threading.get_ident()
         outermost = thread not in own
         own.add(thread)
@@ -173,6 +168,16 @@ class Backpropagator:
         finally:
             if outermost:
                 own.discard(thread)
+
+    def _initial_for(self, loss: Tensor, factor: float) -> Tensor:
+        """A loss's own gradient, made once per value."""
+        key = (factor, loss.dtype, loss.device, loss.shape)
+        initial = self._initial.get(key)
+        if initial is None:
+            if len(self._initial) >= _INITIAL_KEPT:
+                self._initial.clear()
+            initial = self._initial[key] = torch.full(loss.shape, factor, dtype=loss.dtype, device=loss.device)
+        return initial
 
     def _rescale(self) -> float:
         """What brings gradients at the present loss scale to the scale the window began with; 1 but after a skip."""

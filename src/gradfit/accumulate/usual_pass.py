@@ -7,11 +7,11 @@ model's time. Whatever is not usual goes that long way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import is_
 from threading import get_ident
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from gradfit._torch import run_backward, version_of
@@ -32,34 +32,29 @@ class UsualPass:
     """
 
     __slots__ = (
-        "_device", "_dtype", "_gradients", "_initial", "_marks", "_missing", "_observe", "_optimizer", "_present",
-        "_state", "_tensors", "_total", "_versions", "_weight", "_window",
+        "_device", "_dtype", "_gradients", "_initial", "_initial_for", "_marks", "_missing", "_observe",
+        "_optimizer", "_present", "_state", "_tensors", "_total", "_versions", "_weight", "_window",
     )  # fmt: skip
 
-    def __init__(self, window: Window, loss: Tensor, weight: Number) -> None:
+    def __init__(
+        self, window: Window, initial_for: Callable[[Tensor, float], Tensor], loss: Tensor, weight: Number
+    ) -> None:
         assert window.marks is not None
         self._window, self._state, self._marks = window, window.state, window.marks
         self._total, self._tensors = window.state.main, window.tensors
         self._optimizer = window.optimizer if window.follows_optimizer else None
         strategy = window.strategy
         self._observe: Any = None if type(strategy).observe is Strategy.observe else strategy.observe
-        self._present: list[Tensor] = []
-        self._missing: list[Tensor] = []
-        self._gradients: list[Tensor] = []
-        for tensor in window.tensors:
-            if tensor.grad is None:
-                self._missing.append(tensor)
-            else:
-                self._present.append(tensor)
-                self._gradients.append(tensor.grad)
-        self._versions = window.marks.versions
+        self._present, self._missing = window.marks.tensors, window.marks.missing
+        self._gradients, self._versions = window.marks.gradients, window.marks.versions
+        self._initial_for = initial_for
         self._keep_initial(loss, weight)
 
     def _keep_initial(self, loss: Tensor, weight: Number) -> None:
         """Losses of one kind with one weight start from one gradient: weight / divisor."""
         assert self._total.divisor is not None
         self._weight, self._dtype, self._device = weight, loss.dtype, loss.device
-        self._initial = torch.full((), weight / self._total.divisor, dtype=loss.dtype, device=loss.device)
+        self._initial = self._initial_for(loss, weight / self._total.divisor)
 
     def backward(self, loss: Tensor, weight: Number) -> bool:
         """Backpropagate a mean over `weight` items; False, and nothing done, if that needs the long way.
@@ -68,7 +63,7 @@ class UsualPass:
         """
         window, total, thread = self._window, self._total, get_ident()
         window.settled = None
-        if loss.dim() or total.lacks_room(weight) or thread in OWN_PASSES or not self._is_as_left():
+        if loss.dim() or total.lacks_room(weight) or thread in OWN_PASSES or not self.is_as_left():
             return False
         if weight != self._weight or loss.dtype is not self._dtype or loss.device != self._device:
             if not loss.is_floating_point():
@@ -100,7 +95,7 @@ class UsualPass:
             window.in_doubt = False
         return True
 
-    def _is_as_left(self) -> bool:
+    def is_as_left(self) -> bool:
         """Whether the optimizer has the same parameters, and those the same gradients, as after the last pass."""
         optimizer, tensors = self._optimizer, self._tensors
         if optimizer is not None:

@@ -56,6 +56,9 @@ class ShortWay(Protocol):
     def backward(self, loss: Tensor, weight: Number) -> bool:
         """Backpropagate a mean over `weight` items; False, and nothing done, if that needs the long way."""
 
+    def is_as_left(self) -> bool:
+        """Whether the optimizer has the same parameters, and those the same gradients, as after the last pass."""
+
 
 class Window:
     """The micro-batches of one update: `target_steps` of them, or what a strategy asks for, become one mean gradient.
@@ -150,6 +153,8 @@ class Window:
     @property
     def is_ready(self) -> bool:
         """Whether the window is full; if it is, its gradients are normalised from here on."""
+        if self._is_filling_quietly():
+            return False
         with self.alone("is_ready"):
             self.require_intact()
             self.notice_use()
@@ -158,6 +163,19 @@ class Window:
             if self.is_full:
                 self.finalise()
             return self.is_full
+
+    def _is_filling_quietly(self) -> bool:
+        """Whether there is nothing to do and nothing to refuse, seen in few calls; ends a micro-batch."""
+        if self.block is not None or not self.turn.acquire(blocking=False):
+            return False
+        try:
+            state = self.state
+            if state.phase is not FILLING or self.in_doubt or self.plain.passes or self.is_full:
+                return False
+            self.plain.end_micro_batch()
+            return True
+        finally:
+            self.turn.release()
 
     @property
     def in_use(self) -> bool:
@@ -675,23 +693,22 @@ class Window:
             self.require_untouched()
         return full
 
-    def end_usual_micro_batch(self) -> bool:
-        """End a micro-batch of one usual pass, if it does not fill the window; False, and nothing done, if it may."""
-        state, thread = self.state, threading.get_ident()
-        if not self.turn.acquire(blocking=False):
-            return False
-        try:
-            one = state.open.get(thread)
-            if self.settled is None or not self.delimited or one is None or one.passes != 1:
-                return False
-            taken = state.micro_batches + 1
-            if self.strategy.is_complete(taken, state.main.weight):
-                return False
-            state.micro_batches = taken
-            del state.open[thread]
-            return True
-        finally:
-            self.turn.release()
+    def end_settled_micro_batch(self) -> bool | None:
+        """End a micro-batch of one usual pass; gives whether the window is full, None if it goes the long way (rule 6).
+
+        Needs `turn`. A full window is left as it is if its gradients are not.
+        """
+        state, settled, thread = self.state, self.settled, threading.get_ident()
+        one = state.open.get(thread)
+        if settled is None or not self.delimited or one is None or one.passes != 1:
+            return None
+        taken = state.micro_batches + 1
+        full = self.strategy.is_complete(taken, state.main.weight)
+        if full and not settled.is_as_left():
+            return None
+        state.micro_batches = taken
+        del state.open[thread]
+        return full
 
     def _close(self, thread: int) -> None:
         state = self.state
