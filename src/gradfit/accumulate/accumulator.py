@@ -65,8 +65,8 @@ class GradientAccumulator(NotCopied):
     ) -> None:
         stepper, steps = options.read_optimizer_or_steps(optimizer, steps)
         options.check(stepper, steps, strategy, dtype, scaler, clip, on_nonfinite, isolate)
-        self.optimizer: AnyOptimizer | None = stepper
-        self.scaler, self.dtype = scaler, dtype
+        self._optimizer: AnyOptimizer | None = stepper
+        self._scaler, self._dtype = scaler, dtype
         tensors = options.choose_parameters(stepper, parameters)
         self.window = self._window_kind(steps, strategy=strategy, optimizer=stepper, scaler=scaler, dtype=dtype)
         skip = on_nonfinite == "skip"
@@ -85,6 +85,21 @@ class GradientAccumulator(NotCopied):
         self.window.follows_optimizer = parameters is None and stepper is not None
 
     # -- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> AnyOptimizer | None:
+        """Steps when the window is full; None if that is the caller's business."""
+        return self._optimizer
+
+    @property
+    def scaler(self) -> Any:
+        """Scales the losses; None if nobody does."""
+        return self._scaler
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What the gradients add up in, if it is wider than the parameters' own type."""
+        return self._dtype
 
     @property
     def accumulation_count(self) -> int:

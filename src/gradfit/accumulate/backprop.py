@@ -154,8 +154,9 @@ class Backpropagator:
         initial = self._initial_for(loss, factor)
         own, thread = OWN_PASSES, threading.get_ident()
         outermost = thread not in own
-        own.add(thread)
         try:
+            if outermost:
+                own[thread] = self.window.plain.token
             if type(loss) is Tensor:
                 _torch.run_backward(loss, initial, retain_graph)
             else:  # a subclass has its own say
@@ -167,7 +168,8 @@ class Backpropagator:
             raise
         finally:
             if outermost:
-                own.discard(thread)
+                own.pop(thread, None)
+        self.window.require_parameters_unwritten()
 
     def _initial_for(self, loss: Tensor, factor: float) -> Tensor:
         """A loss's own gradient, made once per value."""

@@ -70,15 +70,15 @@ class UsualPass:
                 return False
             self._keep_initial(loss, weight)
         window.in_doubt, window.marks = True, None
-        OWN_PASSES.add(thread)
         try:
+            OWN_PASSES[thread] = window.plain.token
             run_backward(loss, self._initial, False)
         except BaseException as error:
             window.break_off()
             window.ranks.failed(error)
             raise
         finally:
-            OWN_PASSES.discard(thread)
+            OWN_PASSES.pop(thread, None)
         with window.lock:
             open_here = self._state.open
             if thread not in open_here:

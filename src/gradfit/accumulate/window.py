@@ -31,6 +31,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gradfit._torch import version_of
 from gradfit.accumulate.gradient_marks import GradientMarks, Touch, is_clear
 from gradfit.accumulate.marks import belongs_to_another, claim, disown, mark, unmark
 from gradfit.accumulate.numbers import Number, read_count
@@ -102,6 +103,7 @@ class Window:
         self.state = WindowState()
         self._is_first = True  # no window has begun since the tensors were registered
         self.last_marks: GradientMarks | None = None  # to be taken anew after each pass
+        self._written: list[int] | None = None  # the parameters' versions when the window began; None: not watched
         self.left: GradientMarks | None = None  # gradients of the last window that were left in `.grad` when it ended
         self._left_to_drop = False  # nobody needs them once the next window begins
         self._clear()
@@ -114,6 +116,7 @@ class Window:
         self.settled = None
         self.in_doubt = False
         self.plain.end_micro_batch()
+        self.plain.forget_others()
         self.ranks.release()
         if self.bare:
             disown(self, self.tensors)
@@ -275,6 +278,7 @@ class Window:
         self.ranks = ranks_of(self.tensors, self) if self.tensors else ALONE
         self.sources = self.ranks.sources(self.tensors)
         self._found_alone = self.ranks is ALONE
+        self._note_parameters()
 
     def close(self) -> None:
         """Stop counting; the tensors and their `.grad` are left as they are."""
@@ -405,12 +409,14 @@ class Window:
             if self.bare:
                 for source in self.sources:
                     source.grad = None
-            elif not (plain and self._is_first) and not all(is_clear(source.grad) for source in self.sources):
+            elif not self._may_add_to_earlier(plain) and not all(is_clear(source.grad) for source in self.sources):
                 raise MisuseError(
                     "There are gradients in `.grad` from before this window. Call optimizer.zero_grad() after "
                     "optimizer.step(), or reset() to drop them."
                 )
         self._is_first, self.left = False, None
+        self.plain.forget_others()
+        self._note_parameters()
         types = {tensor.dtype for tensor in self.tensors}
         wide = self.dtype
         changed = {one for one in types if wide is not None and one != torch.promote_types(one, wide)}
@@ -418,6 +424,10 @@ class Window:
         self.widened_float16 = torch.float16 in changed
         if self.scaler is not None:
             self.state.loss_scale = self.scaler.get_scale()
+
+    def _may_add_to_earlier(self, plain: bool) -> bool:
+        """Whether gradients from before this window are the user's own, and meant."""
+        return plain and self._is_first and not self.plain.reached_by_others
 
     def leave_gradients(self) -> None:
         """A window has ended, and what is in `.grad` is for the user to clear."""
@@ -499,6 +509,24 @@ class Window:
         self.break_off(fault)  # what is there now is nobody's sum
         self.require_intact()
 
+    @property
+    def watches_parameters(self) -> bool:
+        """Whether somebody else's optimizer could update them unseen."""
+        return self.optimizer is None and not self.bare
+
+    def _note_parameters(self) -> None:
+        self._written = [*map(version_of, self.tensors)] if self.watches_parameters else None
+
+    def require_parameters_unwritten(self) -> None:
+        """After a pass: refuse if parameters were updated while it ran."""
+        if self._written is not None and [*map(version_of, self.tensors)] != self._written:
+            self.break_off(
+                "The parameters were updated while a backward pass ran, by an optimizer that steps in a hook, say. It "
+                "steps at every micro-batch, with sums for gradients: take the hooks away and step it when is_ready "
+                "is true, or use no accumulator."
+            )
+            self.require_intact()
+
     def take_marks(self) -> None:
         """The gradients are as we left them; unless a plain pass is adding to them at the moment."""
         if self.sources is not self.tensors or self.plain.passes:
@@ -506,7 +534,7 @@ class Window:
             return
         marks = self.last_marks
         if marks is None or not marks.refresh():
-            marks = self.last_marks = GradientMarks(self.tensors, parameters=self.optimizer is None and not self.bare)
+            marks = self.last_marks = GradientMarks(self.tensors, parameters=self.watches_parameters)
         self.marks = marks
         if self.scaler is not None:
             self._note_unscaled()
@@ -578,6 +606,7 @@ class Window:
     def end_plain(self, *, complete: bool) -> None:
         """A plain pass has added all of its gradients."""
         with self.lock:
+            self.require_parameters_unwritten()
             self.take_marks()
             if complete and self.apart is None:
                 self.finalise_by_itself()
@@ -737,6 +766,7 @@ class Window:
             new = self._put_into_empty()
         else:
             new = marks is not None and not marks.untouched()
+            self._require_not_of_others(new)
             if marks is not None and (
                 marks.parameters_changed or (new and (state.had_pass or marks.touch() is not Touch.CHANGED))
             ):
@@ -759,10 +789,21 @@ class Window:
                     f"{old} of {present} gradients in `.grad` are those of the last window, which were used. Call "
                     "optimizer.zero_grad() after optimizer.step(), or reset() to drop them."
                 )
+            self._require_not_of_others(True)
             claim(self, self.tensors)
             self._drop_left()
             self.left = None
+            self._note_parameters()
         return present > old
+
+    def _require_not_of_others(self, new: bool) -> None:
+        """Refuse to take for put by hand what another window's pass has added."""
+        if new and self.plain.reached_by_others:
+            raise MisuseError(
+                f"Another accumulator's backward() has reached {len(self.plain.reached_by_others)} of these "
+                f"{len(self.tensors)} parameters, with gradients that are divided by a number of its own. Call "
+                "loss.backward(), which both accumulators count, or reset() on this one to drop them."
+            )
 
     # -- ending ---------------------------------------------------------------------------------------------------
 
