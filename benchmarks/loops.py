@@ -2,7 +2,9 @@
 
 Each loop has batches of its own kind: padded and unpadded ones mixed, graphs of many sizes, an object that only
 `split=` can cut, many lengths, a step of ten milliseconds, a compiled model. The budget is
-one at which the loop by hand fits, or with `--tight` half of what that takes for activations. `python benchmarks/loops.py [--tight] [--epochs 3] [--only …]`.
+one at which the loop by hand fits, or with `--tight` half of what that takes for activations.
+
+    python benchmarks/loops.py [--tight] [--epochs 3] [--only …]
 """
 
 from __future__ import annotations

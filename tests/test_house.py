@@ -151,3 +151,10 @@ def test_the_front_door_is_ten_names_in_the_order_of_use() -> None:
     assert "planning" not in dir(gradfit)
     reference = (ROOT / "docs" / "api" / "index.md").read_text()
     assert re.findall(r"^\| \[`(\w+)`\]", reference, re.MULTILINE) == described
+
+
+def test_mypy_finds_every_room_of_the_tests() -> None:
+    listed = re.findall(
+        r"^    \$MYPY_CONFIG_FILE_DIR/(\w+),?$", (ROOT / "tests" / "mypy.ini").read_text(), re.MULTILINE
+    )
+    assert sorted(listed) == sorted({path.parent.name for path in (ROOT / "tests").glob("*/*.py")})

@@ -151,7 +151,7 @@ def rows(title: str) -> list[str]:
 
 def test_every_row_is_looked_at() -> None:
     assert sorted(rows("While something runs, then as before")) == sorted([*UNDONE, "the model"])
-    assert len(rows("As long as an object lives")) == 4
+    assert len(rows("As long as an object lives")) == 5
     assert rows("Until the process ends") == ["kernels on a dispatch key", "exception hook"]
 
 
@@ -221,6 +221,14 @@ def test_hooks_on_the_model_go_with_the_plan() -> None:
     handle.remove()
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
+
+
+def test_forwards_of_layers_are_the_class_s_again() -> None:
+    model = nn.Sequential(nn.Embedding(100, 4), nn.Linear(4, 100))
+    before = sorted(vars(model[1]))
+    with gf.tile(model):
+        assert "forward" in vars(model[1])
+    assert sorted(vars(model[1])) == before
 
 
 def test_hooks_on_the_optimizer_do_nothing_afterwards() -> None:

@@ -412,7 +412,9 @@ CHAIN: dict[str, Callable[[Any], Any]] = {
 }
 ENDS: dict[str, Callable[[Any], Tensor]] = {
     "lse": lambda x: x.logsumexp(-1).sum(),
-    "cross-entropy": lambda x: F.cross_entropy(x.reshape(-1, x.shape[-1]), torch.zeros(x[..., 0].numel(), dtype=int)),
+    "cross-entropy": lambda x: F.cross_entropy(
+        x.reshape(-1, x.shape[-1]), torch.zeros(x[..., 0].numel(), dtype=torch.int64)
+    ),
     "max": lambda x: x.max(dim=-1).values.sum(),
     "mean": lambda x: x.mean(),
     "pick": lambda x: x.softmax(-1).gather(-1, torch.ones(*x.shape[:-1], 2, dtype=torch.long)).sum(),

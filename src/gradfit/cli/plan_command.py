@@ -8,7 +8,7 @@ from gradfit.cli.command_options import (
     BatchSize,
     Debug,
     Json,
-    Memory,
+    MemoryToPlan,
     MicroBatch,
     Page,
     Seed,
@@ -28,7 +28,7 @@ from gradfit.units import format_bytes, format_seconds
 
 def plan(
     target: Target,
-    memory: Memory = None,
+    memory: MemoryToPlan = None,
     batch_size: BatchSize = None,
     micro_batch: MicroBatch = None,
     tile: Tile = True,

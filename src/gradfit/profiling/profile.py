@@ -166,6 +166,8 @@ class Profile:
         host_bandwidth: bytes per second for offloading; 0: not offered.
         device: that it was measured on.
         predicted: whether it was made on fake tensors.
+        tiles: what was cut along tokens when it was measured; None: nothing.
+        tiled: profiles of the same step with tiles, which a plan may choose.
         versions: of torch and Python.
         tiles: what was cut along tokens when it was measured.
         tiled: profiles of the same step with tiles.
