@@ -13,7 +13,7 @@ import torch
 
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_distributed import local_part
-from gradfit._torch_fsdp import drop_gradients
+from gradfit._torch_fsdp import drop_gradients, units_of
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.snapshot import untouched
 from gradfit.devices import counted_device, devices_of, free_cached_memory, wait_for
@@ -225,6 +225,8 @@ class Planner:
         return [*choices.tiles] if choices.tiles and least > self.limit_bytes else [None, *choices.tiles]
 
     def _tile_choices(self, batch: Any) -> TileChoices:
+        if units_of(self._model):
+            return TileChoices()  # ranks would have to choose alike: their forwards wait for each other
         return choose_tiles(self._model, self._loss_fn, batch, self.split)
 
     def _with_tiles_named(self, error: BudgetInfeasible, batch: Any, batch_size: int) -> BudgetInfeasible:

@@ -71,7 +71,7 @@ class Plan:
         predicted: whether the profile was made on fake tensors.
         seconds_measured: whether `step_seconds` was measured by running the plan.
         versions: of torch and Python, where the profile was made.
-        tiles: what is cut along tokens; gradients are then equal up to the rounding of a float sum.
+        tiles: what is cut along tokens, so that gradients are equal up to the rounding of a sum; None: nothing.
     """
 
     micro_batch: int

@@ -54,7 +54,7 @@ class RunSettings:
         steps: Updates to make in all, if `epochs` do not say when to end.
         epochs: Passes over the data.
         micro_batch: Rows that run at once, "whole" never to cut a batch, None to choose.
-        tile: Whether plans may cut along tokens, too.
+        tile: Whether plans may cut along tokens.
     """
 
     batch_size: int

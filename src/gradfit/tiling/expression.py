@@ -81,6 +81,12 @@ class Projection:
 
     def check(self) -> None:
         """Refuse to go on if what the logits are made of is no longer what it was."""
+        if self.weight.numel() and not self.weight.untyped_storage().nbytes():
+            raise ActivationOverwritten(
+                "The weights of the projection were freed after these logits were returned: FSDP2 has resharded the "
+                "module around it. Compute the loss inside of that module, or pass fully_shard(..., "
+                "reshard_after_forward=False)."
+            )
         if self._versions() == self.versions:
             return
         same_hidden = self.hidden.is_inference() or self.versions[0] == self.hidden._version

@@ -37,10 +37,10 @@ class TiledModel(NotCopied):
         """Have these modules run in tiles, too.
 
         Args:
-            names: of modules of the model.
-            cut: how many tokens at a time.
-            is_named: the user asked for them: one that mixes tokens is refused.
-            is_checked: they were found to treat each token by itself.
+            names: of modules of the model, as `named_modules()` has them.
+            cut: how their tokens are cut.
+            is_named: whether the user named them, so that one which cannot run in tiles is an error.
+            is_checked: whether it is known already that their parts make the whole.
         """
         for name in names:
             module: Any = self._model.get_submodule(name)
