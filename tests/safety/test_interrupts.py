@@ -122,6 +122,8 @@ def test_ctrl_c_at_every_line_while_a_mode_looks_leaves_autograd_on() -> None:
 class Counts(torch.nn.Module):
     """Counts its calls in a buffer that it replaces."""
 
+    count: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
