@@ -152,7 +152,9 @@ def main() -> None:
     for case in cases(options.most, options.quick):
         if options.only and options.only not in case.name:
             continue
-        print(f"\n{case.name}\n{'size':>8} {'ops':>7} " + " ".join(f"{name:>9}" for name in COLUMNS) + "  profile's limit")
+        print(
+            f"\n{case.name}\n{'size':>8} {'ops':>7} " + " ".join(f"{name:>9}" for name in COLUMNS) + "  profile's limit"
+        )
         rows = []
         for size in case.sizes:
             row = measure(case, size)

@@ -74,7 +74,9 @@ class _Path:
         if not items:
             return False
         if id(nest) in self._inside:
-            raise MisuseError(f"The batch holds a {type(nest).__name__} that holds itself. Pass a batch without circles.")
+            raise MisuseError(
+                f"The batch holds a {type(nest).__name__} that holds itself. Pass a batch without circles."
+            )
         self._inside.add(id(nest))
         self._open.append((nest, iter(items)))
         return True

@@ -47,7 +47,9 @@ def test_a_nest_that_holds_itself_is_refused() -> None:
     assert len(list(leaves([shared, shared]))) == 2
 
 
-@pytest.mark.parametrize("walk", [lambda b: list(leaves(b)), size_of_batch, unmarked, lambda b: list(split_batch(b, 1))])
+@pytest.mark.parametrize(
+    "walk", [lambda b: list(leaves(b)), size_of_batch, unmarked, lambda b: list(split_batch(b, 1))]
+)
 def test_a_list_of_strings_is_not_looked_into_item_by_item(walk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its length, and however many parts are cut from it."""
     looked = []

@@ -1,4 +1,4 @@
-"""What a profile and a plan do grows as the model does: counted in operators and simulated operations, not in seconds."""
+"""What a profile and a plan do grows as the model does: counted in operators and simulated operations."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("memory", [None, 1 << 16])
-def test_a_profile_watches_as_much_per_operation_however_many_there_are(
-    watched: list[int], memory: int | None
-) -> None:
+def test_a_profile_watches_as_much_per_operation_however_many_there_are(watched: list[int], memory: int | None) -> None:
     per_operation = []
     for rounds in (600, 1200):
         watched[0] = 0

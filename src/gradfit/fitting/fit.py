@@ -9,7 +9,14 @@ import torch
 
 from gradfit._torch_fsdp import drop_gradients
 from gradfit.accumulate.accumulator import BareAccumulator
-from gradfit.arguments import check_arguments, check_optimizer, read_count, read_instance, read_list
+from gradfit.arguments import (
+    check_arguments,
+    check_optimizer,
+    read_count,
+    read_instance,
+    read_list,
+    read_number,
+)
 from gradfit.batches.additivity_record import Additivity
 from gradfit.distributed.same_model import require_same_model
 from gradfit.distributed.shared_window import Together
@@ -41,6 +48,7 @@ def fit(
     reproducible: bool = False,
     micro_batch: int | str | None = None,
     exact: bool = True,
+    planning_share: float = 0.05,
 ) -> TrainStep:
     """Profile the model, plan for the budget, try the plan, and return the step that follows it.
 
@@ -72,6 +80,8 @@ def fit(
         reproducible: choose the micro-batch by arithmetic, not by the clock, so that two runs add in the same order.
         micro_batch: a size to use, or "whole" never to cut; None chooses.
         exact: False cuts a loss that does not add up all the same, with a warning that says the measured error.
+        planning_share: of the time trained so far, how much may be spent on plans that are not necessary: where a plan
+            for larger batches would do, but may be slower. 0 makes only those without which a batch cannot be run.
 
     Raises:
         MisuseError: an argument cannot be right; nothing was changed.
@@ -85,6 +95,7 @@ def fit(
     """
     check_arguments(model, loss_fn, split=split, offload=offload, reproducible=reproducible, exact=exact)
     check_optimizer(optimizer)
+    read_number(planning_share, "planning_share", minimum=0, like=0.05)
     known = [read_instance(one, "known", Fitted, "step.known") for one in read_list(known, "known", "step.known")]
     given, optimizer = optimizer, unwrap_optimizer(optimizer)
     budget = read_budget(memory, model, optimizer)
@@ -119,6 +130,7 @@ def fit(
         micro_batch=size,
         whole=micro_batch == "whole",
         exact=exact,
+        planning_share=planning_share,
     )
     ranks = accumulator.ranks
     try:

@@ -15,11 +15,11 @@ from gradfit.profiling.profile import Profile
 from gradfit.state_checks import MANY, boolean, fields, integer, list_of, number, optional, text, wrong
 
 _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
-_FLAGS = ("steady", "seen", "looks", "copied")
+_FLAGS = ("steady", "seen", "looks", "copied", "by_size")
 _NUMBERS = {
     field.name: optional(boolean) if field.name in _FLAGS else optional(integer(0))
     for field in dataclasses.fields(Fitted)
-    if field.name not in ("plan", "profile", "shape")
+    if field.name not in ("plan", "profile", "shape", "slack")
 }
 _SHAPES = list_of(lambda where, value: _check_shape(where, value))
 _PLAN = fields({"plan": text(), "profile": text(), "shape": _SHAPES, "peak_bytes": integer(0)}, _NUMBERS)

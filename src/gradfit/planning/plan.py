@@ -70,6 +70,7 @@ class Plan:
     predicted: bool = False  # from a profile on fake tensors
     seconds_measured: bool = False  # `step_seconds` is of passes that were run; the other numbers are predicted
     versions: dict[str, str] = field(default_factory=dict)
+    online: str = ""  # why micro-batches do not follow the plan, and what to drop is decided while they run
 
     @cached_property
     def memo(self) -> dict[str, Any]:
@@ -142,6 +143,8 @@ class Plan:
             f"{format_bytes(self.kept_bytes)} of {format_bytes(self.saved_bytes)}",
             f"the predicted peak is {self.peak_at}: {_parts(self.breakdown)}",
         ]
+        if self.online:
+            lines.append(f"not followed by all micro-batches, which run online, more slowly: {self.online}")
         if self.decisions:
             lines.append("most expensive decisions, predicted:")
             lines += [

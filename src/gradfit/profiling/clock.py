@@ -10,7 +10,6 @@ import torch
 _LONG_SECONDS = 2e-4  # what takes less was not interrupted for long
 
 
-
 def seconds_now() -> float:
     """Now, in seconds, to be taken off a later now.
 
