@@ -1,9 +1,10 @@
 """Loops as people write them, with `fit`, against the same loop by hand: whole epochs, interleaved, CPU seconds.
 
 Each loop has batches of its own kind: padded and unpadded ones mixed, graphs of many sizes, an object that only
-`split=` can cut, many lengths, a step of ten milliseconds, a compiled model. The budget is one at which the loop by
-hand fits, or with `--tight` half of what that takes for activations.
-`python benchmarks/loops.py [--tight] [--epochs 3] [--only …]`.
+`split=` can cut, many lengths, a step of ten milliseconds, a compiled model. The budget is
+one at which the loop by hand fits, or with `--tight` half of what that takes for activations.
+
+    python benchmarks/loops.py [--tight] [--epochs 3] [--only …]
 """
 
 from __future__ import annotations

@@ -753,6 +753,22 @@ def _() -> Good:
     return Good(call, {"model": module, "plan": a_plan()}, {"model": is_module}, [module])
 
 
+@good("tile")
+def _() -> Good:
+    module = model()
+
+    def call(**arguments: Any) -> None:
+        gf.tile(**arguments).remove()
+
+    accepts = {
+        "model": is_module,
+        "size": lambda value: value is None or is_count(value),
+        "exclude": is_nothing_iterable,
+    }
+    accepts["modules"] = is_one_of(is_none, is_nothing_iterable)
+    return Good(call, {"model": module, "size": 4, "modules": [], "exclude": []}, accepts, [module])
+
+
 @good("audit")
 def _() -> Good:
     module = model()

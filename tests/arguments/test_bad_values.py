@@ -30,6 +30,7 @@ RESULTS = {
     "StepResult",
     "TrainResult",
     "AppliedPlan",
+    "TiledModel",
     "TrainStep",
 }
 ENGINE = re.compile(

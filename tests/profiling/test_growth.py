@@ -1,4 +1,4 @@
-"""What a profile and a plan do grows as the model does: counted in operators and simulated operations."""
+"""What a profile and a plan do grows as the model does: counted in operators and simulated operations, not seconds."""
 
 from __future__ import annotations
 

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from interrupts import AtLine, interrupted
 
 from gradfit.interrupts import uninterrupted
+from gradfit.tape import rng
 
 KINDS = ("step", "fit", "profile", "audit", "scopes", "saves")
 
@@ -62,3 +65,25 @@ def test_an_interrupt_waits_for_the_end_and_then_comes() -> None:
         two_blocks()
     assert done == ["inner", "outer"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_while_a_generator_is_rewound_waits_and_leaves_no_lock() -> None:
+    """It may come as soon as the lock is taken, before any `try` begins: then nobody would give it back."""
+    before = torch.get_rng_state()
+    lines = 0
+
+    def rewind() -> None:
+        with rng.Rewound() as rewound:
+            rewound.start((torch.default_generator, torch.Generator().manual_seed(3).get_state()), False)
+            torch.rand(3)
+
+    while True:
+        lines += 1
+        tracer = AtLine(lines)
+        interrupted(rewind, tracer)
+        assert not rng._global._is_owned(), lines  # type: ignore[attr-defined]
+        assert torch.equal(torch.get_rng_state(), before), lines
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if tracer.lines < lines:
+            break
+    assert lines > 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import runpy
 from pathlib import Path
 
@@ -19,10 +18,3 @@ def test_there_are_examples() -> None:
 def test_example(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out
-
-
-def test_the_guide_runs() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "guides" / "toolbox.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(blocks) >= 7
-    exec(compile("\n".join(blocks), "toolbox.md", "exec"), {})

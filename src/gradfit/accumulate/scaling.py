@@ -33,19 +33,36 @@ class GradientScaling:
 
     @staticmethod
     def scale_by_batch_size(gradient: Tensor, batch_size: Number, reference_size: Number) -> Tensor:
-        """A mean over `batch_size` items, as it counts in a mean over `reference_size` items: times their ratio."""
+        """A mean over `batch_size` items, as it counts in a mean over `reference_size` items: times their ratio.
+
+        Args:
+            gradient: a mean over `batch_size` items.
+            batch_size: its number of items.
+            reference_size: the number of items that count as 1.
+        """
         size, reference = read_weight(batch_size, "batch_size"), _positive(reference_size, "reference_size")
         return read_gradient(gradient, "gradient") * (size / reference)
 
     @staticmethod
     def average_accumulated(accumulated: Tensor, total_batch_size: Number, reference_size: Number) -> Tensor:
-        """The mean over all items, from a sum of gradients made with `scale_by_batch_size`."""
+        """The mean over all items, from a sum of gradients made with `scale_by_batch_size`.
+
+        Args:
+            accumulated: a sum of gradients, each scaled with the same `reference_size`.
+            total_batch_size: items in all of them together.
+            reference_size: the one they were scaled with.
+        """
         reference, total = _positive(reference_size, "reference_size"), _positive(total_batch_size, "total_batch_size")
         return read_gradient(accumulated, "accumulated") * (reference / total)
 
     @staticmethod
     def normalize_batch_gradient(gradient: Tensor, batch_size: Number) -> Tensor:
-        """The mean over `batch_size` items, from the gradient of their sum."""
+        """The mean over `batch_size` items, from the gradient of their sum.
+
+        Args:
+            gradient: the gradient of a sum over `batch_size` items.
+            batch_size: its number of items.
+        """
         return read_gradient(gradient, "gradient") / _positive(batch_size, "batch_size")
 
 

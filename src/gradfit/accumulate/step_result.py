@@ -14,6 +14,7 @@ class StepResult(NamedTuple):
     """
 
     stepped: bool
+    """Whether the optimizer was stepped; `bool(result)` says the same."""
     reason: str
     """"stepped", "accumulating", "empty window", "no weight", "non-finite gradient", "no optimizer", or, of a wrapper
     whose `step()` did nothing, "left out by the optimizer"."""

@@ -176,7 +176,11 @@ class Window:
     # -- membership -----------------------------------------------------------------------------------------------
 
     def register_tensor(self, tensor: Tensor) -> None:
-        """Accumulate into this tensor; it must be a leaf of floating point type, and may be frozen for now."""
+        """Accumulate into this tensor; it must be a leaf of floating point type, and may be frozen for now.
+
+        Args:
+            tensor: a parameter, or any other leaf that a loss is differentiated by.
+        """
         self.register_all([tensor], "tensor")
 
     def register_all(self, tensors: Iterable[Tensor], name: str) -> None:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import json as json_module
 
-from gradfit.cli.command_options import BatchSize, Debug, Json, Memory, MicroBatch, Page, Seed, Target, read_micro_batch
+from gradfit.cli.command_options import (
+    BatchSize,
+    Debug,
+    Json,
+    MemoryToPlan,
+    MicroBatch,
+    Page,
+    Seed,
+    Target,
+    read_micro_batch,
+)
 from gradfit.cli.console import note, print_result, warnings_as_notes, working
 from gradfit.cli.work import Work
 from gradfit.errors import MisuseError
@@ -17,7 +27,7 @@ from gradfit.units import format_bytes, format_seconds
 
 def plan(
     target: Target,
-    memory: Memory = None,
+    memory: MemoryToPlan = None,
     batch_size: BatchSize = None,
     micro_batch: MicroBatch = None,
     seed: Seed = 0,

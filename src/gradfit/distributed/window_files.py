@@ -24,7 +24,7 @@ from gradfit._torch_distributed import shard_of
 from gradfit.errors import RankFailed, StateError, StateNotWritten
 
 Exchange = Callable[[dict[str, Any]], list[dict[str, Any]]]
-"""Everybody's record, in the order of the ranks."""
+"""ReadAllRanks's record, in the order of the ranks."""
 
 _FORMAT = "gradfit-window-1"
 _MOST_RANKS = 2**16

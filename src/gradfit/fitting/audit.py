@@ -29,6 +29,7 @@ from gradfit.recompute.scope import suspended
 from gradfit.tape.graph import Handle, Operation, Segment
 from gradfit.tape.record import Recorder
 from gradfit.tape.save import unpack
+from gradfit.tiling.tile import with_tiles
 from gradfit.tree import leaves, split_batch
 
 
@@ -53,13 +54,19 @@ class AuditReport:
     identical: bool
     """Whether the run as planned is, bit by bit, plain PyTorch's on the same micro-batches."""
     compared: dict[str, int]  # how many tensors of each kind
+    """How many tensors of each kind were compared."""
     differences: tuple[Difference, ...]
+    """Each tensor that is not the same, with how far it is off."""
     first_operation: str | None
     """The first operation, in the order of the forward pass, whose replay is not what it was; or, where all replays
     are, the first whose result in the planned run is not that of the plain one."""
     micro_batch: int
+    """Rows of one micro-batch."""
     micro_batches: int
+    """How many of them the batch was cut into."""
     notes: tuple[str, ...]
+    """What else a reader should know: modules that see micro-batches instead of the batch, for
+    one."""
     full_batch: FullBatchError | None = None
     """The micro-batches' gradient beside that of the whole batch; None if the batch was not cut."""
 
@@ -76,6 +83,11 @@ class AuditReport:
 
     @staticmethod
     def from_json(text: str) -> AuditReport:
+        """Read what `to_json` wrote; running no code.
+
+        Args:
+            text: a JSON document.
+        """
         return records.from_json(AuditReport, text)
 
     def __str__(self) -> str:
@@ -137,6 +149,7 @@ def audit(
         read_instance(plan, "plan", Plan, "what gf.plan(...) returned, or None")
     parts, micro_batch = _parts(batch, plan, split)
     inputs = [tensor for tensor in leaves(batch) if tensor.requires_grad]
+    untiled, loss_fn = loss_fn, with_tiles(loss_fn, None if plan is None else plan.tiles)
     with untouched(model, inputs):
         start = Snapshot(model, inputs)
         before, after = Digests(), Digests()
@@ -154,9 +167,14 @@ def audit(
     if checks.worst is not None:
         differences.append(checks.worst)
     full_batch = None
-    if len(parts) > 1:
-        full_batch = compare_with_full_batch(model, loss_fn, batch, parts, split)
+    if len(parts) > 1 or loss_fn is not untiled:
+        full_batch = compare_with_full_batch(model, untiled, batch, parts, split, part_loss_fn=loss_fn)
     notes = [*_notes(model, full_batch, micro_batch), *checks.notes]
+    if plan is not None and plan.tiles is not None:
+        notes.append(
+            f"The plan has {plan.tiles}: its replay is compared with the same tiles, and its gradients, equal up to "
+            "the rounding of a float sum, with those of the whole batch without tiles."
+        )
     first = checks.first
     if differences and first is None:
         first = after.first_difference(before)

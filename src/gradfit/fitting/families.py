@@ -28,12 +28,12 @@ _LARGER = 2.0  # a plan for batches so many times as large may be slower than on
 
 
 def with_slack(fitted: Fitted, limit_bytes: int) -> Fitted:
-    """With what it may grow by below this limit."""
-    if not fitted.steady:
+    """With what it may grow by below this limit, as it was tested."""
+    if not fitted.steady or (fitted.by_size and fitted.plan.keeps_everything):
         return fitted
     fixed = _fixed_bytes(fitted)
-    slack = (_ROOM * limit_bytes - fixed) / max(1, fitted.peak_bytes - fixed)
-    return dataclasses.replace(fitted, slack=max(1.0, slack), tested_bytes=fitted.peak_bytes)
+    slack = (_ROOM * limit_bytes - fixed) / max(1, fitted.tested_bytes - fixed)
+    return dataclasses.replace(fitted, slack=max(1.0, slack) if fitted.tested_bytes else 1.0)
 
 
 def covering(known: Sequence[Fitted], shape: Shape, batch_size: int) -> list[Fitted]:
@@ -46,7 +46,7 @@ def grown(known: Sequence[Fitted], shape: Shape, batch_size: int, limit_bytes: i
     found = [
         (size, place)
         for place, one in enumerate(known)
-        if one.steady and not one.by_size and one.plan.batch_size >= batch_size
+        if one.steady and one.tested_bytes and not one.by_size and one.plan.batch_size >= batch_size
         and math.isfinite(size := growth(one.shape, shape))
     ]  # fmt: skip
     for size, place in sorted(found):

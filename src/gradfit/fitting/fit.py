@@ -13,12 +13,13 @@ from gradfit.arguments import (
     check_arguments,
     check_optimizer,
     read_count,
+    read_flag,
     read_instance,
     read_list,
     read_number,
 )
 from gradfit.batches.additivity_record import Additivity
-from gradfit.distributed.same_model import require_same_model
+from gradfit.distributed.same_model import require_same_model, require_same_update
 from gradfit.distributed.shared_window import Together
 from gradfit.errors import MisuseError, RankFailed
 from gradfit.fitting.budget import read_budget
@@ -48,13 +49,14 @@ def fit(
     reproducible: bool = False,
     micro_batch: int | str | None = None,
     exact: bool = True,
+    tile: bool = True,
     planning_share: float = 0.05,
 ) -> TrainStep:
     """Profile the model, plan for the budget, try the plan, and return the step that follows it.
 
     The budget covers all tensors of the step: parameters, gradients, optimizer state, the batch, activations,
     recomputation and temporaries. Under DDP and FSDP2 it is that of each rank, communication included, and all ranks
-    call `fit`.
+    call `fit`, with the same arguments but for the budget and the sample, which are each rank's own.
 
     The step is one update with the gradient of the whole batch, however it is cut. So before anything is cut the loss
     is measured on a few rows and on parts of them, and what a mean was divided by is read from its graph for every
@@ -80,6 +82,8 @@ def fit(
         reproducible: choose the micro-batch by arithmetic, not by the clock, so that two runs add in the same order.
         micro_batch: a size to use, or "whole" never to cut; None chooses.
         exact: False cuts a loss that does not add up all the same, with a warning that says the measured error.
+        tile: where memory is short, plans may cut along tokens, too, as `gf.tile` does: where one row does not fit,
+            nothing else can help. False leaves that out.
         planning_share: of the time trained so far, how much may be spent on plans that are not necessary: where a plan
             for larger batches would do, but may be slower. 0 makes only those without which a batch cannot be run.
 
@@ -94,6 +98,7 @@ def fit(
     True
     """
     check_arguments(model, loss_fn, split=split, offload=offload, reproducible=reproducible, exact=exact)
+    read_flag(tile, "tile")
     check_optimizer(optimizer)
     read_number(planning_share, "planning_share", minimum=0, like=0.05)
     known = [read_instance(one, "known", Fitted, "step.known") for one in read_list(known, "known", "step.known")]
@@ -130,6 +135,7 @@ def fit(
         micro_batch=size,
         whole=micro_batch == "whole",
         exact=exact,
+        tile=tile,
         planning_share=planning_share,
     )
     ranks = accumulator.ranks
@@ -137,6 +143,8 @@ def fit(
         try:
             if isinstance(ranks, Together):
                 require_same_model(model, ranks.group.exchange)
+                options = {"clip": clip, "scaler": scaler, "dtype": dtype, "on_nonfinite": on_nonfinite, "exact": exact}
+                require_same_update(optimizer, options, ranks.group.exchange)
                 ranks.warm_up()
             with accumulator.rehearsal():
                 fitted = planner.fitted(sample_batch, batch_size)

@@ -52,6 +52,8 @@ def compare_with_full_batch(
     batch: Any,
     parts: Sequence[Any],
     split: Callable[[Any, int], Iterable[Any]] | None = None,
+    *,
+    part_loss_fn: LossFunction | None = None,
 ) -> FullBatchError:
     """Run the batch in one piece and in parts, plainly, and compare the gradients; leaves no trace.
 
@@ -61,6 +63,7 @@ def compare_with_full_batch(
         batch: The whole batch.
         parts: The same batch, cut.
         split: How it was cut, if not along dim 0.
+        part_loss_fn: The loss as it is computed for the parts, in tiles; None: as for the whole.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     tolerance = max((math.sqrt(torch.finfo(p.dtype).eps) for p in parameters), default=0.0)
@@ -72,7 +75,7 @@ def compare_with_full_batch(
         whole, draws = _whole_gradients(model, parameters, loss_fn, batch, check_batch(batch, split))
         weights = BatchWeights(additivity, check_batch(batch, split), exact=False)
         sized = [(part, check_batch(part, split)) for part in parts]
-        added, by_rows = _added_gradients(model, parameters, loss_fn, sized, weights, draws)
+        added, by_rows = _added_gradients(model, parameters, part_loss_fn or loss_fn, sized, weights, draws)
         weighted_by = "items" if weighted_by == "rows" and not by_rows else weighted_by
         error = _relative_error(added, whole)
     except MisuseError as problem:

@@ -47,6 +47,7 @@ class Passes:
         reserved_bytes: int = 0,
         micro_batch: int | str | None = None,
         exact: bool = True,
+        tile: bool = True,
     ) -> None:
         check_model(model)
         self._model, self._optimizer, self._loss_fn, self._exact = model, optimizer, loss_fn, exact
@@ -59,6 +60,7 @@ class Passes:
             micro_batch=None if micro_batch in (None, "whole") else read_count(micro_batch, "micro_batch"),
             whole=micro_batch == "whole",
             exact=exact,
+            tile=tile,
         )
         self._off_plan: set[PartShape] = set()  # parts that left their plan: what to drop is decided as it comes
         self._has_warned = False
@@ -100,13 +102,13 @@ class Passes:
             before = Snapshot(self._model)
             try:
                 with fitted.following(first=first):
-                    return run_part(self._loss_fn, self._model, part, rows)
+                    return run_part(fitted.tiled(self._loss_fn), self._model, part, rows)
             except Diverged:
                 self._off_plan.add(part_shape(part))
             before.restore()  # the gradients are those of the parts before: no backward has begun
         online = around.enter_context(Online(self._planner.limit_bytes))
         online.evictor.watch(self._model, self._optimizer, batch)
-        return run_part(self._loss_fn, self._model, part, rows)
+        return run_part(fitted.tiled(self._loss_fn), self._model, part, rows)
 
 
 class MeanInProgress:

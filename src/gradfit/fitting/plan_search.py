@@ -29,12 +29,15 @@ from gradfit.planning.api import plan as make_plan
 from gradfit.planning.microbatch import even
 from gradfit.planning.plan import Plan
 from gradfit.profiling.clock import seconds_now
-from gradfit.profiling.measure import LossFunction, additivity_within, check_batch, profile, run_loss
+from gradfit.profiling.measure import LossFunction, additivity_within, check_batch, choose_tiles, profile, run_loss
 from gradfit.profiling.meter import meter
 from gradfit.profiling.profile import Profile
+from gradfit.profiling.tile_choices import TileChoices
 from gradfit.recompute.evict import Online
 from gradfit.recompute.offload import measure_bandwidth
 from gradfit.recompute.planned import Diverged, LooksAtData
+from gradfit.tiling.tile import with_tiles
+from gradfit.tiling.tiles import Tiles
 from gradfit.tree import repeat_rows, split_batch
 from gradfit.units import format_bytes
 
@@ -42,6 +45,7 @@ _TRIES = 5
 _TRIES_ONLINE = 3
 _TIMED, _MOST_TIMED, _TIMED_SECONDS = 3, 10, 1.5  # passes: at least, at most, and until they took so long
 _DOUBT = 1.3  # by how much a prediction may be slower, and the clock is still asked
+_LITTLE = 0.02  # more time than this, and tiles are looked at
 _NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
 
 
@@ -66,11 +70,13 @@ class Planner:
         micro_batch: int | None = None,
         whole: bool = False,
         exact: bool = True,
+        tile: bool = True,
         planning_share: float = 0.05,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.exact = exact  # what does not add up is not cut
         self.additivity: Additivity | None = None
+        self._tile = tile  # whether plans may cut along tokens
         self._micro_batch, self._whole = micro_batch, whole  # the size that was asked for, or never to cut
         self.reserved_bytes = reserved_bytes  # of communication buckets, which no meter sees
         self.reduce_bytes = reduce_bytes  # what adding up over the ranks takes for a moment
@@ -99,7 +105,7 @@ class Planner:
 
     def take_up(self, plans: Iterable[Fitted]) -> None:
         """Go by these plans from now on, and by what was measured of the loss when they were made."""
-        self._fitted = list(plans)
+        self._fitted = [with_slack(plan, self.limit_bytes) for plan in plans]
         if self._fitted:
             self.additivity = self._fitted[0].profile.additivity
 
@@ -160,7 +166,8 @@ class Planner:
 
     def _add(self, found: Fitted) -> Fitted:
         """Take in a plan that was tried out, in the place of one for the same shape and the same operations."""
-        found = self._covered(with_slack(found, self.limit_bytes), self.limit_bytes)
+        found = with_slack(dataclasses.replace(found, tested_bytes=found.peak_bytes), self.limit_bytes)
+        found = self._covered(found, self.limit_bytes)
         found = dataclasses.replace(found, plan=dataclasses.replace(found.plan, budget_bytes=self.budget_bytes))
         return self._remember(found)
 
@@ -184,7 +191,7 @@ class Planner:
             BudgetInfeasible: only a smaller micro-batch could do that.
         """
         plan = fitted.plan
-        found = self._profile(part, rows=self.rows(part))
+        found = self._profile(part, rows=self.rows(part), tiles=plan.tiles)
         made = self._plan(found, self.limit_bytes, plan.batch_size, plan.micro_batch)
         # Best one that begins as the other does, so that a forward can go over from one to the other.
         for candidate in (beginning_like(found, made, plan), made):
@@ -211,8 +218,9 @@ class Planner:
             if smallest.min_bytes < plan.peak_bytes:
                 plan = self._plan(fitted.profile, smallest.min_bytes, plan.batch_size)
         made = dataclasses.replace(
-            fitted, plan=plan, peak_bytes=plan.peak_bytes, saved_bytes=None, seen=False, copied=False, slack=1.0
-        )
+            fitted, plan=plan, peak_bytes=plan.peak_bytes, saved_bytes=None, seen=False, copied=False,
+            slack=1.0, tested_bytes=0,
+        )  # fmt: skip
         return self.replace(fitted, **vars(self._covered(made, limit)))
 
     def _covered(self, fitted: Fitted, limit_bytes: int) -> Fitted:
@@ -245,7 +253,48 @@ class Planner:
         return new
 
     def _fit(self, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
-        found = self._profile(batch)
+        """The best tested plan of those without tiles and those with."""
+        choices = self._tile_choices(batch) if self._tile else TileChoices()
+        ways: list[Fitted] = []
+        failures: list[BudgetInfeasible] = []
+        for tiles in self._worth_trying(choices):
+            if ways and tiles is not None and tiles.modules:
+                break  # these run again in each backward pass: where nothing else is enough
+            try:
+                ways.append(self._fit_as(tiles, batch, batch_size, shape, limit_bytes))
+            except BudgetInfeasible as error:
+                failures.append(error)
+            if ways and (self._reproducible or not _is_short(ways[-1].plan)):
+                break
+        if not ways:
+            least = min(failures, key=lambda one: one.min_bytes)
+            raise least if self._tile else self._with_tiles_named(least, batch, batch_size)
+        return ways[0] if len(ways) == 1 else self._fastest(ways, batch)
+
+    def _worth_trying(self, choices: TileChoices) -> list[Tiles | None]:
+        """Without tiles first, unless one row's logits alone, of which three are there at once, pass the budget."""
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        least = 2 * sum(local_part(p).nbytes for p in parameters) + 3 * choices.whole_bytes
+        return [*choices.tiles] if choices.tiles and least > self.limit_bytes else [None, *choices.tiles]
+
+    def _tile_choices(self, batch: Any) -> TileChoices:
+        return choose_tiles(self._model, self._loss_fn, batch, self._split)
+
+    def _with_tiles_named(self, error: BudgetInfeasible, batch: Any, batch_size: int) -> BudgetInfeasible:
+        """What the smallest budget would be with tiles, if that is less."""
+        least = error.min_bytes
+        for tiles in self._tile_choices(batch).tiles:
+            try:
+                self._plan(self._profile(batch, tiles=tiles), 1, batch_size)
+            except BudgetInfeasible as smallest:
+                least = min(least, smallest.min_bytes + self._own_bytes + self.reserved_bytes)
+        if least >= error.min_bytes:
+            return error
+        text = f"{error} With tile=True, about {format_bytes(least)} would be enough."
+        return BudgetInfeasible(text, min_bytes=error.min_bytes, breakdown=error.breakdown)
+
+    def _fit_as(self, tiles: Tiles | None, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
+        found = self._profile(batch, tiles=tiles)
         timed = nominal(found) if self._reproducible else found
         target, size = limit_bytes, None
         for _ in range(_TRIES):
@@ -259,7 +308,7 @@ class Planner:
                 if plan.micro_batch == found.batch_size or plan.micro_batch > self.rows(batch):
                     return self._fit_online(made, batch, limit_bytes)
                 size = plan.micro_batch  # a batch of one row need not do what larger ones do: look at this very size
-                found = self._profile(batch, rows=size)
+                found = self._profile(batch, rows=size, tiles=tiles)
                 timed = nominal(found) if self._reproducible else found
                 continue
             if tried.peak_bytes <= limit_bytes and self._reproducible:
@@ -277,14 +326,14 @@ class Planner:
                 break
         return self._fit_smallest(found, batch, batch_size, shape, limit_bytes)
 
-    def _profile(self, batch: Any, *, rows: int | None = None) -> Profile:
+    def _profile(self, batch: Any, *, rows: int | None = None, tiles: Tiles | None = None) -> Profile:
         bandwidth = 0.0
         if self._offload:
             device = next(self._model.parameters()).device
             bandwidth = measure_bandwidth(device, min(16 << 20, 1024 + self.limit_bytes // 8))
         found = profile(
             self._model,
-            self._loss_fn,
+            with_tiles(self._loss_fn, tiles),
             batch,
             self._optimizer,
             memory_bytes=self.limit_bytes,
@@ -292,7 +341,9 @@ class Planner:
             split=self._split,
             host_bandwidth=bandwidth,
             additivity=self.additivity,
+            tile=False,
         )
+        found = dataclasses.replace(found, tiles=tiles)
         self.additivity = found.additivity
         if self._whole:
             found = dataclasses.replace(found, splittable=False)
@@ -419,6 +470,7 @@ class Planner:
         waiting = max(0, found.optimizer_bytes - _state_bytes(self._optimizer))  # what its first step will allocate
         passes = update = saved = asked = 0
         looks = LooksAtData()
+        loss_fn = with_tiles(self._loss_fn, plan.tiles)
         for cut in islice(self.parts(batch, plan.micro_batch), None if online_bytes is not None else 2):
             part = repeat_rows(cut, plan.micro_batch) if self._split is None else cut
             # A part is a view: it holds the whole batch it was cut from, which may still be less than a step's.
@@ -427,11 +479,11 @@ class Planner:
                 if online_bytes is not None:
                     with Online(online_bytes - waiting - rest) as online:
                         online.evictor.watch(self._model, self._optimizer, part)
-                        loss, _ = run_loss(self._loss_fn, self._model, part)
+                        loss, _ = run_loss(loss_fn, self._model, part)
                         torch.autograd.backward(loss)
                 else:
                     with made.following() as following, looks:
-                        loss, _ = run_loss(self._loss_fn, self._model, part)
+                        loss, _ = run_loss(loss_fn, self._model, part)
                     saved, asked = max(saved, following.tail.saved_bytes), max(asked, following.tail.asked)
                     torch.autograd.backward(loss)
                 del loss
@@ -512,11 +564,16 @@ class Planner:
             drop_gradients(self._model)
         started = seconds_now()
         with made.following(first=alone):
-            loss, _ = run_loss(self._loss_fn, self._model, part)
+            loss, _ = run_loss(with_tiles(self._loss_fn, made.plan.tiles), self._model, part)
         torch.autograd.backward(loss)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         return seconds_now() - started
+
+
+def _is_short(plan: Plan) -> bool:
+    """Whether memory is short: something is cut or recomputed, and that takes time."""
+    return plan.steps > 1 or plan.extra_fraction > _LITTLE
 
 
 def _size(part: tuple[str, int]) -> int:

@@ -16,13 +16,15 @@ from gradfit.state_checks import MANY, boolean, fields, integer, list_of, number
 
 _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 _FLAGS = ("steady", "seen", "looks", "copied", "by_size")
+_RECORDS = ("plan", "profile", "shape", "slack")
+_PLAIN_FIELDS = [field for field in dataclasses.fields(Fitted) if field.name not in _RECORDS]
 _NUMBERS = {
-    field.name: optional(boolean) if field.name in _FLAGS else optional(integer(0))
-    for field in dataclasses.fields(Fitted)
-    if field.name not in ("plan", "profile", "shape", "slack")
+    field.name: boolean if field.name in _FLAGS else optional(integer(0)) if field.default is None else integer(0)
+    for field in _PLAIN_FIELDS
 }
+_REQUIRED = {field.name: _NUMBERS[field.name] for field in _PLAIN_FIELDS if field.default is dataclasses.MISSING}
 _SHAPES = list_of(lambda where, value: _check_shape(where, value))
-_PLAN = fields({"plan": text(), "profile": text(), "shape": _SHAPES, "peak_bytes": integer(0)}, _NUMBERS)
+_PLAN = fields({"plan": text(), "profile": text(), "shape": _SHAPES, **_REQUIRED}, _NUMBERS)
 
 
 def write_plan(fitted: Fitted, as_json: Any) -> dict[str, Any]:

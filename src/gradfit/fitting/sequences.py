@@ -87,7 +87,7 @@ class Sequences:
         if len(others) == 1:
             return found
         for known in others:
-            same = known.plan.micro_batch == fitted.plan.micro_batch and known.steady
+            same = known.steady and _way(known) == _way(fitted)
             other = same and known.plan.operations != fitted.plan.operations
             if other and covering([known], fitted.shape, fitted.plan.batch_size):
                 found.append(known)
@@ -150,6 +150,11 @@ class _IdentityList(list[Fitted]):
 
     def __contains__(self, plan: object) -> bool:
         return any(plan is one for one in self)
+
+
+def _way(fitted: Fitted) -> tuple[Any, ...]:
+    """How the batch is cut: what all plans of one step have in common."""
+    return fitted.plan.micro_batch, fitted.plan.tiles
 
 
 def _followed(plans: list[Fitted], policy: Any) -> Fitted:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from gradfit.planning.plan import Plan
 from gradfit.profiling.profile import Profile
 from gradfit.recompute.planned import Script, Tail, Unrecorded, recording
+from gradfit.tiling.tile import with_tiles
 from gradfit.tree import leaves
 
 Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of each tensor of a batch, without the rows
@@ -58,6 +59,10 @@ class Fitted:
         if self.looks or self.saved_bytes is None:
             return None
         return Tail(int(self.saved_limit), asked=self.asked)
+
+    def tiled(self, loss_fn: Callable[[torch.nn.Module, Any], Any]) -> Callable[[torch.nn.Module, Any], Any]:
+        """`loss_fn` in the plan's tiles, if it has any."""
+        return with_tiles(loss_fn, self.plan.tiles)
 
     def following(self, *, first: bool = True) -> Any:
         """What a forward runs in, to follow the plan; `Diverged` if it does not.

@@ -52,13 +52,18 @@ class TrainResult(NamedTuple):
     loss: float
     """The mean over all items of the batch."""
     stepped: bool
+    """Whether the optimizer was stepped; `bool(result)` says the same."""
     grad_norm: float | None
+    """Norm of the whole batch's gradient, before clipping; None if it was not computed."""
     peak_bytes: int
     """Of all tensors, measured: in this step if it is one of the first two with its plan or its batch is larger than
     those were, else the largest that was measured with its plan."""
     micro_batches: int
+    """How many parts the batch was run in."""
     weight: int | float
+    """Items of the batch: what the gradients were divided by."""
     reason: str
+    """"stepped", or why not, as in `StepResult`."""
     attempts: int
     """More than 1 if memory ran out and the step was repeated with a tighter plan."""
     logs: Mapping[str, float] = {}
@@ -90,7 +95,17 @@ AfterMicroBatch = Callable[[Progress], object]
 
 
 class TrainStep(NotCopied):
-    """The step that `fit` returns: call it with a batch. `plan`, `profile` and `budget_bytes` say what it follows."""
+    """The step that `fit` returns: call it with a batch. `plan`, `profile` and `budget_bytes` say what it follows.
+
+    Args:
+        model: the model that is trained.
+        optimizer: its optimizer, unwrapped.
+        loss_fn: `loss_fn(model, batch)`, as `fit` takes it.
+        accumulator: adds up the parts' gradients and steps the optimizer.
+        planner: makes plans for batches of other shapes.
+        fitted: the plan for the sample, tried out.
+        given: the optimizer as it was handed to `fit`, if another library has wrapped it.
+    """
 
     _instead_of_copy = "Call fit() for the copied model, with known=step.known."
 
@@ -376,11 +391,11 @@ class TrainStep(NotCopied):
             around.enter_context(eager_functions())
         if fitted.steady and not self._sequences.runs_online(part):
             with self._sequences.following(fitted, part, position, first=first):
-                return run_part(self._loss_fn, self.model, part, rows)
+                return run_part(fitted.tiled(self._loss_fn), self.model, part, rows)
         self._online = self._sequences.runs_online(part) or fitted.plan.online
         online = around.enter_context(Online(self._planner.limit_bytes))
         online.evictor.watch(self.model, self.optimizer, batch)
-        return run_part(self._loss_fn, self.model, part, rows)
+        return run_part(fitted.tiled(self._loss_fn), self.model, part, rows)
 
     def _go_on(self, progress: Progress, plan: Plan) -> tuple[int, LossTotals]:
         """Take up a window that was left in the middle."""

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from gradfit import records
+from gradfit.tiling.tiles import Tiles
 from gradfit.units import NO_BUDGET, format_bytes, format_seconds
 
 
@@ -44,6 +45,33 @@ class Plan:
     there. `segments` gives each value's segment and `segment_parents` the tree of them (-1 for the root, 0): a value
     rebuilt on the way to another is held only if its segment is the other's or encloses it. `operations` are the names
     of the profile's operations, so that whoever follows the plan can see that it still fits.
+
+    Attributes:
+        micro_batch: rows that run at once.
+        steps: micro-batches in one update.
+        batch_size: rows of one update.
+        actions: what becomes of each value.
+        segments: the segment of each value.
+        segment_parents: the segment that encloses each segment.
+        operations: names, in the order of the forward.
+        budget_bytes: what was asked for.
+        peak_bytes: predicted: most bytes of live tensors during a step.
+        breakdown: bytes at the peak, by what takes them.
+        peak_at: when the peak comes, in words.
+        step_seconds: of one update, all micro-batches and the optimizer's step.
+        plain_seconds: of the same micro-batches with everything kept.
+        kept_values: values that are kept between forward and backward.
+        saved_values: values that plain autograd would keep.
+        kept_bytes: bytes of the former, of one micro-batch.
+        saved_bytes: bytes of the latter.
+        decisions: the values that cost most to rebuild or move, with module and source line.
+        less_memory: the next plan with less memory.
+        more_memory: the next plan with more.
+        heard: after so many operations nothing is written over that a rebuilt value is made from.
+        predicted: whether the profile was made on fake tensors.
+        seconds_measured: whether `step_seconds` was measured by running the plan.
+        versions: of torch and Python, where the profile was made.
+        tiles: what is cut along tokens, so that gradients are equal up to the rounding of a sum; None: nothing.
     """
 
     micro_batch: int
@@ -70,6 +98,7 @@ class Plan:
     predicted: bool = False  # from a profile on fake tensors
     seconds_measured: bool = False  # `step_seconds` is of passes that were run; the other numbers are predicted
     versions: dict[str, str] = field(default_factory=dict)
+    tiles: Tiles | None = None  # what is cut along tokens; gradients are then equal up to the rounding of a sum
     online: str = ""  # why micro-batches do not follow the plan, and what to drop is decided while they run
 
     @cached_property
@@ -93,13 +122,21 @@ class Plan:
         return self.extra_seconds / self.plain_seconds if self.plain_seconds > 0 else 0.0
 
     def later(self, seconds: float) -> Plan:
-        """The same plan where every step takes so much longer for another reason than recomputation."""
+        """The same plan where every step takes so much longer for another reason than recomputation.
+
+        Args:
+            seconds: added to a step's.
+        """
         return dataclasses.replace(
             self, step_seconds=self.step_seconds + seconds, plain_seconds=self.plain_seconds + seconds
         )
 
     def taking(self, step_seconds: float) -> Plan:
-        """The same plan where a step was measured to take so long: all its seconds in proportion."""
+        """The same plan where a step was measured to take so long: all its seconds in proportion.
+
+        Args:
+            step_seconds: measured seconds of one update.
+        """
         pace = step_seconds / self.step_seconds if self.step_seconds > 0 else 1.0
         less, more = (
             other and dataclasses.replace(other, step_seconds=other.step_seconds * pace)
@@ -129,6 +166,11 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
+        """Read what `to_json` wrote; running no code.
+
+        Args:
+            text: a JSON document.
+        """
         return records.from_json(Plan, text)
 
     def __str__(self) -> str:
@@ -143,6 +185,8 @@ class Plan:
             f"{format_bytes(self.kept_bytes)} of {format_bytes(self.saved_bytes)}",
             f"the predicted peak is {self.peak_at}: {_parts(self.breakdown)}",
         ]
+        if self.tiles is not None:
+            lines.append(f"{self.tiles}: gradients are equal to the untiled ones up to the rounding of a float sum")
         if self.online:
             lines.append(f"not followed by all micro-batches, which run online, more slowly: {self.online}")
         if self.decisions:

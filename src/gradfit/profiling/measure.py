@@ -13,7 +13,15 @@ import torch
 from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_out_of_memory, raised_by_functorch, storage_key
 from gradfit._torch_fsdp import drop_gradients
-from gradfit.arguments import check_arguments, check_optimizer, invalid, read_count, read_instance, read_number
+from gradfit.arguments import (
+    check_arguments,
+    check_optimizer,
+    invalid,
+    read_count,
+    read_flag,
+    read_instance,
+    read_number,
+)
 from gradfit.batches.additivity import MOST_ROWS, batch_norms, measure_additivity
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.loss import PartLoss, read_loss
@@ -25,7 +33,10 @@ from gradfit.profiling.meter import meter, tensors_in
 from gradfit.profiling.optimizer_bytes import OptimizerCost, optimizer_cost
 from gradfit.profiling.profile import Hardware, Profile
 from gradfit.profiling.resident_bytes import gradient_bytes, storage_bytes
+from gradfit.profiling.tile_choices import TileChoices, tile_choices
 from gradfit.profiling.trace import Trace, watching
+from gradfit.tiling.tile import with_tiles
+from gradfit.tiling.tiles import Tiles
 from gradfit.tree import leaves, size_of_batch, split_batch, unmarked
 
 LossFunction = Callable[[torch.nn.Module, Any], Any]
@@ -48,6 +59,7 @@ def profile(
     hardware: Hardware | None = None,
     host_bandwidth: float = 0.0,
     additivity: Additivity | None = None,
+    tile: bool = True,
 ) -> Profile:
     """Measure what one step does: each operation's seconds and bytes, what autograd saves, where it comes from.
 
@@ -57,6 +69,21 @@ def profile(
     second out of the device's memory, plans may offload. `fake=True` measures nothing: it predicts for `hardware`.
     Whether the loss adds up over parts of the batch is measured, too (`additivity`, unless it is given): a plan from
     this profile does not cut a batch whose parts' losses do not make that of the whole.
+
+    Args:
+        model: in training mode.
+        loss_fn: `loss_fn(model, batch)`, as `fit` takes it.
+        sample_batch: a batch like those to come; nothing is trained on it.
+        optimizer: counted with the state that its steps make; None: no optimizer.
+        memory_bytes: bytes that measuring may take; None does not limit it.
+        rows: how many rows of the sample to run; None: as many as there are, or as fit.
+        split: `split(batch, size)` gives the parts; without it lists and tensors are cut along dim
+            0.
+        fake: predict on tensors that have a shape and no memory.
+        hardware: the machine to predict for; None: this one.
+        host_bandwidth: bytes per second out of the device's memory; 0 offers no offloading.
+        additivity: whether parts add up, if it was measured before; None measures.
+        tile: also measure the step in tiles (`Profile.tiled`), if the model has a projection to a vocabulary.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
     >>> found = profile(model, lambda m, x: m(x).square().mean(), torch.ones(4, 8))
@@ -81,6 +108,34 @@ def profile(
         raise invalid("rows", rows, f"cannot be cut from a batch of {total} rows", f"1 to {total}, or leave it out")
     read_number(host_bandwidth, "host_bandwidth", minimum=0, like=25e9)
     check_model(model)
+
+    def measured(tiles: Tiles | None, known: Additivity | None) -> Profile:
+        found = _measure(
+            model, with_tiles(loss_fn, tiles), sample_batch, optimizer, memory_bytes, rows, split, host_bandwidth, known
+        )
+        return dataclasses.replace(found, tiles=tiles)
+
+    found = measured(None, additivity)
+    if read_flag(tile, "tile"):
+        choices = choose_tiles(model, loss_fn, sample_batch, split, found.min_batch)
+        found = dataclasses.replace(found, tiled=tuple(measured(one, found.additivity) for one in choices.tiles))
+    return found
+
+
+def choose_tiles(
+    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, split: _Cut | None, rows: int = 1
+) -> TileChoices:
+    """Which tiles are worth measuring, by running so many rows without gradients; nothing stays changed."""
+    part = next(iter((split or split_batch)(batch, rows)))
+    with untouched(model):
+        return tile_choices(model, loss_fn, part)
+
+
+def _measure(
+    model: torch.nn.Module, loss_fn: LossFunction, sample_batch: Any, optimizer: Any, memory_bytes: int | None,
+    rows: int | None, split: _Cut | None, host_bandwidth: float, additivity: Additivity | None,
+) -> Profile:  # fmt: skip
+    total = check_batch(sample_batch, split, "sample_batch")
     cut = split or split_batch
     with untouched(model):  # the optimizer's probe too: Ctrl-C could leave its `no_grad` on
         cost = optimizer_cost(optimizer) if optimizer is not None else OptimizerCost(0, 0, 0.0)

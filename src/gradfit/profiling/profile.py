@@ -15,6 +15,7 @@ from gradfit.batches.additivity_record import Additivity
 from gradfit.errors import StateError
 from gradfit.profiling.profile_table import describe
 from gradfit.profiling.step_graph import Graph
+from gradfit.tiling.tiles import Tiles
 from gradfit.units import parse_bytes
 
 
@@ -97,6 +98,15 @@ class BackwardNode:
 class Hardware:
     """A machine that need not be here, as a roofline: what `profile(..., fake=True)` predicts for.
 
+    Attributes:
+        memory: bytes of one device, or text ("80 GiB").
+        flops: floating point operations per second, in the model's precision; one A100's in
+            bfloat16 by default.
+        bandwidth: bytes per second of the device's memory.
+        host_bandwidth: bytes per second to the host's memory.
+        devices: how many the model is sharded over.
+        name: for print-outs.
+
     >>> Hardware(memory="80 GiB", devices=64).memory
     85899345920
     """
@@ -120,12 +130,46 @@ class Hardware:
 
     @staticmethod
     def from_json(text: str) -> Hardware:
+        """Read what `to_json` wrote; running no code.
+
+        Args:
+            text: a JSON document.
+        """
         return records.from_json(Hardware, text)
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One step of one model: the operations, what autograd saves, and the bytes that are always there."""
+    """One step of one model: the operations, what autograd saves, and the bytes that are always there.
+
+    Attributes:
+        values: what operations make and take: versions of storages.
+        operations: in the order of the forward.
+        nodes: of autograd's graph, in the order of the backward.
+        parameter_bytes: of all parameters.
+        gradient_bytes: of all gradients.
+        buffer_bytes: of all buffers.
+        optimizer_bytes: of the optimizer's state.
+        optimizer_burst_bytes: temporaries of the optimizer's step.
+        batch_bytes: of the batch, by rows.
+        constant_bytes: tensors that the forward brings along, by rows.
+        optimizer_seconds: of one step of the optimizer.
+        overhead_seconds: of a micro-batch, beside its operations.
+        plain_points: (rows, seconds) of both passes with everything kept.
+        runs_plain: whether a plain run was seen to work.
+        record_overhead_seconds: to record one operation.
+        replay_overhead_seconds: to replay one, beside running it.
+        batch_size: rows at which it was measured.
+        min_batch: the fewest rows that work.
+        splittable: whether the batch may be cut.
+        additivity: whether the losses of parts make that of the whole; None: not measured.
+        host_bandwidth: bytes per second for offloading; 0: not offered.
+        device: that it was measured on.
+        predicted: whether it was made on fake tensors.
+        tiles: what was cut along tokens when it was measured; None: nothing.
+        tiled: profiles of the same step with tiles, which a plan may choose.
+        versions: of torch and Python.
+    """
 
     values: tuple[Value, ...]
     operations: tuple[Operation, ...]
@@ -150,6 +194,8 @@ class Profile:
     host_bandwidth: float = 0.0  # bytes per second out to the host or a file; 0 means offloading is not offered
     device: str = "cpu"
     predicted: bool = False  # from fake tensors, not measured
+    tiles: Tiles | None = None  # what was cut along tokens when it was measured
+    tiled: tuple[Profile, ...] = ()  # the same step with tiles
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -169,6 +215,11 @@ class Profile:
         """Every number at this micro-batch size, for the solvers; `rows` is the whole batch, all of which is there.
 
         `accumulates=False` is a step of a single micro-batch: its gradients do not exist until backward makes them.
+
+        Args:
+            batch_size: rows of one micro-batch.
+            accumulates: whether the update has several micro-batches.
+            rows: rows of the whole batch; None: of one micro-batch.
         """
         external = {value.storage for value in self.values if value.operation is None}
         nbytes = [0 if v.operation is None else round(v.nbytes.at(batch_size)) for v in self.values]
@@ -245,22 +296,40 @@ class Profile:
         ]
 
     def forward_seconds(self, batch_size: int) -> float:
+        """Of all operations of the forward, one by one.
+
+        Args:
+            batch_size: rows of one micro-batch.
+        """
         read_count(batch_size, "batch_size")
         return sum(op.seconds.at(batch_size) for op in self.operations)
 
     def backward_seconds(self, batch_size: int) -> float:
+        """Of all nodes of the backward, one by one.
+
+        Args:
+            batch_size: rows of one micro-batch.
+        """
         read_count(batch_size, "batch_size")
         return sum(node.seconds.at(batch_size) for node in self.nodes)
 
     def plain_seconds(self, batch_size: int) -> float:
-        """Both passes with everything kept, as measured: small operations take less than when each is timed alone."""
+        """Both passes with everything kept, as measured: small operations take less than when each is timed alone.
+
+        Args:
+            batch_size: rows of one micro-batch.
+        """
         read_count(batch_size, "batch_size")
         if self.plain_points:
             return _between(self.plain_points, batch_size)
         return max(0.0, self.forward_seconds(batch_size) + self.backward_seconds(batch_size) + self.overhead_seconds)
 
     def saved_bytes(self, batch_size: int) -> int:
-        """What plain autograd holds between the passes: every value some node needs, each storage once."""
+        """What plain autograd holds between the passes: every value some node needs, each storage once.
+
+        Args:
+            batch_size: rows of one micro-batch.
+        """
         read_count(batch_size, "batch_size")
         storages = {
             self.values[v].storage: self.values[v].nbytes.at(batch_size)
@@ -275,6 +344,11 @@ class Profile:
 
     @staticmethod
     def from_json(text: str) -> Profile:
+        """Read what `to_json` wrote; running no code.
+
+        Args:
+            text: a JSON document.
+        """
         return records.from_json(Profile, text)
 
     def __str__(self) -> str:

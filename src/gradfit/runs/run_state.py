@@ -14,7 +14,7 @@ import torch
 from gradfit.errors import StateError
 from gradfit.fitting.plan_state import check_plan
 from gradfit.runs.random_state import check_random
-from gradfit.runs.state_codec import Piece
+from gradfit.runs.state_codec import Shard
 from gradfit.state_checks import (
     any_number,
     dict_of,
@@ -38,8 +38,8 @@ def _generator(where: str, value: Any) -> None:
     tensor(torch.uint8)(where, value)
 
 
-def _tensor_or_piece(where: str, value: Any) -> None:
-    if not isinstance(value, Piece):
+def _tensor_or_shard(where: str, value: Any) -> None:
+    if not isinstance(value, Shard):
         tensor()(where, value)
 
 
@@ -83,12 +83,12 @@ _PROGRESS = fields(
 )
 _JOB = fields(
     {
-        "model": dict_of(_tensor_or_piece),
+        "model": dict_of(_tensor_or_shard),
         "extra": dict_of(anything),
         "optimizer": anything,
         "scheduler": anything,
     },
-    {"own": dict_of(anything)},  # since an optimizer's own attributes are saved too
+    {"own": dict_of(anything), "scaler": dict_of(anything)},  # that an earlier version did not save
 )
 _STATE = fields(
     {
@@ -112,6 +112,3 @@ def check_state(content: dict[str, Any]) -> None:
         raise StateError(f"The state.place is at row {data['position']} of {data['rows']}.")
     if data["offset"] and data["before_pending"] is None:
         raise StateError("The state.place is in the middle of a batch, and does not say where that began.")
-
-
-# ------------------------------------------------------------------------------------------------ plans

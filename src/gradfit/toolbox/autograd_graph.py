@@ -32,6 +32,15 @@ class GradientEntry:
     """One operation: the values it took and made, and what it saved for its backward.
 
     Only values that carry a gradient are in the graph, so constants are not among the inputs.
+
+    Attributes:
+        op: autograd's name of it.
+        inputs: numbers of the values it took.
+        outputs: numbers of the values it made.
+        shapes: of the outputs.
+        saved_tensors: what it holds for its backward.
+        module: that ran it, if that is known.
+        source: file and line that ran it, if that is known.
     """
 
     op: str
@@ -59,7 +68,12 @@ class GradientEntry:
 
 @dataclass(frozen=True)
 class AutogradGraph:
-    """The operations behind a loss, each after those it depends on; prints itself as a table."""
+    """The operations behind a loss, each after those it depends on; prints itself as a table.
+
+    Attributes:
+        entries: the operations, each after those it depends on.
+        leaves: what the loss is differentiated by.
+    """
 
     entries: tuple[GradientEntry, ...]
     leaves: tuple[Leaf, ...]
@@ -84,6 +98,11 @@ class AutogradGraph:
 
     @staticmethod
     def from_json(text: str) -> AutogradGraph:
+        """Read what `to_json` wrote; running no code.
+
+        Args:
+            text: a JSON document.
+        """
         return records.from_json(AutogradGraph, text)
 
     def to_table(self) -> str:

@@ -24,6 +24,11 @@ class DynamicBatchAccumulator:
     Full when `target_batch_size` items, `steps` batches, or what a `strategy` asks for have come in. float16 and
     bfloat16 are added up in float32.
 
+    Args:
+        target_batch_size: items that fill it.
+        steps: batches that fill it.
+        strategy: says when it is full. Give one of the three.
+
     >>> accumulator = DynamicBatchAccumulator(target_batch_size=6)
     >>> accumulator.accumulate(torch.tensor([1.0]), 4)
     >>> accumulator.accumulate(torch.tensor([4.0]), 2)
@@ -85,7 +90,12 @@ class DynamicBatchAccumulator:
         return self._steps if progress >= 1 or not progress else -int(-self._steps // progress)
 
     def accumulate(self, batch_gradient: Gradient, batch_size: int) -> None:
-        """Add the mean gradient over `batch_size` items; a size of 0 adds nothing, whatever the gradient holds."""
+        """Add the mean gradient over `batch_size` items; a size of 0 adds nothing, whatever the gradient holds.
+
+        Args:
+            batch_gradient: a tensor or a `GradientMap`: the mean over the batch's items.
+            batch_size: its number of items.
+        """
         size = read_weight(batch_size, "batch_size")
         values = _values(batch_gradient)
         if self._sums is not None:

@@ -15,6 +15,9 @@ from gradfit.errors import MisuseError
 class VariableBatchScheduler:
     """Walks through a list of batch sizes, one per step.
 
+    Args:
+        batch_schedule: the size of each step's batch, in rows.
+
     >>> scheduler = VariableBatchScheduler([4, 8, 16])
     >>> scheduler.advance(); scheduler.get_current_batch_size(), scheduler.get_remaining_steps()
     (8, 2)
@@ -50,7 +53,11 @@ class VariableBatchScheduler:
         return self.total_steps - self.current_step
 
     def get_effective_batch_size(self, window_size: int) -> int:
-        """The average batch size over the next `window_size` steps, or as many as are left, rounded down."""
+        """The average batch size over the next `window_size` steps, or as many as are left, rounded down.
+
+        Args:
+            window_size: steps to look ahead, the present one included.
+        """
         window = self.batch_schedule[self.current_step :][: read_count(window_size, "window_size")]
         if not window:
             raise MisuseError(f"The schedule's {self.total_steps} steps are over. Call reset() to start again.")
@@ -73,6 +80,9 @@ class VariableBatchScheduler:
 
         Every pass over it begins at the schedule's first step and ends with the sampler; the last batch holds what is
         left. The scheduler's own step is not moved.
+
+        Args:
+            sampler: gives the rows' indices in the order of an epoch.
         """
         if isinstance(sampler, str | bytes | Tensor) or not isinstance(sampler, Iterable):
             raise invalid(

@@ -89,6 +89,11 @@ def custom_op(
     `backward(grad_output, inputs)`. If `backward` is itself made of differentiable operations, the result can be
     differentiated again. `check_gradients` tells whether the two belong together.
 
+    Args:
+        forward: computes the result.
+        backward: computes the gradients.
+        name: for messages; None: the forward's.
+
     >>> double = custom_op(lambda x: x * 2, lambda grad_output, x: grad_output * 2, name="double")
     >>> x = torch.ones(2, requires_grad=True)
     >>> double(x).sum().backward(); x.grad

@@ -59,6 +59,12 @@ class GradientCheck:
     """What `check_gradients` compared; true if all of it agrees.
 
     `unresolved` counts the elements next to a kink or a jump, where finite differences have no answer.
+
+    Attributes:
+        elements: compared.
+        unresolved: elements without an answer.
+        wrong: those that disagree.
+        worst: the element that is furthest off; None if there was none to compare.
     """
 
     elements: int
@@ -80,6 +86,11 @@ def check_gradients(fn: Callable[..., Any], *inputs: Any, eps: float | None = No
     The tensors among `inputs` that require a gradient are checked, or all floating ones if none does. `eps` sets the
     largest step; by default it comes from each element's size and precision. Random operations (dropout) draw the
     same numbers in every evaluation. Nothing that is passed in is changed.
+
+    Args:
+        fn: called with `inputs`; returns a tensor, or a nest of them.
+        inputs: tensors and whatever else `fn` takes.
+        eps: the largest step of a finite difference; None chooses one for each element.
 
     >>> check_gradients(torch.sigmoid, torch.randn(3)).worst.error < 1e-3
     True

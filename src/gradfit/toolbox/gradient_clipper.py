@@ -17,6 +17,11 @@ class GradientClipper:
     With both bounds the elements are clipped first. `per_parameter` holds each gradient's own norm to `max_norm`, so
     that one exploding layer does not silence the others.
 
+    Args:
+        max_norm: the largest norm; None: no bound.
+        max_value: the largest absolute value of an element; None: no bound.
+        per_parameter: clip each gradient's norm by itself.
+
     >>> import torch
     >>> grads = GradientMap({"w": torch.tensor([3.0, 4.0])})
     >>> GradientClipper(1.0).clip_grads(grads).item()
@@ -45,6 +50,10 @@ class GradientClipper:
         `scale` is the loss scale the gradients still carry (`scaler.get_scale()`): the bounds, and the norm that is
         returned, are those of the unscaled gradients. A NaN or an infinity raises `NonFiniteGradient` with the names
         of the parameters, and nothing is changed.
+
+        Args:
+            grads: a `GradientMap`, a model, or parameters.
+            scale: what the gradients are still multiplied by; 1 by default.
         """
         scale = read_number(scale, "scale", above=0)
         found = grads if isinstance(grads, GradientMap) else gradients_of(grads, "grads")

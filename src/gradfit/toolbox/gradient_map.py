@@ -36,6 +36,9 @@ class GradientMap(MutableMapping[Key, Tensor]):
     inside `.grad` cannot. An entry is found by its tensor, by `id(tensor)` and, if it has one, by its name; iterating
     gives the names where there are names, the tensors otherwise. All operations ending in `_` work in place.
 
+    Args:
+        gradients: gradients by tensor or by name.
+
     >>> w = torch.tensor([3.0, 4.0], requires_grad=True)
     >>> grads = backward((w * w).sum() / 2, {"w": w})
     >>> grads["w"] is grads[w], grads.norm().item(), w.grad
@@ -44,7 +47,7 @@ class GradientMap(MutableMapping[Key, Tensor]):
     tensor([12., 16.])
     """
 
-    def __init__(self, gradients: Mapping[Key, Tensor] | Iterable[tuple[Key, Tensor]] = ()) -> None:
+    def __init__(self, gradients: Mapping[Any, Tensor] | Iterable[tuple[Key, Tensor]] = ()) -> None:
         self._gradients: dict[Key, Tensor] = {}  # by name where there is one, else by tensor (hashed by identity)
         self._tensors: dict[str, Tensor] = {}
         self._names: dict[Tensor, str] = {}
@@ -55,6 +58,9 @@ class GradientMap(MutableMapping[Key, Tensor]):
     @classmethod
     def from_grads(cls, source: Inputs) -> GradientMap:
         """The gradients now in `.grad`, not copied: what is done in place to the map is done to `.grad`.
+
+        Args:
+            source: a model, names with tensors, or tensors; those without `.grad` are left out.
 
         >>> layer = nn.Linear(2, 1); layer(torch.ones(1, 2)).sum().backward()
         >>> list(GradientMap.from_grads(layer))
@@ -116,7 +122,12 @@ class GradientMap(MutableMapping[Key, Tensor]):
     __hash__ = object.__hash__
 
     def insert(self, key: Key, gradient: Tensor) -> None:
-        """Put a gradient in, or replace it: `grads[key] = gradient`."""
+        """Put a gradient in, or replace it: `grads[key] = gradient`.
+
+        Args:
+            key: a tensor or a name.
+            gradient: not copied.
+        """
         self[key] = gradient
 
     def iter(self) -> Iterator[tuple[Key, Tensor]]:
@@ -128,11 +139,21 @@ class GradientMap(MutableMapping[Key, Tensor]):
         return self.iter()
 
     def get_mut(self, key: Key) -> Tensor | None:
-        """`get`, to change what it gives: in place (`gradient.add_(other)`); None if there is none."""
+        """`get`, to change what it gives: in place (`gradient.add_(other)`); None if there is none.
+
+        Args:
+            key: a tensor, its `id`, or a name.
+        """
         return self.get(key)
 
     def bind(self, key: Key, tensor: Tensor | None, gradient: Tensor) -> None:
-        """Put a gradient in under a name, together with the tensor it belongs to."""
+        """Put a gradient in under a name, together with the tensor it belongs to.
+
+        Args:
+            key: the name.
+            tensor: it belongs to; None: none.
+            gradient: not copied.
+        """
         if tensor is not None:
             read_tensor(tensor, "tensor", "the tensor that the gradient is of, or None")
             if isinstance(gradient, Tensor) and gradient.shape != tensor.shape:
@@ -146,7 +167,11 @@ class GradientMap(MutableMapping[Key, Tensor]):
         self[key] = gradient
 
     def tensor(self, key: Key) -> Tensor | None:
-        """The tensor this is the gradient of; None for an entry that was put in by name alone."""
+        """The tensor this is the gradient of; None for an entry that was put in by name alone.
+
+        Args:
+            key: a tensor, its `id`, or a name.
+        """
         if key not in self:
             raise self._unknown(key)
         key = self._key(key)
@@ -154,8 +179,12 @@ class GradientMap(MutableMapping[Key, Tensor]):
 
     # -- arithmetic -----------------------------------------------------------------------------------------------
 
-    def add_(self, other: Mapping[Key, Tensor], *, alpha: float = 1.0) -> GradientMap:
+    def add_(self, other: Mapping[Any, Tensor], *, alpha: float = 1.0) -> GradientMap:
         """Add `alpha * other`; entries that are not here yet are copied in.
+
+        Args:
+            other: gradients with the same keys.
+            alpha: what they are multiplied by; 1 by default.
 
         >>> total = GradientMap()
         >>> for x in (1.0, 2.0):
@@ -182,7 +211,11 @@ class GradientMap(MutableMapping[Key, Tensor]):
         return self
 
     def scale_(self, factor: float | Tensor) -> GradientMap:
-        """Multiply every gradient by a number, or by a tensor of one."""
+        """Multiply every gradient by a number, or by a tensor of one.
+
+        Args:
+            factor: a number, or a tensor of one element.
+        """
         if not isinstance(factor, Tensor):
             factor = read_number(factor, "factor")
         elif factor.numel() != 1 or factor.is_complex() or factor.is_meta or factor.layout != torch.strided:
@@ -199,7 +232,11 @@ class GradientMap(MutableMapping[Key, Tensor]):
         return copy
 
     def norm(self, p: float = 2.0) -> Tensor:
-        """The norm of all gradients taken as one vector; differentiable if they are (`create_graph=True`)."""
+        """The norm of all gradients taken as one vector; differentiable if they are (`create_graph=True`).
+
+        Args:
+            p: of the norm: 2 is Euclid's, `inf` the largest element.
+        """
         bound = math.inf if isinstance(p, float) and p == math.inf else read_number(p, "p", above=0, like=2)
         return total_norm(self._gradients.values(), bound)
 
@@ -208,6 +245,9 @@ class GradientMap(MutableMapping[Key, Tensor]):
 
         A NaN or an infinity would spread to every gradient, so it raises `NonFiniteGradient` with the names, and
         nothing is changed.
+
+        Args:
+            max_norm: the largest norm of all gradients together.
         """
         max_norm = read_number(max_norm, "max_norm", above=0)
         norm = self.norm()
@@ -222,7 +262,11 @@ class GradientMap(MutableMapping[Key, Tensor]):
         return [key for key, gradient in self._gradients.items() if not bool(values_of(gradient).isfinite().all())]
 
     def require_finite(self, norm: Tensor | None = None) -> None:
-        """Raise `NonFiniteGradient` with the names if anything is not finite; a finite `norm` saves the search."""
+        """Raise `NonFiniteGradient` with the names if anything is not finite; a finite `norm` saves the search.
+
+        Args:
+            norm: of these gradients, if it is known already.
+        """
         if norm is not None:
             if not isinstance(norm, Tensor) or norm.numel() != 1 or norm.is_meta:
                 raise invalid("norm", norm, "is not one number in a tensor", "grads.norm()")
@@ -272,7 +316,11 @@ class GradientMap(MutableMapping[Key, Tensor]):
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the values of a saved map with the same entries; an empty map takes any."""
+        """Take the values of a saved map with the same entries; an empty map takes any.
+
+        Args:
+            state: what `state_dict()` returned.
+        """
         for name, gradient in read_mapping(state, "state", "what state_dict() gave").items():
             read_text(name, "state", "what state_dict() gave")
             read_tensor(gradient, f"state[{name!r}]", "what state_dict() gave")
@@ -335,6 +383,11 @@ def backward(loss: Tensor, inputs: Inputs | None = None, create_graph: bool = Fa
     `inputs` is a model or names with tensors (then the map has names), or tensors, leaves or not; by default every
     leaf that the loss depends on. `create_graph=True` makes the gradients differentiable themselves. The graph is
     freed otherwise, as by `loss.backward()`. Parameters of a model that the loss does not reach are left out.
+
+    Args:
+        loss: a tensor of one element.
+        inputs: what to differentiate by.
+        create_graph: whether the gradients can be differentiated again; False by default.
 
     >>> layer = nn.Linear(3, 1)
     >>> grads = backward(layer(torch.ones(2, 3)).sum(), layer)

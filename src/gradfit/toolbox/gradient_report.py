@@ -28,7 +28,15 @@ class GradientHistogram:
 
 @dataclass(frozen=True)
 class GradientReport:
-    """What `inspect_gradients` found; prints itself as a table, and round-trips through JSON."""
+    """What `inspect_gradients` found; prints itself as a table, and round-trips through JSON.
+
+    Attributes:
+        parameters: what there is to say of each gradient, by name.
+        norm: of all gradients together.
+        nonfinite: names of those with a NaN or an infinity.
+        missing: names of parameters without a gradient.
+        histogram: of the elements' sizes.
+    """
 
     parameters: dict[str, GradientStats]
     norm: float
@@ -46,6 +54,11 @@ class GradientReport:
 
     @staticmethod
     def from_json(text: str) -> GradientReport:
+        """Read what `to_json` wrote; running no code.
+
+        Args:
+            text: a JSON document.
+        """
         return records.from_json(GradientReport, text)
 
     def __str__(self) -> str:
@@ -73,6 +86,9 @@ class GradientReport:
 
 def inspect_gradients(source: GradientMap | Inputs) -> GradientReport:
     """Look at the gradients of a model, of parameters, or of a `GradientMap`: NaN and Inf by name, norms, histogram.
+
+    Args:
+        source: a model, parameters, or a `GradientMap`.
 
     >>> layer = torch.nn.Linear(2, 1)
     >>> layer(torch.tensor([[1.0, float("inf")]])).sum().backward()

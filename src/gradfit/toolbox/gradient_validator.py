@@ -28,7 +28,12 @@ class GradientAccumulationValidator:
         self._problems: list[str] = []
 
     def validate_accumulation(self, gradients: Sequence[Tensor], batch_sizes: Sequence[int]) -> bool:
-        """Whether these gradients, each a mean over so many items, can be accumulated."""
+        """Whether these gradients, each a mean over so many items, can be accumulated.
+
+        Args:
+            gradients: one of each batch.
+            batch_sizes: items of each batch.
+        """
         gradients = read_list(gradients, "gradients", "a list of gradients")
         batch_sizes = read_list(batch_sizes, "batch_sizes", "a list of numbers")
         problems: list[str] = []
@@ -53,12 +58,22 @@ class GradientAccumulationValidator:
         return self._remember(problems)
 
     def check_shape_compatibility(self, grad1: Tensor, grad2: Tensor) -> bool:
-        """Whether two gradients can be added: the same shape, and on the same device."""
+        """Whether two gradients can be added: the same shape, and on the same device.
+
+        Args:
+            grad1: a gradient.
+            grad2: another one.
+        """
         misfit = self.incompatibility(grad1, grad2)
         return self._remember([f"grad2 does not fit grad1: {misfit}."] if misfit else [])
 
     def validate_accumulated_shape(self, accumulated: Tensor, components: Sequence[Tensor]) -> bool:
-        """Whether `accumulated` can be the sum or mean of these gradients."""
+        """Whether `accumulated` can be the sum or mean of these gradients.
+
+        Args:
+            accumulated: the result.
+            components: what it was made from.
+        """
         components = read_list(components, "components", "a list of gradients")
         problems = [] if len(components) else ["components is empty: a sum of nothing has no shape."]
         for position, component in enumerate(components):
@@ -67,7 +82,12 @@ class GradientAccumulationValidator:
         return self._remember(problems)
 
     def explain(self, gradients: Sequence[Tensor] | None = None, batch_sizes: Sequence[int] | None = None) -> list[str]:
-        """Every problem of the last check, or of what is passed here; empty if there is none."""
+        """Every problem of the last check, or of what is passed here; empty if there is none.
+
+        Args:
+            gradients: to check now; None: speak of the last check.
+            batch_sizes: items of each of them.
+        """
         if gradients is not None and batch_sizes is not None:
             self.validate_accumulation(gradients, batch_sizes)
         elif gradients is not None or batch_sizes is not None:
@@ -76,7 +96,12 @@ class GradientAccumulationValidator:
 
     @staticmethod
     def incompatibility(one: Any, other: Any) -> str | None:
-        """Why two gradients cannot be added; None if they can."""
+        """Why two gradients cannot be added; None if they can.
+
+        Args:
+            one: a gradient.
+            other: another one.
+        """
         for value in (one, other):
             if not isinstance(value, Tensor):
                 return f"a {type(value).__name__} is not a tensor"

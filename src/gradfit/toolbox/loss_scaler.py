@@ -26,6 +26,14 @@ class LossScaler:
     The dynamic scale is multiplied by `backoff_factor` after an overflow and by `growth_factor` after
     `growth_interval` updates in a row without one.
 
+    Args:
+        init_scale: what losses are multiplied by at first; 65,536 by default.
+        growth_factor: of the scale, after `growth_interval` good updates.
+        backoff_factor: of the scale, after an overflow.
+        growth_interval: updates in a row without an overflow.
+        enabled: False: everything passes as it is.
+        dynamic: False: the scale stays.
+
     >>> w = torch.tensor([1.0], requires_grad=True)
     >>> optimizer = torch.optim.SGD([w], lr=0.5)
     >>> scaler = LossScaler(1024.0)
@@ -56,7 +64,11 @@ class LossScaler:
         self._stepped: set[object] = set()
 
     def scale(self, outputs: Any) -> Any:
-        """The loss, or any nest of lists and tuples of losses, times the scale."""
+        """The loss, or any nest of lists and tuples of losses, times the scale.
+
+        Args:
+            outputs: losses.
+        """
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
@@ -72,6 +84,9 @@ class LossScaler:
         """Divide the gradients by the scale, once per update; gives whether all of them are finite.
 
         Clip after it and before `step`, which does not unscale a second time.
+
+        Args:
+            target: an optimizer, for the gradients of its parameters, or a `GradientMap`.
         """
         if not self._enabled:
             return True
@@ -96,7 +111,13 @@ class LossScaler:
         return finite
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale if that is still to do, then `optimizer.step(*args, **kwargs)`, unless a gradient is not finite."""
+        """Unscale if that is still to do, then `optimizer.step(*args, **kwargs)`, unless a gradient is not finite.
+
+        Args:
+            optimizer: to be stepped.
+            args: of its `step`.
+            kwargs: of its `step`.
+        """
         _check_target(optimizer, "optimizer")
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
@@ -110,7 +131,11 @@ class LossScaler:
         return optimizer.step(*args, **kwargs) if self._finite[optimizer] else None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Choose the next scale from what the gradients since the last update looked like; or set it."""
+        """Choose the next scale from what the gradients since the last update looked like; or set it.
+
+        Args:
+            new_scale: to set it; None chooses.
+        """
         if not self._enabled:
             return
         if new_scale is not None:
@@ -161,7 +186,11 @@ class LossScaler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state of this class or of `torch.amp.GradScaler`."""
+        """Take over a state of this class or of `torch.amp.GradScaler`.
+
+        Args:
+            state_dict: what `state_dict()` returned.
+        """
         if not self._enabled:
             return
         needed = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")

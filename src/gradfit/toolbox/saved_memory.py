@@ -33,7 +33,11 @@ class HeldTensor:
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """What autograd holds: each storage once, under the first operation that saved it, parameters never."""
+    """What autograd holds: each storage once, under the first operation that saved it, parameters never.
+
+    Attributes:
+        tensors: what is held, with bytes, module, operation and source line.
+    """
 
     tensors: tuple[HeldTensor, ...]
 
@@ -72,6 +76,11 @@ class MemoryStats:
 
     @staticmethod
     def from_json(text: str) -> MemoryStats:
+        """Read what `to_json` wrote; running no code.
+
+        Args:
+            text: a JSON document.
+        """
         return records.from_json(MemoryStats, text)
 
     def __str__(self) -> str:

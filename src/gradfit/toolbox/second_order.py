@@ -23,6 +23,11 @@ def hessian_vector_product(loss: Tensor | Callable[..., Tensor], inputs: Inputs,
     tensor, a list for a list, a `GradientMap` for a model or for names with tensors. `vector` is of that form too. The
     graph of `loss` is kept, so that the next vector can be asked for.
 
+    Args:
+        loss: a loss with its graph, or a function that computes one.
+        inputs: what to differentiate by, twice.
+        vector: of the inputs' form.
+
     >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
     >>> hessian_vector_product((x**3).sum(), x, torch.tensor([1.0, 1.0]))
     tensor([ 6., 12.])

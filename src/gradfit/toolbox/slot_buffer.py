@@ -17,6 +17,9 @@ Dimension = int | str | tuple[str, int, int]
 class SymbolicShape:
     """A shape whose dimensions are numbers, or names with bounds: `("batch", 1, 64)`; a name alone has none.
 
+    Args:
+        dimensions: a number, a name, or `(name, smallest, largest)` each.
+
     >>> shape = SymbolicShape(("batch", 1, 64), 8)
     >>> shape, shape.matches((3, 8)), shape.matches((65, 8))
     (SymbolicShape(batch∈[1, 64], 8), True, False)
@@ -38,12 +41,20 @@ class SymbolicShape:
         return [name for name, _, _ in self.dimensions if name is not None]
 
     def bounds(self, dimension: int) -> tuple[int, int | None]:
-        """The smallest and the largest size of a dimension; None is no bound."""
+        """The smallest and the largest size of a dimension; None is no bound.
+
+        Args:
+            dimension: its position, from 0.
+        """
         _, low, high = self.dimensions[read_index(dimension, "dimension", len(self.dimensions))]
         return low, high
 
     def problem(self, shape: tuple[int, ...]) -> str | None:
-        """Why a shape does not fit this one; None if it does. One name has one size throughout."""
+        """Why a shape does not fit this one; None if it does. One name has one size throughout.
+
+        Args:
+            shape: sizes, one for each dimension.
+        """
         shape = tuple(read_count(size, "shape", minimum=0) for size in read_list(shape, "shape", "tensor.shape"))
         if len(shape) != len(self.dimensions):
             return f"{len(shape)} dimensions, expected {len(self.dimensions)}"
@@ -56,7 +67,11 @@ class SymbolicShape:
         return None
 
     def matches(self, shape: tuple[int, ...]) -> bool:
-        """Whether a shape fits."""
+        """Whether a shape fits.
+
+        Args:
+            shape: sizes, one for each dimension.
+        """
         return self.problem(shape) is None
 
     def __len__(self) -> int:
@@ -110,6 +125,12 @@ class AccumulationBufferDynamic:
     Memory is taken in doubling steps and given back when three quarters of it lie idle, so a size that changes at each
     step does not move the content at each step. Slots that come into being are zero. A dimension with a name, other
     than the first, takes its size from the first gradient.
+
+    Args:
+        shape: the first dimension is that of the slots.
+        max_size: slots at most.
+        dtype: of the sums; float32 by default.
+        device: of the sums; the CPU by default.
 
     >>> buffer = AccumulationBufferDynamic(SymbolicShape(("slots", 0, 8), 2), max_size=8)
     >>> buffer.accumulate(torch.ones(3, 2), 0, 3); buffer.accumulate(torch.ones(2, 2), 2, 2)
@@ -165,7 +186,13 @@ class AccumulationBufferDynamic:
         return self._reserve(self._size)[: self._size]
 
     def accumulate(self, gradient: Tensor, start_idx: int, count: int) -> None:
-        """Add `count` slots' gradients from slot `start_idx` on; slots up to `max_size` come into being as needed."""
+        """Add `count` slots' gradients from slot `start_idx` on; slots up to `max_size` come into being as needed.
+
+        Args:
+            gradient: with `count` slots along dim 0.
+            start_idx: the first slot to add to, from 0.
+            count: how many slots.
+        """
         start, count = read_count(start_idx, "start_idx", minimum=0), read_count(count, "count", minimum=0)
         read_gradient(gradient, "gradient")
         if start + count > self._upper:
@@ -191,7 +218,11 @@ class AccumulationBufferDynamic:
         self.buffer[start : start + count] += gradient.detach()
 
     def resize(self, new_size: int) -> None:
-        """Change the number of slots; the first ones keep their content."""
+        """Change the number of slots; the first ones keep their content.
+
+        Args:
+            new_size: slots from now on, at most `max_size`.
+        """
         size = read_count(new_size, "new_size", minimum=0)
         if not self._lower <= size <= self._upper:
             raise MisuseError(f"new_size={size} is out of range. Pass {self._lower} to {self._upper}.")
@@ -202,7 +233,12 @@ class AccumulationBufferDynamic:
             self._reserve(size)
 
     def get_slice(self, start_idx: int, count: int) -> Tensor:
-        """Some slots, as a view."""
+        """Some slots, as a view.
+
+        Args:
+            start_idx: the first slot, from 0.
+            count: how many.
+        """
         start, count = read_count(start_idx, "start_idx", minimum=0), read_count(count, "count", minimum=0)
         if start + count > self._size:
             raise MisuseError(
