@@ -154,10 +154,15 @@ class Snapshot:
         for holder, _ in self._gradients:
             holder.grad = None
 
-    def restore(self) -> None:
-        """Make everything as it was."""
+    def restore(self, *, thread: bool = True) -> None:
+        """Make everything as it was.
+
+        Args:
+            thread: what contexts have set for the thread, too; False inside of contexts that were entered since.
+        """
         with uninterrupted():
-            self._thread.restore()
+            if thread:
+                self._thread.restore()
             for module in self._modules:
                 module.restore()
             self.clear_gradients()

@@ -22,9 +22,10 @@ from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.accumulate.step_result import StepResult
 from gradfit.arguments import read_callable, read_instance, read_mapping
 from gradfit.batches.loss import PartLoss
+from gradfit.batches.shares import PartCounter, PartShare
 from gradfit.batches.snapshot import Snapshot
 from gradfit.batches.totals import LossTotals, logs_of, means_of
-from gradfit.batches.weights import BatchWeights, UnreadableLoss
+from gradfit.batches.weights import BatchWeights, CountFirst, UnreadableLoss, must_count
 from gradfit.errors import BudgetInfeasible, MisuseError, StateError
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.plan_state import read_plan, write_plan
@@ -128,6 +129,8 @@ class TrainStep(NotCopied):
         self._sequences = Sequences(planner)
         self._online = ""  # why a micro-batch of the step that runs did not follow a plan
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
+        self._before: Snapshot | None = None  # what an attempt goes back to
+        self._counts_first = False  # the loss was seen to be divided by what may not be its items
 
     @property
     def plan(self) -> Plan:
@@ -226,7 +229,7 @@ class TrainStep(NotCopied):
         self._clear_gradients()
         with self.accumulator.rehearsal():  # a new shape is profiled and tried out
             fitted = self._fitted = self._planner.fitted(batch, rows)
-        before = Snapshot(self.model, self.accumulator.window.tensors)
+        before = self._before = Snapshot(self.model, self.accumulator.window.tensors)
         self._sequences.begin()
         self._online = ""
         if after_micro_batch is not None:
@@ -244,7 +247,8 @@ class TrainStep(NotCopied):
                 compiled = isinstance(error, UnreadableLoss) and not self._eager
                 self._eager = self._eager or compiled
                 outgrown = fitted.by_size and isinstance(error, BudgetInfeasible)
-                astray = isinstance(error, Diverged) or compiled
+                self._counts_first = self._counts_first or isinstance(error, CountFirst)
+                astray = isinstance(error, Diverged | CountFirst) or compiled
                 if not (short or astray) or attempt == _MOST_ATTEMPTS:
                     self.accumulator.ranks.failed(error)
                     raise
@@ -325,7 +329,9 @@ class TrainStep(NotCopied):
         if fitted.seen and fitted.steady and batch_bytes <= fitted.seen_bytes:
             return self._update(batch, fitted, attempt, None, progress, after)
         whole = self._planner.has_optimizer_state(fitted)  # else it comes on top in the next step
-        watching = Evictor(self._planner.limit_bytes) if fitted.by_size else Meter()  # the one refuses to pass it
+        # What arithmetic has found may not even begin to pass the budget; later batches are little larger.
+        first = fitted.by_size and not fitted.seen_bytes
+        watching = Evictor(self._planner.limit_bytes) if first else Meter()
         watching.watch(self.model, self.optimizer, batch)
         with watching as live:
             result = self._update(batch, fitted, attempt, live, progress, after)
@@ -346,9 +352,18 @@ class TrainStep(NotCopied):
         accumulator, plan, planner = self.accumulator, fitted.plan, self._planner
         rows = planner.rows(batch)
         accumulator.accumulation_count = max(1, -(-rows // plan.micro_batch))
-        weights = BatchWeights(planner.additivity, rows, ranks=accumulator.ranks.size, exact=planner.exact)
+        parts = list(planner.parts(batch, plan.micro_batch))
+        shares = self._count(fitted, parts, 0 if progress is None else progress.done)
+        weights = BatchWeights(
+            planner.additivity,
+            rows,
+            ranks=accumulator.ranks.size,
+            exact=planner.exact,
+            shares=shares,
+            may_repeat=shares is None,
+        )
         done, totals = self._go_on(progress, plan) if progress is not None else (0, LossTotals())
-        for position, part in enumerate(planner.parts(batch, plan.micro_batch)):
+        for position, part in enumerate(parts):
             if position < done:
                 continue
             if after is not None and position > done:
@@ -360,6 +375,7 @@ class TrainStep(NotCopied):
                     after(reached)
             with contextlib.ExitStack() as around:
                 found = self._forward(fitted, part, batch, around, position, first=position == done)
+                found = weights.shared(found, position)
                 weight = weights.of(found)
                 totals.add(found, weight)
                 accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
@@ -381,6 +397,17 @@ class TrainStep(NotCopied):
             logs=logs,
             online=self._online,
         )
+
+    def _count(self, fitted: Fitted, parts: list[Any], first: int) -> list[PartShare] | None:
+        """Each part's share in the batch, where one weight for a part cannot be right: found by forwards alone."""
+        additivity = self._planner.additivity
+        if additivity is None or len(parts) == 1 or not (must_count(additivity, len(parts)) or self._counts_first):
+            return None
+        loss_fn = fitted.tiled(self._loss_fn)
+        shares = PartCounter(self.model, loss_fn, self._planner.split, additivity.roles).shares(parts, first)
+        if self._before is not None:
+            self._before.restore(thread=False)  # there may be a meter around it
+        return shares
 
     def _forward(
         self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, position: int, *, first: bool

@@ -191,6 +191,7 @@ class Profile:
     min_batch: int = 1
     splittable: bool = True  # False: the batch is not to be cut, so its size is the only micro-batch
     additivity: Additivity | None = None  # whether the losses of parts make that of the whole; None: not measured
+    measuring_bytes: int = 0  # peak of all tensors while as little as possible was measured for this profile
     host_bandwidth: float = 0.0  # bytes per second out to the host or a file; 0 means offloading is not offered
     device: str = "cpu"
     predicted: bool = False  # from fake tensors, not measured
