@@ -649,6 +649,14 @@ int64_t attention_choice(
   return static_cast<int64_t>(sdp::SDPBackend::math);
 }
 
+// Accelerators count whole numbers, too; the CPU does not.
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  Call call(self.device().index());
+  Tensor a = call.alias(self);
+  bool whole = at::isIntegralType(a.scalar_type(), true);
+  return call.result(at::histc(whole ? a.to(at::kDouble) : a, bins, min, max).to(a.scalar_type()));
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -663,6 +671,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("native_dropout", native_dropout);
+  m.impl("histc", histc);
+  // Without a kernel of the device's own torch calls `out=`, which warns here of a shape it has chosen itself.
+  for (const char* name : {"mse_loss", "smooth_l1_loss"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   m.impl("_thnn_fused_gru_cell", gru_cell);

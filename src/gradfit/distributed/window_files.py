@@ -71,7 +71,7 @@ class WindowFiles:
         """Fill a tensor, or this rank's shard of one, with what the files have of it."""
         shard = shard_of(target)
         local, start = (target, (0,) * target.dim()) if shard is None else shard
-        missing = torch.ones(local.shape, dtype=torch.bool)
+        missing = torch.ones(local.shape, dtype=torch.bool, device="cpu")
         for part in self.parts[name]:
             ends = [(a, a + n, b, b + m) for a, n, b, m in zip(start, local.shape, part.offset, part.size, strict=True)]
             if any(min(here, there) <= max(a, b) for a, here, b, there in ends):

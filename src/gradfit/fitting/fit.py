@@ -19,6 +19,7 @@ from gradfit.arguments import (
     read_number,
 )
 from gradfit.batches.additivity_record import Additivity
+from gradfit.batches.snapshot import trials_end
 from gradfit.distributed.same_model import require_same_model, require_same_update
 from gradfit.distributed.shared_window import Together
 from gradfit.errors import MisuseError, RankFailed
@@ -146,7 +147,7 @@ def fit(
                 options = {"clip": clip, "scaler": scaler, "dtype": dtype, "on_nonfinite": on_nonfinite, "exact": exact}
                 require_same_update(optimizer, options, ranks.group.exchange)
                 ranks.warm_up()
-            with accumulator.rehearsal():
+            with trials_end(), accumulator.rehearsal():
                 fitted = planner.fitted(sample_batch, batch_size)
         except Exception as error:
             if isinstance(ranks, Together) and not isinstance(error, RankFailed):

@@ -118,7 +118,7 @@ class Passes:
             except Diverged:
                 self._off_plan.add(part_shape(part))
             before.restore()  # the gradients are those of the parts before: no backward has begun
-        online = around.enter_context(Online(self._planner.limit_bytes))
+        online = around.enter_context(Online(self._planner.limit_bytes, device=self._planner.device))
         online.evictor.watch(self._model, self._optimizer, batch)
         return run_part(fitted.tiled(self._loss_fn), self._model, part, rows)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import statistics
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -16,9 +15,10 @@ import torch
 from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_distributed import local_part
-from gradfit._torch_fsdp import drop_gradients
+from gradfit._torch_fsdp import drop_gradients, units_of
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.snapshot import untouched
+from gradfit.devices import counted_device, devices_of, free_cached_memory, wait_for
 from gradfit.errors import BudgetInfeasible, MisuseError
 from gradfit.fitting.families import MOST_PLANS, PlanningTime, covering, grown, may_be_slow, with_slack
 from gradfit.fitting.fixed_cost import nominal
@@ -95,6 +95,8 @@ class Planner:
         self._own_bytes = sum(buffer.nbytes for buffer in model.buffers()) + _NUMBERS_BYTES
         self.limit_bytes = max(1, budget_bytes - reserved_bytes - self._own_bytes)
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
+        self.device = counted_device(model)  # whose memory the budget is about
+        self._devices = devices_of(model.parameters())
         self.split = split
         self._offload = offload
         self._reproducible = reproducible
@@ -215,17 +217,21 @@ class Planner:
         has_stepped = known.seen_bytes > 0
         return known.peak_bytes <= (self.budget_bytes - self.reserved_bytes if has_stepped else self.limit_bytes)
 
-    def tighter(self, fitted: Fitted) -> Fitted:
+    def tighter(self, fitted: Fitted, share: float = 0.9) -> Fitted:
         """A plan that needs less than this one did, at the same micro-batch while there is one.
 
         Where this one is the smallest there is, it is that one again: memory may have run out for another's sake.
+
+        Args:
+            fitted: the plan that memory ran out with.
+            share: of what it needed.
         """
         plan = fitted.plan
         if not fitted.steady:
             if self._may_cut(fitted.profile):
                 plan = smaller(plan, fitted.profile.min_batch)
             return self.replace(fitted, plan=plan, seen=False)
-        limit = int(min(fitted.peak_bytes, self.limit_bytes) * 0.9)
+        limit = int(min(fitted.peak_bytes, self.limit_bytes) * share)
         try:
             plan = self._plan_at(fitted.profile, limit, plan.batch_size, plan.micro_batch)
         except BudgetInfeasible as smallest:
@@ -251,8 +257,10 @@ class Planner:
         return dataclasses.replace(made, plan=made.plan.later(copied * self._copy_pace))
 
     def _copy_seconds(self) -> float:
+        wait_for(self._devices)
         started = seconds_now()
         with UpdateSnapshot(self._model, self._optimizer, taken=True):
+            wait_for(self._devices)
             return seconds_now() - started
 
     def has_optimizer_state(self, fitted: Fitted) -> bool:
@@ -292,6 +300,8 @@ class Planner:
         return [*choices.tiles] if choices.tiles and least > self.limit_bytes else [None, *choices.tiles]
 
     def _tile_choices(self, batch: Any) -> TileChoices:
+        if units_of(self._model):
+            return TileChoices()  # ranks would have to choose alike: their forwards wait for each other
         return choose_tiles(self._model, self._loss_fn, batch, self.split)
 
     def _with_tiles_named(self, error: BudgetInfeasible, batch: Any, batch_size: int) -> BudgetInfeasible:
@@ -502,7 +512,7 @@ class Planner:
                 traceback.clear_frames(error.__traceback__)  # they hold every tensor of the trial
             finally:
                 drop_gradients(self._model)
-            gc.collect()
+            free_cached_memory()
             # Where memory ran out before the budget did: as if the trial had taken a tenth more than there is.
             if short and online_bytes is None:
                 return dataclasses.replace(made, peak_bytes=self.limit_bytes * 11 // 10)
@@ -518,8 +528,9 @@ class Planner:
         for cut in islice(self.parts(batch, plan.micro_batch), None if online_bytes is not None else 2):
             part = repeat_rows(cut, plan.micro_batch) if self.split is None else cut
             # A part is a view: it holds the whole batch it was cut from, which may still be less than a step's.
-            rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - meter(part).current_bytes)
-            with meter(self._model, self._optimizer, part) as live:
+            held = meter(part, device=self.device).current_bytes
+            rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - held)
+            with meter(self._model, self._optimizer, part, device=self.device) as live:
                 if online_bytes is not None:
                     self._run_online(loss_fn, part, online_bytes, beside=waiting + rest)
                 else:
@@ -536,7 +547,7 @@ class Planner:
     def _run_online(self, loss_fn: LossFunction, part: Any, limit_bytes: int, *, beside: int) -> None:
         """Both passes of one micro-batch, evicting, where so many bytes are taken by what is not there yet."""
         try:
-            with Online(limit_bytes - beside) as online:
+            with Online(limit_bytes - beside, device=self.device) as online:
                 online.evictor.watch(self._model, self._optimizer, part)
                 loss, _ = run_loss(loss_fn, self._model, part)
                 torch.autograd.backward(loss)
@@ -559,7 +570,7 @@ class Planner:
                     raise
                 traceback.clear_frames(error.__traceback__)
             drop_gradients(self._model)
-        gc.collect()
+        free_cached_memory()
         return ways[0]
 
     def _plain(self, made: Fitted, batch: Any, target: int, limit_bytes: int) -> list[Fitted]:
@@ -617,8 +628,7 @@ class Planner:
         with made.following(first=alone):
             loss, _ = run_loss(with_tiles(self._loss_fn, made.plan.tiles), self._model, part)
         torch.autograd.backward(loss)
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        wait_for(self._devices)
         return seconds_now() - started
 
 

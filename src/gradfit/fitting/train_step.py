@@ -9,7 +9,7 @@ Where it has not, Ctrl-C waits until the optimizer has stepped.
 from __future__ import annotations
 
 import contextlib
-import gc
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -19,13 +19,16 @@ from gradfit._torch import is_out_of_memory
 from gradfit._torch_fsdp import drop_gradients
 from gradfit._torch_listen import eager_functions, unseen
 from gradfit.accumulate.accumulator import GradientAccumulator
+from gradfit.accumulate.scaling import norm_on_device
 from gradfit.accumulate.step_result import StepResult
 from gradfit.arguments import read_callable, read_instance, read_mapping
+from gradfit.batches.late_weights import LateWeights, ZeroWeight
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.shares import PartCounter, PartShare
-from gradfit.batches.snapshot import Snapshot
+from gradfit.batches.snapshot import Snapshot, trials_end
 from gradfit.batches.totals import LossTotals, logs_of, means_of
 from gradfit.batches.weights import BatchWeights, CountFirst, UnreadableLoss, must_count
+from gradfit.devices import free_cached_memory
 from gradfit.errors import BudgetInfeasible, MisuseError, StateError
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.plan_state import read_plan, write_plan
@@ -43,7 +46,9 @@ from gradfit.recompute.evict import Evictor, Online
 from gradfit.recompute.planned import Diverged
 from gradfit.tree import leaves
 
-_MOST_ATTEMPTS = 6
+# Of what the plan needed, what it may need each time that memory runs out again. What a cap on the process, or a
+# neighbour on the device, leaves free is not known, so it soon becomes much less.
+_SHARES = (0.9, 0.9, 0.8, 0.7, 0.5)
 _VERSION = 1  # of the state's format
 
 
@@ -128,6 +133,7 @@ class TrainStep(NotCopied):
         self._eager = False  # compiled functions are run as they were written
         self._sequences = Sequences(planner)
         self._online = ""  # why a micro-batch of the step that runs did not follow a plan
+        self._reads_each = False  # each part's weight is read when it comes, also from a device
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
         self._before: Snapshot | None = None  # what an attempt goes back to
         self._counts_first = False  # the loss was seen to be divided by what may not be its items
@@ -227,14 +233,19 @@ class TrainStep(NotCopied):
     ) -> TrainResult:
         """Attempt by attempt, until the step has happened as a whole."""
         self._clear_gradients()
-        with self.accumulator.rehearsal():  # a new shape is profiled and tried out
+        with trials_end(), self.accumulator.rehearsal():  # a new shape is profiled and tried out
             fitted = self._fitted = self._planner.fitted(batch, rows)
-        before = self._before = Snapshot(self.model, self.accumulator.window.tensors)
+        before = self._before = self._snapshot()
         self._sequences.begin()
         self._online = ""
         if after_micro_batch is not None:
             self._buffers = before.buffers if progress is None else progress.buffers
-        for attempt in range(1, _MOST_ATTEMPTS + 1):
+        self._reads_each = False
+        # An accelerator's allocator may say that memory has run out while a block that would do waits for an event, and
+        # the same step succeeds a moment later (https://github.com/pytorch/pytorch/issues/189504).
+        shares = list(_SHARES) if self._planner.device is None else [1.0, *_SHARES]
+        most = 1 + len(shares)
+        for attempt in range(1, most + 1):
             self._changing = None
             try:
                 with self._open_window():
@@ -248,21 +259,33 @@ class TrainStep(NotCopied):
                 self._eager = self._eager or compiled
                 outgrown = fitted.by_size and isinstance(error, BudgetInfeasible)
                 self._counts_first = self._counts_first or isinstance(error, CountFirst)
-                astray = isinstance(error, Diverged | CountFirst) or compiled
-                if not (short or astray) or attempt == _MOST_ATTEMPTS:
+                astray = isinstance(error, Diverged | ZeroWeight | CountFirst) or compiled
+                self._reads_each = isinstance(error, ZeroWeight)
+                if not (short or astray) or attempt == most:
                     self.accumulator.ranks.failed(error)
                     raise
                 failure: BaseException = error
             # Outside of the handler: the traceback holds every tensor of the failed attempt.
             _forget(failure)
             del failure
+            share = shares.pop(0)
             if astray or outgrown:
-                with self.accumulator.rehearsal():
+                with trials_end(), self.accumulator.rehearsal():
                     replan = self._planner.outgrown if outgrown else self._sequences.recover
                     fitted = self._fitted = replan(fitted, batch)
-            else:
-                fitted = self._fitted = self._planner.tighter(self._fitted)
+            elif share < 1.0:
+                fitted = self._fitted = self._planner.tighter(self._fitted, share)
         raise AssertionError("unreachable")
+
+    def _snapshot(self) -> Snapshot:
+        """What to go back to; copying the buffers may be what there is no memory for, until the cache is given back."""
+        try:
+            return Snapshot(self.model, self.accumulator.window.tensors)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        free_cached_memory()
+        return Snapshot(self.model, self.accumulator.window.tensors)
 
     def _clear_gradients(self) -> None:
         """A step's gradients are those of its batch alone, and its budget has no room for others."""
@@ -277,6 +300,7 @@ class TrainStep(NotCopied):
         with uninterrupted():
             if self._changing is not None:
                 if self._changing.done:
+                    before.restore_settings()
                     return False
                 self._changing.undo()
             self.accumulator.reset()
@@ -331,7 +355,8 @@ class TrainStep(NotCopied):
         whole = self._planner.has_optimizer_state(fitted)  # else it comes on top in the next step
         # What arithmetic has found may not even begin to pass the budget; later batches are little larger.
         first = fitted.by_size and not fitted.seen_bytes
-        watching = Evictor(self._planner.limit_bytes) if first else Meter()
+        device, limit = self._planner.device, self._planner.limit_bytes
+        watching = Evictor(limit, device=device) if first else Meter(device=device)
         watching.watch(self.model, self.optimizer, batch)
         with watching as live:
             result = self._update(batch, fitted, attempt, live, progress, after)
@@ -363,6 +388,7 @@ class TrainStep(NotCopied):
             may_repeat=shares is None,
         )
         done, totals = self._go_on(progress, plan) if progress is not None else (0, LossTotals())
+        late: LateWeights | None = None
         for position, part in enumerate(parts):
             if position < done:
                 continue
@@ -376,10 +402,17 @@ class TrainStep(NotCopied):
             with contextlib.ExitStack() as around:
                 found = self._forward(fitted, part, batch, around, position, first=position == done)
                 found = weights.shared(found, position)
-                weight = weights.of(found)
-                totals.add(found, weight)
-                accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
+                if position == done and after is None and shares is None and self._may_weigh_late(found.loss):
+                    late = LateWeights(weights, whole=rows <= plan.micro_batch)
+                if late is not None:
+                    accumulator.backward(*late.take(found))
+                else:
+                    weight = weights.of(found)
+                    totals.add(found, weight)
+                    accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
                 del found
+        if late is not None:
+            self._weigh(late, totals, whole=rows <= plan.micro_batch)
         self._changing = UpdateSnapshot(self.model, self.optimizer, taken=fitted.copied)
         alone = accumulator.ranks.size == 1  # else it may have to wait for another rank
         # Without a copy to go back to, the optimizer is not interrupted.
@@ -409,6 +442,23 @@ class TrainStep(NotCopied):
             self._before.restore(thread=False)  # there may be a meter around it
         return shares
 
+    def _may_weigh_late(self, loss: torch.Tensor) -> bool:
+        """Whether the weights can stay on an accelerator until all parts are in: sums must have room for them."""
+        window = self.accumulator.window
+        wide = loss.dtype in (torch.float32, torch.float64) and not window.narrow and window.scaler is None
+        return loss.device.type != "cpu" and wide and window.ranks.size == 1 and not self._reads_each
+
+    def _weigh(self, late: LateWeights, totals: LossTotals, *, whole: bool) -> None:
+        """Read all weights, losses and the norm at once, and put them where they are looked for."""
+        window = self.accumulator.window
+        gradients = [one for tensor in window.tensors if (one := tensor.grad) is not None]
+        weighed, (norm,) = late.read(norm_on_device(gradients))
+        for part, weight in weighed:
+            totals.add(part, weight)
+        window.settle_weight(sum(float(weight.number) for _, weight in weighed), whole=whole)
+        if math.isfinite(norm):  # else the update looks closer
+            window.norm_ahead = norm
+
     def _forward(
         self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, position: int, *, first: bool
     ) -> PartLoss:
@@ -420,7 +470,7 @@ class TrainStep(NotCopied):
             with self._sequences.following(fitted, part, position, first=first):
                 return run_part(fitted.tiled(self._loss_fn), self.model, part, rows)
         self._online = self._sequences.runs_online(part) or fitted.plan.online
-        online = around.enter_context(Online(self._planner.limit_bytes))
+        online = around.enter_context(Online(self._planner.limit_bytes, device=self._planner.device))
         online.evictor.watch(self.model, self.optimizer, batch)
         return run_part(fitted.tiled(self._loss_fn), self.model, part, rows)
 
@@ -439,6 +489,4 @@ class TrainStep(NotCopied):
 def _forget(failure: BaseException) -> None:
     failure.__traceback__ = None
     failure.__context__ = failure.__cause__ = None
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    free_cached_memory()

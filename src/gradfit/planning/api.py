@@ -169,7 +169,7 @@ def predicted(profile: Profile, plan: Plan) -> tuple[int, float]:
     A plan that was tried out holds measured seconds, and perhaps the bytes of a copy beside the optimizer's step. To be
     compared with plans that were not, it must be predicted as they were.
     """
-    profile = next((one for one in _variants(profile, True) if one.tiles == plan.tiles), profile)
+    profile = profile.in_tiles(plan.tiles)
     search = MicrobatchSearch(profile, plan.batch_size, split=True, micro_batch=plan.micro_batch)
     numbers = {name: number for number, name in enumerate(ACTION_NAMES)}
     actions = [numbers.get(action, KEEP) for action in plan.actions]

@@ -26,7 +26,8 @@ from gradfit.arguments import (
 from gradfit.batches.additivity import MOST_ROWS, batch_norms, measure_additivity
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.loss import PartLoss, read_loss
-from gradfit.batches.snapshot import Generators, untouched
+from gradfit.batches.snapshot import Generators, trials_end, untouched
+from gradfit.devices import counted_device, devices_of, wait_for
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.profiling.assemble import Sample, assemble
 from gradfit.profiling.clock import seconds_now
@@ -129,7 +130,7 @@ def choose_tiles(
 ) -> TileChoices:
     """Which tiles are worth measuring, by running so many rows without gradients; nothing stays changed."""
     part = next(iter((split or split_batch)(batch, rows)))
-    with untouched(model):
+    with trials_end(), untouched(model):
         return tile_choices(model, loss_fn, part)
 
 
@@ -139,7 +140,7 @@ def _measure(
 ) -> Profile:  # fmt: skip
     total = check_batch(sample_batch, split, "sample_batch")
     cut = split or split_batch
-    with untouched(model):  # the optimizer's probe too: Ctrl-C could leave its `no_grad` on
+    with trials_end(), untouched(model):  # the optimizer's probe too: Ctrl-C could leave its `no_grad` on
         cost = optimizer_cost(optimizer) if optimizer is not None else OptimizerCost(0, 0, 0.0)
         resident = (model, optimizer, sample_batch)
         measuring_bytes = 0
@@ -190,7 +191,7 @@ def _rows_within(
     few = 2 if batch_norms(model) else 1
     part = next(iter((split or split_batch)(batch, few)))
     try:
-        with meter(model, batch) as live, torch.no_grad():
+        with meter(model, batch, device=counted_device(model)) as live, torch.no_grad():
             before = live.current_bytes
             loss_fn(model, unmarked(part))
     except Exception:  # the user's code, which may need gradients or more rows: measured it will be said
@@ -355,7 +356,9 @@ def _room(model: torch.nn.Module, batch: Any, memory_bytes: int | None, cost: Op
     if memory_bytes is None:
         return math.inf
     static = storage_bytes(model.parameters()) + gradient_bytes(model)
-    static += sum(t.untyped_storage().nbytes() for t in leaves(batch)) + cost.state_bytes
+    device = counted_device(model)
+    there = [tensor for tensor in leaves(batch) if device is None or tensor.device.type == device.type]
+    static += sum(tensor.untyped_storage().nbytes() for tensor in there) + cost.state_bytes
     return max(1.0, float(memory_bytes - static))
 
 
@@ -454,8 +457,7 @@ def _time_plain(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) -> fl
     started = seconds_now()
     loss, _ = run_loss(loss_fn, model, batch)
     torch.autograd.backward(loss)
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    wait_for(devices_of(model.parameters()))
     seconds = seconds_now() - started
     drop_gradients(model)
     return seconds

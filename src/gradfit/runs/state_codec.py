@@ -144,9 +144,9 @@ def _as_numbers(values: list[Any]) -> torch.Tensor | None:
         return None
     kinds = set(map(type, values))
     if kinds == {float}:
-        return torch.tensor(values, dtype=torch.float64)
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
     if kinds == {int} and min(values) >= -(2**63) and max(values) < 2**63:
-        return torch.tensor(values, dtype=torch.int64)
+        return torch.tensor(values, dtype=torch.int64, device="cpu")
     return None
 
 
