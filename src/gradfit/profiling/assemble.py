@@ -27,6 +27,7 @@ class Sample:
     plain_seconds: float | None
     refused_one: bool = False  # a single row cannot be run alone
     foreseen: bool = False  # on shapes, not run
+    peak_bytes: int = 0  # of all tensors while it was watched, if that was measured
 
     @property
     def busy_seconds(self) -> float:
