@@ -164,6 +164,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--words", type=int, default=32_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--by-hand", action="store_true", help="leave out what fit plans, which takes a while")
     parser.add_argument("--long", type=int, nargs="*", help="peaks of these lengths, and nothing else")
     parser.add_argument("--fit", help="a budget for fit at --tokens, and nothing else")
     parser.add_argument("--layers", type=int, default=4)
@@ -181,6 +182,9 @@ def main() -> None:
     tokens = torch.randint(0, options.words, (1, options.tokens), generator=torch.Generator().manual_seed(1))
     print(f"torch {torch.__version__}, 4-layer Llama, 1 × {options.tokens} × {options.words}, one thread", flush=True)
     runs = by_hand(model, tokens)
+    if options.by_hand:
+        measure(model, tokens, runs, options.rounds)
+        return
     static = 2 * sum(p.nbytes for p in model.parameters())
     logits = options.tokens * options.words * 4
     budgets = [static + int(share * logits) for share in (0.6, 1.0, 2.0)]
