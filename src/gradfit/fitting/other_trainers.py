@@ -12,8 +12,9 @@ import torch
 from gradfit.arguments import read_count
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.loss import PartLoss
-from gradfit.batches.snapshot import Snapshot
-from gradfit.batches.weights import BatchWeights, Weight
+from gradfit.batches.shares import PartCounter, PartShare
+from gradfit.batches.snapshot import Snapshot, untouched
+from gradfit.batches.weights import BatchWeights, Weight, may_count
 from gradfit.fitting.cut_warning import warn_about_cutting
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.tested_plan import Fitted, PartShape, part_shape
@@ -82,12 +83,23 @@ class Passes:
         """
         fitted = self._fitted(batch)
         rows = self._planner.rows(batch)
-        weights = BatchWeights(self.additivity, rows, exact=self._exact)
-        for number, part in enumerate(self._planner.parts(batch, fitted.plan.micro_batch)):
+        parts = list(self._planner.parts(batch, fitted.plan.micro_batch))
+        weights = BatchWeights(self.additivity, rows, exact=self._exact, shares=self._count(fitted, parts))
+        for number, part in enumerate(parts):
             with contextlib.ExitStack() as around:
                 found = self._forward(fitted, part, batch, around, first=not number)
+                found = weights.shared(found, number)
                 backward(found, weights.of(found))
                 del found
+
+    def _count(self, fitted: Fitted, parts: list[Any]) -> list[PartShare] | None:
+        """Each part's share in the batch, where one weight for a part cannot be right. No pass is repeated here, so
+        that is found out before the first."""
+        additivity = self.additivity
+        if additivity is None or not may_count(additivity, len(parts)):
+            return None
+        with untouched(self._model):
+            return PartCounter(self._model, fitted.tiled(self._loss_fn), None, additivity.roles).shares(parts)
 
     def _fitted(self, batch: Any) -> Fitted:
         fitted = self._planner.fitted(batch, self._planner.rows(batch))
@@ -106,7 +118,7 @@ class Passes:
             except Diverged:
                 self._off_plan.add(part_shape(part))
             before.restore()  # the gradients are those of the parts before: no backward has begun
-        online = around.enter_context(Online(self._planner.limit_bytes))
+        online = around.enter_context(Online(self._planner.limit_bytes, device=self._planner.device))
         online.evictor.watch(self._model, self._optimizer, batch)
         return run_part(fitted.tiled(self._loss_fn), self._model, part, rows)
 

@@ -166,6 +166,7 @@ class Profile:
         host_bandwidth: bytes per second for offloading; 0: not offered.
         device: that it was measured on.
         predicted: whether it was made on fake tensors.
+        measuring_bytes: most bytes that were live while it was measured; 0: not known.
         tiles: what was cut along tokens when it was measured; None: nothing.
         tiled: profiles of the same step with tiles, which a plan may choose.
         versions: of torch and Python.
@@ -193,6 +194,7 @@ class Profile:
     min_batch: int = 1
     splittable: bool = True  # False: the batch is not to be cut, so its size is the only micro-batch
     additivity: Additivity | None = None  # whether the losses of parts make that of the whole; None: not measured
+    measuring_bytes: int = 0  # peak of all tensors while as little as possible was measured for this profile
     host_bandwidth: float = 0.0  # bytes per second out to the host or a file; 0 means offloading is not offered
     device: str = "cpu"
     predicted: bool = False  # from fake tensors, not measured
