@@ -37,7 +37,7 @@ from torch.utils.checkpoint import (
 )
 
 import gradfit as gf
-from gradfit.planning.mincut import least_seconds
+from gradfit.planning.min_cut import least_seconds
 
 ROOT = Path(__file__).parents[1]
 SPLIT_SHARES = (0.5, 0.35, 0.15)

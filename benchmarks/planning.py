@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 import gradfit as gf
-from gradfit.planning.fast import FastSolver
 from gradfit.planning.simulate import KEEP, REBUILD, simulate
-from gradfit.profiling.graph import Graph
+from gradfit.planning.solver import FastSolver
+from gradfit.profiling.step_graph import Graph
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "planning"))
 

@@ -1,6 +1,6 @@
 """Writes docs/exactness.md: kinds of losses and batches, cut by `gf.fit`, against the gradient of the full batch.
 
-Run it with `python docs/exactness.py`; `tests/train/test_exactness_table.py` runs every kind and holds the page to it.
+Run it with `python docs/exactness.py`; `tests/fitting/test_exactness_table.py` runs every kind and compares the page.
 There are two outcomes: the gradient is that of the full batch, or `fit` refuses to cut and says what to call instead.
 """
 
@@ -417,7 +417,14 @@ KINDS = (
          lambda m, b: token_loss(m, {**b, "labels": b["full"]}) + 0.5 * F.mse_loss(m(b["x"]), b["target"])),
     Kind("two tasks over different items",
          lambda m, b: row_losses(m, b)[b["mask_a"]].mean() + 0.5 * m(b["x"])[b["mask_b"]].square().mean(),
+         batch=rows),
+    Kind("focal, by the number of positives, at least 1",
+         lambda m, b: focal(m, b).sum() / (b["y"] > 1).sum().clamp(min=1), batch=rows),
+    Kind("a masked mean over at least 1, as a number of Python's",
+         lambda m, b: (row_losses(m, b) * b["mask_a"]).sum() / max(1, int(b["mask_a"].sum())),
          refused="gf.Loss", batch=rows),
+    Kind("a mean over tokens and one over rows",
+         lambda m, b: token_loss(m, b) + 0.5 * m(b["x"]).mean((1, 2)).square().mean()),
     Kind("a penalty on the parameters",
          lambda m, b: token_loss(m, b) + 1e-2 * sum(p.square().sum() for p in m.parameters())),
     Kind("a penalty on the input's gradient", penalised, batch=rows),

@@ -1,6 +1,6 @@
 """Draws docs/images/timeline.svg: live tensor bytes over one training step, plain and under three budgets.
 
-Run it with `make docs`. The curves are measured by `gf.meter(timeline=True)` on this machine's CPU.
+Run it with `make figures`. The curves are measured by `gf.meter(timeline=True)` on this machine's CPU.
 """
 
 from __future__ import annotations

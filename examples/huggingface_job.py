@@ -14,7 +14,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import gradfit as gf
-from gradfit.train.text import Windows, prose
+from gradfit.runs.builtin_text import Windows, prose
 
 
 def make_job() -> gf.Job:

@@ -14,19 +14,22 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "gradfit"
 
-# A room may import from these rooms (and itself); files at the top (errors, units, …) are open to all.
+# The rooms in the order of the flow, each with the rooms it imports from: earlier ones, and no edge that nobody uses.
+# Files at the top (errors, units, …) are open to all.
 ALLOWED = {
     "tape": set(),
-    "autograd": {"tape"},
-    "batches": {"tape"},
-    "accumulate": {"autograd", "batches", "distributed"},
-    "distributed": {"accumulate", "tape"},
-    "profiling": {"tape", "batches", "accumulate"},
-    "planning": {"profiling"},
-    "recompute": {"tape", "batches", "profiling", "planning"},
-    "train": {"tape", "batches", "recompute", "profiling", "planning", "accumulate", "distributed", "report"},
-    "report": {"batches", "profiling", "planning", "train", "recompute"},
-    "cli": {"train", "report", "profiling", "planning", "recompute", "accumulate", "distributed", "autograd", "tape"},
+    "tiling": set(),
+    "batches": set(),
+    "profiling": {"tape", "batches", "tiling"},
+    "planning": {"profiling", "tiling"},
+    "recompute": {"tape", "profiling", "planning", "tiling"},
+    "accumulate": {"batches", "distributed", "toolbox"},
+    "distributed": {"accumulate"},
+    "fitting": {"tape", "tiling", "batches", "profiling", "planning", "recompute", "accumulate", "distributed"},
+    "runs": {"batches", "profiling", "planning", "accumulate", "distributed", "fitting"},
+    "toolbox": {"tape", "accumulate"},
+    "report": {"batches", "profiling", "planning", "recompute"},
+    "cli": {"profiling", "planning", "distributed", "fitting", "runs", "report"},
 }
 PRIVATE = re.compile(r"torch\._[^_]|from torch\.[a-z_.]*\._|torch\.utils\._")
 
@@ -46,13 +49,16 @@ def imported(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("room", sorted(ALLOWED))
 def test_a_room_imports_from_earlier_rooms_only(room: str) -> None:
-    wrong = []
+    wrong, used = [], set()
     for path in sorted((SOURCE / room).rglob("*.py")):
         for name in imported(path):
             other = name.split(".")[1]
-            if (SOURCE / other).is_dir() and other != room and other not in ALLOWED[room]:
-                wrong.append(f"{path.relative_to(SOURCE)} imports {name}")
+            if (SOURCE / other).is_dir() and other != room:
+                used.add(other)
+                if other not in ALLOWED[room]:
+                    wrong.append(f"{path.relative_to(SOURCE)} imports {name}")
     assert not wrong
+    assert used == ALLOWED[room]
 
 
 def test_planning_is_pure() -> None:
@@ -61,7 +67,7 @@ def test_planning_is_pure() -> None:
         text = path.read_text()
         assert "import torch" not in text, path.name
         rooms = {name for name in imported(path) if name.startswith("gradfit.profiling.")}
-        assert all(name.split(".")[2] in ("record", "graph") for name in rooms), path.name
+        assert all(name.split(".")[2] in ("profile", "step_graph") for name in rooms), path.name
 
 
 def test_private_torch_api_is_in_one_place() -> None:
@@ -134,3 +140,21 @@ def test_another_version_of_torch_gets_one_warning() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr.count("gradfit is tested with torch 2.10 to 2.15, and this is torch 2.9.1") == 1
     assert done.stderr.startswith("<string>:2: ")
+
+
+def test_the_front_door_is_ten_names_in_the_order_of_use() -> None:
+    import gradfit
+
+    described = re.findall(r"^    (\w+)  +\S", gradfit.__doc__ or "", re.MULTILINE)
+    assert described == gradfit.__all__[:10]
+    assert gradfit.__dir__()[:10] == described
+    assert "planning" not in dir(gradfit)
+    reference = (ROOT / "docs" / "api" / "index.md").read_text()
+    assert re.findall(r"^\| \[`(\w+)`\]", reference, re.MULTILINE) == described
+
+
+def test_mypy_finds_every_room_of_the_tests() -> None:
+    listed = re.findall(
+        r"^    \$MYPY_CONFIG_FILE_DIR/(\w+),?$", (ROOT / "tests" / "mypy.ini").read_text(), re.MULTILINE
+    )
+    assert sorted(listed) == sorted({path.parent.name for path in (ROOT / "tests").glob("*/*.py")})

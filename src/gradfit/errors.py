@@ -16,7 +16,13 @@ class MisuseError(GradfitError, ValueError):
 
 
 class InvalidParameter(MisuseError):
-    """One parameter that cannot be what was passed: `name` is the parameter's, `reason` what is wrong with it."""
+    """One parameter that cannot be what was passed: `name` is the parameter's, `reason` what is wrong with it.
+
+    Attributes:
+        message: the text.
+        name: of the parameter.
+        reason: what is wrong with its value.
+    """
 
     def __init__(self, message: str, *, name: str, reason: str) -> None:
         super().__init__(message)
@@ -51,7 +57,12 @@ class NonFiniteGradient(GradfitError, ArithmeticError):
 
 
 class GradientMismatch(GradfitError, AssertionError):
-    """A backward that is not the derivative of its forward; `report` holds every element that was compared."""
+    """A backward that is not the derivative of its forward; `report` holds every element that was compared.
+
+    Attributes:
+        message: the text.
+        report: the `GradientCheck`, if there is one.
+    """
 
     def __init__(self, message: str, *, report: object = None) -> None:
         super().__init__(message)
@@ -71,7 +82,24 @@ class RankFailed(GradfitError, RuntimeError):
 
 
 class BudgetInfeasible(GradfitError, RuntimeError):
-    """No plan stays within the budget. `min_bytes` is the smallest one that does, `breakdown` what takes it."""
+    """No plan stays within the budget. `min_bytes` is the smallest one that does, `breakdown` what takes it.
+
+    Attributes:
+        message: the text.
+        min_bytes: the smallest budget, in bytes, that was found to be feasible.
+        breakdown: bytes at that budget's peak, by what takes them.
+
+    >>> import torch
+    >>> import gradfit as gf
+    >>> model = torch.nn.Linear(8, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> try:
+    ...     gf.fit(model, optimizer, lambda model, x: model(x).mean(), torch.ones(4, 8), memory="1 KiB")
+    ... except gf.BudgetInfeasible as error:
+    ...     step = gf.fit(
+    ...         model, optimizer, lambda model, x: model(x).mean(), torch.ones(4, 8), memory=error.min_bytes
+    ...     )
+    """
 
     def __init__(self, message: str, *, min_bytes: int, breakdown: Mapping[str, int] | None = None) -> None:
         super().__init__(message)
@@ -81,3 +109,7 @@ class BudgetInfeasible(GradfitError, RuntimeError):
 
 class ExactnessWarning(UserWarning):
     """Something in this model cannot be the same in micro-batches as in the full batch; the text names it."""
+
+
+class LogitsMaterialised(UserWarning):
+    """Something needed all the logits of a tiled projection at once; the text names it and the line."""

@@ -1,8 +1,7 @@
-"""The guide's snippets and the examples run."""
+"""The examples run."""
 
 from __future__ import annotations
 
-import re
 import runpy
 from pathlib import Path
 
@@ -24,12 +23,3 @@ EXAMPLES = [
 def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     assert capsys.readouterr().out.strip()
-
-
-def test_guide() -> None:
-    text = (ROOT / "docs/guides/accumulate.md").read_text()
-    names: dict[str, object] = {}
-    snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(snippets) >= 6
-    for snippet in snippets:
-        exec(compile(snippet, "accumulate.md", "exec"), names)

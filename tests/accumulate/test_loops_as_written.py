@@ -348,7 +348,7 @@ CALLS: dict[str, Callable[[gf.GradientAccumulator], Any]] = {
     "accumulation_count": lambda acc: setattr(acc, "accumulation_count", 7),
     "enabled": lambda acc: setattr(acc, "enabled", False),
 }
-STATE = gf.GradientAccumulator(sgd(weight()), steps=3, isolate=True).state_dict()
+STATE: dict[str, Any] = gf.GradientAccumulator(sgd(weight()), steps=3, isolate=True).state_dict()
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -384,14 +384,15 @@ def test_what_ends_a_window_is_refused_inside_a_micro_batch(name: str, other_thr
 @pytest.mark.parametrize("fill", [False, True])
 def test_zero_grad_inside_a_micro_batch(fill: bool) -> None:
     w = weight()
-    acc = gf.GradientAccumulator(sgd(w), steps=2, isolate=True)
+    optimizer = sgd(w)
+    acc = gf.GradientAccumulator(optimizer, steps=2, isolate=True)
     acc.backward(loss(w, 1.0))
     acc.step()
     with pytest.raises(gf.MisuseError, match="Leave optimizer"), acc.micro_batch():  # noqa: PT012
         loss(w, 5.0).backward()
-        acc.optimizer.zero_grad(set_to_none=not fill)
+        optimizer.zero_grad(set_to_none=not fill)
     with acc.micro_batch():
-        acc.optimizer.zero_grad(set_to_none=not fill)  # of nothing
+        optimizer.zero_grad(set_to_none=not fill)  # of nothing
         loss(w, 3.0).backward()
     assert acc.step()
     assert w.item() == -2.0

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import gradfit as gf
+from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.loss import PartLoss, read_loss
-from gradfit.batches.record import Additivity
 from gradfit.batches.totals import LossTotals, means_of
 from gradfit.batches.weights import BatchWeights
 

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from gradfit.cli import main
-from gradfit.planning.record import Plan
-from gradfit.profiling.record import Profile
-from gradfit.train.audit import AuditReport
+from gradfit.fitting.audit import AuditReport
+from gradfit.planning.plan import Plan
+from gradfit.profiling.profile import Profile
 
 Call = Callable[..., subprocess.CompletedProcess[str]]
 MEMORY = "40 KiB"  # in which a step must be split or rebuilt
@@ -118,8 +118,8 @@ def test_a_module_is_a_target_and_json_is_all_of_stdout(gradfit: Call) -> None:
 def test_built_in_jobs_plan(name: str) -> None:
     """The jobs at a fraction of their size: the same code, in seconds."""
     import gradfit as gf
-    from gradfit.train import builtin
-    from gradfit.train.data import Batches
+    from gradfit.runs import builtin_jobs as builtin
+    from gradfit.runs.batch_stream import Batches
 
     small = {
         "gpt": {"layers": 1, "width": 24, "length": 16},

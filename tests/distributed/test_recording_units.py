@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradfit as gf
-from gradfit.distributed.group import Group
+from gradfit.distributed.process_group import Group
+from gradfit.fitting.fit import fit
 from gradfit.recompute.evict import Online
-from gradfit.train.fit import fit
 
 
 class Twice(nn.Module):

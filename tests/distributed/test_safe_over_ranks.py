@@ -17,7 +17,8 @@ from torch import nn
 
 import gradfit as gf
 from gradfit.distributed import state
-from gradfit.distributed.group import Group
+from gradfit.distributed.launch import Ranks
+from gradfit.distributed.process_group import Group
 from gradfit.distributed.same_model import require_same_model
 from gradfit.distributed.window_files import file_of
 
@@ -42,8 +43,8 @@ def different_models(rank: int, size: int, how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("shape", "as tensor 2 rank 0 has '1.weight (4, 4) float32 trained', rank 1 has '1.weight (5, 4)"),
-        ("name", "as tensor 2 rank 0 has 'no more', rank 1 has '1.weight"),
+        ("shape", "rank 0 has '1.weight (4, 4) float32 trained', rank 1 has '1.weight (5, 4)"),
+        ("name", "rank 0 has 'no more', rank 1 has '1.weight"),
         ("type", "rank 1 has '0.weight (4, 4) float64"),
         ("frozen", "rank 1 has '0.weight (4, 4) float32'"),
     ],
@@ -66,6 +67,56 @@ def fit_different(rank: int, size: int) -> str:
 
 def test_fit_says_so_before_it_measures(pair: Pool) -> None:
     assert all("'module.extra (1,) float32'" in one for one in pair.run(fit_different))
+
+
+def fit_otherwise(rank: int, size: int, how: str) -> str:
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 4))
+    kind: Any = torch.optim.AdamW if how == "optimizer" and rank else torch.optim.SGD
+    optimizer = kind(model.parameters(), lr=0.1 + rank * (how == "lr"))
+    options: dict[str, Any] = {}
+    if how == "clip":
+        options = {"clip": 1.0 + rank}
+    if how == "clipper":
+        options = {"clip": gf.GradientClipper(1.0 + rank)}
+    if how == "nonfinite":
+        options = {"on_nonfinite": "skip" if rank else "raise"}
+    memory = f"{1 + rank * (how == 'budget')} MiB"
+    try:
+        step = gf.fit(model, optimizer, lambda m, x: m(x).square().mean(), torch.randn(8, 4), memory, **options)
+    except gf.MisuseError as error:
+        return str(error)
+    return f"budget {step.budget_bytes}, stepped {step(torch.randn(8, 4)).stepped}"
+
+
+@pytest.mark.parametrize(
+    ("how", "texts"),
+    [
+        ("lr", ["rank 0 has 'lr=0.1 in group 0', rank 1 has 'lr=1.1 in group 0'"] * 2),
+        ("optimizer", ["rank 0 has 'optimizer SGD', rank 1 has 'optimizer AdamW'"] * 2),
+        ("clip", ["rank 0 has 'clip=1.0', rank 1 has 'clip=2.0'"] * 2),
+        ("clipper", ["rank 0 has 'clip=GradientClipper(max_norm=1.0"] * 2),
+        ("nonfinite", ["rank 0 has \"on_nonfinite='raise'\", rank 1 has"] * 2),
+        ("budget", ["budget 1048576, stepped True", "budget 2097152, stepped True"]),  # each rank's own
+    ],
+)
+def test_what_makes_the_update_is_the_same_and_budgets_may_differ(pair: Pool, how: str, texts: list[str]) -> None:
+    said = pair.run(fit_otherwise, how)
+    assert all(text in one for text, one in zip(texts, said, strict=True)), said
+
+
+def run_otherwise(rank: int, size: int) -> str:
+    world = torch.distributed.group.WORLD
+    assert world is not None
+    try:
+        Ranks(Group(world)).require_same({"seed": 0, "steps": 3 + rank})
+    except gf.MisuseError as error:
+        return str(error)
+    return ""
+
+
+def test_a_runs_settings_are_the_same(pair: Pool) -> None:
+    said = pair.run(run_otherwise)
+    assert all("rank 0 has 'steps=3', rank 1 has 'steps=4'" in one for one in said), said
 
 
 # ------------------------------------------------------------------------------------------------ files

@@ -14,8 +14,8 @@ from torch import nn
 
 from gradfit import _torch_distributed as private
 from gradfit import _torch_fsdp
-from gradfit.distributed.group import Group
-from gradfit.distributed.silence import Ear
+from gradfit.distributed.no_sync import Ear
+from gradfit.distributed.process_group import Group
 
 
 class Waiting(nn.Module):

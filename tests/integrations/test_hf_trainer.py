@@ -11,8 +11,8 @@ import torch
 import transformers as hf
 
 import gradfit as gf
+from gradfit.fitting import other_trainers as passes
 from gradfit.integrations.transformers import FitTrainer
-from gradfit.train import passes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradfit as gf
+from gradfit.fitting import other_trainers as passes
 from gradfit.integrations.lightning import Fit
-from gradfit.train import passes
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 

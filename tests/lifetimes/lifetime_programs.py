@@ -156,9 +156,9 @@ def swap_parameter(program: Program, a: torch.Tensor, b: torch.Tensor, number: i
 
 @instruction(1)
 def swap_two_parameters(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> None:
-    """Not their storages: a later write through one would change what was read through the other, uncounted."""
+    """Their storages: a later write through one is not counted by the other, through which it was read."""
     p, q = program.parameters[number % 3], program.parameters[(number + 1) % 3]
-    p.data, q.data = q.data.clone(), p.data.clone()
+    p.data, q.data = q.data, p.data
 
 
 @instruction(1)

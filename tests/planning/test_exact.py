@@ -11,10 +11,10 @@ import pytest
 from planning_graphs import random_profile, resnet, transformer
 
 from gradfit.planning.exact import solve_exact
-from gradfit.planning.fast import FastSolver
+from gradfit.planning.pieces import keep_needed
 from gradfit.planning.simulate import KEEP, REBUILD, simulate
-from gradfit.planning.stages import keep_needed
-from gradfit.profiling.graph import Graph
+from gradfit.planning.solver import FastSolver
+from gradfit.profiling.step_graph import Graph
 
 
 def brute_force(graph: Graph, budget: int) -> float:

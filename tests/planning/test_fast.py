@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_graphs import random_profile, resnet, transformer
 
-from gradfit.planning.fast import FastSolver, min_peak, solve_fast
-from gradfit.planning.mincut import PricedCut, hull, replay_seconds
+from gradfit.planning.min_cut import PricedCut, hull, replay_seconds
+from gradfit.planning.pieces import find_cuts
 from gradfit.planning.simulate import KEEP, REBUILD, Simulator, simulate
-from gradfit.planning.stages import find_cuts
-from gradfit.profiling.graph import Graph
+from gradfit.planning.solver import FastSolver, min_peak, solve_fast
+from gradfit.profiling.step_graph import Graph
 
 
 def room(graph: Graph, solver: FastSolver, share: float) -> int:

@@ -13,7 +13,7 @@ from planning_graphs import random_profile, transformer
 import gradfit as gf
 from gradfit.errors import BudgetInfeasible, MisuseError, StateError
 from gradfit.planning.simulate import ACTION_NAMES, KEEP, Segments, simulate
-from gradfit.profiling.record import Linear, Profile
+from gradfit.profiling.profile import Linear, Profile
 
 MIB = 1024**2
 
@@ -181,8 +181,8 @@ def test_planning_imports_records_of_earlier_stages_only() -> None:
         "gradfit.errors",
         "gradfit.units",
         "gradfit.records",
-        "gradfit.profiling.record",
-        "gradfit.profiling.graph",
+        "gradfit.profiling.profile",
+        "gradfit.profiling.step_graph",
     }
     for path in Path(gf.__file__).parent.joinpath("planning").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):

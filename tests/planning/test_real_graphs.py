@@ -18,7 +18,7 @@ from torch import nn
 
 import gradfit as gf
 from gradfit.planning.exact import solve_exact
-from gradfit.planning.fast import FastSolver
+from gradfit.planning.solver import FastSolver
 from gradfit.tape.mask import MASK
 
 

@@ -14,8 +14,8 @@ from planning_graphs import random_plan, random_profile, transformer
 from planning_reference import Reference
 
 from gradfit.planning.simulate import KEEP, REBUILD, Segments, simulate
-from gradfit.profiling.graph import Graph
-from gradfit.profiling.record import BackwardNode, Linear, Operation, Profile, Value
+from gradfit.profiling.profile import BackwardNode, Linear, Operation, Profile, Value
+from gradfit.profiling.step_graph import Graph
 
 
 @settings(deadline=None, max_examples=400)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gradfit as gf
-from gradfit.profiling.optimizer import optimizer_cost
+from gradfit.profiling.optimizer_bytes import optimizer_cost
 
 
 class AllFirst(torch.optim.Optimizer):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradfit.errors import MisuseError, StateError
-from gradfit.profiling.record import BackwardNode, Hardware, Linear, Operation, Profile, Value
+from gradfit.profiling.profile import BackwardNode, Hardware, Linear, Operation, Profile, Value
 
 
 def small_profile() -> Profile:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradfit as gf
-from gradfit.planning.heard import in_effect, last_write, operations_heard
+from gradfit.planning.recording_extent import in_effect, last_write, operations_heard
 from gradfit.planning.simulate import KEEP, REBUILD, alive_until
 from gradfit.recompute.planned import PlannedRecorder
 from gradfit.tape.record import Recorder
@@ -154,7 +154,8 @@ def test_a_forward_that_failed_teaches_nothing() -> None:
     handle.remove()
     assert plan.memo["tail"] is None
     run(model, batch, plan)
-    assert plan.memo["tail"].saved_bytes > 0
+    tail: Any = plan.memo["tail"]
+    assert tail.saved_bytes > 0
 
 
 def hooked() -> bool:

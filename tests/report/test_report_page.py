@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import gradfit as gf
+from gradfit.machine import environment
 from gradfit.report.curves import measure_curve, plain_peak_bytes, predict_plain, thin
 from gradfit.report.page import render, write_page
-from gradfit.report.record import Measured, Report
+from gradfit.report.report_record import Measured, Report
 from gradfit.report.tradeoff import line_of_all, own_line
-from gradfit.train.builtin import gpt
-from gradfit.train.data import Batches
-from gradfit.train.machine import environment
+from gradfit.runs.batch_stream import Batches
+from gradfit.runs.builtin_jobs import gpt
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ARGUMENTS = [

@@ -7,9 +7,11 @@ Prints one JSON line: how often it was interrupted, and what was wrong (nothing)
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import json
+import math
 import os
 import random
 import signal
@@ -29,7 +31,7 @@ import torch
 from torch import nn
 
 import gradfit as gf
-from gradfit.train.state import StateStore
+from gradfit.runs.state_files import StateStore
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore", gf.ExactnessWarning)
@@ -37,6 +39,8 @@ warnings.simplefilter("ignore", gf.ExactnessWarning)
 
 class Net(nn.Module):
     """Draws from three generators, writes to a buffer, reassigns another, counts."""
+
+    count: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,8 +126,8 @@ def equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-class Interrupter:
-    """Sends SIGINT to this process once, after a while."""
+class AfterSeconds:
+    """Sends SIGINT to this process once, after a while: mostly while torch computes."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._over = seconds, threading.Event()
@@ -133,34 +137,81 @@ class Interrupter:
         if not self._over.wait(self._seconds):
             os.kill(os.getpid(), signal.SIGINT)
 
-    def __enter__(self) -> None:
+    def start(self) -> None:
         self._thread.start()
 
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
         self._over.set()
+        self._thread.join()
+        time.sleep(0)
 
 
-def interrupted(work: Callable[[], object], seconds: float) -> bool:
-    """Run the work; whether Ctrl-C ended it. One that comes a moment late is waited for here."""
-    came = False
-    try:
-        timer = Interrupter(seconds)
-        timer.__enter__()
+class AtLine:
+    """Sends it when so many lines of Python have run, torch's own too: a short line is met as often as a long one."""
+
+    def __init__(self, line: float) -> None:
+        self._line, self.lines = line, 0
+
+    def _trace(self, frame: Any, event: str, arg: Any) -> Any:
+        self.lines += 1
+        if self.lines == self._line:
+            signal.raise_signal(signal.SIGINT)
+        return self._trace
+
+    def start(self) -> None:
+        sys.settrace(self._trace)
+
+    def stop(self) -> None:
+        sys.settrace(None)
+
+
+class Moments:
+    """Moments of a piece of work, which is run twice to see how long it is."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        started = time.perf_counter()
+        work()
+        self._seconds = time.perf_counter() - started
+        counting = AtLine(math.inf)
+        counting.start()
         try:
             work()
         finally:
-            timer.__exit__()
-            timer._thread.join()
-            time.sleep(0)
+            counting.stop()
+        self._lines = counting.lines
+
+    def draw(self, draw: random.Random) -> AfterSeconds | AtLine:
+        if draw.random() < 0.5:
+            return AtLine(draw.randrange(self._lines))
+        return AfterSeconds(draw.uniform(0, 1.1 * self._seconds))
+
+
+WHERE = [""]  # the last interrupt's traceback: what to read when something is wrong after it
+
+
+def interrupted(work: Callable[[], object], moment: AfterSeconds | AtLine) -> bool:
+    """Run the work; whether Ctrl-C ended it. One that comes a moment late is waited for here."""
+    came = False
+    WHERE[0] = "no interrupt was seen"
+    try:
+        moment.start()
+        try:
+            work()
+        finally:
+            moment.stop()
     except KeyboardInterrupt:
         came = True
+        WHERE[0] = traceback.format_exc()[-2500:]
     return came
 
 
 def swallow() -> None:
-    """Let an interrupt that is still on its way arrive."""
+    """Let an interrupt that is still on its way arrive.
+
+    `os.kill` returns after the signal was delivered, and its thread has been joined: Python has only to look.
+    """
     try:
-        for _ in range(100):
+        for _ in range(3):
             time.sleep(0)
     except KeyboardInterrupt:
         pass
@@ -173,15 +224,14 @@ def steps(world: World, draw: random.Random, wrong: list[str]) -> Callable[[], b
     """A step that is interrupted has happened or has not; the next gives what it must."""
     model, optimizer, step = world.fresh()
     once = world.expected
-    started = time.perf_counter()
-    world.after_step(*world.fresh())
-    seconds = time.perf_counter() - started
+    worlds = iter([world.fresh(), world.fresh()])
+    moments = Moments(lambda: world.after_step(*next(worlds)))
 
     def trial() -> bool:
         nonlocal model, optimizer, step
         seed()
         before = values(model)
-        came = interrupted(lambda: step(BATCH), draw.uniform(0, 1.2 * seconds))
+        came = interrupted(lambda: step(BATCH), moments.draw(draw))
         swallow()
         after = values(model)
         if not equal(before, after):
@@ -200,14 +250,12 @@ def steps(world: World, draw: random.Random, wrong: list[str]) -> Callable[[], b
 def no_trace(call: Callable[[Net, Any], object]) -> Callable[[World, random.Random, list[str]], Callable[[], bool]]:
     def kind(world: World, draw: random.Random, wrong: list[str]) -> Callable[[], bool]:
         model, optimizer, _ = world.fresh()
-        started = time.perf_counter()
-        call(model, optimizer)
-        seconds = time.perf_counter() - started
+        moments = Moments(lambda: call(model, optimizer))
 
         def trial() -> bool:
             seed()
             before = values(model)
-            came = interrupted(lambda: call(model, optimizer), draw.uniform(0, 1.1 * seconds))
+            came = interrupted(lambda: call(model, optimizer), moments.draw(draw))
             swallow()
             if not equal(before, values(model)):
                 wrong.append("the model is not as it was")
@@ -245,13 +293,11 @@ def scopes(world: World, draw: random.Random, wrong: list[str]) -> Callable[[], 
 
     torch.manual_seed(2)
     expected = {way: run(way) for way in ("scope", "manager", "accumulator")}
-    started = time.perf_counter()
-    run("manager")
-    seconds = time.perf_counter() - started
+    moments = {way: Moments(functools.partial(run, way)) for way in expected}
 
     def trial() -> bool:
         way = next(ways)
-        came = interrupted(lambda: run(way), draw.uniform(0, 1.2 * seconds))
+        came = interrupted(lambda: run(way), moments[way].draw(draw))
         swallow()
         if not equal(run(way), expected[way]):
             wrong.append(f"other gradients after an interrupted {way}")
@@ -267,18 +313,13 @@ def saves(world: World, draw: random.Random, wrong: list[str]) -> Callable[[], b
     weights = {f"w{n}": torch.full((64, 64), float(n)) for n in range(8)}
     numbers = itertools.count(1)
     last = 0
-    store.save({"step": 0, "weights": weights}, step=0)
-    started = time.perf_counter()
-    store.save({"step": 0, "weights": weights}, step=0)
-    seconds = time.perf_counter() - started
+    moments = Moments(lambda: store.save({"step": 0, "weights": weights}, step=0))
 
     def trial() -> bool:
         nonlocal last
         number = next(numbers)
         content = {"step": number, "weights": weights}
-        came = interrupted(
-            lambda: store.save(content, step=number // 2, micro=number % 2), draw.uniform(0, 1.2 * seconds)
-        )
+        came = interrupted(lambda: store.save(content, step=number // 2, micro=number % 2), moments.draw(draw))
         swallow()
         saved = store.load()
         if saved is None or saved.passed_over or saved.content["step"] not in (last, number):
@@ -300,21 +341,28 @@ KINDS: dict[str, Callable[[World, random.Random, list[str]], Callable[[], bool]]
 
 
 def main(kind: str, count: int, number: int) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     draw, wrong = random.Random(f"{kind}:{number}"), list[str]()
     world = World()
     trial = KINDS[kind](world, draw, wrong)
+    gc.collect()
+    gc.freeze()  # what is imported stays: each collection below looks at what the trials made
     before = process_state()
     interrupts = tries = 0
     try:
         while interrupts < count and tries < 20 * count:
             tries += 1
+            faults = len(wrong)
             interrupts += trial()
             after = process_state()
             if after != before:
                 wrong.append(f"the process is not as it was: {after}, not {before}")
+            if len(wrong) > faults:
+                wrong.append(WHERE[0])
+            if after != before:
                 break
     except BaseException:
-        wrong.append(traceback.format_exc())
+        wrong += [traceback.format_exc(), WHERE[0]]
     print(json.dumps({"interrupts": interrupts, "tries": tries, "wrong": wrong}))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import random
 import subprocess
 import sys
@@ -13,15 +15,18 @@ import pytest
 import torch
 from torch import nn
 
+import gradfit as gf
 from gradfit.errors import StateError
-from gradfit.train import state as state_module
-from gradfit.train.expected import same_kind
-from gradfit.train.job import Job
-from gradfit.train.nest import flatten, unflatten
-from gradfit.train.randomness import random_state, restore_random
-from gradfit.train.run import Run, RunSettings
-from gradfit.train.run_state import check_state
-from gradfit.train.state import StateStore
+from gradfit.fitting.plan_state import read_plan, write_plan
+from gradfit.runs import job_state
+from gradfit.runs import state_files as state_module
+from gradfit.runs.job import Job
+from gradfit.runs.random_state import random_state, restore_random
+from gradfit.runs.run_state import check_state
+from gradfit.runs.state_codec import flatten, unflatten
+from gradfit.runs.state_files import StateStore
+from gradfit.runs.training_run import RunSettings, TrainingRun
+from gradfit.state_checks import same_kind
 
 
 def changed_states(count: int, seed: int) -> dict[str, object]:
@@ -191,13 +196,13 @@ class Counting(torch.optim.SGD):
 
 
 def test_an_optimizer_with_attributes_of_its_own_resumes(tmp_path: Path) -> None:
-    def made(steps: int, folder: str) -> Run:
+    def made(steps: int, folder: str) -> TrainingRun:
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
         job = Job(model, lambda m, x: m(x).square().mean(), torch.randn(32, 4), Counting(model.parameters()), 8)
         store = StateStore(tmp_path / folder, check_state)
         store.prepare()
-        return Run(job, RunSettings(8, 2**20, steps=steps), store=store)
+        return TrainingRun(job, RunSettings(8, 2**20, steps=steps), store=store)
 
     whole, first = made(6, "whole"), made(3, "parts")
     whole.train()
@@ -212,3 +217,39 @@ def test_an_optimizer_with_attributes_of_its_own_resumes(tmp_path: Path) -> None
     rest.train()
     assert rest.job.optimizer.steps_taken == 6  # type: ignore[attr-defined]
     assert torch.equal(rest.job.model.weight, whole.job.model.weight)  # type: ignore[arg-type]
+
+
+def stepped_once() -> Job:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    job = Job(model, lambda m, x: m(x).square().mean(), torch.randn(32, 4), torch.optim.AdamW(model.parameters()), 8)
+    job.loss_fn(model, job.data).backward()
+    job.optimizer.step()
+    return job
+
+
+@pytest.mark.parametrize("count", [-3.0, -(2.0**100), 2.0**100, math.nan, math.inf])
+def test_a_count_of_steps_that_no_optimizer_reaches_is_refused(count: float) -> None:
+    """AdamW takes a power of it, and a raw OverflowError came in the first step after resuming."""
+    job = stepped_once()
+    state = copy.deepcopy(job_state.capture(job))
+    job_state.check(job, state)
+    state["optimizer"]["state"][0]["step"].fill_(count)
+    with pytest.raises(StateError, match="step"):
+        job_state.check(job, state)
+
+
+def test_a_plan_without_one_of_its_numbers_is_refused() -> None:
+    job = stepped_once()
+    step = gf.fit(job.model, job.optimizer, job.loss_fn, job.data, "1 MiB")
+    saved = write_plan(step.known[0], lambda record: record.to_json())
+    assert read_plan(saved) == step.known[0]
+    for name in saved:
+        without = {key: value for key, value in saved.items() if key != name}
+        for other in (without, {**saved, name: "x"}, {**saved, name: None}):
+            try:
+                read_plan(other)
+            except StateError:
+                continue
+            assert other.get(name) is None, name  # what a state of an earlier version may not have
+            assert name not in ("plan", "profile", "shape", "peak_bytes", "steady")

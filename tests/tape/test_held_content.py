@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,35 @@ def test_an_address_that_comes_back_is_not_taken_for_the_same_parameter() -> Non
         if storage_key(other) == address:
             p.data = other
     assert torch.equal(torch.autograd.grad(loss, x)[0], plain)
+
+
+@pytest.mark.parametrize("kind", ["parameters", "inputs"])
+@pytest.mark.parametrize("outer", ["nothing", "scope", "manager"])
+def test_two_that_exchange_their_storages_before_one_is_written_to(outer: str, kind: str) -> None:
+    """After an inner scope has read one: its version counter does not count what is written through the other."""
+    managers: dict[str, Callable[[], Any]] = {
+        "nothing": contextlib.nullcontext,
+        "scope": lambda: gf.CheckpointScope("outer"),
+        "manager": lambda: gf.CheckpointManager(max_memory_mb=100, auto_checkpoint=True),
+    }
+
+    def run(around: Any, scope: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(4))
+        make = nn.Parameter if kind == "parameters" else torch.Tensor.clone
+        p, q = make(torch.randn(4)), make(torch.randn(4))
+        with around:
+            with scope:
+                loss = (weight * p.sin()).sin().sum()
+            p.data, q.data = q.data, p.data
+            with torch.no_grad():
+                q.mul_(0.5)
+            loss = loss * 2
+        return torch.autograd.grad(loss, weight)[0]
+
+    inner = contextlib.nullcontext() if outer == "nothing" else gf.CheckpointScope("inner")
+    expected = run(contextlib.nullcontext(), contextlib.nullcontext())
+    assert torch.equal(run(managers[outer](), inner), expected)
 
 
 def test_a_module_that_is_converted_inside_a_scope() -> None:

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfit.accumulate import options, state
+from gradfit.accumulate import accumulator_options as options
+from gradfit.accumulate import accumulator_state as state
+from gradfit.accumulate.accumulation_context import AccumulationContext
 from gradfit.accumulate.auto_weight import read_auto_weight
-from gradfit.accumulate.backprop import Backpropagator
-from gradfit.accumulate.context import AccumulationContext
 from gradfit.accumulate.numbers import Number, check_loss, read_weight
-from gradfit.accumulate.optimizers import AnyOptimizer
-from gradfit.accumulate.ranks import Alone
-from gradfit.accumulate.result import StepResult
+from gradfit.accumulate.optimizer_access import AnyOptimizer
+from gradfit.accumulate.processes import Alone
+from gradfit.accumulate.step_result import StepResult
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
 from gradfit.accumulate.update import Update
+from gradfit.accumulate.weighted_backward import Backpropagator
 from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_state import Phase
 from gradfit.arguments import read_callable, read_choice, read_count, read_flag
@@ -32,6 +33,23 @@ class GradientAccumulator(NotCopied):
     A mean of means is not the mean: `weight` says how many items each loss is about, and the window's gradient is the
     sum of all items' gradients over the number of all items. Nothing is looked at ahead of time, the last window may be
     partial (`flush`), and clipping, loss scaling and the non-finite check happen once per window in their right order.
+
+    Args:
+        optimizer: stepped at the end of each window, with gradients that are the mean over all
+            items; its parameters are those that accumulate. None: the update is the caller's. A
+            whole number is taken for `steps`.
+        steps: micro-batches in one window, that is in one update; 1 by default.
+        parameters: the tensors that accumulate, if not all of the optimizer's.
+        strategy: says when a window is full, in the place of `steps`.
+        dtype: the type in which gradients add up, `torch.float32` for bfloat16 parameters for one;
+            None: that of the parameters.
+        scaler: a `torch.amp.GradScaler` or a `LossScaler`: unscales, skips and updates once per
+            window.
+        clip: the largest norm of the window's gradient, or a `GradientClipper`; None does not clip.
+        on_nonfinite: what a NaN or an infinity does: "raise" stops with the window as it is, "skip"
+            leaves the window out, or with `isolate` the micro-batch.
+        isolate: hold each micro-batch's gradients apart until it is complete, so that one that
+            fails can be taken back; takes one more set of gradients.
 
     >>> model = torch.nn.Linear(3, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -200,7 +218,11 @@ class GradientAccumulator(NotCopied):
     # -- membership -----------------------------------------------------------------------------------------------
 
     def enable_accumulation(self, parameters: Iterable[Tensor]) -> None:
-        """Accumulate into these parameters too; those that are there already stay."""
+        """Accumulate into these parameters too; those that are there already stay.
+
+        Args:
+            parameters: leaf tensors of floating point type; with an optimizer, some of its own.
+        """
         self._require_open()
         tensors = options.read_parameters(parameters)
         if self.optimizer is not None:
@@ -233,6 +255,14 @@ class GradientAccumulator(NotCopied):
         `terms` are several losses of one forward pass, each a sum with its own number of items, each normalised by its
         own total over the window. A weight of 0 contributes nothing, even if the loss is NaN. `weight="auto"` reads
         from the loss's graph what it was divided by: the targets that a cross-entropy did not ignore, for one.
+
+        Args:
+            loss: a tensor of one element, the mean (or the sum) over `weight` items. None if there
+                are `terms`.
+            weight: how many items the loss is about, 1 by default: a number, a tensor of one
+                element, or "auto".
+            reduction: "mean" or "sum": what the loss is of its items.
+            terms: `{name: (loss_sum, count)}`, in the place of `loss` and `weight`.
         """
         window, passes = self.window, self._passes
         if (
@@ -306,6 +336,9 @@ class GradientAccumulator(NotCopied):
         an infinity does the same quietly under `on_nonfinite="skip"` or a loss scaler. Needs `isolate=True` or a
         `dtype`, since the micro-batch's gradients are held apart from the sums. Without `weight`, the backwards inside
         say it.
+
+        Args:
+            weight: how many items the micro-batch is about; None: the backwards inside say it.
         """
         if not self._passes.can_take_back:
             raise MisuseError(
@@ -405,6 +438,9 @@ class GradientAccumulator(NotCopied):
         """Call `fn(parameter)` for each parameter with a gradient, once it is the mean over the window.
 
         For updates written by hand. The gradients stay until `reset_gradients()` or the next window begins.
+
+        Args:
+            fn: called as `fn(parameter)`; `parameter.grad` is the mean over the window's items.
         """
         read_callable(fn, "fn", "a function of one parameter", arguments=1)
         window = self.window
@@ -440,7 +476,12 @@ class GradientAccumulator(NotCopied):
             return share(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on in the middle of the window that `state_dict` was taken in, bit for bit."""
+        """Go on in the middle of the window that `state_dict` was taken in, bit for bit.
+
+        Args:
+            state_dict: what `state_dict()` of an accumulator with as many parameters, of the same
+                shapes, returned.
+        """
         with self.window.alone_after_failure("load_state_dict()"):
             self.window.follow()
             if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("window"), str):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from gradfit.accumulate.accumulator import GradientAccumulator
-from gradfit.accumulate.optimizers import AnyOptimizer
+from gradfit.accumulate.optimizer_access import AnyOptimizer
 from gradfit.arguments import invalid, read_count
 from gradfit.not_copied import NotCopied
 

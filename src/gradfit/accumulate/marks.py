@@ -109,6 +109,9 @@ def enable_grad_accumulation(tensor: Tensor) -> None:
 
     An `AccumulationContext` or a `GradientAccumulator` says so for its tensors by itself.
 
+    Args:
+        tensor: a leaf of floating point type.
+
     >>> import torch
     >>> w = torch.zeros(2, requires_grad=True)
     >>> enable_grad_accumulation(w); has_grad_accumulation(w)
@@ -125,7 +128,11 @@ def enable_grad_accumulation(tensor: Tensor) -> None:
 
 
 def disable_grad_accumulation(tensor: Tensor) -> None:
-    """Take the mark away, and what was accumulated with it; a tensor that a window holds stays in that window."""
+    """Take the mark away, and what was accumulated with it; a tensor that a window holds stays in that window.
+
+    Args:
+        tensor: a leaf of floating point type.
+    """
     if read_tensor(tensor, "tensor", "a parameter") in _enabled:
         del _enabled[tensor]
         if not has_grad_accumulation(tensor):
@@ -133,6 +140,10 @@ def disable_grad_accumulation(tensor: Tensor) -> None:
 
 
 def has_grad_accumulation(tensor: Tensor) -> bool:
-    """Whether this tensor accumulates: marked by hand, or held by a window."""
+    """Whether this tensor accumulates: marked by hand, or held by a window.
+
+    Args:
+        tensor: any tensor.
+    """
     read_tensor(tensor, "tensor", "a parameter")
     return tensor in _enabled or (tensor in _holders and len(_holders[tensor]) > 0)

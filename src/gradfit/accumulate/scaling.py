@@ -13,8 +13,8 @@ from torch.linalg import vector_norm
 from gradfit import _torch
 from gradfit.accumulate.numbers import Number, read_weight
 from gradfit.arguments import read_gradient, read_number
-from gradfit.autograd.stats import total_norm, values_of
 from gradfit.errors import NonFiniteGradient
+from gradfit.toolbox.gradient_stats import total_norm, values_of
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -33,19 +33,36 @@ class GradientScaling:
 
     @staticmethod
     def scale_by_batch_size(gradient: Tensor, batch_size: Number, reference_size: Number) -> Tensor:
-        """A mean over `batch_size` items, as it counts in a mean over `reference_size` items: times their ratio."""
+        """A mean over `batch_size` items, as it counts in a mean over `reference_size` items: times their ratio.
+
+        Args:
+            gradient: a mean over `batch_size` items.
+            batch_size: its number of items.
+            reference_size: the number of items that count as 1.
+        """
         size, reference = read_weight(batch_size, "batch_size"), _positive(reference_size, "reference_size")
         return read_gradient(gradient, "gradient") * (size / reference)
 
     @staticmethod
     def average_accumulated(accumulated: Tensor, total_batch_size: Number, reference_size: Number) -> Tensor:
-        """The mean over all items, from a sum of gradients made with `scale_by_batch_size`."""
+        """The mean over all items, from a sum of gradients made with `scale_by_batch_size`.
+
+        Args:
+            accumulated: a sum of gradients, each scaled with the same `reference_size`.
+            total_batch_size: items in all of them together.
+            reference_size: the one they were scaled with.
+        """
         reference, total = _positive(reference_size, "reference_size"), _positive(total_batch_size, "total_batch_size")
         return read_gradient(accumulated, "accumulated") * (reference / total)
 
     @staticmethod
     def normalize_batch_gradient(gradient: Tensor, batch_size: Number) -> Tensor:
-        """The mean over `batch_size` items, from the gradient of their sum."""
+        """The mean over `batch_size` items, from the gradient of their sum.
+
+        Args:
+            gradient: the gradient of a sum over `batch_size` items.
+            batch_size: its number of items.
+        """
         return read_gradient(gradient, "gradient") / _positive(batch_size, "batch_size")
 
 
@@ -72,6 +89,11 @@ def gradient_norm(gradients: list[Tensor]) -> float:
         if all(bool(one.isfinite().all()) for one in values):  # only the squares have overflowed
             value = total_norm([one.to(torch.promote_types(one.dtype, torch.float64)) for one in values]).item()
     return value
+
+
+def norm_on_device(gradients: list[Tensor]) -> Tensor:
+    """The norm of all gradients together, not read yet; infinite also where only the squares have overflowed."""
+    return total_norm(gradients)
 
 
 def scale_gradients(tensors: Iterable[Tensor], factor: float) -> None:

@@ -18,34 +18,65 @@ class Strategy(ABC):
 
     @abstractmethod
     def is_complete(self, micro_batches: int, weight: Number) -> bool:
-        """Whether a window of that many micro-batches, weighing so much together, is full."""
+        """Whether a window of that many micro-batches, weighing so much together, is full.
+
+        Args:
+            micro_batches: how many are in the window.
+            weight: items in all of them together.
+        """
 
     @abstractmethod
     def progress(self, micro_batches: int, weight: Number) -> float:
-        """How full it is, from 0 to 1."""
+        """How full it is, from 0 to 1.
+
+        Args:
+            micro_batches: how many are in the window.
+            weight: items in all of them together.
+        """
 
     @abstractmethod
     def expected_weight(self, first: Number) -> Number:
-        """What the window will weigh if the first micro-batch is typical; a right guess saves a pass over them all."""
+        """What the window will weigh if the first micro-batch is typical; a right guess saves a pass over them all.
+
+        Args:
+            first: items in the first micro-batch.
+        """
 
     def observe(self, weight: Number, squared_norm: float | None = None) -> None:  # noqa: B027
-        """One micro-batch has come in; most strategies need not know."""
+        """One micro-batch has come in; most strategies need not know.
+
+        Args:
+            weight: its items.
+            squared_norm: of its mean gradient; None where that is not measured.
+        """
 
     def end_window(self, weight: Number, squared_norm: float | None = None) -> None:  # noqa: B027
-        """The window is over; `squared_norm` is that of its mean gradient, None if it was dropped."""
+        """The window is over; `squared_norm` is that of its mean gradient, None if it was dropped.
+
+        Args:
+            weight: items in all of its micro-batches.
+            squared_norm: of the window's mean gradient.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs, as plain numbers."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Go on where `state_dict` was taken.
+
+        Args:
+            state: what `state_dict()` returned.
+        """
         if read_mapping(state, "state", "what state_dict() gave"):
             raise StateError(f"The state is that of another strategy than {self!r}: it holds {sorted(state)}.")
 
 
 class FixedStepCount(Strategy):
     """A window is `steps` micro-batches, whatever their sizes.
+
+    Args:
+        steps: micro-batches in one window, at least 1.
 
     >>> FixedStepCount(4).is_complete(3, 100), FixedStepCount(4).progress(1, 7)
     (False, 0.25)
@@ -69,6 +100,9 @@ class FixedStepCount(Strategy):
 
 class FixedTargetBatch(Strategy):
     """A window is at least `batch_size` items, however many micro-batches that takes.
+
+    Args:
+        batch_size: items that fill a window.
 
     >>> FixedTargetBatch(32).is_complete(3, 31), FixedTargetBatch(32).is_complete(2, 40)
     (False, True)
@@ -107,6 +141,14 @@ class AdaptiveAccumulation(Strategy):
     `target_batch_size` is where it starts. Each measurement is noisy itself, above all in small windows: estimates are
     averaged (`smoothing`), and what is required at most doubles or halves from one window to the next. Measuring takes
     two micro-batches in a window; where one is enough, a window now and then takes two all the same.
+
+    Args:
+        target_batch_size: items that a window should be worth; where `by="noise_scale"` starts.
+        by: "variance" of the sizes, or the measured "noise_scale".
+        min_steps: micro-batches that a window has at least.
+        max_steps: micro-batches that a window has at most.
+        smoothing: how much of the running estimate stays when a new measurement comes, from 0 to
+            below 1; of "noise_scale" only.
 
     >>> even, uneven = AdaptiveAccumulation(16), AdaptiveAccumulation(16)
     >>> for size in (8, 8): even.observe(size)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from gradfit import _torch
 from gradfit.accumulate.marks import belongs_to_another
-from gradfit.accumulate.optimizers import AnyOptimizer, full_precision, stepper_of, watch_steps
-from gradfit.accumulate.ranks import Whole
-from gradfit.accumulate.result import StepResult
+from gradfit.accumulate.optimizer_access import AnyOptimizer, full_precision, stepper_of, watch_steps
+from gradfit.accumulate.processes import Whole
 from gradfit.accumulate.scaled_losses import times_unscaled
 from gradfit.accumulate.scaling import nonfinite_gradient, scale_gradients
+from gradfit.accumulate.step_result import StepResult
 from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_state import Phase
 from gradfit.errors import MisuseError
@@ -75,7 +75,7 @@ class Update:
         gradients = [one for tensor in window.tensors if (one := tensor.grad) is not None]
         if scaler is not None:
             factor *= self._unscale(scaler, whole, gradients)
-        norm = window.ranks.norm(gradients) * factor
+        norm = (window.ranks.norm(gradients) if window.norm_ahead is None else window.norm_ahead) * factor
         if not math.isfinite(norm):
             return self._refuse_nonfinite(scaler, factor, StepResult(False, "", norm, weight, taken, skipped))
         if self.max_norm is not None and norm > self.max_norm:

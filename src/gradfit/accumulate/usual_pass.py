@@ -17,7 +17,7 @@ from torch import Tensor
 from gradfit._torch import run_backward, version_of
 from gradfit.accumulate.gradient_marks import GradientMarks
 from gradfit.accumulate.numbers import Number
-from gradfit.accumulate.optimizers import parameters_of
+from gradfit.accumulate.optimizer_access import parameters_of
 from gradfit.accumulate.plain_backwards import OWN_PASSES
 from gradfit.accumulate.strategy import Strategy
 from gradfit.accumulate.window import Window

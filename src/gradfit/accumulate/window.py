@@ -32,13 +32,13 @@ import torch
 from torch import Tensor
 
 from gradfit._torch import version_of
+from gradfit.accumulate.accumulator_options import read_members
 from gradfit.accumulate.gradient_marks import GradientMarks, Touch, is_clear
 from gradfit.accumulate.marks import belongs_to_another, claim, disown, mark, unmark
 from gradfit.accumulate.numbers import Number, read_count
-from gradfit.accumulate.optimizers import parameters_of
-from gradfit.accumulate.options import read_members
+from gradfit.accumulate.optimizer_access import parameters_of
 from gradfit.accumulate.plain_backwards import NoPlainBackwards, PlainPass
-from gradfit.accumulate.ranks import ALONE, Alone, Whole, present_in, ranks_of, wrapped_since
+from gradfit.accumulate.processes import ALONE, Alone, Whole, present_in, ranks_of, wrapped_since
 from gradfit.accumulate.scaled_losses import is_scaled, times_unscaled
 from gradfit.accumulate.scaling import scale_gradients
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
@@ -111,6 +111,7 @@ class Window:
     def _clear(self) -> None:
         self.state = WindowState(updates=self.state.updates)
         self.notes: dict[str, float] = {}  # for whoever ends the window: numbers to be added up over all processes
+        self.norm_ahead: float | None = None  # of the sums, for whoever has read it together with other numbers
         self.whole: Whole | None = None  # what all processes hold, once they have met
         self.marks: GradientMarks | None = None
         self.settled = None
@@ -208,7 +209,11 @@ class Window:
     # -- membership -----------------------------------------------------------------------------------------------
 
     def register_tensor(self, tensor: Tensor) -> None:
-        """Accumulate into this tensor; it must be a leaf of floating point type, and may be frozen for now."""
+        """Accumulate into this tensor; it must be a leaf of floating point type, and may be frozen for now.
+
+        Args:
+            tensor: a parameter, or any other leaf that a loss is differentiated by.
+        """
         self.register_all([tensor], "tensor")
 
     def register_all(self, tensors: Iterable[Tensor], name: str) -> None:
@@ -867,6 +872,15 @@ class Window:
                 for name, total in self.whole.weights.items():
                     (state.terms.setdefault(name, Total()) if name else state.main).weight = total
         return self.whole
+
+    def settle_weight(self, weight: Number, *, whole: bool) -> None:
+        """The weights that came in stood for others, which were on a device: this is what they add up to.
+
+        `whole`: there was one micro-batch, a mean, which is its own divisor.
+        """
+        self.state.main.weight = weight
+        if whole and weight:
+            self.state.main.divisor = float(weight)
 
     def combine(self) -> float:
         """Bring every sum of every process into `.grad`; gives the factor that is still to be multiplied by."""

@@ -16,22 +16,42 @@ from gradfit.errors import MisuseError
 
 
 def causal_lm(model: torch.nn.Module, batch: Mapping[str, Any]) -> Loss:
-    """The next token's cross-entropy, over all labels that are not −100 but the first of each row."""
+    """The next token's cross-entropy, over all labels that are not −100 but the first of each row.
+
+    Args:
+        model: called as `model(**batch)`; its output has `loss`, a mean over the labels that count.
+        batch: keyword arguments of the model, `labels` among them.
+    """
     return _counted(model, batch, count_tokens(_labels(batch), shift=True))
 
 
 def masked_lm(model: torch.nn.Module, batch: Mapping[str, Any]) -> Loss:
-    """The masked tokens' cross-entropy, over all labels that are not −100."""
+    """The masked tokens' cross-entropy, over all labels that are not −100.
+
+    Args:
+        model: called as `model(**batch)`; its output has `loss`, a mean over the labels that count.
+        batch: keyword arguments of the model, `labels` among them.
+    """
     return _counted(model, batch, count_tokens(_labels(batch), shift=False))
 
 
 def seq2seq_lm(model: torch.nn.Module, batch: Mapping[str, Any]) -> Loss:
-    """The decoder's cross-entropy; the model itself shifts its inputs, so every label that is not −100 counts."""
+    """The decoder's cross-entropy; the model itself shifts its inputs, so every label that is not −100 counts.
+
+    Args:
+        model: called as `model(**batch)`; its output has `loss`, a mean over the labels that count.
+        batch: keyword arguments of the model, `labels` among them.
+    """
     return _counted(model, batch, count_tokens(_labels(batch), shift=False))
 
 
 def classification(model: torch.nn.Module, batch: Mapping[str, Any]) -> Loss:
-    """Of rows or tokens: labels that are whole numbers other than −100, or each element of floating point ones."""
+    """Of rows or tokens: labels that are whole numbers other than −100, or each element of floating point ones.
+
+    Args:
+        model: called as `model(**batch)`; its output has `loss`, a mean over the labels that count.
+        batch: keyword arguments of the model, `labels` among them.
+    """
     labels = _labels(batch)
     if labels.is_floating_point():  # several labels a row, or regression
         return _counted(model, batch, torch.tensor(labels.numel(), device=labels.device))

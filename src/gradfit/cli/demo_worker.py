@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from gradfit.planning.record import Plan
+from gradfit.fitting.audit import audit
+from gradfit.fitting.fit import fit
+from gradfit.machine import data_bytes, environment
+from gradfit.planning.plan import Plan
 from gradfit.profiling.meter import meter
-from gradfit.train.audit import audit
-from gradfit.train.builtin import gpt
-from gradfit.train.data import Batches
-from gradfit.train.fit import fit
-from gradfit.train.job import Job
-from gradfit.train.machine import data_bytes, environment
-from gradfit.train.randomness import seed_everything
+from gradfit.runs.batch_stream import Batches
+from gradfit.runs.builtin_jobs import gpt
+from gradfit.runs.job import Job
+from gradfit.runs.random_state import seed_everything
 
 BUDGET_BYTES = 128 * 1024**2
 SLACK_BYTES = 96 * 1024**2

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 
 from gradfit.cli.console import working
-from gradfit.distributed.launch import Crew
+from gradfit.distributed.launch import Ranks
 from gradfit.errors import BudgetInfeasible, MisuseError
+from gradfit.machine import available_bytes, environment
 from gradfit.planning.api import frontier
 from gradfit.planning.api import plan as make_plan
-from gradfit.planning.record import Plan
+from gradfit.planning.plan import Plan
 from gradfit.profiling.measure import profile
-from gradfit.profiling.record import Profile
+from gradfit.profiling.profile import Profile
 from gradfit.report.curves import measure_curve, plain_peak_bytes, predict_plain
 from gradfit.report.page import write_page
-from gradfit.report.record import Report
-from gradfit.train.data import Batches
-from gradfit.train.job import Job
-from gradfit.train.machine import available_bytes, environment
-from gradfit.train.randomness import random_state, restore_random, seed_everything
-from gradfit.train.target import load_target
+from gradfit.report.report_record import Report
+from gradfit.runs.batch_stream import Batches
+from gradfit.runs.job import Job
+from gradfit.runs.job_loader import load_target
+from gradfit.runs.random_state import random_state, restore_random, seed_everything
 from gradfit.units import format_bytes, parse_bytes
 
 _SHARE = 0.8  # of what is free is taken when nothing is said
@@ -64,16 +64,16 @@ class Work:
         restore_random(before)
         return batch
 
-    def budget(self, memory: str | None, crew: Crew | None = None) -> int:
+    def budget(self, memory: str | None, ranks: Ranks | None = None) -> int:
         """The budget in bytes; without one, most of what is free here, or this rank's share of it."""
         if memory is not None:
             return parse_bytes(memory, name="--memory")
         free = available_bytes(self.device)
         if free is None:
             raise MisuseError(f"How much memory {self.device} has free is not known. Pass --memory.")
-        return int(free * _SHARE / (1 if crew is None or self.device.type != "cpu" else crew.size_here))
+        return int(free * _SHARE / (1 if ranks is None or self.device.type != "cpu" else ranks.size_here))
 
-    def profile(self, batch: Any) -> Profile:
+    def profile(self, batch: Any, *, tile: bool = True) -> Profile:
         """Measure, in no more memory than there is."""
         free = available_bytes(self.device)
         limit = None if free is None else int(free * _SHARE)
@@ -85,6 +85,7 @@ class Work:
                 self.job.optimizer,
                 memory_bytes=limit,
                 split=self.job.split,
+                tile=tile,
             )
 
     def plan(self, found: Profile, budget: int | None, micro_batch: int | str | None = None) -> Plan:

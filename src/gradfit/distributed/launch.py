@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 
 from gradfit import _torch_distributed as private
-from gradfit.distributed.group import Group
+from gradfit.distributed.fsdp import data_parallel_size, is_fully_sharded
+from gradfit.distributed.process_group import Group
 from gradfit.distributed.replicas import replicate
-from gradfit.distributed.same_model import require_same_model
-from gradfit.distributed.sharded import data_parallel_size, is_fully_sharded
+from gradfit.distributed.same_model import require_same_model, require_same_settings
 from gradfit.errors import MisuseError
 from gradfit.tree import map_tensors, size_of_batch
 
@@ -37,18 +38,18 @@ def _init(backend: str) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
-class Crew:
-    """The processes of one run; a process alone is a crew of one."""
+class Ranks:
+    """The processes of one run; a process alone is the only rank."""
 
     def __init__(self, group: Group | None = None) -> None:
         self._group = group
         self.rank, self.size = (0, 1) if group is None else (group.rank, group.size)
 
     @classmethod
-    def join(cls) -> Crew:
-        """The crew that `torchrun` has made this process a part of, if it has: gloo on CPUs, NCCL on GPUs.
+    def join(cls) -> Ranks:
+        """The ranks that `torchrun` has started, if it has: gloo on CPUs, NCCL on GPUs.
 
-        A crew of one is a group too: the job may call `fully_shard` whatever the number of ranks.
+        A single rank is a group too: the job may call `fully_shard` whatever their number.
         """
         if not dist.is_torchelastic_launched():
             return cls()
@@ -90,6 +91,10 @@ class Crew:
                 )
         elif self.size > 1:
             replicate(model)
+
+    def require_same(self, settings: Mapping[str, Any]) -> None:
+        """Raise a `MisuseError` that names what differs, on all ranks, unless all have these settings."""
+        require_same_settings(settings, self.tell_all)
 
     def part(self, batch: Any) -> Any:
         """This rank's rows of a batch; None if there are fewer rows than ranks and none is left."""

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradfit.accumulate.ranks import Whole, Window
-from gradfit.distributed.group import Group
-from gradfit.distributed.replicated import BUCKET_BYTES, Replicated
+from gradfit.accumulate.processes import Whole, Window
+from gradfit.distributed.ddp import BUCKET_BYTES, Replicated
+from gradfit.distributed.process_group import Group
 
 _groups: weakref.WeakKeyDictionary[torch.nn.Module, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 

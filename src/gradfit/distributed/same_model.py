@@ -1,8 +1,14 @@
-"""Whether all ranks have the same model, asked before they communicate: torch's collectives abort where they differ."""
+"""Whether all ranks train the same thing, asked before they communicate: torch's collectives abort where they differ.
+
+Their budgets may differ. Each is the limit of one rank's own device, "auto" and "80%" give other numbers on each, and
+no rank needs to cut its batch as another does.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -23,16 +29,61 @@ def require_same_model(model: torch.nn.Module, exchange: Exchange) -> None:
         f"{' trained' if tensor.requires_grad else ''}"
         for name, tensor in named
     ]
+    _require_same("models", lines, exchange, "Build the same model on every rank.")
+
+
+def require_same_update(optimizer: Any, options: Mapping[str, Any], exchange: Exchange) -> None:
+    """The same of what makes the update: one rank's parameters would silently leave the others'.
+
+    Args:
+        optimizer: This rank's optimizer.
+        options: What else the update depends on, by name.
+        exchange: Tells all ranks a record, and gives everybody's.
+    """
+    lines = [f"optimizer {type(optimizer).__name__}"]
+    for index, group in enumerate(optimizer.param_groups):
+        lines += [f"{name}={_shown(value)} in group {index}" for name, value in group.items() if name != "params"]
+    lines += [f"{name}={_shown(value)}" for name, value in options.items()]
+    _require_same("updates", lines, exchange, "Pass the same on every rank; only memory= may differ.")
+
+
+def require_same_settings(settings: Mapping[str, Any], exchange: Exchange) -> None:
+    """The same of a run's settings: a rank that stops earlier, or cuts the data otherwise, leaves the others waiting.
+
+    Args:
+        settings: By name.
+        exchange: Tells all ranks a record, and gives everybody's.
+    """
+    lines = [f"{name}={_shown(value)}" for name, value in settings.items()]
+    _require_same("settings", lines, exchange, "Start every rank with the same command; only --memory may differ.")
+
+
+def _require_same(what: str, lines: list[str], exchange: Exchange, instead: str) -> None:
     digest = hashlib.sha256("\n".join(lines).encode("utf-8", "backslashreplace")).hexdigest()
-    digests = [one["digest"] for one in exchange({"kind": "the model", "digest": digest})]
+    digests = [one.get("digest") for one in exchange({"kind": what, "digest": digest})]
     if len(set(digests)) == 1:
         return
-    everybody = [one["lines"] for one in exchange({"kind": "the model's tensors", "lines": lines})]
+    everybody = [one.get("lines", []) for one in exchange({"kind": f"{what}, in full", "lines": lines})]
     rank = next(rank for rank, other in enumerate(digests) if other != digests[0])
     first, other = everybody[0], everybody[rank]
     at = next((n for n, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     here, there = (lines[at] if at < len(lines) else "no more" for lines in (first, other))
     raise MisuseError(
-        f"The ranks have different models: as tensor {at} rank 0 has {here!r}, rank {rank} has {there!r} ({len(first)} "
-        f"and {len(other)} tensors). Build the same model on every rank."
+        f"The ranks have different {what}: rank 0 has {here!r}, rank {rank} has {there!r} (entry {at} of {len(first)} "
+        f"and {len(other)}). {instead}"
     )
+
+
+def _shown(value: Any) -> str:
+    """A value as text that is alike on all ranks: of an object its kind, and the plain values that it holds."""
+    if isinstance(value, torch.Tensor):
+        return f"tensor {value.tolist()}" if value.numel() == 1 else f"tensor {tuple(value.shape)}"
+    if isinstance(value, _Plain):
+        return repr(value)
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_shown, value))}]"
+    held = [f"{name}={one!r}" for name, one in getattr(value, "__dict__", {}).items() if isinstance(one, _Plain)]
+    return f"{type(value).__name__}({', '.join(held)})"
+
+
+_Plain = bool | int | float | str | torch.dtype | None

@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from gradfit.accumulate import state as local
+from gradfit.accumulate import accumulator_state as local
 from gradfit.accumulate.window_state import Total
-from gradfit.distributed.sync import Together, add_weights
+from gradfit.distributed.shared_window import Together, add_weights
 from gradfit.distributed.window_files import Exchange, WindowFiles, file_of, write_window
 from gradfit.errors import RankFailed, StateError
 

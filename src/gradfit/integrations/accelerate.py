@@ -17,6 +17,11 @@ def accumulator(accelerator: Accelerator, optimizer: Any, **options: Any) -> Gra
     Call its `backward` and `step` in the place of `accelerator.backward` and `optimizer.step`; `options` are
     `GradientAccumulator`'s. Autocast, devices and DDP stay accelerate's.
 
+    Args:
+        accelerator: made with `gradient_accumulation_steps=1`.
+        optimizer: as `accelerator.prepare` returned it.
+        options: of `GradientAccumulator`, `steps=` for one; not `scaler=`.
+
     >>> import torch
     >>> accelerator, model = Accelerator(cpu=True), torch.nn.Linear(3, 1)
     >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

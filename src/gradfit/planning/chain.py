@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from gradfit.planning.menus import Option
+from gradfit.planning.piece_options import Option
 
 SLOTS = 512
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradfit.planning.simulate import KEEP, REBUILD, Simulation, simulate
-from gradfit.profiling.graph import Graph
+from gradfit.profiling.step_graph import Graph
 
 
 @dataclass(frozen=True)

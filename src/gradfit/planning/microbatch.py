@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from gradfit.planning.fast import Book, Effort, FastSolver, Solution
-from gradfit.planning.heard import in_effect, operations_heard
+from gradfit.planning.recording_extent import in_effect, operations_heard
 from gradfit.planning.simulate import KEEP, Segments
-from gradfit.profiling.record import Profile
+from gradfit.planning.solver import Book, Effort, FastSolver, Solution
+from gradfit.profiling.profile import Profile
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,12 @@ class _Storage(StorageWatch):
 
 
 class Meter(DispatchMode):
-    """Counts live tensor bytes while it is entered. See `meter`."""
+    """Counts live tensor bytes while it is entered. See `meter`.
+
+    Args:
+        timeline: also write down bytes after each operation.
+        device: count tensors of this device only; None: of all.
+    """
 
     def __init__(self, *, timeline: bool = False, device: str | torch.device | None = None) -> None:
         super().__init__()
@@ -66,7 +71,11 @@ class Meter(DispatchMode):
         return f"<meter: {format_bytes(self.current_bytes)} live, peak {format_bytes(self.peak_bytes)}>"
 
     def watch(self, *tensors: Any) -> None:
-        """Count tensors that were there before: a tensor, a module, an optimizer, or any nest of them."""
+        """Count tensors that were there before: a tensor, a module, an optimizer, or any nest of them.
+
+        Args:
+            tensors: what to count from now on, each storage once.
+        """
         for tensor in tensors_in(tensors):
             self._counts_fakes |= isinstance(tensor, FakeTensor)
             self._see(tensor)
@@ -133,6 +142,11 @@ def meter(*watch: Any, timeline: bool = False, device: str | torch.device | None
     """Measure the peak and current bytes of live tensors, in forward and backward, on any device.
 
     Pass what exists already (a model, an optimizer, a batch) to have it counted too.
+
+    Args:
+        watch: tensors, modules, optimizers or nests of them that exist already.
+        timeline: also write down the bytes after each operation, in `.timeline`.
+        device: count tensors of this device only; None: of all.
 
     >>> import torch
     >>> with meter() as m:

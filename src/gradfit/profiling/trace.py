@@ -20,8 +20,9 @@ from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import after_accumulation, current_node, graph_task_id, storage_key
 from gradfit._torch_listen import DispatchMode, unseen
 from gradfit._torch_storage import StorageWatch, watch_storage
+from gradfit.devices import devices_of, wait_for
 from gradfit.interrupts import uninterrupted
-from gradfit.profiling.clock import seconds_now
+from gradfit.profiling.clock import OperationClock
 from gradfit.source_line import source_line
 from gradfit.tape import replay
 from gradfit.tape.allocate import without_content
@@ -102,8 +103,8 @@ class Trace(DispatchMode):
         self.gathered: dict[int, int] = {}  # by storage address: the bytes of a parameter that FSDP2 gathers, now
         self.gathered_peak_bytes = 0
         self._boundaries: set[int] = set()  # values that enter or leave a unit
-        self._devices = {parameter.device for parameter in model.parameters()}
-        self._wait = any(device.type != "cpu" for device in self._devices)
+        self._devices = devices_of(model.parameters())
+        self._clock = OperationClock()
 
     # ------------------------------------------------------------------------------------------ operations
 
@@ -177,11 +178,10 @@ class Trace(DispatchMode):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
         """An operation's result, and the seconds it took."""
-        started = seconds_now()
+        started = self._clock.start()
         out = func(*args, **kwargs)
-        if self._wait:
-            torch.accelerator.synchronize()
-        return out, seconds_now() - started
+        wait_for(self._devices)
+        return out, self._clock.since(started)
 
     def _inputs(self, nests: Any) -> tuple[int, ...]:
         found: dict[int, None] = {}

@@ -11,14 +11,20 @@ import torch
 from gradfit.arguments import read_instance
 from gradfit.errors import MisuseError, StateError
 from gradfit.not_copied import NotCopied
-from gradfit.planning.record import Plan
+from gradfit.planning.plan import Plan
 from gradfit.recompute.planned import Diverged, Script, recording
+from gradfit.tiling.tile import tile_as
 
 _WATCHED = 8  # of so many forwards one is watched after the plan's last decision, too: the others are as fast as plain
 
 
 class AppliedPlan(NotCopied):
-    """The handle that `apply` returns."""
+    """The handle that `apply` returns.
+
+    Args:
+        model: whose forwards follow the plan.
+        plan: for the operations of this model.
+    """
 
     _instead_of_copy = "Call remove(), copy the model, and apply the plan to both."
 
@@ -30,6 +36,7 @@ class AppliedPlan(NotCopied):
             model.register_forward_hook(self._after, always_call=True),
         ]
         self._block: _Following | None = None
+        self._tiles = None if plan.tiles is None else tile_as(model, plan.tiles)
 
     def __repr__(self) -> str:
         return f"<plan {self.plan.signature} {'applied' if self._hooks else 'removed'}>"
@@ -39,6 +46,8 @@ class AppliedPlan(NotCopied):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self._tiles is not None:
+            self._tiles.remove()
 
     def __enter__(self) -> AppliedPlan:
         if self._block is not None:
@@ -126,6 +135,18 @@ def apply(model: torch.nn.Module, plan: Plan) -> AppliedPlan:
     Without `with` it covers the model's own forward until `.remove()` is called. The first forward is compared with
     the plan to its end. Later ones are listened to only as far as the plan decides something; beyond that, one that
     writes over what a replay starts from raises a `StateError`, and one in eight that saves more is warned of.
+
+    Args:
+        model: the one that was profiled, or one that runs the same operations.
+        plan: from `gf.plan`, or read from JSON.
+
+    >>> import torch
+    >>> import gradfit as gf
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+    >>> x = torch.ones(32, 8)
+    >>> plan = gf.plan(gf.profile(model, lambda model, x: model(x).sum(), x), memory="1 MiB")
+    >>> with apply(model, plan):
+    ...     model(x).sum().backward()
     """
     read_instance(model, "model", torch.nn.Module, "the torch.nn.Module that was profiled")
     read_instance(plan, "plan", Plan, "what gf.plan(...) returned")

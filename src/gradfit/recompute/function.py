@@ -47,6 +47,17 @@ def checkpoint(
     Of `context_fn`, a selective policy decides what is kept, asked once for each operation, as torch asks it; other
     contexts are entered around the forward and around each replay, of which one backward pass may need several.
 
+    Args:
+        function: called once, with `args` and `kwargs`.
+        args: of the function.
+        use_reentrant: moot: there is one way.
+        context_fn: gives two contexts, for the forward and for replays, as in torch.
+        determinism_check: moot; "default" or "none".
+        debug: moot.
+        early_stop: moot: only what is needed is replayed.
+        preserve_rng_state: moot: random numbers are always the same.
+        kwargs: of the function.
+
     >>> import torch
     >>> x = torch.ones(3, requires_grad=True)
     >>> checkpoint(lambda t: (t * 2).exp(), x).sum().backward()
@@ -77,6 +88,13 @@ def checkpoint_sequential(
 ) -> Any:
     """Run a chain of modules in `segments` scopes; the last one is kept, as in torch.
 
+    Args:
+        functions: called one after the other.
+        segments: how many scopes to divide them into.
+        input: of the first function.
+        use_reentrant: moot, as in `checkpoint`.
+        preserve_rng_state: moot, as in `checkpoint`.
+
     >>> import torch
     >>> chain = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(6)])
     >>> checkpoint_sequential(chain, 3, torch.ones(2, 4)).shape
@@ -106,6 +124,11 @@ def chunked(fn: Callable[[Any], T], batch: Any, size: int) -> T:
     The loss may couple the whole batch (contrastive losses do): its gradients are exact, and only one chunk's
     activations are there at a time. `fn` must treat the rows independently, or the full batch means something else.
 
+    Args:
+        fn: called with each chunk; returns a tensor, or a nest of tensors, with as many rows.
+        batch: a tensor or a nest of tensors, cut along dim 0.
+        size: rows of one chunk; the last one may be smaller.
+
     >>> import torch
     >>> encode = torch.nn.Linear(4, 8)
     >>> chunked(encode, torch.ones(10, 4), size=3).shape
@@ -126,6 +149,9 @@ def chunked(fn: Callable[[Any], T], batch: Any, size: int) -> T:
 
 def mark_checkpoint(tensor: torch.Tensor) -> torch.Tensor:
     """Keep this activation: recomputation starts from it. Call it inside a scope; returns the tensor.
+
+    Args:
+        tensor: an activation, made inside of a scope.
 
     >>> import torch
     >>> x = torch.ones(3, requires_grad=True)
@@ -155,7 +181,11 @@ def mark_checkpoint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_checkpoint(tensor: torch.Tensor) -> bool:
-    """Whether `mark_checkpoint` was called on this tensor, or on a view of it."""
+    """Whether `mark_checkpoint` was called on this tensor, or on a view of it.
+
+    Args:
+        tensor: any tensor.
+    """
     read_tensor(tensor, "tensor", "an activation")
     try:
         return storage_key(tensor) in _marked

@@ -117,19 +117,31 @@ class CheckpointManager:
         return sum(node.nbytes for node in self._nodes if node.is_checkpoint)
 
     def register_scope(self, scope: CheckpointScope) -> None:
-        """Look after a scope: its statistics, and its checkpoints when they are cleared."""
+        """Look after a scope: its statistics, and its checkpoints when they are cleared.
+
+        Args:
+            scope: entered or not yet.
+        """
         read_instance(scope, "scope", CheckpointScope, "a CheckpointScope")
         if not any(known is scope for known in self._scopes):
             self._scopes.append(scope)
 
     def unregister_scope(self, scope: CheckpointScope) -> None:
-        """Forget a scope."""
+        """Forget a scope.
+
+        Args:
+            scope: one that was registered.
+        """
         if not any(known is scope for known in self._scopes):
             raise MisuseError(f"scope: {scope!r} is not registered. Call register_scope() first.")
         self._scopes = [known for known in self._scopes if known is not scope]
 
     def should_checkpoint(self, node: GraphNode) -> bool:
-        """Whether to keep a node's result: it is marked, or it fits below the limit beside what is kept already."""
+        """Whether to keep a node's result: it is marked, or it fits below the limit beside what is kept already.
+
+        Args:
+            node: of a scope's `nodes()`, or made by hand.
+        """
         read_instance(node, "node", GraphNode, "one of scope.nodes()")
         if isinstance(node, CheckpointNode) and node.is_checkpoint:
             return True
@@ -140,6 +152,9 @@ class CheckpointManager:
 
         Nodes that are checkpoints already stay so; a `GraphNode` that is no `CheckpointNode` has nothing to keep.
         Returns those that were chosen.
+
+        Args:
+            nodes: in the order of the forward, such as a scope's `nodes()`.
         """
         for node in read_instance(nodes, "nodes", (list, tuple), "scope.nodes()"):
             read_instance(node, "nodes", GraphNode, "scope.nodes()")

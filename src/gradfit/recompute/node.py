@@ -63,6 +63,11 @@ class CheckpointNode(GraphNode):
     `CheckpointScope.nodes()` lists one for each operation that the scope can replay; they hold nothing alive. A node
     can also be made by hand, with functions that make its activations again:
 
+    Args:
+        output: the result; None if it is not held.
+        operation: its name, or the operator.
+        children: the nodes whose results it takes.
+
     >>> import torch
     >>> x = torch.ones(2)
     >>> node = CheckpointNode(x.exp(), "exp")
@@ -80,7 +85,12 @@ class CheckpointNode(GraphNode):
 
     @classmethod
     def of(cls, op: Operation, children: Iterable[CheckpointNode]) -> CheckpointNode:
-        """The node of a recorded operation."""
+        """The node of a recorded operation.
+
+        Args:
+            op: as the tape has it.
+            children: the nodes whose results it takes.
+        """
         node = cls(None, op.func, *children)
         node._values = [reference for reference in op.outputs if reference is not None]
         return node
@@ -130,13 +140,21 @@ class CheckpointNode(GraphNode):
                 value.tensor, value.version = tensor, tensor._version
 
     def save_activations(self, *activations: torch.Tensor) -> None:
-        """Hold these until `clear_saved_activations()`."""
+        """Hold these until `clear_saved_activations()`.
+
+        Args:
+            activations: beside those that are held already.
+        """
         for activation in activations:
             read_tensor(activation, "activations", "tensors")
         self.saved_activations.extend(activations)
 
     def add_recompute_function(self, function: RecomputeFunction) -> None:
-        """Add a function that returns activations; `recompute()` calls them in the order they were added."""
+        """Add a function that returns activations; `recompute()` calls them in the order they were added.
+
+        Args:
+            function: takes nothing, returns a list of tensors.
+        """
         self.recompute_functions.append(
             read_callable(function, "function", "a function that returns tensors", arguments=0)
         )

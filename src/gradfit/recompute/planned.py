@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,7 +12,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit._torch_listen import DispatchMode, untraced
-from gradfit.planning.record import Plan
+from gradfit.planning.plan import Plan
 from gradfit.recompute.offload import Store
 from gradfit.tape.graph import Handle, Segment
 from gradfit.tape.mask import MASK, draws_mask, pack
@@ -27,7 +28,14 @@ _TENSORS = {torch.Tensor}
 
 
 class Diverged(Exception):
-    """The forward pass is not the plan's; the text says where."""
+    """The forward pass is not the plan's; the text says where.
+
+    `operation` is the number of the first operation that is another one, and `name` what it is, if that was heard.
+    """
+
+    def __init__(self, where: str, operation: int | None = None, name: str = "") -> None:
+        super().__init__(where)
+        self.operation, self.name = operation, name
 
 
 class Script:
@@ -46,6 +54,32 @@ class Script:
         self.heard = plan.heard
         self.last = max((value for value, choice in enumerate(self.choices) if choice != KEEP), default=-1)
         self._ways: dict[tuple[int, int], list[int]] = {}
+        self._shared: dict[int, tuple[Script, int, int]] = {}
+
+    def shared(self, other: Script) -> tuple[int, int]:
+        """Up to how many operations and values a forward that has followed this plan has followed the other, too."""
+        if id(other) not in self._shared:
+            names = _common(self.names, other.names)
+            values = _common(self.choices, other.choices, _common(self.segments, other.segments))
+            parents = _common(self.parents, other.parents)
+            inside = next((n for n, segment in enumerate(self.segments[:values]) if segment >= parents), values)
+            self._shared[id(other)] = other, names, min(values, inside)
+        return self._shared[id(other)][1:]
+
+    def has_room(self, made_bytes: Sequence[int]) -> bool:
+        """Whether values of these sizes, from the first, are no larger than the plan reckons with."""
+        return self.sizes is None or all(map(operator.le, made_bytes, self.sizes))
+
+    def takes(self, position: int, first: int, func: Any, results: Sequence[torch.Tensor]) -> bool:
+        """Whether this may be the plan's next operation."""
+        if position >= len(self.names) or first + len(results) > len(self.choices):
+            return False
+        if self.names[position] == MASK:
+            return draws_mask(info_of(func), list(results))
+        if not _is_called(func, self.names[position]):
+            return False
+        sizes = self.sizes
+        return sizes is None or all(r.untyped_storage().nbytes() <= sizes[n] for n, r in enumerate(results, first))
 
     def chosen(self, first: int, after: int) -> list[int]:
         """What becomes of these values, which one operation makes; `KEPT` if all are kept."""
@@ -56,29 +90,63 @@ class Script:
         return found
 
 
+def _common(first: Sequence[Any], second: Sequence[Any], most: int | None = None) -> int:
+    """How many items the two have in common from the start."""
+    pairs = zip(first[:most], second[:most], strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first[:most]), len(second[:most])))
+
+
 class PlanPolicy:
     """Gives each result of each operation what the plan says, as long as the operations are the plan's.
 
-    Where they are not (other shapes took another branch), `diverged` says where, and everything is kept from there.
+    Where they are not, another plan of which all that was done so far is a part is followed from there, if there is
+    one among the `others`, each with the tail of its forward. Else `diverged` says where, and everything is kept.
     """
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, script: Script, others: Sequence[tuple[Script, Tail | None]] = ()) -> None:
         self.diverged: str | None = None
         self.store: Store | None = Store() if OFFLOAD in script.choices else None
-        self._script = script
+        self._script, self._others = script, list(others)
+        self._made_bytes: list[int] = []  # of each value so far, if there are others
         self._operation = 0
         self._value = 0
         self._packing = False  # what is moved out next is a mask's bits
         self._segments: list[Segment] = []
         self._recorder: PlannedRecorder | None = None
 
+    @property
+    def script(self) -> Script:
+        """The plan that is followed now."""
+        return self._script
+
     def attach(self, recorder: PlannedRecorder) -> None:
         """Follow the plan from its first operation, in this recording."""
-        root = recorder.segment
-        self._segments = [root]
-        for parent in self._script.parents[1:]:
-            self._segments.append(Segment(self._segments[parent], root.scope))
+        self._segments = [recorder.segment]
+        self._add_segments()
         self._recorder = recorder
+
+    def _add_segments(self) -> None:
+        root = self._segments[0]
+        for parent in self._script.parents[len(self._segments) :]:
+            self._segments.append(Segment(self._segments[parent], root.scope))
+
+    def _switch(self, func: Any, results: Sequence[torch.Tensor]) -> bool:
+        """Go on by another plan that has come this far in the same way, and has this operation next."""
+        for place, (script, tail) in enumerate(self._others):
+            operations, values = self._script.shared(script)
+            if self._operation > operations or self._value > values or not script.has_room(self._made_bytes):
+                continue
+            if script.takes(self._operation, self._value, func, results):
+                del self._others[place]
+                del self._segments[_common(self._script.parents, script.parents) :]
+                self._script = script
+                self._add_segments()
+                if self.store is None and OFFLOAD in script.choices:
+                    self.store = Store()
+                if self._recorder is not None:
+                    self._recorder.leave_tail(tail)
+                return True
+        return False
 
     def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int] | None:
         packs = self._passes_bits(func, results)
@@ -90,8 +158,11 @@ class PlanPolicy:
                     self._packing = True
                     return [OFFLOAD]
                 return choices if choices is not KEPT else [KEEP] * len(results)
+            if self._others and self._switch(func, results):
+                return self.choose(func, results, *call)
             expected = names[position] if position < len(names) else "the end"
-            self.leave(f"operation {position} is {name_of(func)}, the plan has {expected}")
+            said = f"operation {position} is {name_of(func)}, the plan has {expected}"
+            self.leave(said, position, name_of(func))
         return [KEEP] * len(results)
 
     def decide(self, func: Any, out: Any) -> list[int] | None:
@@ -116,7 +187,12 @@ class PlanPolicy:
         if script.sizes is not None:
             for number, result in enumerate(results, first):
                 if (found := result.untyped_storage().nbytes()) > (size := script.sizes[number]):
-                    self.leave(f"operation {position}, {name}, made {found} bytes, the plan has {size}")
+                    if self._others and self._switch(func, results):
+                        return self._next(func, results)
+                    said = f"operation {position}, {name}, made {found} bytes, the plan has {size}"
+                    self.leave(said, position, name_of(func))
+        if self._others:
+            self._made_bytes += [result.untyped_storage().nbytes() for result in results]
         self._operation, self._value = position + 1, after
         recorder = self._recorder
         if recorder is not None:
@@ -135,15 +211,17 @@ class PlanPolicy:
         if not draws_mask(info_of(func), results):
             return False  # another operation than the plan's
         choice = self._script.choices[self._value]
+        if self._others:
+            self._made_bytes.append(0)  # it is an eighth of the mask that follows
         self._operation += 1
         self._value += 1
         return choice == KEEP
 
-    def leave(self, where: str) -> None:
+    def leave(self, where: str, operation: int | None = None, name: str = "") -> None:
         """It is not the plan's forward any more; `where` says since when."""
         self.diverged = self.diverged or where
         if self._script.sizes is not None:
-            raise Diverged(where)
+            raise Diverged(where, operation, name)
 
     def offload(self, tensor: torch.Tensor) -> Any:
         """Copy a value out; returns the function that brings it back."""
@@ -219,6 +297,10 @@ class PlannedRecorder(Recorder):
             if self._known is not None:
                 self._listening.rest()
 
+    def leave_tail(self, known: Tail | None) -> None:
+        """It is another plan's forward, whose rest is known to be this."""
+        self._in_tail, self.saving, self.tail, self._known = False, None, Tail(), known
+
     def _see(self, tensor: torch.Tensor) -> None:
         tail, known = self.tail, self._known
         tail.saves += 1
@@ -284,8 +366,14 @@ class LooksAtData(DispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def recording(script: Script, tail: Tail | None = None, *, watched: bool = True) -> tuple[PlannedRecorder, PlanPolicy]:
+def recording(
+    script: Script,
+    tail: Tail | None = None,
+    *,
+    watched: bool = True,
+    others: Sequence[tuple[Script, Tail | None]] = (),
+) -> tuple[PlannedRecorder, PlanPolicy]:
     """A recorder that follows the plan: enter it around the forward pass. What a first forward says of the plan's tail
-    saves the later ones from listening to it."""
-    policy = PlanPolicy(script)
+    saves the later ones from listening to it. `others` are plans to go on with where this one is left."""
+    policy = PlanPolicy(script, others)
     return PlannedRecorder(policy, tail, watched=watched), policy

@@ -67,6 +67,13 @@ class CheckpointScope:
 
     Python code inside runs once, and so do its side effects: what is run again are the recorded tensor operations.
 
+    Args:
+        name: for messages and statistics.
+        enabled: False makes the scope do nothing.
+        use_recomputation: False keeps everything inside, also within another scope.
+        keep: `keep(op, output) -> bool`, asked for each result: True keeps it. None keeps nothing
+            that can be rebuilt.
+
     >>> import torch
     >>> layer = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
     >>> x = torch.ones(8, 4)
@@ -229,7 +236,11 @@ class CheckpointScope:
             ) from error
 
     def __call__(self, function: F) -> F:
-        """Use the scope as a decorator: every call runs inside it."""
+        """Use the scope as a decorator: every call runs inside it.
+
+        Args:
+            function: called inside of the scope, each time.
+        """
         read_callable(function, "function", "the function to decorate")
 
         @functools.wraps(function)
@@ -257,14 +268,29 @@ class CheckpointScope:
         return found
 
     def note_freed(self, value: Value, nbytes: int) -> None:
-        """Autograd got a handle on `value` in the place of so many bytes."""
+        """Autograd got a handle on `value` in the place of so many bytes.
+
+        Args:
+            value: that will be rebuilt.
+            nbytes: of it.
+        """
         self.stats.freed_bytes += nbytes
         self._saved.append(weakref.ref(value))
 
     def note_kept(self, nbytes: int) -> None:
+        """Autograd got a tensor itself.
+
+        Args:
+            nbytes: of it.
+        """
         self.stats.kept_bytes += nbytes
 
     def note_recomputed(self, seconds: float) -> None:
+        """A replay took so long.
+
+        Args:
+            seconds: of the clock.
+        """
         self.stats.recomputed_seconds += seconds
 
 

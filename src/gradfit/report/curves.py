@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from gradfit.batches.snapshot import untouched
-from gradfit.planning.record import Plan
+from gradfit.batches.snapshot import trials_end, untouched
+from gradfit.planning.plan import Plan
 from gradfit.planning.simulate import KEEP, REBUILD, simulate
 from gradfit.profiling.measure import LossFunction, run_loss
 from gradfit.profiling.meter import Meter, meter
-from gradfit.profiling.record import Profile
+from gradfit.profiling.profile import Profile
 from gradfit.recompute.apply import apply
-from gradfit.report.record import Curve
+from gradfit.report.report_record import Curve
 from gradfit.tree import split_batch
 
 
@@ -55,7 +55,7 @@ def measure_curve(
     """
     parts = [batch] if plan is None else (split or split_batch)(batch, plan.micro_batch)
     live = meter(model, optimizer, batch, timeline=True)
-    with untouched(model), live:
+    with trials_end(), untouched(model), live:
         for part in parts:
             if plan is None:
                 loss, _ = run_loss(loss_fn, model, part)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradfit.profiling.record import Profile
+from gradfit.profiling.profile import Profile
 
 _BY = {"rows": "by rows", "sum": "as a sum", "items": "by items", "divisor": "by items"}
 

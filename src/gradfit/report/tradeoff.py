@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from html import escape
 
 from gradfit.planning.api import predicted
-from gradfit.planning.record import Plan, percent
+from gradfit.planning.plan import Plan, percent
 from gradfit.report.charts import Chart, Point, Series, draw
-from gradfit.report.record import Report
+from gradfit.report.report_record import Report
 from gradfit.units import format_bytes, format_seconds
 
 

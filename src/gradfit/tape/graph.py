@@ -80,7 +80,7 @@ class Value:
 
     __slots__ = (
         "__weakref__", "digest", "evictable", "fragile", "gone", "handles", "key", "known_geometry", "line", "natural",
-        "op", "position", "seen", "segment", "tensor", "unpacked", "unwanted", "users", "version",
+        "op", "part", "position", "seen", "segment", "tensor", "unpacked", "unwanted", "users", "version",
     )  # fmt: skip
 
     def __init__(
@@ -112,6 +112,7 @@ class Value:
         self.line = ""  # of the user's code, where it was first read, if a scope holds it
         self.unwanted = 0  # the epoch of its tape in which it was found that nobody will ask for it
         self.handles: list[weakref.ref[Handle]] | None = None  # autograd's; a node that dies unused takes its own along
+        self.part: weakref.ref[Value] | None = None  # what of it was written, on memory of its own: see `parts.py`
         self.unpacked = (0, 0, 0)  # in which pass, of how many handles, so many at the end are not pending
 
     @property

@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
 
-from gradfit._torch import base_of, detached_in_dispatch
+from gradfit._torch import base_of, detached_in_dispatch, storage_key
 from gradfit._torch_storage import watch_storage
 from gradfit.source_line import source_line
 from gradfit.tape.graph import Geometry, Leaf, Operation, Segment, Slice, Value, geometry_of, nothing, shaped
@@ -46,10 +47,20 @@ ATOMS = frozenset(
 )
 FEW = 8  # inputs that are looked through one by one: see `each_once`
 Fresh = list[tuple[int, torch.Tensor, int]]  # position among the results, the tensor, its storage
-next_index = itertools.count().__next__
+next_index = itertools.count(0, 2).__next__  # numbers in between are for `parts.py`
 _Tensor = torch.Tensor
 _reference_to = weakref.ref
 _MANY = 16  # references to one parameter, before dead ones are looked for
+
+
+class Chunk:
+    """A tensor in a storage of the table that counts its writes by itself: a result of `unsafe_split`."""
+
+    __slots__ = ("seen", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = weakref.ref(tensor)
+        self.seen = tensor._version  # as `Value.seen`
 
 
 class Known:
@@ -65,6 +76,8 @@ class Known:
         self._roots: dict[int, weakref.ref[Value]] = {}  # made by somebody else, and read
         self._leaves: dict[int, list[weakref.ref[Leaf]]] = {}  # parameters that were read
         self._unwatched: dict[int, dict[Geometry, weakref.ref[Value]]] = {}  # likewise, and held by content
+        self._chunks: dict[int, dict[int, Chunk]] = {}  # of a storage, by the tensor's identity
+        self._inherited: dict[int, list[weakref.ref[Leaf | Value]]] = {}  # see `inherit`
         self._refilled: set[int] = set()  # always hold the same when they hold anything: see units.py
         # Watchers of storages that are gone. Only noted when it happens: an interrupt in a weak reference's callback
         # would be swallowed, and leave an address in the table that is somebody else's by then.
@@ -78,6 +91,7 @@ class Known:
             value = self._made.get(watcher.key)
             if value is not None and value.gone is watcher:
                 del self._made[watcher.key]
+                self._chunks.pop(watcher.key, None)
 
     def _template(self, args: Any, inputs: list[Value]) -> list[Any]:
         template: list[Any] = []
@@ -151,15 +165,31 @@ class Known:
         """Rule 4: a parameter is about to be written to, so who has read it gets a copy (`early`: see `_present`)."""
         if key in self._refilled:
             return
-        copy: torch.Tensor | None = None
-        for reference in self._leaves.pop(key, ()):
-            leaf = reference()
-            source = None if leaf is None else leaf.source
-            if leaf is None or source is None or source._version - early != leaf.version or source.is_conj():
-                continue  # nobody needs it, or it is too late: then replay refuses
-            if copy is None:
-                copy = copy_storage(leaf.content, geometry_of(leaf.content))
-            leaf.content, leaf.source = shaped(copy, geometry_of(leaf.content)), None
+        alive = (leaf for reference in self._leaves.pop(key, ()) if (leaf := reference()) is not None)
+        _copy_leaves(alive, early)
+
+    def inherit(self, inner: Known) -> None:
+        """Another recording ends inside of this one. What it reads from is copied before a write, too.
+
+        Version counters alone would not always tell: two tensors may exchange their storages by `.data =`, and a write
+        through one of them is then not counted by the other, through which the storage was read.
+        """
+        for key, leaves in inner._leaves.items():
+            self._inherited.setdefault(key, []).extend(leaves)  # type: ignore[arg-type]
+        for key, root in inner._roots.items():
+            self._inherited.setdefault(key, []).append(root)  # type: ignore[arg-type]
+        for key, held in inner._inherited.items():
+            self._inherited.setdefault(key, []).extend(held)
+
+    def _save_inherited(self, tensors: list[torch.Tensor], early: int = 0) -> None:
+        for tensor in tensors:
+            with contextlib.suppress(Untrackable):
+                held = [reference() for reference in self._inherited.pop(key_of(tensor), ())]
+                _copy_leaves((leaf for leaf in held if isinstance(leaf, Leaf)), early)
+                for root in held:
+                    # At another version it is too late: then replay refuses.
+                    if isinstance(root, Value) and _is_at(root, early):
+                        self._save_value(root)
 
     def _save_value(self, old: Value) -> None:
         """Rule 4: an old version that is held by reference is about to be lost."""
@@ -172,7 +202,8 @@ class Known:
         elif old.version != -1:
             old.tensor = copy_storage(old.tensor, old.geometry)
             old.version = -1
-            self._roots.pop(old.key, None)  # the copy is not what lies there, even if the write now fails
+            if self._root(old.key) is old:
+                del self._roots[old.key]  # the copy is not what lies there, even if the write now fails
 
     def _present(self, key: int, tensor: torch.Tensor, early: int = 0) -> Value | None:
         """What the tape knows to be in a tensor's storage now; None if it does not know.
@@ -185,8 +216,9 @@ class Known:
             if value is None:
                 return None
         version = version_of(tensor) - early
-        if value.seen != version:
-            if not expected(value, version):
+        counter = (self._chunk(key, tensor) if self._chunks else None) or value
+        if counter.seen != version:
+            if not expected(counter, version):
                 if value.op is None and value.tensor is not None and 0 <= value.version == value.tensor._version:
                     return value  # it was read through `.data`, which counts for itself
                 # Rule 5: somebody wrote to it unseen.
@@ -194,8 +226,28 @@ class Known:
                 self._roots.pop(key, None)
                 value.gone = None
                 return None
-            value.seen = version
+            counter.seen = version
         return value
+
+    def _chunk(self, key: int, tensor: torch.Tensor) -> Chunk | None:
+        """The one that a tensor is, or is a view of."""
+        chunks = self._chunks.get(key)
+        if chunks is None:
+            return None
+        owner = base_of(tensor)
+        owner = tensor if owner is None else owner
+        chunk = chunks.get(id(owner))
+        return chunk if chunk is not None and chunk.tensor() is owner else None
+
+    def _add_chunks(self, results: Any) -> None:
+        """These lie in a storage of the table, and count for themselves from now on.
+
+        torch leaves it to the caller not to write to both them and the tensor that they are chunks of.
+        """
+        for tensor in results:
+            if type(tensor) is _Tensor and not tensor.is_inference() and (key := storage_key(tensor)) in self._made:
+                alive = {i: chunk for i, chunk in self._chunks.get(key, {}).items() if chunk.tensor() is not None}
+                self._chunks[key] = alive | {id(tensor): Chunk(tensor)}
 
     def _root(self, key: int) -> Value | None:
         reference = self._roots.get(key)
@@ -318,6 +370,8 @@ class Known:
                 continue
             if key in self._leaves:
                 self._save_leaves(key)
+            if self._inherited:
+                self._save_inherited([tensor])
             if key not in self._made and self._root(key) is None:
                 self._write_unknown(tensor, key)
             self._lose_key(key)
@@ -354,12 +408,29 @@ class Known:
                 self._save_leaves(other)
 
 
+def _is_at(root: Value, early: int) -> bool:
+    """Whether a held root is at the version at which it was read."""
+    return root.tensor is not None and root.version == root.tensor._version - early
+
+
+def _copy_leaves(leaves: Iterable[Leaf], early: int) -> None:
+    """Give all who have read one storage a copy of it, if nobody has written to it yet."""
+    copy: torch.Tensor | None = None
+    for leaf in leaves:
+        source = leaf.source
+        if source is None or source._version - early != leaf.version or source.is_conj():
+            continue  # nobody needs it, or it is too late: then replay refuses
+        if copy is None:
+            copy = copy_storage(leaf.content, geometry_of(leaf.content))
+        leaf.content, leaf.source = shaped(copy, geometry_of(leaf.content)), None
+
+
 def each_once(inputs: list[Value]) -> list[Value]:
     """Without repetitions. While they are few, nobody lets one in; looking through many would take their square."""
     return inputs if len(inputs) <= FEW else list(dict.fromkeys(inputs))
 
 
-def expected(value: Value, version: int) -> bool:
+def expected(value: Value | Chunk, version: int) -> bool:
     """Whether a version counter says that only recorded operations have written to a value's storage.
 
     When one has just written, autograd will count up, or not at all: WRITTEN - n stands for n or n + 1.

@@ -39,6 +39,8 @@ class OpInfo:
     counts_first: bool = False  # changes the version counters of what it writes to before it runs
     collective: bool = False  # talks to other processes, and writes to what it is given
     mask: bool = False  # fills its tensor with zeros and ones: see mask.py
+    copies: bool = False  # only copies its one tensor
+    chunks: bool = False  # its results lie in its argument's storage, each with a version counter of its own
 
     @property
     def uninitialised(self) -> bool:
@@ -78,6 +80,9 @@ _RNN_WITH_HIDDEN_STATE = {"_cudnn_rnn", "miopen_rnn", "_cudnn_init_dropout_state
 _GRAD_MODE = {"mkldnn_rnn_layer"}
 # Gives back its argument's storage though the schema says that it is new.
 _UNDECLARED_VIEWS = {"_unsafe_view"}
+# Likewise, and each result counts its writes by itself (`TensorShape.cpp`, `unsafe_split`): RNN cells write their gates
+# side by side that way.
+_CHUNKS = {"unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"}
 # torch's own operators. Others may be written in Python, which runs once: their results are kept.
 _REPLAYABLE = {
     "aten",
@@ -170,5 +175,7 @@ def _describe(op: Any) -> OpInfo:
         shape_only=shape_only,
         counts_first=is_custom(op),
         collective=collective,
+        copies=aten and name == "clone",
+        chunks=aten and name in _CHUNKS,
         mask=aten and name == "bernoulli_" and "generator" in names and "Tensor" not in str(schema.arguments[1].type),
     )

@@ -17,6 +17,7 @@ Rules, cited in this room where they are obeyed:
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -40,6 +41,22 @@ _Parameter = torch.nn.Parameter
 _strided = torch.strided
 
 
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.recorders: list[weakref.ref[Recorder]] = []  # that are entered in this thread, the outermost first
+
+
+_thread = _Thread()
+
+
+def _pass_on(recorder: Recorder) -> None:
+    """A recording ends; one around it may go on."""
+    outer = [one for reference in _thread.recorders if (one := reference()) is not None and one is not recorder]
+    _thread.recorders = [weakref.ref(one) for one in outer]
+    if outer:
+        outer[-1].inherit(recorder)
+
+
 class Recorder(Writer):
     """Enter it around the code to record; `segment` is where it is."""
 
@@ -58,6 +75,7 @@ class Recorder(Writer):
             push_hooks(self.pack, unpack)
             self._units = watch_units(self.keep, self._refilled)
             process.recording_begins(self)
+            _thread.recorders.append(weakref.ref(self))
             ear = listening(self._hear, view_names, self._doubt)
             ear.__enter__()
             self._listening = ear
@@ -82,10 +100,13 @@ class Recorder(Writer):
                     process.recording_ends(self)
                 finally:
                     self._listening = None
+                    _pass_on(self)
                     self._made.clear()  # the graph's saved tensors hold `pack`, and so this object
                     self._roots.clear()
                     self._leaves.clear()
                     self._unwatched.clear()
+                    self._chunks.clear()
+                    self._inherited.clear()
                     self.policy = self.watching = self.decide = self.saving = None
                     while self._units:
                         self._units.pop().remove()
@@ -127,6 +148,8 @@ class Recorder(Writer):
             self._lose(_all_tensors(args, kwargs))
         state = rng.capture(args, kwargs) if info.random and rng.draws(info, args, kwargs) else None
         if info.writes:
+            if self._inherited:
+                self._save_inherited(written_tensors(info, args, kwargs), int(info.counts_first))
             if info.writes_self and type(args[0]) is _Tensor and args[0].layout is _strided:
                 return self._write_self(func, info, args, kwargs, state)
             return self._write(func, info, args, kwargs, state)
@@ -195,6 +218,8 @@ class Recorder(Writer):
                 self._choose(func, fresh_results(out, args), called or (args, kwargs))
             return
         if not fresh:
+            if info.chunks:
+                self._add_chunks(out)
             return
         if choices is None and self.policy is not None:
             choices = self.policy.choose(func, [tensor for _, tensor, _ in fresh], *(called or (args, kwargs)))

@@ -23,6 +23,7 @@ from gradfit.errors import ActivationOverwritten, UnsupportedOp
 from gradfit.tape.graph import Geometry, Handle, Leaf, Operation, Segment, Slice, Tape, Value, geometry_of, shaped
 from gradfit.tape.known import ATOMS
 from gradfit.tape.overwritten import overwritten, shape_of
+from gradfit.tape.parts import spread, whole_of
 from gradfit.tape.rng import Rewound
 from gradfit.tape.storage import copy_storage, flatten
 from gradfit.tape.unwatched import digest_of
@@ -70,7 +71,7 @@ def take(handle: Handle) -> torch.Tensor:
         handle.pass_number = tape.pass_number
         tensor = rebuild(value, tape, retain=tape.retains) if value.tensor is None else content(value)
         release_if_done(value, tape)
-    return tensor if handle.geometry is None else shaped(tensor, handle.geometry)
+    return _as_saved(tensor, handle)
 
 
 def look(handle: Handle) -> torch.Tensor:
@@ -78,13 +79,22 @@ def look(handle: Handle) -> torch.Tensor:
     tape, value = handle.tape, handle.value
     with tape.lock:
         tensor = rebuild(value, tape, retain=False) if value.tensor is None else content(value)
-    return tensor if handle.geometry is None else shaped(tensor, handle.geometry)
+    return _as_saved(tensor, handle)
+
+
+def _as_saved(tensor: torch.Tensor, handle: Handle) -> torch.Tensor:
+    if handle.geometry is None:
+        return tensor
+    return shaped(tensor, handle.geometry) if whole_of(handle.value) is None else spread(tensor, handle.geometry)
 
 
 def rebuild(target: Value, tape: Tape, *, retain: bool = True) -> torch.Tensor:
     """Run the sweep for `target`, caching what the rest of this pass needs if it is to `retain` anything."""
     started = time.perf_counter()
-    operations = _needed(target)
+    needed = _needed(target)
+    if retain:
+        _add_copies(needed, target, tape)
+    operations = sorted(needed, key=_index)
     retained = _retained(operations, target, tape) if retain else set()
     if tape.holding is not None:
         tape.holding(retained)  # as soon as they are made
@@ -208,8 +218,8 @@ def _check_there(tensor: torch.Tensor) -> None:
         )
 
 
-def _needed(target: Value) -> list[Operation]:
-    """The operations to run, in the order of the forward."""
+def _needed(target: Value) -> set[Operation]:
+    """The operations to run."""
     found: set[Operation] = set()
     stack = [target]
     while stack:
@@ -218,7 +228,31 @@ def _needed(target: Value) -> list[Operation]:
             continue
         found.add(op)
         stack.extend(value for value in op.inputs if value.tensor is None)
-    return sorted(found, key=_index)
+    return found
+
+
+def _add_copies(operations: set[Operation], target: Value, tape: Tape) -> None:
+    """Take along copies, of what writes make or write over, that this pass will ask for.
+
+    Else a version of the whole storage would be retained, only to make them later.
+    """
+    for op in [op for op in operations if op.written]:
+        versions = (*op.written, *(reference() for reference in op.outputs if reference is not None))
+        readers = [user() for value in versions if value is not None for user in value.users or ()]
+        operations.update(
+            reader
+            for reader in readers
+            if reader is not None and reader.info.copies and _is_asked_for(reader, target.segment, tape)
+        )
+
+
+def _is_asked_for(op: Operation, segment: Segment, tape: Tape) -> bool:
+    """Whether a result is not there, and backward itself asks for it, so that a sweep in the segment retains it."""
+    for reference in op.outputs:
+        value = reference() if reference is not None else None
+        if value is not None and value.tensor is None and value.pending(tape.pass_number):
+            return value.segment.encloses(segment)
+    return False
 
 
 def _wanted(value: Value, tape: Tape, there: set[Value], known: dict[Value | Operation, bool]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from gradfit.interrupts import uninterrupted
 from gradfit.tape.ops import OpInfo
 
 State = tuple[Any, torch.Tensor]  # a generator (or a device, for its default one) and its state
@@ -106,6 +107,7 @@ class Rewound:
 
     def __init__(self) -> None:
         self._present: dict[Any, State] = {}  # by `_identity`
+        self._undisturbed = uninterrupted()  # from before the lock is taken until it is given back
         self._private: dict[torch.device, torch.Generator] = {}
 
     def start(self, state: State, takes_generator: bool) -> dict[str, Any]:
@@ -126,13 +128,18 @@ class Rewound:
         """Remember where a generator is, to put it back; until then no other replay may rewind one."""
         first = not self._present
         if first:
+            self._undisturbed.__enter__()
             _global.acquire()
         try:
             self._present[_identity(source)] = (source, get_state(source))
         except BaseException:
             if first:
-                _global.release()
+                self._let_go()
             raise
+
+    def _let_go(self) -> None:
+        _global.release()
+        self._undisturbed.__exit__()
 
     def __enter__(self) -> Rewound:
         return self
@@ -144,4 +151,4 @@ class Rewound:
                     set_state(source, present)
             finally:
                 self._present.clear()
-                _global.release()
+                self._let_go()

@@ -17,6 +17,7 @@ from gradfit.tape import replay
 from gradfit.tape.graph import Handle, OfSubclass, Segment, Tape, Value, shaped
 from gradfit.tape.known import Known, version_of
 from gradfit.tape.overwritten import overwritten
+from gradfit.tape.parts import is_small_slice, part_of, whole_of
 from gradfit.tape.policy import Policy
 from gradfit.tape.storage import Untrackable, key_of, place_of
 
@@ -62,6 +63,11 @@ class Saver(Known):
                 self._settle(value, tensor, detached)
             if value is None or value.op is None:
                 return self._pack_root(tensor)
+        if value.position < 0 and is_small_slice(tensor):
+            place = place_of(tensor)
+            part = part_of(value, place)
+            if part is not None:
+                value, geometry = part, place
         handle = Handle(self.tape, value, geometry)
         if value.handles is None:
             self._first_pack(value, tensor, natural)
@@ -95,7 +101,10 @@ class Saver(Known):
             if self.tape.holding is not None:
                 self.tape.holding((value,))
         elif self.segment.scope is not None:
-            self.segment.scope.note_freed(value, tensor.untyped_storage().nbytes())
+            if (whole := whole_of(value)) is not None:
+                self.segment.scope.note_freed(whole, tensor.nbytes)
+            else:
+                self.segment.scope.note_freed(value, tensor.untyped_storage().nbytes())
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Make a value of the tape a root: it is held from now on, and replays start from it."""

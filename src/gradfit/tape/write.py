@@ -11,7 +11,7 @@ from torch.autograd.graph import increment_version
 from gradfit._torch import base_of, storage_key
 from gradfit.errors import UnsupportedOp
 from gradfit.tape.graph import Operation, Value, nothing
-from gradfit.tape.known import NO_KWARGS, UNCOUNTED, WRITTEN, each_once, expected, next_index, version_of
+from gradfit.tape.known import NO_KWARGS, UNCOUNTED, WRITTEN, Chunk, each_once, expected, next_index, version_of
 from gradfit.tape.ops import LOAD, OpInfo
 from gradfit.tape.policy import HOLD, KEEP, OFFLOAD
 from gradfit.tape.save import Saver
@@ -38,6 +38,7 @@ class Writer(Saver):
             or old.natural() is not target
             or not expected(old, target._version)
             or (old.fragile is not None and info.reads_written)
+            or (self._chunks and old.key in self._chunks)
         ):
             return self._write(func, info, args, kwargs, state)
         old.fragile = None
@@ -119,7 +120,7 @@ class Writer(Saver):
         op.written = tuple(olds)  # type: ignore[arg-type]
         written = [(-1 - number, target, key) for number, (target, key) in enumerate(zip(targets, keys, strict=True))]
         self._adopt(op, [*written, *fresh], choices)
-        self._written(targets, keys)
+        self._written(targets, keys, olds)
         return out
 
     def _offload(self, targets: list[torch.Tensor], choices: list[int] | None) -> None:
@@ -129,12 +130,16 @@ class Writer(Saver):
                 key = storage_key(target)
                 self._roots.pop(key, None)
                 self._adopt(Operation(next_index(), None, LOAD, [], NO_KWARGS, []), [(0, target, key)], [OFFLOAD])
-                self._written([target], [key])
+                self._written([target], [key], [None])
 
-    def _written(self, targets: list[torch.Tensor], keys: list[int]) -> None:
-        for target, key in zip(targets, keys, strict=True):
-            version = version_of(target)
-            self._made[key].seen = version if version == UNCOUNTED else WRITTEN - version
+    def _written(self, targets: list[torch.Tensor], keys: list[int], olds: list[Value | None]) -> None:
+        """Note by which version counter a write will be counted, and that the others stay as they are."""
+        for target, key, old in zip(targets, keys, olds, strict=True):
+            version, value = version_of(target), self._made[key]
+            counter: Value | Chunk = value
+            if old is not None and (chunk := self._chunk(key, target)) is not None:
+                counter, value.seen = chunk, old.seen
+            counter.seen = version if version == UNCOUNTED else WRITTEN - version
 
 
 def _refuse_views(func: Any, targets: list[torch.Tensor]) -> None:

@@ -1,0 +1,142 @@
+"""What a window asks of the other processes; alone there is nobody to ask.
+
+A window that several processes fill ends with one *meeting*: each brings what its part weighs, all learn what the whole
+weighs, and then the gradients are added up. Between two meetings no process waits for another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from gradfit.accumulate.numbers import Number
+from gradfit.accumulate.plain_backwards import NoPlainBackwards
+from gradfit.accumulate.scaling import gradient_norm
+from gradfit.accumulate.window_state import Total
+from gradfit.errors import MisuseError
+
+
+class Part(NamedTuple):
+    """What one process brings to the end of a window."""
+
+    weights: dict[str, Number]
+    """Every denominator by its term's name; that of the main loss is ""."""
+    micro_batches: int
+    skipped: int
+    notes: dict[str, float]
+    """Numbers to add up over all processes, such as losses."""
+    base: float = 1.0
+    """The loss scale that the sums carry."""
+    scale: float = 1.0
+    """The loss scale of this process by now; after a skipped micro-batch it may be lower than another's."""
+    flushing: bool = False
+    """It has no more to give, and takes part until nobody has."""
+    joined: bool = False
+    """It had no more to give before this window, and only keeps up."""
+    present: tuple[int, ...] = ()
+    """Positions of the parameters that have a gradient here."""
+    sparse: tuple[int, ...] = ()
+    broken: bool = False
+    """It holds half a micro-batch: nobody can use this window."""
+    leader: int | None = None
+    """Of a whole: a rank that others, which only keep up, must follow; None if nobody does."""
+    active: tuple[int, ...] = ()
+    """Of a whole: the ranks that have brought anything."""
+
+
+class Whole(Part):
+    """What all processes have brought together; `flushing` if nobody has more to give."""
+
+    __slots__ = ()
+
+
+class Window(Protocol):
+    """What the processes need to know about a window."""
+
+    tensors: list[Tensor]
+    enabled: bool
+    plain: NoPlainBackwards
+    sources: Sequence[Any]
+
+
+class Alone:
+    """One process: its part is the whole, its gradients are the gradients."""
+
+    size = 1
+    reserved_bytes = 0  # of communication buckets that are no tensors of Python's
+    reduce_bytes = 0  # what `reduce` takes for a moment
+    lockstep = False  # whether a forward here needs a backward here, for the others' sake
+
+    def sources(self, tensors: list[Tensor]) -> Sequence[Any]:
+        """Where each parameter's gradient adds up during a window."""
+        return tensors
+
+    def meet(self, part: Whole) -> Whole:
+        """Learn what all processes hold, from what this one does."""
+        return part
+
+    def reduce(self, window: Any, whole: Whole, factor: float) -> float:
+        """Add up `factor` times the gradients of all processes in `.grad`; gives the factor that is still missing."""
+        return factor
+
+    def norm(self, gradients: list[Tensor]) -> float:
+        """The norm of all gradients together, wherever their parts lie."""
+        return gradient_norm(gradients)
+
+    def spread_nonfinite(self, gradients: list[Tensor]) -> None:
+        """If another process's part of the gradient is not finite, let this one's say so too."""
+
+    def share_options(self, optimizer: Any, whole: Whole, joined: bool) -> None:
+        """Let a process that only keeps up step with the learning rate of those that have data."""
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Passes inside are of no window; other processes need not run any."""
+        yield
+
+    def failed(self, error: BaseException) -> None:
+        """An error goes to the caller, who may or may not come back: leave word for those who wait."""
+
+    def release(self) -> None:
+        """The window is over: flags that were changed for it are put back."""
+
+    def close(self) -> None:
+        """The window lets its tensors go."""
+
+
+ALONE = Alone()
+
+
+def present_in(sources: Sequence[Any], terms: Iterable[Total]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Which parameters have a gradient, and which a sparse one."""
+    found = {at: source.grad for at, source in enumerate(sources) if source.grad is not None}
+    for term in terms:
+        for at, gradient in term.gradients.items():
+            if at not in found or not gradient.is_sparse:
+                found[at] = gradient
+    return tuple(sorted(found)), tuple(sorted(at for at, gradient in found.items() if gradient.is_sparse))
+
+
+def ranks_of(tensors: Iterable[Tensor], window: Window) -> Alone:
+    """Who shares these parameters: nobody, or the processes of the DDP or FSDP2 module they belong to."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return ALONE
+    from gradfit.distributed.shared_window import together  # which needs this module
+
+    return together(list(tensors), window)
+
+
+def wrapped_since(tensors: Iterable[Tensor], window: Window) -> MisuseError | None:
+    """What to raise if a model was wrapped after its parameters came to the window: it would reduce by itself."""
+    late = ranks_of(tensors, window)
+    late.close()
+    if late is ALONE:
+        return None
+    return MisuseError(
+        "The parameters were wrapped by DDP after the accumulator was made, so this backward is averaged over the "
+        "ranks by DDP itself. Make the accumulator after DistributedDataParallel(model)."
+    )

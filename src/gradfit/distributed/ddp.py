@@ -1,0 +1,141 @@
+"""DDP: every rank has all parameters, and sums of its own in `.grad`; one all-reduce per bucket makes them everybody's.
+
+Each bucket is filled with `factor · gradient`, reduced while the next one is filled, and then *is* the gradient: the
+parameters' `.grad` become views of it, so that nothing is copied back, and at most one bucket is there twice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradfit import _torch_distributed as private
+from gradfit.accumulate.processes import Whole
+from gradfit.distributed.shared_window import Together
+
+BUCKET_BYTES = 25 * 2**20  # as DDP's own
+
+# What each module's flags were before each accumulator that silences it, put back last one first.
+_silent: weakref.WeakKeyDictionary[torch.nn.Module, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
+
+
+class Replicated(Together):
+    """The processes of a DDP module.
+
+    DDP reads its flags when a forward begins, so they are changed for the time of the forward alone: whoever looks at
+    them at any other moment sees what the user has set.
+    """
+
+    @property
+    def reserved_bytes(self) -> int:  # type: ignore[override]
+        return sum(private.ddp_bucket_bytes(module) for module in self.modules)
+
+    @property
+    def reduce_bytes(self) -> int:  # type: ignore[override]
+        return min(2 * BUCKET_BYTES, self.reserved_bytes)  # one bucket on its way, one being filled
+
+    def before_forward(self, module: Any) -> None:
+        if self.filling:
+            _silent.setdefault(module, []).append(private.silence_ddp(module))
+
+    def after_forward(self, module: Any) -> None:
+        changed = _silent.get(module)
+        if changed:
+            private.restore_flags(module, changed.pop())
+
+    def reduce(self, window: Any, whole: Whole, factor: float) -> float:
+        for module in self.modules:
+            if private.broadcasts_buffers(module) and whole.active:
+                private.broadcast_buffers(module, whole.active[0])
+        return super().reduce(window, whole, factor)
+
+    def add_up(self, window: Any, present: tuple[int, ...], sparse: tuple[int, ...], factor: float) -> None:
+        with torch.no_grad():
+            dense = [window.tensors[at] for at in present if at not in set(sparse)]
+            pending: tuple[Any, list[Tensor], Tensor] | None = None
+            for bucket in _buckets(dense):
+                flat = _fill(bucket, factor)
+                work = dist.all_reduce(flat, group=self.group.handle, async_op=True)
+                if pending is not None:
+                    _take_out(*pending)
+                pending = (work, bucket, flat)
+            if pending is not None:
+                _take_out(*pending)
+            for at in sparse:
+                _reduce_sparse(window.tensors[at], factor, self.group.handle)
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Parameters in buckets of one type and one device, the last ones first, as backward leaves them in the caches."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((_grad_dtype(tensor), tensor.device), []).append(tensor)
+    for (dtype, _), members in kinds.items():
+        bucket: list[Tensor] = []
+        filled = 0
+        for tensor in reversed(members):
+            size = tensor.numel() * dtype.itemsize
+            if bucket and filled + size > BUCKET_BYTES:
+                yield bucket
+                bucket, filled = [], 0
+            bucket.append(tensor)
+            filled += size
+        if bucket:
+            yield bucket
+
+
+def _grad_dtype(tensor: Tensor) -> torch.dtype:
+    return (
+        tensor.dtype
+        if tensor.grad is None and tensor.grad_dtype is None
+        else (
+            tensor.grad.dtype if tensor.grad is not None else tensor.grad_dtype  # type: ignore[return-value]
+        )
+    )
+
+
+def _fill(bucket: list[Tensor], factor: float) -> Tensor:
+    """`factor` times the gradients, one after the other; zeros where this rank has none. Gives up the gradients."""
+    flat = torch.empty(sum(t.numel() for t in bucket), dtype=_grad_dtype(bucket[0]), device=bucket[0].device)
+    for tensor, place in zip(bucket, _places(bucket, flat), strict=True):
+        gradient = tensor.grad
+        if gradient is None:
+            place.zero_()
+        elif factor == 1.0:
+            place.copy_(gradient)
+        else:
+            torch.mul(gradient, factor, out=place)
+        tensor.grad = None
+    return flat
+
+
+def _take_out(work: Any, bucket: list[Tensor], flat: Tensor) -> None:
+    work.wait()
+    for tensor, place in zip(bucket, _places(bucket, flat), strict=True):
+        tensor.grad = place
+
+
+def _places(bucket: list[Tensor], flat: Tensor) -> Iterator[Tensor]:
+    """Where each parameter's gradient lies in its bucket, with the parameter's own strides if they leave no holes."""
+    offset = 0
+    for tensor in bucket:
+        dense = private.is_non_overlapping_and_dense(tensor)
+        stride = tensor.stride() if dense else torch.empty(tensor.shape, device="meta").stride()
+        yield flat.as_strided(tensor.shape, stride, offset)
+        offset += tensor.numel()
+
+
+def _reduce_sparse(tensor: Tensor, factor: float, group: dist.ProcessGroup) -> None:
+    gradient = tensor.grad
+    if gradient is None:
+        gradient = torch.zeros_like(tensor, dtype=_grad_dtype(tensor), layout=torch.sparse_coo)
+    elif not gradient.is_sparse:
+        gradient = gradient.to_sparse(1)
+    gradient = gradient.coalesce().mul_(factor)
+    dist.all_reduce(gradient, group=group)
+    tensor.grad = gradient

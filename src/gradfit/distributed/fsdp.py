@@ -1,0 +1,194 @@
+"""FSDP2: each rank holds a shard of every parameter, and while a window fills, full gradients of its own.
+
+`fully_shard` keeps unreduced gradients apart from the parameters, full and on every rank; they are this window's
+*sources*. At the end FSDP2's own reduction runs once, by the policy the units were given, as a sum.
+
+The units' parameters are gathered in every forward and backward, by all ranks together; `gathers.py` lets them run
+different numbers of passes all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from gradfit import _torch_fsdp as fsdp
+from gradfit.accumulate.plain_backwards import own_pass
+from gradfit.accumulate.scaling import gradient_norm
+from gradfit.distributed.fsdp_gathers import Gathers
+from gradfit.distributed.no_sync import modules_of
+from gradfit.distributed.process_group import Group
+from gradfit.distributed.shared_window import Together
+from gradfit.errors import MisuseError
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a parameter is one of a `fully_shard` unit."""
+    return isinstance(tensor, DTensor)
+
+
+def is_fully_sharded(model: torch.nn.Module) -> bool:
+    """Whether any part of a model is a `fully_shard` unit."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def data_parallel_size(model: torch.nn.Module) -> int:
+    """Over how many ranks a `fully_shard` model's gradients are added up."""
+    units = [unit for m in model.modules() if isinstance(m, FSDPModule) for unit in fsdp.param_groups(m)]
+    return fsdp.data_parallel_group(units[0]).size() if units else 1
+
+
+class Unsharded:
+    """A parameter's full gradient on this rank, under the name that autograd's own would have."""
+
+    def __init__(self, tensor: Tensor, kept: Any) -> None:
+        self.shape, self._kept = tensor.shape, kept
+
+    @property
+    def grad(self) -> Tensor | None:
+        return fsdp.unsharded_gradient(self._kept)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        fsdp.set_unsharded_gradient(self._kept, gradient)
+
+
+class Sharded(Together):
+    """The processes of a `fully_shard` module."""
+
+    lockstep = True
+
+    def __init__(self, tensors: list[Tensor], window: Any) -> None:
+        modules = modules_of(FSDPModule, tensors)
+        self.units = [unit for module in modules for unit in fsdp.param_groups(module)]
+        self._kept = {id(tensor): kept for unit in self.units for tensor, kept in fsdp.sharded_parameters(unit)}
+        for at, tensor in enumerate(tensors):
+            if id(tensor) not in self._kept:
+                raise MisuseError(
+                    f"The parameter at {at}, of shape {tuple(tensor.shape)}, is a DTensor of no fully_shard module. "
+                    "Make the optimizer after fully_shard, from model.parameters()."
+                )
+        super().__init__(modules, Group(fsdp.data_parallel_group(self.units[0])), window)
+        self._silenced: list[Any] = []
+        self._depth = 0
+        self._gathers = Gathers(self.group, modules, self.units)
+
+    @property
+    def reduce_bytes(self) -> int:  # type: ignore[override]
+        """The largest unit twice: what goes into its reduction and what comes out, or, for a rank that waits at the
+        end of its window while others gather, what was sent and the parameters made of it."""
+        return 2 * max(fsdp.unit_bytes(unit) for unit in self.units)
+
+    def sources(self, tensors: list[Tensor]) -> list[Unsharded]:
+        return [Unsharded(tensor, self._kept[id(tensor)]) for tensor in tensors]
+
+    def warm_up(self) -> None:
+        """FSDP2 makes the storages that it gathers into in the first pass: a plan has no such operations."""
+        fsdp.initialise(self.modules)
+        for unit in self.units:
+            if fsdp.never_gathered(unit):  # on this rank, and so on no other: they gather together
+                fsdp.take_part(unit)
+
+    # -- while a window fills -----------------------------------------------------------------------------------------
+
+    def before_forward(self, module: Any) -> None:
+        self._depth += 1
+        if self._depth > 1 or not self.filling:
+            return
+        self._silenced += [unit for unit in self.units if fsdp.set_reduces(unit, False)]
+        self._gathers.begin_pass()
+
+    def after_forward(self, module: Any) -> None:
+        self._depth -= 1
+        window = self._window()
+        if self._depth or window is None:
+            return
+        for tensor in window.tensors:
+            kept = self._kept[id(tensor)]
+            full = fsdp.unsharded_parameter(kept)
+            if full is not None and full.requires_grad:
+                window.plain.watch(full)  # backward passes reach this one, not the shard
+            if tensor.grad_dtype is not None and tensor.grad_dtype != tensor.dtype:
+                fsdp.accumulate_in(kept, tensor.grad_dtype)
+
+    def failed(self, error: BaseException) -> None:
+        super().failed(error)
+        self._gathers.lost = True  # in the middle of a pass, perhaps
+
+    def release(self) -> None:
+        self._gathers.announces = False
+        while self._silenced:
+            fsdp.set_reduces(self._silenced.pop(), True)
+
+    # -- at its end ---------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        self._gathers.wait()
+
+    def add_up(self, window: Any, positions: tuple[int, ...], sparse: tuple[int, ...], factor: float) -> None:
+        present = {id(window.tensors[at]) for at in positions}
+        fsdp.initialise(self.modules)
+        with torch.no_grad(), own_pass():
+            for unit in reversed(self.units):
+                others, dtype = {}, None
+                wanted = any(id(tensor) in present for tensor, _ in fsdp.sharded_parameters(unit))
+                if wanted and fsdp.never_gathered(unit):  # on this rank, and so on no other: they gather together
+                    fsdp.take_part(unit)
+                for tensor, kept in fsdp.sharded_parameters(unit):
+                    gradient = fsdp.unsharded_gradient(kept)
+                    if id(tensor) not in present:
+                        others[kept] = gradient
+                        fsdp.set_unsharded_gradient(kept, None)
+                        continue
+                    dtype = tensor.grad_dtype or tensor.dtype
+                    if gradient is None:
+                        gradient = torch.zeros(fsdp.unsharded_size(kept), dtype=dtype, device=tensor.device)
+                    elif factor != 1.0:
+                        gradient.mul_(factor)
+                    fsdp.set_unsharded_gradient(kept, gradient)
+                if dtype is not None:
+                    fsdp.reduce_group(unit, dtype)
+                for kept, gradient in others.items():  # another optimizer's
+                    fsdp.set_unsharded_gradient(kept, gradient)
+
+    def norm(self, gradients: list[Tensor]) -> float:
+        # By the ranks that share a gradient, not by the mesh: fully_shard makes one for each unit that is given none.
+        ranks: dict[int, tuple[int, ...]] = {}
+        shares: dict[tuple[int, ...], tuple[Any, list[float]]] = {}
+        for gradient in gradients:
+            mesh = gradient.device_mesh  # type: ignore[attr-defined]
+            if id(mesh) not in ranks:
+                ranks[id(mesh)] = tuple(sorted(mesh.mesh.flatten().tolist()))
+            shares.setdefault(ranks[id(mesh)], (mesh, []))[1].append(_squares(gradient))
+        squares = 0.0
+        for mesh, local in shares.values():
+            total = torch.tensor(math.fsum(local), dtype=torch.float64, device=self.group.device)
+            for dimension in range(mesh.ndim):
+                dist.all_reduce(total, group=mesh.get_group(dimension))
+            squares += total.item()
+        return math.sqrt(squares)
+
+    def spread_nonfinite(self, gradients: list[Tensor]) -> None:
+        if not math.isfinite(self.norm(gradients)):
+            for gradient in gradients:
+                part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                if part.numel():
+                    part.view(-1)[0] = math.inf
+                    break
+
+
+def _squares(gradient: Tensor) -> float:
+    """This rank's share of a gradient's squared norm."""
+    spread: Any = gradient
+    copies = 1
+    for dimension, placement in enumerate(spread.placements):
+        if isinstance(placement, Replicate):
+            copies *= spread.device_mesh.size(dimension)
+    local: Tensor = spread.to_local()
+    return gradient_norm([local]) ** 2 / copies if local.numel() else 0.0

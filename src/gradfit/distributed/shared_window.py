@@ -1,0 +1,228 @@
+"""Windows that several processes fill together: DDP and FSDP2 modules found, silenced, and reduced once per window.
+
+Neither module communicates gradients by itself while a window fills: a forward under the accumulator is a forward
+under `no_sync`. At the window's end the processes meet once. Each then multiplies its own sums by its factor, which
+makes the sum over the ranks the mean over all items, and no rank needs to have held as many micro-batches as another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from gradfit import _torch_distributed as private
+from gradfit.accumulate.numbers import Number
+from gradfit.accumulate.processes import ALONE, Alone, Part, Whole, Window
+from gradfit.distributed.no_sync import Ear, modules_of
+from gradfit.distributed.process_group import Group
+from gradfit.errors import MisuseError, RankFailed
+
+
+def together(tensors: list[Tensor], window: Window) -> Alone:
+    """The processes that share these parameters; nobody if no DDP or FSDP2 module holds them."""
+    from gradfit.distributed.ddp import Replicated
+    from gradfit.distributed.fsdp import Sharded, is_sharded
+    from gradfit.distributed.replicas import replicas_of
+
+    sharded = [is_sharded(tensor) for tensor in tensors]
+    if any(sharded):
+        if not all(sharded):
+            at = sharded.index(False)
+            raise MisuseError(
+                f"The parameter at {at}, of shape {tuple(tensors[at].shape)}, is not sharded, others are: nobody would "
+                "add up its gradient over the ranks. Call fully_shard(model) on the root module too."
+            )
+        return Sharded(tensors, window)
+    modules = modules_of(private.DistributedDataParallel, tensors)
+    if not modules:
+        return replicas_of(tensors, window) or ALONE
+    groups = {id(private.ddp_group(module)): private.ddp_group(module) for module in modules}
+    if len(groups) > 1:
+        raise MisuseError(
+            f"The parameters belong to {len(modules)} DDP modules with {len(groups)} different process groups. Pass "
+            "each module's parameters to an accumulator of its own."
+        )
+    held = {id(tensor) for module in modules for tensor in module.parameters()}
+    for at, tensor in enumerate(tensors):
+        if id(tensor) not in held:
+            raise MisuseError(
+                f"The parameter at {at}, of shape {tuple(tensor.shape)}, is not in the DDP module that holds others: "
+                "nobody would add up its gradient over the ranks. Wrap a module that holds all of them."
+            )
+    return Replicated(modules, Group(next(iter(groups.values()))), window)
+
+
+class Together(Alone):
+    """What DDP and FSDP2 have in common: the meeting."""
+
+    def __init__(self, modules: list[Any], group: Group, window: Window) -> None:
+        self.modules, self.group, self.size = modules, group, group.size
+        self._window = weakref.ref(window)  # which holds this
+        self._rehearsing = False
+        self._ear = Ear(modules, self)
+
+    def warm_up(self) -> None:
+        """Do what only the first pass does, so that all passes are alike; by all ranks together."""
+
+    def settle(self) -> None:
+        """This rank has come to a meeting: do what the others still need it for."""
+
+    def meet(self, part: Part) -> Whole:
+        self.settle()
+        window = self._window()
+        count = 0 if window is None else len(window.tensors)
+        record = {
+            "kind": "end of a window",
+            "weights": part.weights,
+            "notes": part.notes,
+            "counts": [part.micro_batches, part.skipped],
+            "scales": [part.base, part.scale],
+            "flags": [int(part.flushing), int(part.joined), int(part.broken)],
+            "present": _pack(part.present, count),
+            "sparse": _pack(part.sparse, count),
+            "parameters": count,
+        }
+        records = self.group.exchange(record)
+        self.check(records)
+        active = [rank for rank, one in enumerate(records) if sum(one["counts"])]
+        names = dict.fromkeys(name for one in records for name in one["weights"])
+        leading = [rank for rank, one in enumerate(records) if not one["flags"][1]]
+        return Whole(
+            weights={name: add_weights([one["weights"].get(name, 0) for one in records]) for name in names},
+            notes={name: math.fsum(one["notes"].get(name, 0.0) for one in records) for name in part.notes},
+            micro_batches=sum(one["counts"][0] for one in records),
+            skipped=sum(one["counts"][1] for one in records),
+            base=records[active[0]]["scales"][0] if active else part.base,
+            scale=min(one["scales"][1] for one in records),
+            flushing=all(one["flags"][0] for one in records),
+            present=_unpack([one["present"] for one in records], count),
+            sparse=_unpack([one["sparse"] for one in records], count),
+            leader=leading[0] if leading and len(leading) < len(records) else None,
+            active=tuple(active),
+        )
+
+    def reduce(self, window: Any, whole: Whole, factor: float) -> float:
+        if self.size == 1 and not self.lockstep:
+            return factor
+        self.add_up(window, whole.present, whole.sparse, factor)
+        return 1.0
+
+    def add_up(self, window: Any, present: tuple[int, ...], sparse: tuple[int, ...], factor: float) -> None:
+        """Make `.grad` the sum over the ranks of `factor` times each one's sources, for these parameters."""
+        raise NotImplementedError
+
+    def total(self, window: Any, gradients: dict[int, Tensor], factor: float) -> list[Tensor]:
+        """The sum over the ranks of other tensors than the window's, laid out as the parameters' gradients are."""
+        slots = [*window.tensors, *window.sources]
+        kept = [slot.grad for slot in slots]
+        try:
+            for slot in slots:
+                slot.grad = None
+            for at, gradient in gradients.items():
+                window.sources[at].grad = (gradient.to_dense() if gradient.is_sparse else gradient).clone()
+            self.add_up(window, tuple(range(len(window.tensors))), (), factor)
+            return [tensor.grad for tensor in window.tensors]
+        finally:
+            for slot in slots:
+                slot.grad = None
+            for slot, gradient in zip(slots, kept, strict=True):
+                if gradient is not None:
+                    slot.grad = gradient
+
+    def check(self, records: list[dict[str, Any]]) -> None:
+        """Refuse to go on unless all ranks do the same, and can."""
+        kinds = {one["kind"] for one in records}
+        if len(kinds) > 1:
+            raise RankFailed(
+                f"The ranks do different things: {', '.join(one['kind'] for one in records)}. Call step(), flush() and "
+                "state_dict() on all ranks in the same order."
+            )
+        broken = [rank for rank, one in enumerate(records) if one["flags"][2]]
+        if broken and broken != [self.group.rank]:
+            others = ", ".join(str(rank) for rank in broken if rank != self.group.rank)
+            raise RankFailed(
+                f"On rank {others} a backward pass failed half-way, so the window holds part of a micro-batch. Call "
+                "reset() on every rank and repeat the window."
+            )
+        counts = [one["parameters"] for one in records]
+        if len(set(counts)) > 1:
+            raise MisuseError(f"The ranks accumulate {counts} parameters. Pass the same parameters on every rank.")
+
+    def agree(self, error: Exception | None) -> None:
+        """Each rank has tried something that may fail on it alone: if it did anywhere, nobody goes on."""
+        self.settle()
+        said = "" if error is None else f"{type(error).__name__}: {error}"
+        records = self.group.exchange({"kind": "fit", "failed": said})
+        failed = [f"rank {rank} raised {one['failed']}" for rank, one in enumerate(records) if one.get("failed")]
+        if failed and error is None:
+            raise RankFailed("; ".join(failed))
+
+    def share_options(self, optimizer: Any, whole: Whole, joined: bool) -> None:
+        groups = getattr(optimizer, "param_groups", None)
+        if whole.leader is None or groups is None:
+            return
+        numbers = [
+            {name: value for name, value in group.items() if type(value) in (int, float, bool)} for group in groups
+        ]
+        records = self.group.exchange({"groups": numbers})
+        if joined:
+            for group, current in zip(groups, records[whole.leader]["groups"], strict=True):
+                group.update(current)
+
+    def failed(self, error: BaseException) -> None:
+        self.group.leave_word(error)
+
+    def close(self) -> None:
+        self.release()
+        self._ear.close()
+
+    @property
+    def filling(self) -> bool:
+        """Whether a forward now is one of a window, or a trial for one."""
+        window = self._window()
+        return self._rehearsing or (window is not None and window.enabled)
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        self._rehearsing = True
+        try:
+            yield
+        finally:
+            self._rehearsing = False
+            window = self._window()
+            for source in () if window is None else window.sources:
+                source.grad = None
+            self.release()
+
+    def before_forward(self, module: Any) -> None:
+        """Keep the module silent in this forward and its backward."""
+        raise NotImplementedError
+
+    def after_forward(self, module: Any) -> None:
+        """A forward has ended."""
+
+
+def add_weights(weights: list[Number]) -> Number:
+    """The sum, exact for whole numbers, and for others the same in any order."""
+    return sum(weights) if all(type(one) is int for one in weights) else math.fsum(weights)
+
+
+def _pack(positions: tuple[int, ...], count: int) -> str:
+    """Positions as a string that is short if they are all there, or none is."""
+    if len(positions) == count:
+        return "*"
+    return format(sum(1 << at for at in positions), "x") if positions else ""
+
+
+def _unpack(packed: list[str], count: int) -> tuple[int, ...]:
+    if "*" in packed:
+        return tuple(range(count))
+    bits = 0
+    for one in packed:
+        bits |= int(one or "0", 16)
+    return tuple(at for at in range(count) if bits >> at & 1)

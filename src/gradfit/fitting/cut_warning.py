@@ -1,0 +1,43 @@
+"""What is said, once, about a batch that is not cut, or is cut although its parts do not make the whole."""
+
+from __future__ import annotations
+
+import warnings
+
+from gradfit.batches.additivity_record import Additivity
+from gradfit.errors import ExactnessWarning
+from gradfit.fitting.tested_plan import Fitted
+
+
+def warn_about_cutting(fitted: Fitted, additivity: Additivity | None, *, exact: bool) -> None:
+    """Warn where the loss decides how a plan is made, with what was measured and the right call."""
+    text = cutting_note(fitted, additivity, exact=exact)
+    if text:
+        warnings.warn(text, ExactnessWarning, stacklevel=3)
+
+
+def cutting_note(fitted: Fitted, additivity: Additivity | None, *, exact: bool = True) -> str:
+    """The same text; "" if there is nothing to say."""
+    plan = fitted.plan
+    cut = plan.micro_batch < plan.batch_size
+    if additivity is None:
+        return ""
+    measured = f"relative error {additivity.error:.2g} on a few rows"
+    if not additivity.adds_up:
+        if cut:
+            return (
+                f"The batch of {plan.batch_size} is cut into micro-batches of {plan.micro_batch}, and its gradient is "
+                f"not that of the whole batch ({measured}): {additivity.reason}."
+            )
+        if plan.batch_size > 1 and not plan.keeps_everything and exact:
+            return (
+                f"The batch of {plan.batch_size} is not cut, and recomputing alone holds the budget, because its parts "
+                f"do not make the whole ({measured}): {additivity.reason}. exact=False cuts it all the same."
+            )
+    elif cut and additivity.over == "rows":
+        return (
+            f"What the loss was divided by cannot be read ({additivity.read or 'no rule is for its last operations'}), "
+            f"so micro-batches are weighted by their rows, which was right for the sample ({measured}). If later "
+            "batches have padding, return gf.Loss(sum=…, count=…)."
+        )
+    return ""

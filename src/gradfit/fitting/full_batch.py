@@ -1,0 +1,150 @@
+"""How far the gradients of a batch's parts, added up, are from those of the whole batch: measured, not assumed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradfit._torch import is_out_of_memory
+from gradfit.batches.additivity import measure_additivity
+from gradfit.batches.shares import PartCounter
+from gradfit.batches.snapshot import Generators, trials_end, untouched
+from gradfit.batches.weights import BatchWeights, may_count
+from gradfit.errors import MisuseError
+from gradfit.fitting.same_draws import CannotShare, WholeDraws
+from gradfit.profiling.measure import LossFunction, check_batch, run_part
+
+_WEIGHTED_BY = {"rows": "rows", "items": "items", "divisor": "items", "terms": "items", "sum": "sum"}
+Gradients = list[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class FullBatchError:
+    """The gradient of the parts beside that of the whole batch, in the same state and with the same random numbers."""
+
+    error: float | None
+    """The norm of the difference over the norm of the whole batch's gradient; None where it could not be measured."""
+    tolerance: float
+    """What the rounding of a float sum may amount to: the root of the gradients' machine epsilon."""
+    weighted_by: str
+    """What the parts' losses were weighted by: "items" where a count was returned or could be read, "rows", or "sum"
+    where they are simply added."""
+    reason: str = ""
+    """Why it could not be measured."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the parts were measured to give the whole batch's gradient, up to rounding."""
+        return self.error is not None and self.error <= self.tolerance
+
+    def __str__(self) -> str:
+        if self.error is None:
+            return f"not measured: {self.reason}"
+        return f"relative error {self.error:.2g} of the gradient (by {self.weighted_by})"
+
+
+def compare_with_full_batch(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    parts: Sequence[Any],
+    split: Callable[[Any, int], Iterable[Any]] | None = None,
+    *,
+    part_loss_fn: LossFunction | None = None,
+) -> FullBatchError:
+    """Run the batch in one piece and in parts, plainly, and compare the gradients; leaves no trace.
+
+    Args:
+        model: The model, in the mode it is trained in.
+        loss_fn: `(model, batch) -> loss`, as for `fit`.
+        batch: The whole batch.
+        parts: The same batch, cut.
+        split: How it was cut, if not along dim 0.
+        part_loss_fn: The loss as it is computed for the parts, in tiles; None: as for the whole.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    tolerance = max((math.sqrt(torch.finfo(p.dtype).eps) for p in parameters), default=0.0)
+    weighted_by = "rows"
+    try:
+        with trials_end(), untouched(model):
+            additivity = measure_additivity(model, loss_fn, batch, split=split, rewind=Generators().restore)
+        weighted_by = _WEIGHTED_BY.get(additivity.over or "", "rows")
+        whole, draws = _whole_gradients(model, parameters, loss_fn, batch, check_batch(batch, split))
+        shares = None
+        if may_count(additivity, len(parts)):
+            with untouched(model):
+                shares = PartCounter(model, part_loss_fn or loss_fn, split, additivity.roles).shares(parts)
+        weights = BatchWeights(additivity, check_batch(batch, split), exact=False, shares=shares)
+        sized = [(part, check_batch(part, split)) for part in parts]
+        added, by_rows = _added_gradients(model, parameters, part_loss_fn or loss_fn, sized, weights, draws)
+        weighted_by = "items" if weighted_by == "rows" and not by_rows else weighted_by
+        error = _relative_error(added, whole)
+    except MisuseError as problem:
+        return FullBatchError(None, tolerance, weighted_by, str(problem))
+    except CannotShare as problem:
+        return FullBatchError(None, tolerance, weighted_by, f"{problem}, so the parts cannot draw the same numbers")
+    except Exception as problem:  # the user's code on a whole batch, which may be more than it was written for
+        said = "runs out of memory" if is_out_of_memory(problem) else f"raised {type(problem).__name__}: {problem}"
+        return FullBatchError(None, tolerance, weighted_by, f"the batch in one piece {said}")
+    if not math.isfinite(error):
+        return FullBatchError(None, tolerance, weighted_by, "the gradients are not finite")
+    return FullBatchError(error, tolerance, weighted_by)
+
+
+def _whole_gradients(
+    model: torch.nn.Module, parameters: list[torch.nn.Parameter], loss_fn: LossFunction, batch: Any, rows: int
+) -> tuple[Gradients, WholeDraws]:
+    draws = WholeDraws()
+    with trials_end(), untouched(model):
+        with draws:
+            found = run_part(loss_fn, model, batch, rows)
+        torch.autograd.backward(found.loss)
+        return _scaled(parameters, 1.0 if found.count is None else float(found.count)), draws
+
+
+def _added_gradients(
+    model: torch.nn.Module,
+    parameters: list[torch.nn.Parameter],
+    loss_fn: LossFunction,
+    parts: Sequence[tuple[Any, int]],
+    weights: BatchWeights,
+    draws: WholeDraws,
+) -> tuple[Gradients, bool]:
+    total, by_rows = 0.0, True
+    generators = Generators()  # Python's and NumPy's draws are for the batch: each part gets the same
+    with trials_end(), untouched(model):
+        for position, (part, rows) in enumerate(parts):
+            generators.restore()
+            with draws.for_part():
+                found = run_part(loss_fn, model, part, rows)
+            found = weights.shared(found, position)
+            weight = weights.of(found)
+            items = float(weight.number)
+            if items:  # a mean over no items is NaN, and contributes nothing
+                torch.autograd.backward(found.loss * items if weight.reduction == "mean" else found.loss)
+            total += items
+            by_rows = by_rows and items == rows
+            del found
+        return _scaled(parameters, total), by_rows
+
+
+def _scaled(parameters: list[torch.nn.Parameter], total: float) -> Gradients:
+    return [None if p.grad is None else p.grad.detach() / total for p in parameters]
+
+
+def _relative_error(added: Gradients, whole: Gradients) -> float:
+    difference, norm = 0.0, 0.0
+    for a, b in zip(added, whole, strict=True):
+        if a is None and b is None:
+            continue
+        one = torch.zeros((), device="cpu") if a is None else a.to_dense() if a.layout is not torch.strided else a
+        other = torch.zeros((), device="cpu") if b is None else b.to_dense() if b.layout is not torch.strided else b
+        difference += float((one.double() - other.double()).square().sum())
+        norm += float(other.double().square().sum())
+    if norm == 0.0:
+        return 0.0 if difference == 0.0 else math.inf
+    return math.sqrt(difference / norm)

@@ -1,0 +1,96 @@
+"""A tested plan as plain JSON values, and back: what a step's and a run's state hold of it, checked as it is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from gradfit.errors import StateError
+from gradfit.fitting.tested_plan import Fitted
+from gradfit.planning.plan import Plan
+from gradfit.profiling.profile import Profile
+from gradfit.state_checks import MANY, boolean, fields, integer, list_of, number, optional, text, wrong
+
+_DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+_FLAGS = ("steady", "seen", "looks", "copied", "by_size")
+_RECORDS = ("plan", "profile", "shape", "slack")
+_PLAIN_FIELDS = [field for field in dataclasses.fields(Fitted) if field.name not in _RECORDS]
+_NUMBERS = {
+    field.name: boolean if field.name in _FLAGS else optional(integer(0)) if field.default is None else integer(0)
+    for field in _PLAIN_FIELDS
+}
+_REQUIRED = {field.name: _NUMBERS[field.name] for field in _PLAIN_FIELDS if field.default is dataclasses.MISSING}
+_SHAPES = list_of(lambda where, value: _check_shape(where, value))
+_PLAN = fields({"plan": text(), "profile": text(), "shape": _SHAPES, **_REQUIRED}, _NUMBERS)
+
+
+def write_plan(fitted: Fitted, as_json: Any) -> dict[str, Any]:
+    """A plan that was tried out as plain values; `as_json` writes a record."""
+    return {
+        "plan": as_json(fitted.plan),
+        "profile": as_json(fitted.profile),
+        "shape": [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in fitted.shape],
+        **{name: getattr(fitted, name) for name in _NUMBERS},
+    }
+
+
+def read_plan(saved: dict[str, Any], where: str = "The plan") -> Fitted:
+    """What `write_plan` gave; anything else is a `StateError`."""
+    _PLAN(where, saved)
+    plan, profile = _read_records(saved["plan"], saved["profile"])
+    return Fitted(
+        plan=plan,
+        profile=profile,
+        shape=tuple((tuple(shape), _DTYPES[dtype]) for shape, dtype in saved["shape"]),
+        **{name: saved[name] for name in _NUMBERS if name in saved},  # one that is newer has its default
+    )
+
+
+@functools.lru_cache(maxsize=64)  # the same texts are in every state of a run
+def _read_records(plan_text: str, profile_text: str) -> tuple[Plan, Profile]:
+    plan, profile = Plan.from_json(plan_text), Profile.from_json(profile_text)
+    _check_numbers("The plan", plan, profile)
+    return plan, profile
+
+
+def check_plan(where: str, value: Any) -> None:
+    read_plan(value, where)
+
+
+def _check_shape(where: str, value: Any) -> None:
+    if type(value) is not list or len(value) != 2:
+        raise wrong(where, value, "a shape and a type")
+    list_of(integer(0), most=64)(where, value[0])
+    text(*_DTYPES)(where, value[1])
+
+
+def _check_numbers(where: str, plan: Plan, profile: Profile) -> None:
+    """That a plan can be followed: it fits its profile, and its numbers are ones."""
+    for name in ("micro_batch", "steps", "batch_size", "budget_bytes"):
+        integer(1)(f"{where}.{name}", getattr(plan, name))
+    for name in ("peak_bytes", "kept_values", "saved_values", "kept_bytes", "saved_bytes", "heard"):
+        integer(0)(f"{where}.{name}", getattr(plan, name))
+    for record in (plan, profile):
+        for field in dataclasses.fields(record):
+            if isinstance(value := getattr(record, field.name), float):
+                number(-MANY, MANY)(f"{where}.{field.name}", value)
+    for name in ("batch_size", "min_batch"):
+        integer(1)(f"{where}.profile.{name}", getattr(profile, name))
+    for index, action in enumerate(plan.actions):
+        text("keep", "rebuild", "offload", "external")(f"{where}.actions[{index}]", action)
+    if not len(plan.actions) == len(plan.segments) == len(profile.values):
+        raise StateError(f"{where} is not for its profile: {len(plan.actions)} actions, {len(profile.values)} values.")
+    if len(plan.operations) != len(profile.operations):
+        raise StateError(f"{where} is not for its profile: it has other operations.")
+    if any(not 0 <= parent < index for index, parent in enumerate(plan.segment_parents[1:], start=1)):
+        raise StateError(f"{where} has segments that lie in no earlier one.")
+    if any(not 0 <= segment < len(plan.segment_parents) for segment in plan.segments):
+        raise StateError(f"{where} has a value in a segment that it does not have.")
+    for index, value in enumerate(profile.values):
+        number(-MANY, MANY)(f"{where}.values[{index}]", value.nbytes.fixed)
+        number(-MANY, MANY)(f"{where}.values[{index}]", value.nbytes.per_item)
+        integer(-1)(f"{where}.values[{index}]", value.dies)
+        integer(0)(f"{where}.values[{index}]", value.storage)

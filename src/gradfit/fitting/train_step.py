@@ -1,0 +1,492 @@
+"""One exact full-batch update under a budget: split, forward (tape), backward (replay), accumulate, update.
+
+A step either happens as a whole or not at all. What an attempt changes before the optimizer steps (gradients, buffers,
+random generators) is put back if it fails, or is interrupted; the optimizer's own step is covered by a copy of the
+parameters and its state where the budget has room for one, which it usually has: all activations are gone by then.
+Where it has not, Ctrl-C waits until the optimizer has stepped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from gradfit._torch import is_out_of_memory
+from gradfit._torch_fsdp import drop_gradients
+from gradfit._torch_listen import eager_functions, unseen
+from gradfit.accumulate.accumulator import GradientAccumulator
+from gradfit.accumulate.scaling import norm_on_device
+from gradfit.accumulate.step_result import StepResult
+from gradfit.arguments import read_callable, read_instance, read_mapping
+from gradfit.batches.late_weights import LateWeights, ZeroWeight
+from gradfit.batches.loss import PartLoss
+from gradfit.batches.shares import PartCounter, PartShare
+from gradfit.batches.snapshot import Snapshot, trials_end
+from gradfit.batches.totals import LossTotals, logs_of, means_of
+from gradfit.batches.weights import BatchWeights, CountFirst, UnreadableLoss, must_count
+from gradfit.devices import free_cached_memory
+from gradfit.errors import BudgetInfeasible, MisuseError, StateError
+from gradfit.fitting.plan_search import Planner
+from gradfit.fitting.plan_state import read_plan, write_plan
+from gradfit.fitting.sequences import Sequences
+from gradfit.fitting.tested_plan import Fitted
+from gradfit.fitting.trained_optimizer import count_step
+from gradfit.fitting.update_rollback import UpdateSnapshot
+from gradfit.interrupts import uninterrupted
+from gradfit.not_copied import NotCopied
+from gradfit.planning.plan import Plan
+from gradfit.profiling.measure import LossFunction, run_part
+from gradfit.profiling.meter import Meter
+from gradfit.profiling.profile import Profile
+from gradfit.recompute.evict import Evictor, Online
+from gradfit.recompute.planned import Diverged
+from gradfit.tree import leaves
+
+# Of what the plan needed, what it may need each time that memory runs out again. What a cap on the process, or a
+# neighbour on the device, leaves free is not known, so it soon becomes much less.
+_SHARES = (0.9, 0.9, 0.8, 0.7, 0.5)
+_VERSION = 1  # of the state's format
+
+
+class TrainResult(NamedTuple):
+    """What one step did."""
+
+    loss: float
+    """The mean over all items of the batch."""
+    stepped: bool
+    """Whether the optimizer was stepped; `bool(result)` says the same."""
+    grad_norm: float | None
+    """Norm of the whole batch's gradient, before clipping; None if it was not computed."""
+    peak_bytes: int
+    """Of all tensors, measured: in this step if it is one of the first two with its plan or its batch is larger than
+    those were, else the largest that was measured with its plan."""
+    micro_batches: int
+    """How many parts the batch was run in."""
+    weight: int | float
+    """Items of the batch: what the gradients were divided by."""
+    reason: str
+    """"stepped", or why not, as in `StepResult`."""
+    attempts: int
+    """More than 1 if memory ran out and the step was repeated with a tighter plan."""
+    logs: Mapping[str, float] = {}
+    """What `loss_fn` returned to be logged, each the mean over all items of the batch."""
+    online: str = ""
+    """Why some micro-batches of this step did not follow a plan, and which operation differed; empty if all did."""
+
+    def __bool__(self) -> bool:
+        return self.stepped
+
+
+class Progress(NamedTuple):
+    """How far a step has come, between two of its micro-batches; with the accumulator's state it can go on."""
+
+    done: int
+    """Micro-batches that are accumulated."""
+    micro_batch: int
+    total: float
+    items: float
+    logs: Mapping[str, float] = {}
+    """What was returned to be logged so far, times its items."""
+    window: Mapping[str, Any] | None = None
+    """The accumulator's `state_dict()`, which whoever saves this puts here."""
+    buffers: Mapping[str, torch.Tensor] = {}
+    """Running statistics as they were when the step began."""
+
+
+AfterMicroBatch = Callable[[Progress], object]
+
+
+class TrainStep(NotCopied):
+    """The step that `fit` returns: call it with a batch. `plan`, `profile` and `budget_bytes` say what it follows.
+
+    Args:
+        model: the model that is trained.
+        optimizer: its optimizer, unwrapped.
+        loss_fn: `loss_fn(model, batch)`, as `fit` takes it.
+        accumulator: adds up the parts' gradients and steps the optimizer.
+        planner: makes plans for batches of other shapes.
+        fitted: the plan for the sample, tried out.
+        given: the optimizer as it was handed to `fit`, if another library has wrapped it.
+    """
+
+    _instead_of_copy = "Call fit() for the copied model, with known=step.known."
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Any,
+        loss_fn: LossFunction,
+        accumulator: GradientAccumulator,
+        planner: Planner,
+        fitted: Fitted,
+        *,
+        given: Any = None,
+    ) -> None:
+        self._given = given  # the optimizer as it was given to `fit`, perhaps inside of another library's wrapper
+        self.model, self.optimizer, self.accumulator = model, optimizer, accumulator
+        self._loss_fn, self._planner, self._fitted = loss_fn, planner, fitted
+        self._buffers: Mapping[str, torch.Tensor] = {}
+        self._eager = False  # compiled functions are run as they were written
+        self._sequences = Sequences(planner)
+        self._online = ""  # why a micro-batch of the step that runs did not follow a plan
+        self._reads_each = False  # each part's weight is read when it comes, also from a device
+        self._changing: UpdateSnapshot | None = None  # while the optimizer steps
+        self._before: Snapshot | None = None  # what an attempt goes back to
+        self._counts_first = False  # the loss was seen to be divided by what may not be its items
+
+    @property
+    def plan(self) -> Plan:
+        return self._fitted.plan
+
+    @property
+    def profile(self) -> Profile:
+        return self._fitted.profile
+
+    @property
+    def budget_bytes(self) -> int:
+        return self._planner.budget_bytes
+
+    @property
+    def known(self) -> tuple[Fitted, ...]:
+        """Every plan made so far, by input shape; `fit(..., known=step.known)` starts from them."""
+        return self._planner.known
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plans, with what was measured of them, and the window: text, numbers and tensors, no objects.
+
+        It goes beside the model's and the optimizer's own: `torch.save` and default `torch.load` take it, and between
+        two steps `json.dumps` does. A run that is resumed with it adds in the same order as one that was not stopped.
+        """
+        return {
+            "version": _VERSION,
+            "plans": [write_plan(fitted, lambda record: record.to_json()) for fitted in self.known],
+            "accumulator": self.accumulator.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take up the plans and the window of `state_dict()`; batches of their shapes are not profiled again.
+
+        Args:
+            state: what `state_dict()` returned, perhaps in another process.
+
+        Raises:
+            StateError: it is something else, or damaged; nothing is changed.
+        """
+        read_mapping(state, "state", "what step.state_dict() gave")
+        try:
+            version, plans, window = (
+                state["version"],
+                [read_plan(one) for one in state["plans"]],
+                state["accumulator"],
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StateError(
+                f"This is not the state of a step ({error!r}). Pass what step.state_dict() gave."
+            ) from None
+        if version != _VERSION:
+            raise StateError(f"This state of a step has format {version!r}, not {_VERSION}. Call fit again without it.")
+        self.accumulator.load_state_dict(window)
+        self._planner.take_up(plans)
+        same = [fitted for fitted in self.known if fitted.shape == self._fitted.shape]
+        self._fitted = same[0] if same else self._fitted
+
+    def __repr__(self) -> str:
+        return f"<step: {str(self.plan).splitlines()[0]}>"
+
+    def __call__(
+        self,
+        batch: Any,
+        *,
+        progress: Progress | None = None,
+        after_micro_batch: AfterMicroBatch | None = None,
+    ) -> TrainResult:
+        """One exact update with this batch, whatever its size and shape.
+
+        The step owns its window. Gradients that other passes have left in `.grad` (an audit's, a generator's, one of
+        your own) are no part of it, and are cleared first, as by `optimizer.zero_grad()`.
+
+        Args:
+            batch: any number of rows; of the kind that `fit` was given.
+            progress: goes on with a step that was ended by `after_micro_batch`: the same batch, the generators as they
+                were then.
+            after_micro_batch: called between two micro-batches; what it raises ends the step, with nothing changed.
+
+        Raises:
+            MisuseError: the model is in evaluation mode, or what this batch's loss was divided by does not go together
+                with what was measured of the loss. Nothing is changed.
+        """
+        if progress is not None:
+            read_instance(progress, "progress", Progress, "what after_micro_batch was given")
+        if after_micro_batch is not None:
+            read_callable(after_micro_batch, "after_micro_batch", "a function of a Progress", arguments=1)
+        if not self.model.training:
+            raise MisuseError("The model is in evaluation mode. Call model.train() before step(batch).")
+        with self._planner.counted(batch) as rows, self._planner.time.training():
+            return self._run(batch, rows, progress, after_micro_batch)
+
+    def _run(
+        self, batch: Any, rows: int, progress: Progress | None, after_micro_batch: AfterMicroBatch | None
+    ) -> TrainResult:
+        """Attempt by attempt, until the step has happened as a whole."""
+        self._clear_gradients()
+        with trials_end(), self.accumulator.rehearsal():  # a new shape is profiled and tried out
+            fitted = self._fitted = self._planner.fitted(batch, rows)
+        before = self._before = self._snapshot()
+        self._sequences.begin()
+        self._online = ""
+        if after_micro_batch is not None:
+            self._buffers = before.buffers if progress is None else progress.buffers
+        self._reads_each = False
+        # An accelerator's allocator may say that memory has run out while a block that would do waits for an event, and
+        # the same step succeeds a moment later (https://github.com/pytorch/pytorch/issues/189504).
+        shares = list(_SHARES) if self._planner.device is None else [1.0, *_SHARES]
+        most = 1 + len(shares)
+        for attempt in range(1, most + 1):
+            self._changing = None
+            try:
+                with self._open_window():
+                    return self._attempt(batch, fitted, attempt, progress, after_micro_batch)
+            except BaseException as error:
+                if not self._take_back(before):
+                    raise  # interrupted when all was done
+                short = is_out_of_memory(error) or isinstance(error, BudgetInfeasible)
+                # Compiled functions say nothing of what they divided by: then they are run as they were written.
+                compiled = isinstance(error, UnreadableLoss) and not self._eager
+                self._eager = self._eager or compiled
+                outgrown = fitted.by_size and isinstance(error, BudgetInfeasible)
+                self._counts_first = self._counts_first or isinstance(error, CountFirst)
+                astray = isinstance(error, Diverged | ZeroWeight | CountFirst) or compiled
+                self._reads_each = isinstance(error, ZeroWeight)
+                if not (short or astray) or attempt == most:
+                    self.accumulator.ranks.failed(error)
+                    raise
+                failure: BaseException = error
+            # Outside of the handler: the traceback holds every tensor of the failed attempt.
+            _forget(failure)
+            del failure
+            share = shares.pop(0)
+            if astray or outgrown:
+                with trials_end(), self.accumulator.rehearsal():
+                    replan = self._planner.outgrown if outgrown else self._sequences.recover
+                    fitted = self._fitted = replan(fitted, batch)
+            elif share < 1.0:
+                fitted = self._fitted = self._planner.tighter(self._fitted, share)
+        raise AssertionError("unreachable")
+
+    def _snapshot(self) -> Snapshot:
+        """What to go back to; copying the buffers may be what there is no memory for, until the cache is given back."""
+        try:
+            return Snapshot(self.model, self.accumulator.window.tensors)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        free_cached_memory()
+        return Snapshot(self.model, self.accumulator.window.tensors)
+
+    def _clear_gradients(self) -> None:
+        """A step's gradients are those of its batch alone, and its budget has no room for others."""
+        tensors = (*self.model.parameters(), *self.accumulator.window.tensors)
+        if any(tensor.grad is not None for tensor in tensors):
+            drop_gradients(self.model)
+            for tensor in tensors:
+                tensor.grad = None
+
+    def _take_back(self, before: Snapshot) -> bool:
+        """Make everything as it was before the attempt; False if the optimizer has stepped: then it has happened."""
+        with uninterrupted():
+            if self._changing is not None:
+                if self._changing.done:
+                    before.restore_settings()
+                    return False
+                self._changing.undo()
+            self.accumulator.reset()
+            before.restore()
+        return True
+
+    def idle(self) -> TrainResult:
+        """Take part in a step for which this rank has no rows."""
+        ranks, additivity = self.accumulator.ranks.size, self._planner.additivity
+        is_sum = ranks > 1 and additivity is not None and additivity.over == "sum"
+        share = 1 / ranks if is_sum else 0.0  # of sums the weights of all ranks together are 1
+        with self._open_window():
+            self.accumulator.window.state.main.weight += share
+            result, loss, logs = self._close_window(LossTotals(items=share))
+        return TrainResult(
+            loss=loss,
+            stepped=result.stepped,
+            grad_norm=result.grad_norm,
+            peak_bytes=self._fitted.peak_bytes + self._planner.reserved_bytes,
+            micro_batches=result.micro_batches,
+            weight=result.weight,
+            reason=result.reason,
+            attempts=1,
+            logs=logs,
+        )
+
+    @contextlib.contextmanager
+    def _open_window(self) -> Iterator[None]:
+        """Only inside do DDP and FSDP2 wait with their communication, and is a step of the optimizer the window's."""
+        window = self.accumulator.window
+        window.enabled = True
+        try:
+            yield
+            self._clear_gradients()  # of what the optimizer does not hold: they would pile up
+        finally:
+            window.enabled = False
+
+    def _close_window(self, totals: LossTotals) -> tuple[StepResult, float, Mapping[str, float]]:
+        """Update; with the mean loss and logs over all processes."""
+        self.accumulator.window.notes = totals.read()
+        result = self.accumulator.flush()
+        if result.stepped and self._given is not self.optimizer:
+            count_step(self._given)
+        return (result, *means_of(self.accumulator.notes))
+
+    def _attempt(
+        self, batch: Any, fitted: Fitted, attempt: int, progress: Progress | None, after: AfterMicroBatch | None
+    ) -> TrainResult:
+        batch_bytes = sum(tensor.nbytes for tensor in leaves(batch))
+        if fitted.seen and fitted.steady and batch_bytes <= fitted.seen_bytes:
+            return self._update(batch, fitted, attempt, None, progress, after)
+        whole = self._planner.has_optimizer_state(fitted)  # else it comes on top in the next step
+        # What arithmetic has found may not even begin to pass the budget; later batches are little larger.
+        first = fitted.by_size and not fitted.seen_bytes
+        device, limit = self._planner.device, self._planner.limit_bytes
+        watching = Evictor(limit, device=device) if first else Meter(device=device)
+        watching.watch(self.model, self.optimizer, batch)
+        with watching as live:
+            result = self._update(batch, fitted, attempt, live, progress, after)
+        peak = max(live.peak_bytes, fitted.peak_bytes) if fitted.seen else live.peak_bytes
+        size = max(batch_bytes, fitted.seen_bytes)
+        self._fitted = self._planner.replace(self._fitted, peak_bytes=peak, seen=whole, seen_bytes=size)
+        return result
+
+    def _update(
+        self,
+        batch: Any,
+        fitted: Fitted,
+        attempt: int,
+        live: Meter | None,
+        progress: Progress | None,
+        after: AfterMicroBatch | None,
+    ) -> TrainResult:
+        accumulator, plan, planner = self.accumulator, fitted.plan, self._planner
+        rows = planner.rows(batch)
+        accumulator.accumulation_count = max(1, -(-rows // plan.micro_batch))
+        parts = list(planner.parts(batch, plan.micro_batch))
+        shares = self._count(fitted, parts, 0 if progress is None else progress.done)
+        weights = BatchWeights(
+            planner.additivity,
+            rows,
+            ranks=accumulator.ranks.size,
+            exact=planner.exact,
+            shares=shares,
+            may_repeat=shares is None,
+        )
+        done, totals = self._go_on(progress, plan) if progress is not None else (0, LossTotals())
+        late: LateWeights | None = None
+        for position, part in enumerate(parts):
+            if position < done:
+                continue
+            if after is not None and position > done:
+                sums = totals.read()
+                reached = Progress(
+                    position, plan.micro_batch, sums["loss"], sums["items"], logs_of(sums), buffers=self._buffers
+                )
+                with unseen():  # what a save copies is not the step's memory
+                    after(reached)
+            with contextlib.ExitStack() as around:
+                found = self._forward(fitted, part, batch, around, position, first=position == done)
+                found = weights.shared(found, position)
+                if position == done and after is None and shares is None and self._may_weigh_late(found.loss):
+                    late = LateWeights(weights, whole=rows <= plan.micro_batch)
+                if late is not None:
+                    accumulator.backward(*late.take(found))
+                else:
+                    weight = weights.of(found)
+                    totals.add(found, weight)
+                    accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
+                del found
+        if late is not None:
+            self._weigh(late, totals, whole=rows <= plan.micro_batch)
+        self._changing = UpdateSnapshot(self.model, self.optimizer, taken=fitted.copied)
+        alone = accumulator.ranks.size == 1  # else it may have to wait for another rank
+        # Without a copy to go back to, the optimizer is not interrupted.
+        with uninterrupted() if alone and not fitted.copied else contextlib.nullcontext(), self._changing:
+            result, loss, logs = self._close_window(totals)
+        return TrainResult(
+            loss=loss,
+            stepped=result.stepped,
+            grad_norm=result.grad_norm,
+            peak_bytes=(live.peak_bytes if live is not None else fitted.peak_bytes) + planner.reserved_bytes,
+            micro_batches=result.micro_batches,
+            weight=result.weight,
+            reason=result.reason,
+            attempts=attempt,
+            logs=logs,
+            online=self._online,
+        )
+
+    def _count(self, fitted: Fitted, parts: list[Any], first: int) -> list[PartShare] | None:
+        """Each part's share in the batch, where one weight for a part cannot be right: found by forwards alone."""
+        additivity = self._planner.additivity
+        if additivity is None or len(parts) == 1 or not (must_count(additivity, len(parts)) or self._counts_first):
+            return None
+        loss_fn = fitted.tiled(self._loss_fn)
+        shares = PartCounter(self.model, loss_fn, self._planner.split, additivity.roles).shares(parts, first)
+        if self._before is not None:
+            self._before.restore(thread=False)  # there may be a meter around it
+        return shares
+
+    def _may_weigh_late(self, loss: torch.Tensor) -> bool:
+        """Whether the weights can stay on an accelerator until all parts are in: sums must have room for them."""
+        window = self.accumulator.window
+        wide = loss.dtype in (torch.float32, torch.float64) and not window.narrow and window.scaler is None
+        return loss.device.type != "cpu" and wide and window.ranks.size == 1 and not self._reads_each
+
+    def _weigh(self, late: LateWeights, totals: LossTotals, *, whole: bool) -> None:
+        """Read all weights, losses and the norm at once, and put them where they are looked for."""
+        window = self.accumulator.window
+        gradients = [one for tensor in window.tensors if (one := tensor.grad) is not None]
+        weighed, (norm,) = late.read(norm_on_device(gradients))
+        for part, weight in weighed:
+            totals.add(part, weight)
+        window.settle_weight(sum(float(weight.number) for _, weight in weighed), whole=whole)
+        if math.isfinite(norm):  # else the update looks closer
+            window.norm_ahead = norm
+
+    def _forward(
+        self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, position: int, *, first: bool
+    ) -> PartLoss:
+        """The loss of one micro-batch, as planned, or with values evicted as memory fills up."""
+        rows = self._planner.rows(part)
+        if self._eager:
+            around.enter_context(eager_functions())
+        if fitted.steady and not self._sequences.runs_online(part):
+            with self._sequences.following(fitted, part, position, first=first):
+                return run_part(fitted.tiled(self._loss_fn), self.model, part, rows)
+        self._online = self._sequences.runs_online(part) or fitted.plan.online
+        online = around.enter_context(Online(self._planner.limit_bytes, device=self._planner.device))
+        online.evictor.watch(self.model, self.optimizer, batch)
+        return run_part(fitted.tiled(self._loss_fn), self.model, part, rows)
+
+    def _go_on(self, progress: Progress, plan: Plan) -> tuple[int, LossTotals]:
+        """Take up a window that was left in the middle."""
+        if progress.micro_batch != plan.micro_batch:
+            raise StateError(
+                f"The step was left at micro-batches of {progress.micro_batch} rows, the plan has {plan.micro_batch}. "
+                "Pass fit(..., known=) the plans it was begun with."
+            )
+        if progress.window is not None:
+            self.accumulator.load_state_dict(progress.window)
+        return progress.done, LossTotals(progress.total, progress.items, progress.logs)
+
+
+def _forget(failure: BaseException) -> None:
+    failure.__traceback__ = None
+    failure.__context__ = failure.__cause__ = None
+    free_cached_memory()

@@ -1,0 +1,101 @@
+"""What an optimizer's step that fails has changed, put back: parameters, its state, its numbers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from gradfit._torch import is_out_of_memory
+from gradfit.errors import StateError
+from gradfit.fitting.write_watch import WriteWatch
+from gradfit.tree import leaves
+
+
+class UpdateSnapshot:
+    """Around an optimizer's step: if it fails half-way, all that it changes is as before.
+
+    Not `taken` where the copy does not fit into the budget, which is never broken for it. Then an operation for which
+    memory runs out is tried once more by itself. If that fails, too, numbers and entries of the optimizer are put back,
+    which take no room; but if a tensor was written to, `StateError` says so: a step that has half happened must not
+    be repeated.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any, *, taken: bool) -> None:
+        self._optimizer, self._taken = optimizer, taken
+        self._begun = False  # the copy is whole, and the optimizer may be at work
+        self.done = False  # the optimizer has stepped: from here on nothing is taken back
+        own = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self._parameters = list({id(p): p for p in (*trained, *own)}.values())
+        self._states = getattr(optimizer, "state", {})
+        self._copies: list[torch.Tensor] = []
+        self._old_states: dict[Any, Any] = {}
+        self._old_groups: list[dict[str, Any]] = []
+        self._old_numbers: dict[str, Any] = {}
+        self._watch: WriteWatch | None = None
+
+    def __enter__(self) -> None:
+        groups = getattr(self._optimizer, "param_groups", ())
+        self._old_groups = [_clone({k: v for k, v in group.items() if k != "params"}) for group in groups]
+        self._old_numbers = {k: v for k, v in vars(self._optimizer).items() if isinstance(v, int | float)}
+        if self._taken:
+            self._copies = [parameter.detach().clone() for parameter in self._parameters]
+            self._old_states = {key: _clone(state) for key, state in self._states.items()}
+            self._begun = True
+            return
+        self._old_states = {key: _same_tensors(state) for key, state in self._states.items()}
+        # Not only what is in `state`: some optimizers hold tensors as attributes.
+        held = leaves([self._old_states, dict(vars(self._optimizer))])
+        self._watch = WriteWatch({id(tensor): tensor for tensor in (*self._parameters, *held)}.values())
+        self._watch.__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.done = kind is None
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.__exit__(kind, error, trace)
+        if kind is not None and watch is not None and watch.wrote():
+            what = (
+                "Memory ran out in the optimizer's step" if is_out_of_memory(error) else "The optimizer's step failed"
+            )
+            raise StateError(
+                f"{what} when it had changed some parameters, and the budget had no room for a copy to go back to. "
+                "Load the last saved state, and raise `memory` or free some."
+            ) from error
+        if kind is not None:
+            self._restore()
+        self._begun = False
+        self._copies, self._old_states, self._old_groups = [], {}, []
+
+    def undo(self) -> None:
+        """Take back a step that was interrupted before it was `done`, wherever that was."""
+        if self._begun and not self.done:
+            self._restore()
+
+    def _restore(self) -> None:
+        with torch.no_grad():
+            for parameter, content in zip(self._parameters, self._copies, strict=self._taken):
+                parameter.copy_(content)
+        for key in list(self._states):
+            if key in self._old_states:
+                self._states[key] = self._old_states[key]
+            else:
+                del self._states[key]
+        for group, old in zip(getattr(self._optimizer, "param_groups", ()), self._old_groups, strict=True):
+            group.update(old)
+        vars(self._optimizer).update(self._old_numbers)
+
+
+def _clone(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {name: _clone(item) for name, item in state.items()}
+    return state.clone() if isinstance(state, torch.Tensor) else copy.copy(state)
+
+
+def _same_tensors(state: Any) -> Any:
+    """A copy of all but the tensors."""
+    if isinstance(state, dict):
+        return {name: _same_tensors(item) for name, item in state.items()}
+    return state if isinstance(state, torch.Tensor) else copy.copy(state)

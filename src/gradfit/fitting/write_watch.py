@@ -1,0 +1,80 @@
+"""Which tensors an optimizer's step has written to, by the operators that it runs.
+
+Version counters do not tell: under a dispatch mode torch does not count what operators on lists of tensors write
+(`_foreach_add_`, `_fused_adamw_`; torch 2.13, https://github.com/pytorch/pytorch/pull/191154). They are asked all the
+same, for whoever writes without an operator that could be watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from gradfit._torch import is_operator, is_out_of_memory, storage_key, version_of
+from gradfit._torch_distributed import local_part
+from gradfit._torch_listen import DispatchMode
+from gradfit.devices import free_cached_memory
+from gradfit.tape.ops import info_of
+from gradfit.tape.storage import flatten, written_tensors
+
+
+class WriteWatch(DispatchMode):
+    """Enter it around a step; `wrote()` is whether any of `tensors` is not what it was.
+
+    An operation for which there was no memory is run once more: what cannot be made is not half made. One that writes
+    to several tensors may have written to some of them: it is not repeated, and counts as a write even if it fails.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._before = [(tensor, _memory(tensor), version_of(tensor)) for tensor in tensors]
+        self._written: set[int] = set()
+
+    def wrote(self) -> bool:
+        """Whether one of the tensors was written to, or given other memory."""
+        return any(
+            memory in self._written or _memory(tensor) != memory or version_of(tensor) != version
+            for tensor, memory, version in self._before
+        )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        targets = _targets(func, args, kwargs)
+        if len(targets) > 1:
+            self._written.update(map(_memory, targets))
+            return func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = True
+        else:
+            failed = False
+        if failed:  # outside of the handler: the traceback holds what the operation had allocated
+            out = _once_more(func, args, kwargs)
+        self._written.update(map(_memory, targets))
+        return out
+
+
+def _once_more(func: Any, args: Any, kwargs: Any) -> Any:
+    free_cached_memory()
+    return func(*args, **kwargs)
+
+
+def _targets(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The arguments that an operator writes to; all of them for a higher-order one, whose schema does not say."""
+    if is_operator(func):
+        return written_tensors(info_of(func), args, kwargs)
+    return [leaf for leaf in flatten((args, tuple(kwargs.values()))) if isinstance(leaf, torch.Tensor)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """What stands for the memory that a tensor is in: its storage, or itself where it has none of its own."""
+    tensor = local_part(tensor)
+    try:
+        return storage_key(tensor)
+    except (RuntimeError, NotImplementedError):  # sparse
+        return id(tensor)

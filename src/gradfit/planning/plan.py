@@ -1,0 +1,225 @@
+"""A plan: what to do with every value, at which micro-batch, and what that is predicted to cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from gradfit import records
+from gradfit.tiling.tiles import Tiles
+from gradfit.units import NO_BUDGET, format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One value that is not simply kept, and what that costs in seconds per micro-batch."""
+
+    value: int
+    action: str
+    operation: str
+    module: str
+    source: str
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """The next plan on the trade-off: its budget and its time, for comparison."""
+
+    micro_batch: int
+    steps: int
+    peak_bytes: int
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which values to keep, to rebuild and to offload, the micro-batch, and the predicted peak and seconds.
+
+    `actions` has one entry per value of the profile: "keep", "rebuild", "offload", or "external" for what is always
+    there. `segments` gives each value's segment and `segment_parents` the tree of them (-1 for the root, 0): a value
+    rebuilt on the way to another is held only if its segment is the other's or encloses it. `operations` are the names
+    of the profile's operations, so that whoever follows the plan can see that it still fits.
+
+    Attributes:
+        micro_batch: rows that run at once.
+        steps: micro-batches in one update.
+        batch_size: rows of one update.
+        actions: what becomes of each value.
+        segments: the segment of each value.
+        segment_parents: the segment that encloses each segment.
+        operations: names, in the order of the forward.
+        budget_bytes: what was asked for.
+        peak_bytes: predicted: most bytes of live tensors during a step.
+        breakdown: bytes at the peak, by what takes them.
+        peak_at: when the peak comes, in words.
+        step_seconds: of one update, all micro-batches and the optimizer's step.
+        plain_seconds: of the same micro-batches with everything kept.
+        kept_values: values that are kept between forward and backward.
+        saved_values: values that plain autograd would keep.
+        kept_bytes: bytes of the former, of one micro-batch.
+        saved_bytes: bytes of the latter.
+        decisions: the values that cost most to rebuild or move, with module and source line.
+        less_memory: the next plan with less memory.
+        more_memory: the next plan with more.
+        heard: after so many operations nothing is written over that a rebuilt value is made from.
+        predicted: whether the profile was made on fake tensors.
+        seconds_measured: whether `step_seconds` was measured by running the plan.
+        versions: of torch and Python, where the profile was made.
+        tiles: what is cut along tokens, so that gradients are equal up to the rounding of a sum; None: nothing.
+    """
+
+    micro_batch: int
+    steps: int
+    batch_size: int
+    actions: tuple[str, ...]
+    segments: tuple[int, ...]
+    segment_parents: tuple[int, ...]
+    operations: tuple[str, ...]
+    budget_bytes: int
+    peak_bytes: int
+    breakdown: dict[str, int]  # of the peak
+    peak_at: str  # when it comes
+    step_seconds: float
+    plain_seconds: float  # of the same micro-batches with everything kept
+    kept_values: int
+    saved_values: int  # what plain autograd would keep
+    kept_bytes: int  # between the passes
+    saved_bytes: int
+    decisions: tuple[Decision, ...] = ()
+    less_memory: Alternative | None = None
+    more_memory: Alternative | None = None
+    heard: int = 0  # after so many operations nothing is written over that a rebuilt value is made from
+    predicted: bool = False  # from a profile on fake tensors
+    seconds_measured: bool = False  # `step_seconds` is of passes that were run; the other numbers are predicted
+    versions: dict[str, str] = field(default_factory=dict)
+    tiles: Tiles | None = None  # what is cut along tokens; gradients are then equal up to the rounding of a sum
+    online: str = ""  # why micro-batches do not follow the plan, and what to drop is decided while they run
+
+    @cached_property
+    def memo(self) -> dict[str, Any]:
+        """For `apply`: the plan as it is followed, and the bytes that autograd saves after its last decision."""
+        return {}
+
+    @property
+    def keeps_everything(self) -> bool:
+        """Whether nothing is rebuilt or moved out: then a forward need not be recorded."""
+        return not {"rebuild", "offload"} & set(self.actions)
+
+    @property
+    def extra_seconds(self) -> float:
+        """Seconds per step that recomputation and transfers add."""
+        return self.step_seconds - self.plain_seconds
+
+    @property
+    def extra_fraction(self) -> float:
+        """The same as a fraction of the step that keeps everything."""
+        return self.extra_seconds / self.plain_seconds if self.plain_seconds > 0 else 0.0
+
+    def later(self, seconds: float) -> Plan:
+        """The same plan where every step takes so much longer for another reason than recomputation.
+
+        Args:
+            seconds: added to a step's.
+        """
+        return dataclasses.replace(
+            self, step_seconds=self.step_seconds + seconds, plain_seconds=self.plain_seconds + seconds
+        )
+
+    def taking(self, step_seconds: float) -> Plan:
+        """The same plan where a step was measured to take so long: all its seconds in proportion.
+
+        Args:
+            step_seconds: measured seconds of one update.
+        """
+        pace = step_seconds / self.step_seconds if self.step_seconds > 0 else 1.0
+        less, more = (
+            other and dataclasses.replace(other, step_seconds=other.step_seconds * pace)
+            for other in (self.less_memory, self.more_memory)
+        )
+        return dataclasses.replace(
+            self,
+            step_seconds=self.step_seconds * pace,
+            plain_seconds=self.plain_seconds * pace,
+            less_memory=less,
+            more_memory=more,
+            seconds_measured=True,
+        )
+
+    @property
+    def split_text(self) -> str:
+        """How the batch is cut, as it is said everywhere: the size of a micro-batch × how many there are."""
+        return f"{self.micro_batch} × {self.steps}"
+
+    @property
+    def signature(self) -> str:
+        """A short name for the list of operations this plan is for."""
+        return hashlib.sha256("\n".join(self.operations).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        return records.to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read what `to_json` wrote; running no code.
+
+        Args:
+            text: a JSON document.
+        """
+        return records.from_json(Plan, text)
+
+    def __str__(self) -> str:
+        where = " for a machine that is not here" if self.predicted else ""
+        step = f"step {format_seconds(self.step_seconds)}"
+        parts = [f"peak {format_bytes(self.peak_bytes)}", f"{percent(self.extra_fraction)} time"]
+        lines = [
+            f"micro-batch {self.split_text}, {self.kept_values} of {self.saved_values} values kept; "
+            f"predicted{where}: {', '.join(parts if self.seconds_measured else [*parts, step])}"
+            + (f"; measured: {step}" if self.seconds_measured else ""),
+            f"{_budget(self.budget_bytes)}; predicted to be kept between the passes: "
+            f"{format_bytes(self.kept_bytes)} of {format_bytes(self.saved_bytes)}",
+            f"the predicted peak is {self.peak_at}: {_parts(self.breakdown)}",
+        ]
+        if self.tiles is not None:
+            lines.append(f"{self.tiles}: gradients are equal to the untiled ones up to the rounding of a float sum")
+        if self.online:
+            lines.append(f"not followed by all micro-batches, which run online, more slowly: {self.online}")
+        if self.decisions:
+            lines.append("most expensive decisions, predicted:")
+            lines += [
+                f"  {d.action} {format_bytes(d.nbytes)} of {d.operation} in {d.module or '(no module)'} "
+                f"({d.source or 'no source line'}): +{format_seconds(d.seconds)}"
+                for d in self.decisions
+            ]
+        for title, other in (("less memory", self.less_memory), ("more memory", self.more_memory)):
+            if other is not None:
+                change = other.step_seconds / self.step_seconds - 1 if self.step_seconds > 0 else 0.0
+                lines.append(
+                    f"next with {title}, predicted: micro-batch {other.micro_batch} × {other.steps}, "
+                    f"peak {format_bytes(other.peak_bytes)}, {percent(change)} time against this plan"
+                )
+        return "\n".join(lines)
+
+
+def _budget(count: int) -> str:
+    return "no budget" if count >= NO_BUDGET else f"budget {format_bytes(count)}"
+
+
+def _parts(breakdown: Mapping[str, int]) -> str:
+    parts = sorted(breakdown.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {format_bytes(count)}" for name, count in parts if count > 0) or "nothing"
+
+
+def percent(fraction: float) -> str:
+    """A change in per cent, as it is said.
+
+    >>> percent(0.06), percent(-0.004)
+    ('+6 %', '−0.4 %')
+    """
+    percent = 100 * fraction
+    return f"{'−' if percent < 0 else '+'}{abs(percent):.{0 if abs(percent) >= 1 or percent == 0 else 1}f} %"

@@ -1,0 +1,270 @@
+"""`predict`: the profile of a model and a machine that are not here, on tensors that have a shape but no memory.
+
+The step runs as it is written, once at the batch's size and once at eight times that, on shapes (see `shapes`): its
+operations, values, bytes and lifetimes are those of a real run. Only the seconds are a model's (see `roofline`).
+
+Autograd is given descriptions of what it saves, so that Python alone decides when a value dies, and gets another fake
+tensor of the same description back when it asks.
+
+With `Hardware(devices=n)` the model is fully sharded, as by FSDP2: parameters, gradients and the optimizer's state are
+cut along dim 0 into n shards. A *unit* is what is gathered together: an item of a `ModuleList` or `Sequential` (a
+layer), or a module outside of them (an embedding). Beside the shards there are, all the time, the whole parameters of
+two units (one in use, one being fetched) and the whole gradients of one, each as large as the largest unit: an upper
+bound. The time of communication is not in it; it is taken to hide behind the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from gradfit._torch import FakeTensorMode, outside_fake_mode
+from gradfit.batches.snapshot import Generators
+from gradfit.profiling.assemble import Sample, assemble, same_structure
+from gradfit.profiling.measure import LossFunction, check_batch, check_model, run_loss
+from gradfit.profiling.optimizer_bytes import OptimizerCost, optimizer_cost
+from gradfit.profiling.profile import Hardware, Profile
+from gradfit.profiling.roofline import Roofline, Stopwatch, this_machine
+from gradfit.profiling.shapes import Shapes, emptied
+from gradfit.profiling.trace import Trace
+from gradfit.tree import map_tensors
+from gradfit.units import format_bytes
+
+_TIMES = 8
+_SOME = Hardware(memory=1, flops=5e10, bandwidth=1e10)  # a core's, where seconds are only compared with each other
+
+
+def predict(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    sample_batch: Any,
+    optimizer: Any = None,
+    *,
+    hardware: Hardware | None = None,
+    split: Callable[[Any, int], Iterable[Any]] | None = None,
+) -> Profile:
+    """What one step would do on `hardware`, found without running it; without `hardware`, on this machine.
+
+    The model may be on the meta device, or be a real one, which is neither copied nor changed. Parameters on the meta
+    device are taken to be on the accelerator, where torch sees one, and on the CPU otherwise.
+
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Sequential(torch.nn.Linear(50_000, 50_000), torch.nn.GELU(), torch.nn.Linear(50_000, 1))
+    >>> found = predict(model, lambda m, x: m(x).square().mean(), torch.ones(4, 50_000), hardware=Hardware("80 GiB"))
+    >>> found.predicted, found.parameter_bytes
+    (True, 10000400004)
+    """
+    rows = check_batch(sample_batch, split, "sample_batch", fake=True)
+    check_model(model)
+    device = _device_of(model)
+    if hardware is None:
+        hardware = this_machine(device, next(model.parameters()).dtype)
+    roofline = Roofline(hardware)
+    shapes = Shapes()
+    generators = Generators()
+    try:
+        cost = _optimizer_cost(optimizer, shapes.fake, roofline, device, hardware.devices)
+        with outside_fake_mode(), emptied(model, shapes, device) as empty:
+            samples = [
+                _sample(model, loss_fn, batch, size, shapes, roofline)
+                for size, batch in _batches(sample_batch, rows, split, empty)
+            ]
+    finally:
+        generators.restore()
+    made = assemble(model, sample_batch, rows, samples, cost, host_bandwidth=hardware.host_bandwidth)
+    return replace(
+        _sharded(made, model, hardware.devices),
+        device=hardware.name or _describe(hardware),
+        predicted=True,
+    )
+
+
+def foreseen(model: torch.nn.Module, loss_fn: LossFunction, parts: list[tuple[int, Any]], run: Sample) -> list[Sample]:
+    """The second of two micro-batches, each with its rows, of which there was room to run the first only.
+
+    Without it everything has to be taken to grow with the rows: gradients of parameters, too, which are the most where
+    rows are small. Empty if shapes are not enough, or tell something else than the `run` did. The seconds are in
+    proportion to those of what was run.
+    """
+    try:
+        small, large = _on_shapes(model, loss_fn, parts)
+    except Exception:  # where the data decide what is done, the user's own code fails on shapes, in any way it likes
+        return []
+    made = [[v.nbytes for v in one.trace.values if v.operation is not None] for one in (small, run)]
+    if made[0] != made[1] or not all(same_structure(one.trace, large.trace) for one in (small, run)):
+        return []
+    for ran, little, much in zip(run.trace.operations, small.trace.operations, large.trace.operations, strict=True):
+        much.seconds = ran.seconds * _growth(little.seconds, much.seconds)
+    for node, before, after in zip(run.trace.nodes, small.trace.nodes, large.trace.nodes, strict=True):
+        after.seconds = node.seconds * _growth(before.seconds, after.seconds)
+        for name in ("before_bytes", "peak_bytes", "after_bytes"):  # what only a real run shows does not grow
+            setattr(after, name, getattr(after, name) + max(0, getattr(node, name) - getattr(before, name)))
+    return [replace(large, plain_seconds=None, foreseen=True)]
+
+
+def _on_shapes(model: torch.nn.Module, loss_fn: LossFunction, parts: list[tuple[int, Any]]) -> list[Sample]:
+    shapes, roofline, generators = Shapes(), Roofline(_SOME), Generators()
+    try:
+        with outside_fake_mode(), emptied(model, shapes, _device_of(model)) as empty:
+            return [
+                _sample(model, loss_fn, map_tensors(part, lambda tensor: empty(tensor, 1)), size, shapes, roofline)
+                for size, part in parts
+            ]
+    finally:
+        generators.restore()
+
+
+def _growth(little: float, much: float) -> float:
+    return max(1.0, much / little) if little else 1.0
+
+
+class _FakeTrace(Trace):
+    """A trace whose seconds come from a roofline."""
+
+    def __init__(self, model: torch.nn.Module, roofline: Roofline) -> None:
+        super().__init__(model)
+        self._roofline = roofline
+        self._aside = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # a fake tensor asks for its device like this, again and again
+            return args[0].fake_device
+        if self._aside:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
+        out = func(*args, **kwargs)
+        return out, self._roofline.seconds(func, args, kwargs, out)
+
+    def packing_seconds(self, mask: torch.Tensor) -> float:
+        return 2 * self.run(torch.ops.aten._to_copy.default, (mask,), {"dtype": torch.bool})[1]
+
+    def describe(self, tensor: torch.Tensor) -> Any:
+        """What autograd gets instead of a tensor that it saves."""
+        if tensor.layout is not torch.strided:
+            return self.pack(tensor), tensor
+        return self.pack(tensor), (tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
+
+    def stand_in(self, packed: Any) -> torch.Tensor:
+        """A tensor of that description, for a backward node; it is the tape's and not counted."""
+        value, saved = packed
+        self.unpack(value)
+        if isinstance(saved, torch.Tensor):
+            return saved
+        size, stride, dtype, device = saved
+        self._aside = True
+        try:
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
+        finally:
+            self._aside = False
+
+
+def _batches(
+    batch: Any,
+    rows: int,
+    split: Callable[[Any, int], Iterable[Any]] | None,
+    empty: Callable[[torch.Tensor, int], torch.Tensor],
+) -> Iterator[tuple[int, Any]]:
+    """The batch and, as shapes cost nothing, many times it; or half of it, where only `split` can cut it.
+
+    What peaks is the larger of several lines. The line through two sizes is above it between them, and below it beyond.
+    """
+    if split is None:
+        yield _TIMES * rows, map_tensors(batch, lambda tensor: empty(tensor, _TIMES))
+    elif rows > 1:
+        yield rows // 2, map_tensors(next(iter(split(batch, rows // 2))), lambda tensor: empty(tensor, 1))
+    yield rows, map_tensors(batch, lambda tensor: empty(tensor, 1))
+
+
+def _sample(
+    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, size: int, shapes: Shapes, roofline: Roofline
+) -> Sample:
+    trace = _FakeTrace(model, roofline)
+    with shapes, trace.listening(model), trace, saved_tensors_hooks(trace.describe, trace.stand_in):
+        loss, _ = run_loss(loss_fn, model, batch)
+        trace.finish_forward()
+        torch.autograd.backward(loss)
+    trace.finish_backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    busy = sum(op.seconds for op in trace.operations) + sum(node.seconds for node in trace.nodes)
+    return Sample(size, trace, busy)
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    device = next(model.parameters()).device
+    if device.type != "meta":
+        return device
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def _optimizer_cost(
+    optimizer: Any, mode: FakeTensorMode, roofline: Roofline, device: torch.device, devices: int
+) -> OptimizerCost:
+    if optimizer is None:
+        return OptimizerCost(0, 0, 0.0)
+
+    def shard(parameter: torch.Tensor) -> torch.Tensor:
+        where = device if parameter.is_meta else parameter.device
+        return torch.zeros(_shard_shape(parameter, devices), dtype=parameter.dtype, device=where)
+
+    watch = Stopwatch(roofline)
+    with mode, watch:
+        return optimizer_cost(optimizer, stand_in=shard, clock=lambda: watch.seconds)
+
+
+def _sharded(made: Profile, model: torch.nn.Module, devices: int) -> Profile:
+    if devices == 1:
+        return made
+    parameters = list(model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    units = _units(model)
+    largest = max(sum(p.nbytes for p in unit) for unit in units)
+    gathered = min(2 * largest, sum(p.nbytes for p in parameters))
+    reduced = max(sum(p.nbytes for p in unit if p.requires_grad) for unit in units)
+    return replace(
+        made,
+        parameter_bytes=sum(_shard_bytes(p, devices) for p in parameters) + gathered,
+        gradient_bytes=sum(_shard_bytes(p, devices) for p in trained) + reduced,
+        nodes=tuple(replace(node, gradient_bytes=node.gradient_bytes // devices) for node in made.nodes),
+    )
+
+
+def _units(model: torch.nn.Module) -> list[list[torch.Tensor]]:
+    """The parameters in the groups in which they would be gathered; see the top of this file."""
+    containers = (torch.nn.ModuleList, torch.nn.Sequential)
+    items = {
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        if isinstance(module, containers)
+        for key, child in module.named_children()
+        if not isinstance(child, containers)
+    }
+    units: dict[str, list[torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        parts = name.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
+        unit = next((prefix for prefix in prefixes if prefix in items), name.rpartition(".")[0])
+        units.setdefault(unit, []).append(parameter)
+    return list(units.values())
+
+
+def _shard_shape(parameter: torch.Tensor, devices: int) -> tuple[int, ...]:
+    if not parameter.dim():
+        return ()
+    return (math.ceil(parameter.size(0) / devices), *parameter.shape[1:])
+
+
+def _shard_bytes(parameter: torch.Tensor, devices: int) -> int:
+    return math.prod(_shard_shape(parameter, devices)) * parameter.element_size()
+
+
+def _describe(hardware: Hardware) -> str:
+    each = f"{format_bytes(int(hardware.memory))}, {hardware.flops / 1e12:.3g} Tflop/s"
+    return f"{hardware.devices} × ({each})" if hardware.devices > 1 else f"hardware of {each}"

@@ -1,0 +1,387 @@
+"""What one training step does, as numbers: operations, the values they make, and what the backward pass needs.
+
+A value is one version of one storage: an in-place operation makes a new value in the old one's storage. Everything
+that grows with the micro-batch is a `Linear`, measured at two sizes and not assumed, so one profile serves every size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from gradfit import records
+from gradfit.arguments import read_count, read_instance, read_number
+from gradfit.batches.additivity_record import Additivity
+from gradfit.errors import StateError
+from gradfit.profiling.profile_table import describe
+from gradfit.profiling.step_graph import Graph
+from gradfit.tiling.tiles import Tiles
+from gradfit.units import parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A number that is `fixed` plus `per_item` for each item of the micro-batch.
+
+    >>> Linear(100.0, 8.0).at(4)
+    132.0
+    """
+
+    fixed: float = 0.0
+    per_item: float = 0.0
+
+    def at(self, batch_size: int) -> float:
+        """The number at this micro-batch size; never below zero, as a fit through noise can be."""
+        return max(0.0, self.fixed + self.per_item * batch_size)
+
+    @classmethod
+    def through(cls, first: tuple[int, float], second: tuple[int, float]) -> Linear:
+        """The line through two measurements `(batch_size, number)`.
+
+        >>> Linear.through((2, 10.0), (4, 16.0))
+        Linear(fixed=4.0, per_item=3.0)
+        """
+        if first[0] == second[0]:
+            return cls(first[1], 0.0)
+        slope = (second[1] - first[1]) / (second[0] - first[0])
+        return cls(first[1] - slope * first[0], slope)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One version of one storage. `operation` is None for parameters, buffers and the batch."""
+
+    nbytes: Linear
+    operation: int | None
+    storage: int
+    dies: int  # the operation after which Python no longer holds it; the number of operations if it survives them all
+    overwritten: bool = False  # a later in-place operation writes over it, so it cannot be kept
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of the forward pass, in the order in which they ran."""
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    overwrites: tuple[int, ...] = ()  # old versions whose storage the outputs use again
+    seconds: Linear = Linear()
+    workspace_bytes: Linear = Linear()
+    replayable: bool = True
+    random: bool = False
+    module: str = ""
+    source: str = ""
+    gathered_bytes: int = 0  # of parameters that FSDP2 has gathered and not yet let go when it first runs
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardNode:
+    """One node of the backward pass: what it unpacks, in order, and the bytes of gradients around it.
+
+    The three byte counts are of tensors that are neither values of the tape nor static: gradients on their way, and
+    parameters that FSDP2 has gathered. `gradient_bytes` is what of the parameters' gradients is there once this node
+    has run and was not before, if the step starts without gradients.
+    """
+
+    name: str
+    needs: tuple[int, ...]
+    seconds: Linear = Linear()
+    before_bytes: Linear = Linear()
+    peak_bytes: Linear = Linear()
+    after_bytes: Linear = Linear()
+    module: str = ""
+    gradient_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """A machine that need not be here, as a roofline: what `profile(..., fake=True)` predicts for.
+
+    Attributes:
+        memory: bytes of one device, or text ("80 GiB").
+        flops: floating point operations per second, in the model's precision; one A100's in
+            bfloat16 by default.
+        bandwidth: bytes per second of the device's memory.
+        host_bandwidth: bytes per second to the host's memory.
+        devices: how many the model is sharded over.
+        name: for print-outs.
+
+    >>> Hardware(memory="80 GiB", devices=64).memory
+    85899345920
+    """
+
+    memory: int | str
+    flops: float = 312e12  # per second, in the model's precision; the defaults are one A100
+    bandwidth: float = 2.0e12  # bytes per second of its memory
+    host_bandwidth: float = 25e9  # bytes per second to the host
+    devices: int = 1
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "memory", parse_bytes(self.memory, name="memory"))
+        for name, like in (("flops", 312e12), ("bandwidth", 2e12), ("host_bandwidth", 25e9)):
+            read_number(getattr(self, name), name, above=0, like=like)
+        read_count(self.devices, "devices")
+        read_instance(self.name, "name", str, "name='a100'")
+
+    def to_json(self) -> str:
+        return records.to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Hardware:
+        """Read what `to_json` wrote; running no code.
+
+        Args:
+            text: a JSON document.
+        """
+        return records.from_json(Hardware, text)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One step of one model: the operations, what autograd saves, and the bytes that are always there.
+
+    Attributes:
+        values: what operations make and take: versions of storages.
+        operations: in the order of the forward.
+        nodes: of autograd's graph, in the order of the backward.
+        parameter_bytes: of all parameters.
+        gradient_bytes: of all gradients.
+        buffer_bytes: of all buffers.
+        optimizer_bytes: of the optimizer's state.
+        optimizer_burst_bytes: temporaries of the optimizer's step.
+        batch_bytes: of the batch, by rows.
+        constant_bytes: tensors that the forward brings along, by rows.
+        optimizer_seconds: of one step of the optimizer.
+        overhead_seconds: of a micro-batch, beside its operations.
+        plain_points: (rows, seconds) of both passes with everything kept.
+        runs_plain: whether a plain run was seen to work.
+        record_overhead_seconds: to record one operation.
+        replay_overhead_seconds: to replay one, beside running it.
+        batch_size: rows at which it was measured.
+        min_batch: the fewest rows that work.
+        splittable: whether the batch may be cut.
+        additivity: whether the losses of parts make that of the whole; None: not measured.
+        host_bandwidth: bytes per second for offloading; 0: not offered.
+        device: that it was measured on.
+        predicted: whether it was made on fake tensors.
+        measuring_bytes: most bytes that were live while it was measured; 0: not known.
+        tiles: what was cut along tokens when it was measured; None: nothing.
+        tiled: profiles of the same step with tiles, which a plan may choose.
+        versions: of torch and Python.
+        tiles: what was cut along tokens when it was measured.
+        tiled: profiles of the same step with tiles.
+    """
+
+    values: tuple[Value, ...]
+    operations: tuple[Operation, ...]
+    nodes: tuple[BackwardNode, ...]
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    buffer_bytes: int = 0
+    optimizer_bytes: int = 0
+    optimizer_burst_bytes: int = 0  # temporaries of optimizer.step()
+    batch_bytes: Linear = Linear()
+    constant_bytes: Linear = Linear()  # tensors that the forward brings along: from Python numbers, from NumPy
+    optimizer_seconds: float = 0.0
+    overhead_seconds: float = 0.0  # of a micro-batch, beside its operations: Python's, and that of cold memory
+    plain_points: tuple[tuple[int, float], ...] = ()  # micro-batch and seconds of passes that kept everything
+    runs_plain: bool = False  # a plain run of it was seen to work
+    record_overhead_seconds: float = 0.0  # the tape's, per operation of the forward
+    replay_overhead_seconds: float = 0.0  # the tape's, per replayed operation
+    batch_size: int = 1  # at which it was measured
+    min_batch: int = 1
+    splittable: bool = True  # False: the batch is not to be cut, so its size is the only micro-batch
+    additivity: Additivity | None = None  # whether the losses of parts make that of the whole; None: not measured
+    measuring_bytes: int = 0  # peak of all tensors while as little as possible was measured for this profile
+    host_bandwidth: float = 0.0  # bytes per second out to the host or a file; 0 means offloading is not offered
+    device: str = "cpu"
+    predicted: bool = False  # from fake tensors, not measured
+    tiles: Tiles | None = None  # what was cut along tokens when it was measured
+    tiled: tuple[Profile, ...] = ()  # the same step with tiles
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = len(self.values)
+        for index, op in enumerate(self.operations):
+            if any(not 0 <= v < known for v in (*op.inputs, *op.outputs, *op.overwrites)):
+                raise StateError(f"Operation {index} ({op.name}) names a value that is not in the profile's {known}.")
+            if any(self.values[v].operation != index for v in op.outputs):
+                raise StateError(f"Operation {index} ({op.name}) has an output that says another operation made it.")
+            if any(_made_at(self.values[v]) >= index for v in (*op.inputs, *op.overwrites)):
+                raise StateError(f"Operation {index} ({op.name}) reads a value before it is made.")
+        for index, node in enumerate(self.nodes):
+            if any(not 0 <= v < known for v in node.needs):
+                raise StateError(f"Node {index} ({node.name}) needs a value that is not in the profile's {known}.")
+
+    def at(self, batch_size: int, *, accumulates: bool = True, rows: int | None = None) -> Graph:
+        """Every number at this micro-batch size, for the solvers; `rows` is the whole batch, all of which is there.
+
+        `accumulates=False` is a step of a single micro-batch: its gradients do not exist until backward makes them.
+
+        Args:
+            batch_size: rows of one micro-batch.
+            accumulates: whether the update has several micro-batches.
+            rows: rows of the whole batch; None: of one micro-batch.
+        """
+        external = {value.storage for value in self.values if value.operation is None}
+        nbytes = [0 if v.operation is None else round(v.nbytes.at(batch_size)) for v in self.values]
+        held = [0 if v.storage in external else size for v, size in zip(self.values, nbytes, strict=True)]
+        for op in self.operations:
+            storages: set[int] = set()
+            for value in op.outputs:  # one that writes to several parts of a storage: the storage is there once
+                held[value] = 0 if self.values[value].storage in storages else held[value]
+                storages.add(self.values[value].storage)
+        before, peak, after = (
+            [round(getattr(node, name).at(batch_size)) for node in self.nodes]
+            for name in ("before_bytes", "peak_bytes", "after_bytes")
+        )
+        # Of operations alike, the early ones are rebuilt: after the last that is, nothing need be recorded.
+        early = 0.1 * self.record_overhead_seconds / max(1, len(self.operations))
+        late = 0 if accumulates else sum(node.gradient_bytes for node in self.nodes)
+        if late:
+            made = 0
+            for index, node in enumerate(self.nodes):
+                before[index] += made
+                peak[index] += made
+                made += node.gradient_bytes
+                after[index] += made
+        static = {
+            "parameters": self.parameter_bytes,
+            "gradients": max(0, self.gradient_bytes - late),
+            "buffers": self.buffer_bytes,
+            "optimizer": self.optimizer_bytes,
+            "batch": round(self.batch_bytes.at(max(batch_size, rows or 0))),
+            "constants": round(self.constant_bytes.at(batch_size)),
+        }
+        return Graph(
+            nbytes=nbytes,
+            held_bytes=held,
+            producer=[-1 if v.operation is None else v.operation for v in self.values],
+            dies=[v.dies for v in self.values],
+            overwritten=[v.overwritten for v in self.values],
+            op_inputs=[op.inputs for op in self.operations],
+            op_outputs=[op.outputs for op in self.operations],
+            op_overwrites=[op.overwrites for op in self.operations],
+            op_seconds=[
+                op.seconds.at(batch_size) + self.replay_overhead_seconds + early * index
+                for index, op in enumerate(self.operations)
+            ],
+            op_workspace=[round(op.workspace_bytes.at(batch_size)) for op in self.operations],
+            op_replayable=[op.replayable for op in self.operations],
+            node_needs=[node.needs for node in self.nodes],
+            node_before=before,
+            node_peak=peak,
+            node_after=after,
+            static_bytes=sum(static.values()),
+            # The optimizer runs with every gradient there, whenever they were made.
+            optimizer_burst_bytes=self.optimizer_burst_bytes + late,
+            plain_seconds=self.plain_seconds(batch_size),
+            transfer_seconds_per_byte=1.0 / self.host_bandwidth if self.host_bandwidth > 0 else 0.0,
+            static_breakdown=static,
+            op_gathered=[op.gathered_bytes for op in self.operations],
+            plain_needs=self.plain_needs,
+        )
+
+    def in_tiles(self, tiles: Tiles | None) -> Profile:
+        """The profile of the same step with these tiles, if it was measured; else this one.
+
+        Args:
+            tiles: of a plan; None for none.
+        """
+        return next((one for one in self.tiled if one.tiles == tiles), self)
+
+    @cached_property
+    def plain_needs(self) -> list[tuple[int, ...]] | None:
+        """What nodes need of a plain run, if that was seen to work although it writes over what nodes need.
+
+        It writes to other parts of the same storage then, as a GRU's gates are. To the tape each write makes a new
+        value of the whole, and the old one has to be rebuilt; plain autograd has the part that it needs in the last.
+        """
+        if not self.runs_plain or not any(self.values[v].overwritten for node in self.nodes for v in node.needs):
+            return None
+        last = {value.storage: number for number, value in enumerate(self.values)}
+        return [
+            tuple(v if self.values[v].operation is None else last[self.values[v].storage] for v in node.needs)
+            for node in self.nodes
+        ]
+
+    def forward_seconds(self, batch_size: int) -> float:
+        """Of all operations of the forward, one by one.
+
+        Args:
+            batch_size: rows of one micro-batch.
+        """
+        read_count(batch_size, "batch_size")
+        return sum(op.seconds.at(batch_size) for op in self.operations)
+
+    def backward_seconds(self, batch_size: int) -> float:
+        """Of all nodes of the backward, one by one.
+
+        Args:
+            batch_size: rows of one micro-batch.
+        """
+        read_count(batch_size, "batch_size")
+        return sum(node.seconds.at(batch_size) for node in self.nodes)
+
+    def plain_seconds(self, batch_size: int) -> float:
+        """Both passes with everything kept, as measured: small operations take less than when each is timed alone.
+
+        Args:
+            batch_size: rows of one micro-batch.
+        """
+        read_count(batch_size, "batch_size")
+        if self.plain_points:
+            return _between(self.plain_points, batch_size)
+        return max(0.0, self.forward_seconds(batch_size) + self.backward_seconds(batch_size) + self.overhead_seconds)
+
+    def saved_bytes(self, batch_size: int) -> int:
+        """What plain autograd holds between the passes: every value some node needs, each storage once.
+
+        Args:
+            batch_size: rows of one micro-batch.
+        """
+        read_count(batch_size, "batch_size")
+        storages = {
+            self.values[v].storage: self.values[v].nbytes.at(batch_size)
+            for node in self.nodes
+            for v in node.needs
+            if self.values[v].operation is not None
+        }
+        return round(sum(storages.values()))
+
+    def to_json(self) -> str:
+        return records.to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """Read what `to_json` wrote; running no code.
+
+        Args:
+            text: a JSON document.
+        """
+        return records.from_json(Profile, text)
+
+    def __str__(self) -> str:
+        return describe(self)
+
+
+def _between(points: tuple[tuple[int, float], ...], size: int) -> float:
+    """On the line from point to point; beyond the last, on that from the first to the last, and before the first, too.
+
+    >>> _between(((2, 3.0), (4, 4.0), (8, 10.0)), 6)
+    7.0
+    """
+    low, high = points[0], points[-1]
+    if low[0] < size < high[0]:
+        after = next(place for place, (at, _) in enumerate(points) if at >= size)
+        return Linear.through(points[after - 1], points[after]).at(size)
+    near = low if size <= low[0] else high
+    line = Linear.through(low, high)
+    is_sound = low != high and line.fixed >= 0 and line.per_item >= 0
+    return line.at(size) if is_sound else near[1] * size / near[0]
+
+
+def _made_at(value: Value) -> int:
+    return -1 if value.operation is None else value.operation

@@ -1,0 +1,117 @@
+"""From what stands on the command line as TARGET to the job it names; every mistake becomes one line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from gradfit.errors import MisuseError
+from gradfit.runs.builtin_jobs import JOBS
+from gradfit.runs.job import Job
+
+
+class TargetError(MisuseError):
+    """A TARGET that does not give a job; the message is one line."""
+
+
+def load_target(target: str) -> Job:
+    """The job behind `file.py:function`, `package.module:function`, or a built-in name.
+
+    >>> load_target("gtp")
+    Traceback (most recent call last):
+    ...
+    gradfit.runs.job_loader.TargetError: There is no built-in job 'gtp'. Pass one of bert, gpt, resnet, vit, or
+    file.py:function.
+    """
+    if ":" not in target:
+        if target in JOBS:
+            return JOBS[target]()
+        names = ", ".join(sorted(JOBS))
+        if target.endswith(".py"):
+            raise TargetError(f"{target!r} does not say which function. Pass {target}:function.")
+        raise TargetError(f"There is no built-in job {target!r}. Pass one of {names}, or file.py:function.")
+    place, _, name = target.rpartition(":")
+    module = _module_from_file(place, target) if place.endswith(".py") else _module_by_name(place, target)
+    function = getattr(module, name, None)
+    if function is None:
+        found = [n for n, f in vars(module).items() if callable(f) and getattr(f, "__module__", "") == module.__name__]
+        listed = f"It has {', '.join(sorted(found)[:8])}." if found else "It defines no function."
+        raise TargetError(f"{place} has no {name!r}. {listed}")
+    if isinstance(function, Job):
+        return function
+    if not callable(function):
+        raise TargetError(f"{target} is a {type(function).__name__}. Make it a function that returns a gradfit.Job.")
+    job = _guarded(target, "raised", function)
+    if not isinstance(job, Job):
+        raise TargetError(f"{target} returned a {type(job).__name__}. Return a gradfit.Job.")
+    return job
+
+
+def target_name(target: str) -> str:
+    """A short name for a target that is safe as a file name.
+
+    >>> target_name("examples/my_job.py:make"), target_name("gpt")
+    ('my_job-make', 'gpt')
+    """
+    place, _, name = target.rpartition(":")
+    stem = Path(place.removesuffix(".py")).name if place else ""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", f"{stem}-{name}" if stem else name).strip("-.") or "job"
+
+
+def _module_from_file(place: str, target: str) -> Any:
+    path = Path(place)
+    if not path.is_file():
+        raise TargetError(f"There is no file {place!r}. Pass file.py:function with a path from {Path.cwd().name}/.")
+    shadows = path.stem in sys.stdlib_module_names  # whoever imports that module must get it, not the job
+    name = f"gradfit_job_{path.stem}" if shadows or path.stem in sys.modules else path.stem
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    if spec is None or spec.loader is None:
+        raise TargetError(f"{place!r} is not a Python file. Pass file.py:function.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # so that dataclasses and data-loading workers find it
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:  # as `python file.py` does: its neighbours can be imported
+        sys.path.insert(len(sys.path) if shadows else 0, folder)
+    _guarded(target, "cannot be imported:", spec.loader.exec_module, module)
+    return module
+
+
+def _module_by_name(place: str, target: str) -> Any:
+    if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", place):
+        raise TargetError(f"{target!r} is not a target. Pass file.py:function or package.module:function.")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return _guarded(target, "cannot be imported:", importlib.import_module, place)
+    except TargetError as error:
+        missing = error.__cause__
+        if isinstance(missing, ModuleNotFoundError) and missing.name and place.startswith(missing.name):
+            raise TargetError(f"There is no module {missing.name!r}. Pass file.py:function for a file.") from missing
+        raise
+
+
+def _guarded(target: str, what: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Call the user's code; whatever it raises becomes one line that says where."""
+    try:
+        return function(*args)
+    except (Exception, SystemExit) as error:
+        frames = [
+            f
+            for f in traceback.extract_tb(error.__traceback__)
+            if f.filename != __file__ and "<frozen" not in f.filename
+        ]
+        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+        if isinstance(error, SyntaxError):
+            place = f" ({Path(error.filename or target).name}:{error.lineno})"
+        text = " ".join(str(error).split()) or "no message"
+        if isinstance(error, SystemExit):
+            raise TargetError(
+                f"{target} called sys.exit({error.code!r}){place}. Let it return a gradfit.Job, or raise an exception."
+            ) from error
+        raise TargetError(f"{target} {what} {type(error).__name__}: {text}{place}") from error

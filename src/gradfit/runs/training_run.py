@@ -1,0 +1,356 @@
+"""A training run that can be stopped, killed and resumed at any moment, and ends with the same parameters.
+
+What a run needs to go on as if nothing had happened: the job (model, optimizer, scheduler), every random generator, the
+place in the data, the accumulator (with the gradients of a window that is not full yet), and the plans, because
+another micro-batch would add the same numbers in another order. All of it is in each state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradfit.accumulate import accumulator_state as window_state
+from gradfit.distributed.launch import Ranks
+from gradfit.errors import MisuseError, StateError
+from gradfit.fitting.fit import fit
+from gradfit.fitting.plan_state import read_plan, write_plan
+from gradfit.fitting.train_step import Progress, TrainResult, TrainStep
+from gradfit.planning.plan import Plan
+from gradfit.profiling.profile import Profile
+from gradfit.runs import job_state as snapshot
+from gradfit.runs.batch_stream import Batches
+from gradfit.runs.job import Job
+from gradfit.runs.random_state import random_state, restore_random, seed_everything
+from gradfit.runs.rank_states import ranks_of
+from gradfit.runs.run_state import check_state
+from gradfit.runs.shards import ReadAllRanks
+from gradfit.runs.state_files import SavedState, StateStore, write_atomically
+from gradfit.tree import split_batch
+from gradfit.units import format_bytes
+
+_SAVE_SHARE = 0.1  # of the time may go into saving
+
+
+class Interrupted(Exception):
+    """The run was asked to stop, and its state is saved."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What makes two runs the same run: resuming with other numbers would be another one.
+
+    Args:
+        batch_size: Rows in one update, of all ranks together.
+        memory_bytes: The budget of this rank.
+        seed: Of the model, the data's order and all randomness.
+        steps: Updates to make in all, if `epochs` do not say when to end.
+        epochs: Passes over the data.
+        micro_batch: Rows that run at once, "whole" never to cut a batch, None to choose.
+        tile: Whether plans may cut along tokens.
+    """
+
+    batch_size: int
+    memory_bytes: int
+    seed: int = 0
+    steps: int | None = None
+    epochs: int | None = None
+    micro_batch: int | str | None = None
+    tile: bool = True
+
+
+@dataclass
+class RunReport:
+    """What a run has done, for a person or as JSON."""
+
+    step: int
+    epoch: int
+    losses: list[float] = field(default_factory=list)
+    grad_norm: float | None = None
+    peak_bytes: int = 0
+    budget_bytes: int = 0
+    seconds: float = 0.0
+    interrupted: bool = False
+    out: str = ""
+
+
+class Listener:
+    """What a run tells whoever watches it; override what you want to hear."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line."""
+
+    def planned(self, step: TrainStep, total: int | None) -> None:
+        """The plan is made; training begins. `total` steps, where that is known."""
+
+    def stepped(self, step: int, result: TrainResult, seconds: float) -> None:
+        """One update is done."""
+
+    def saved(self, path: Path) -> None:
+        """A state was written."""
+
+
+class TrainingRun:
+    """One training run of a job.
+
+    >>> import tempfile
+    >>> model = torch.nn.Linear(4, 1)
+    >>> job = Job(
+    ...     model,
+    ...     lambda model, x: model(x).square().mean(),
+    ...     torch.ones(32, 4),
+    ...     torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     batch_size=8,
+    ... )
+    >>> settings = RunSettings(batch_size=8, memory_bytes=2**20, steps=6)
+    >>> TrainingRun(job, settings, store=StateStore(tempfile.mkdtemp())).train().step
+    6
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        settings: RunSettings,
+        *,
+        store: StateStore | None = None,
+        listener: Listener | None = None,
+        stop: Callable[[], bool] = lambda: False,
+        ranks: Ranks | None = None,
+    ) -> None:
+        if settings.steps is None and settings.epochs is None:
+            raise MisuseError("Neither steps nor epochs is given. Pass steps=100 or epochs=1.")
+        self.job, self.settings, self.store = job, settings, store
+        self.listener = listener or Listener()
+        self._stop = stop
+        self.ranks = Ranks() if ranks is None else ranks
+        self.batches = Batches(
+            job.data, batch_size=settings.batch_size, seed=settings.seed, as_they_come=job.split is not None
+        )
+        if self.ranks.size > 1 and self.batches.rows is None:
+            raise MisuseError(
+                f"data come as batches, which cannot be divided among {self.ranks.size} ranks. Pass tensors or a "
+                "map-style Dataset as the job's data."
+            )
+        self.step_number = 0
+        self.step: TrainStep | None = None
+        self._state: dict[str, Any] | None = None  # what to go on from
+        self._texts: dict[int, tuple[Any, str]] = {}  # with the record, so that its id stays its own
+        self._leaving = False  # was asked to stop, and has saved what it had by then
+        self._saved_at = -1.0
+        self._save_seconds = 0.0
+
+    def resume(self, saved: SavedState, read_all_ranks: ReadAllRanks = list) -> None:
+        """Go on from a state; everything is checked before the job is touched.
+
+        `read_all_ranks` gives every rank's part of the job, for a model that was sharded over another number of ranks.
+        """
+        state = saved.content
+        try:
+            check_state(state)
+            _check_settings(state["settings"], self.settings)
+            self.batches.check(state["place"]["data"])
+            snapshot.check(self.job, state["job"])
+            fitted = [read_plan(saved_plan) for saved_plan in state["plans"]]
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            if isinstance(error, StateError):
+                raise
+            raise StateError(f"{saved.path.name} is not a state of gradfit train ({error!r}).") from None
+        if ranks_of(saved) != self.ranks.size:
+            self.listener.note(
+                f"The run had {ranks_of(saved)} ranks and has {self.ranks.size}: it goes on at the step."
+            )
+            state = self._at_its_step(state, ranks_of(saved))
+            fitted = []
+        if state["settings"]["memory_bytes"] != self.settings.memory_bytes:
+            if state["progress"] is not None:
+                raise StateError(
+                    "The run was left in the middle of a step, which must be finished with the budget it had, "
+                    f"{format_bytes(state['settings']['memory_bytes'])}. Leave out --memory, or pass that."
+                )
+            self.listener.note("The budget is another than before, so the plan is made anew.")
+            fitted = []
+        self._state = {**state, "plans": fitted}
+        snapshot.restore(self.job, state["job"], read_all_ranks)
+        self.step_number = state["step"]
+
+    def _at_its_step(self, state: dict[str, Any], ranks: int) -> dict[str, Any]:
+        """The state as it was when its step began: other ranks have other rows, and nobody's half can be used."""
+        job, place = state["job"], state["place"]
+        if state["progress"] is not None:
+            job = {**job, "model": {**job["model"], **state["progress"].get("buffers", {})}}
+        if self.ranks.rank >= ranks:  # what it was given is another rank's, and so are its random numbers
+            seed_everything(self.settings.seed + self.ranks.rank + 1_000_003 * state["step"])
+            place = {**place, "random": random_state()}
+        return {**state, "job": job, "place": place, "progress": None, "accumulator": None}
+
+    def train(self) -> RunReport:
+        """Train until the steps or epochs are done, or `stop()` says so."""
+        settings, batches = self.settings, self.batches
+        started = time.perf_counter()
+        step, progress = self._begin()
+        report = RunReport(step=self.step_number, epoch=batches.epoch, budget_bytes=step.budget_bytes)
+        place = self._place()
+        try:
+            while settings.steps is None or self.step_number < settings.steps:
+                batch = batches.next()
+                if settings.epochs is not None and batches.epoch >= settings.epochs:
+                    break
+                if progress is not None:
+                    restore_random(progress.pop("random"))
+                before = time.perf_counter()
+                part = self.ranks.part(batch)
+                result = (
+                    step.idle()
+                    if part is None
+                    else step(
+                        part,
+                        progress=None if progress is None else Progress(**progress),
+                        after_micro_batch=functools.partial(self._between, place),
+                    )
+                )
+                progress = None
+                self._schedule(result)
+                self.step_number += 1
+                report.losses.append(result.loss)
+                report.grad_norm = result.grad_norm
+                report.peak_bytes = max(report.peak_bytes, result.peak_bytes)
+                self.listener.stepped(self.step_number, result, time.perf_counter() - before)
+                place = self._place()
+                stop, due = self.ranks.any_of(self._stop(), self._is_due())
+                if stop or due:
+                    self._save(place)
+                if stop:
+                    raise Interrupted
+            self._save(place)
+            self._save_model()
+        except Interrupted:
+            report.interrupted = True
+        report.step, report.epoch = self.step_number, place["data"]["epoch"]
+        report.seconds = time.perf_counter() - started
+        return report
+
+    def _begin(self) -> tuple[TrainStep, dict[str, Any] | None]:
+        """The step, with the plans of the run so far, and the place in the data; the trial runs leave no trace."""
+        state, self._state = self._state, None
+        place = self._place() if state is None else state["place"]
+        if state is not None:
+            self.batches.restore(place["data"])
+        batch = self.batches.next()
+        sample = self.ranks.part(batch)
+        if sample is None:
+            sample = next(iter(split_batch(batch, 1)))
+        rows = -(-self.settings.batch_size // self.ranks.size) if self.job.split is None else None
+        self.step = step = fit(
+            self.job.model,
+            self.job.optimizer,
+            self.job.loss_fn,
+            sample,
+            self.settings.memory_bytes,
+            rows,
+            split=self.job.split,
+            known=() if state is None else state["plans"],
+            reproducible=True,
+            micro_batch=self.settings.micro_batch,
+            tile=self.settings.tile,
+            **self.job.fit_options,
+        )
+        del sample, batch
+        self.batches.restore(place["data"])
+        restore_random(place["random"])
+        if state is not None and state["progress"] is None and state["accumulator"] is not None:
+            window_state.load(step.accumulator, state["accumulator"])
+        self.listener.planned(step, self._total())
+        if state is None:
+            self._save(self._place())  # what cannot be saved is found out now, not after the first hour
+            return step, None
+        progress = state["progress"]
+        return step, None if progress is None else {**progress, "window": state["accumulator"]}
+
+    def _total(self) -> int | None:
+        """The step number at which the run will be done, where the data tell their length."""
+        ends = [] if self.settings.steps is None else [self.settings.steps]
+        if self.settings.epochs is not None and self.batches.per_epoch is not None:
+            ends.append(self.settings.epochs * self.batches.per_epoch)
+        return min(ends) if ends else None
+
+    def _place(self) -> dict[str, Any]:
+        return {"data": self.batches.state(), "random": random_state()}
+
+    def _schedule(self, result: TrainResult) -> None:
+        scheduler = self.job.scheduler
+        if scheduler is None or not result.stepped:
+            return
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            scheduler.step(result.loss)
+        else:
+            scheduler.step()
+
+    # ------------------------------------------------------------------------------------------------ saving
+
+    def _between(self, place: dict[str, Any], done: Progress) -> None:
+        """After a micro-batch that is not the last of its window.
+
+        While a window fills no rank needs another, so each saves what it holds by itself: states of one step fit
+        together wherever in it they were taken. But all must end the step before any may leave.
+        """
+        asked = self._stop()
+        if self._is_due() or (asked and not self._leaving):
+            self._save(place, progress={**done._asdict(), "window": None, "random": random_state()})
+            self._leaving = asked
+        if asked and self.ranks.size == 1:
+            raise Interrupted
+
+    def _is_due(self) -> bool:
+        """Whether so much time has gone by that a save costs no more than its share."""
+        return time.perf_counter() - self._saved_at >= self._save_seconds / _SAVE_SHARE
+
+    def _save(self, place: dict[str, Any], *, progress: dict[str, Any] | None = None) -> None:
+        if self.store is None or self.step is None:
+            return
+        started = time.perf_counter()
+        content = {
+            "step": self.step_number,
+            "settings": dataclasses.asdict(self.settings),
+            "place": place,
+            "progress": progress,
+            "accumulator": window_state.save(self.step.accumulator),
+            "ranks": self.ranks.size,
+            "job": snapshot.capture(self.job),
+            "plans": [write_plan(fitted, self._text) for fitted in self.step.known],
+        }
+        path = self.store.save(content, step=self.step_number, micro=progress["done"] if progress else 0)
+        self._saved_at = time.perf_counter()
+        self._save_seconds = self._saved_at - started
+        self.listener.saved(path)
+
+    def _text(self, record: Plan | Profile) -> str:
+        """A record as JSON, made once: it is saved with every state."""
+        known = self._texts.get(id(record))
+        if known is None:
+            known = self._texts[id(record)] = (record, record.to_json())
+        return known[1]
+
+    def _save_model(self) -> None:
+        if self.store is None:
+            return
+        tensors = snapshot.whole_model(self.job.model, keep=self.ranks.rank == 0)  # by all ranks together
+        if self.ranks.rank == 0:
+            write_atomically(self.store.directory / "model.safetensors", tensors)
+
+
+def _check_settings(saved: dict[str, Any], now: RunSettings) -> None:
+    options = {"batch_size": "--batch-size", "seed": "--seed", "micro_batch": "--micro-batch", "tile": "--tile"}
+    for name, option in options.items():
+        before = saved.get(name, True if name == "tile" else None)  # which states of older versions do not have
+        if before != getattr(now, name):
+            raise StateError(
+                f"The run was begun with {name} {before}, not {getattr(now, name)}: that would be another run. "
+                f"Leave out {option}, or pass another --out."
+            )

@@ -1,0 +1,118 @@
+"""A saved slice of a storage that is written slice by slice: rebuilt whole, retained as the slice alone.
+
+RNN cells on the CPU compute all gates of a step side by side in one storage and activate them in place, one after the
+other: to the tape that is a new version of the whole storage per gate, of which autograd saves one slice. Retaining
+each version whole would take more than plain autograd, which has one storage for all of them.
+
+So a saved slice that is exactly what a write has written becomes a value of its own, the *part*: made from the whole by
+one copy, right after the write, before the next one takes place in the same memory. A slice that later writes did not
+touch is the part that an earlier one made.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from gradfit.tape.graph import Geometry, Operation, Value
+from gradfit.tape.ops import OpInfo
+
+_LINE = 64  # elements: memory is as well aligned after so many, whatever their size
+CUT = OpInfo(
+    view=False, writes=(), reads_written=False, random=False, fragile=None, scratch=(), recordable=True, copies=True
+)
+
+
+def is_small_slice(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is at most half of what its storage holds."""
+    return 2 * tensor.nbytes <= tensor.untyped_storage().nbytes()
+
+
+def part_of(value: Value, geometry: Geometry) -> Value | None:
+    """The part that is this slice of a value's storage; None if nobody wrote just this."""
+    while value.position == -1 and value.op is not None and len(value.op.written) == 1 and not value.evictable:
+        if value.geometry == geometry:
+            part = None if value.part is None else value.part()
+            return _cut(value) if part is None else part
+        if not _are_apart(value.geometry, geometry):
+            return None
+        value = value.op.written[0]
+    return None
+
+
+def _cut(whole: Value) -> Value:
+    op = whole.op
+    if op is None:
+        raise RuntimeError("gradfit: a part of what nothing on the tape has written")
+    size, _, _, dtype = whole.geometry
+    # Recorded operations have even numbers: this one runs right after the write.
+    cutting = Operation(op.index + 1, _compact, CUT, [whole], {}, [whole])
+    part = Value(whole.key, (size, _contiguous(size), 0, dtype), whole.segment, cutting)
+    cutting.outputs.append(weakref.ref(part))
+    whole.users = [weakref.ref(cutting), *(whole.users or ())]
+    whole.part = weakref.ref(part)
+    return part
+
+
+def whole_of(value: Value) -> Value | None:
+    """What a value is a part of, if it is one."""
+    return value.op.inputs[0] if value.op is not None and value.op.info is CUT else None
+
+
+def spread(part: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """A part as the slice that it was, strides and alignment included: kernels may round differently otherwise."""
+    size, stride, offset, dtype = geometry
+    first = int(offset) % _LINE
+    memory = torch.empty(first + _span(size, stride), dtype=dtype, device=part.device)
+    return memory.as_strided(size, stride, first).copy_(part)
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _contiguous(size: torch.Size) -> tuple[int, ...]:
+    strides, expected = [], 1
+    for length in reversed(size):
+        strides.append(expected)
+        expected *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def _span(size: Any, stride: Any) -> int:
+    """From the first element to the last, gaps included."""
+    if 0 in size:
+        return 0
+    return 1 + int(sum((length - 1) * step for length, step in zip(size, stride, strict=True)))
+
+
+def _are_apart(one: Geometry, other: Geometry) -> bool:
+    """Whether two slices certainly have no element in common: one ends before the other, or they are columns apart."""
+    if one[3] is not other[3]:
+        return False  # offsets are counted in elements
+    if _ends(one) <= other[2] or _ends(other) <= one[2]:
+        return True
+    row = max((step for length, step in zip(one[0], one[1], strict=True) if length > 1), default=0)
+    if row == 0:
+        return False
+    columns = [_columns(one, row), _columns(other, row)]
+    if columns[0] is None or columns[1] is None:
+        return False
+    (first, first_end), (second, second_end) = columns[0], columns[1]
+    return first_end <= second or second_end <= first
+
+
+def _ends(geometry: Geometry) -> int:
+    size, stride, offset, _ = geometry
+    return int(offset) + _span(size, stride)
+
+
+def _columns(geometry: Geometry, row: int) -> tuple[int, int] | None:
+    """First and last column of a slice of rows that are `row` elements apart; None if it does not stay within rows."""
+    size, stride, offset, _ = geometry
+    inner = [(length, step) for length, step in zip(size, stride, strict=True) if length > 1 and step % row]
+    first = int(offset) % row
+    end = first + _span([length for length, _ in inner], [step for _, step in inner])
+    return (first, end) if end <= row else None

@@ -1,0 +1,195 @@
+"""Accumulating gradients that somebody else computed, from batches of any size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfit.accumulate.numbers import Number, read_count, read_weight
+from gradfit.accumulate.scaling import gradient_norm
+from gradfit.accumulate.strategy import FixedStepCount, FixedTargetBatch, Strategy
+from gradfit.accumulate.window_state import Total, add_scaled
+from gradfit.errors import MisuseError
+from gradfit.toolbox.gradient_map import GradientMap
+from gradfit.toolbox.gradient_validator import GradientAccumulationValidator
+
+Gradient = Tensor | GradientMap
+
+
+class DynamicBatchAccumulator:
+    """The mean gradient over all items of batches whose sizes differ: Σ size·gradient / Σ size.
+
+    Full when `target_batch_size` items, `steps` batches, or what a `strategy` asks for have come in. float16 and
+    bfloat16 are added up in float32.
+
+    Args:
+        target_batch_size: items that fill it.
+        steps: batches that fill it.
+        strategy: says when it is full. Give one of the three.
+
+    >>> accumulator = DynamicBatchAccumulator(target_batch_size=6)
+    >>> accumulator.accumulate(torch.tensor([1.0]), 4)
+    >>> accumulator.accumulate(torch.tensor([4.0]), 2)
+    >>> accumulator.is_complete(), accumulator.get_accumulated_gradient()
+    (True, tensor([2.]))
+    """
+
+    def __init__(
+        self, target_batch_size: int | None = None, steps: int | None = None, strategy: Strategy | None = None
+    ) -> None:
+        given = [
+            name
+            for name, value in (("target_batch_size", target_batch_size), ("steps", steps), ("strategy", strategy))
+            if value is not None
+        ]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of target_batch_size, steps and strategy"
+            raise MisuseError(f"Got {found}: one must say when the window is full. Pass target_batch_size=64.")
+        if strategy is not None and not isinstance(strategy, Strategy):
+            raise MisuseError(f"strategy is a {type(strategy).__name__}. Pass FixedTargetBatch(n) or another strategy.")
+        if target_batch_size is not None:
+            strategy = FixedTargetBatch(read_count(target_batch_size, "target_batch_size"))
+        elif steps is not None:
+            strategy = FixedStepCount(steps)
+        assert strategy is not None
+        self.strategy: Strategy = strategy
+        self._begin()
+
+    @property
+    def accumulated_gradient(self) -> Gradient | None:
+        """The mean over what has come in so far; None if nothing has."""
+        return self._mean() if self._total.weight else None
+
+    @property
+    def accumulated_batch_size(self) -> Number:
+        """How many items have come in."""
+        return self._total.weight
+
+    @property
+    def current_step(self) -> int:
+        """How many batches have come in."""
+        return self._steps
+
+    @property
+    def target_batch_size(self) -> Number:
+        """How many items fill the window: given, or expected from what has come in so far."""
+        if isinstance(self.strategy, FixedTargetBatch):
+            return self.strategy.batch_size
+        average = self._total.weight / self._steps if self._steps else 0
+        expected = self.strategy.expected_weight(average)
+        return round(expected) if expected == round(expected) else expected
+
+    @property
+    def accumulation_count(self) -> int:
+        """How many batches fill the window: given, or expected from what has come in so far."""
+        if isinstance(self.strategy, FixedStepCount):
+            return self.strategy.steps
+        progress = self.get_progress()
+        return self._steps if progress >= 1 or not progress else -int(-self._steps // progress)
+
+    def accumulate(self, batch_gradient: Gradient, batch_size: int) -> None:
+        """Add the mean gradient over `batch_size` items; a size of 0 adds nothing, whatever the gradient holds.
+
+        Args:
+            batch_gradient: a tensor or a `GradientMap`: the mean over the batch's items.
+            batch_size: its number of items.
+        """
+        size = read_weight(batch_size, "batch_size")
+        values = _values(batch_gradient)
+        if self._sums is not None:
+            self._check(batch_gradient, values)
+        self._steps += 1
+        if size:
+            if self._total.divisor is None:
+                self._total.divisor = float(self.strategy.expected_weight(size)) or float(size)
+            if self._total.lacks_room(size):
+                self._total.make_room(size, (self._sums or {}).values())
+            self._add(batch_gradient, values, size / self._total.divisor)
+            self._total.weight += size
+        norm = gradient_norm(list(values.values())) if size and self.strategy.needs_norms else None
+        self.strategy.observe(size, None if norm is None else norm**2)
+
+    def is_complete(self) -> bool:
+        """Whether enough has come in."""
+        return self._steps > 0 and self.strategy.is_complete(self._steps, self._total.weight)
+
+    def get_accumulated_gradient(self) -> Gradient:
+        """The mean over all items that have come in; what the window lacks does not matter."""
+        if not self._total.weight:
+            raise MisuseError(
+                "Nothing was accumulated, so there is no mean. Call accumulate(gradient, batch_size) first."
+            )
+        return self._mean()
+
+    def get_progress(self) -> float:
+        """How full the window is, from 0 to 1."""
+        return self.strategy.progress(self._steps, self._total.weight) if self._steps else 0.0
+
+    def reset(self) -> None:
+        """Begin the next window."""
+        if self._steps:
+            mean = self._mean() if self._total.weight and self.strategy.needs_norms else None
+            norm = None if mean is None else gradient_norm(list(_values(mean).values()))
+            self.strategy.end_window(self._total.weight, None if norm is None else norm**2)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._steps = 0
+        self._total = Total()
+        self._sums: dict[Any, Tensor] | None = None
+        self._like: Gradient | None = None
+
+    def _check(self, gradient: Gradient, values: dict[Any, Tensor]) -> None:
+        sums = self._sums or {}
+        if isinstance(gradient, Tensor) != (None in sums):
+            raise MisuseError("batch_gradient: a tensor and a GradientMap cannot be added. Pass the same kind always.")
+        for key in values.keys() & sums.keys():
+            problem = GradientAccumulationValidator.incompatibility(sums[key], values[key])
+            if problem:
+                name = (
+                    "batch_gradient" if key is None else f"batch_gradient[{key!r}]" if isinstance(key, str) else "one"
+                )
+                raise MisuseError(f"{name} does not fit what was accumulated: {problem}. Call reset() for a new shape.")
+
+    def _add(self, gradient: Gradient, values: dict[Any, Tensor], factor: float) -> None:
+        if self._sums is None:
+            self._sums, self._like = {}, gradient
+        with torch.no_grad():
+            for key, value in values.items():
+                # Copied before it is scaled: a gradient that was passed in stays as it is.
+                self._sums[key] = add_scaled(
+                    self._sums.get(key), value.detach().to(_wide(value.dtype), copy=True), factor
+                )
+
+    def _mean(self) -> Gradient:
+        dtypes = {key: value.dtype for key, value in _values(self._like).items()}
+        means = {
+            key: (total * self._total.factor).to(dtypes.get(key, total.dtype))
+            for key, total in (self._sums or {}).items()
+        }
+        if None in means:
+            return means[None]
+        result = GradientMap()
+        for key, mean in means.items():
+            tensor = self._like.tensor(key) if isinstance(self._like, GradientMap) and key in self._like else None
+            result.bind(key, tensor, mean)
+        return result
+
+    def __repr__(self) -> str:
+        return f"DynamicBatchAccumulator({self.strategy!r}, {self._steps} batches, {self._total.weight} items)"
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _values(gradient: Any) -> dict[Any, Tensor]:
+    if isinstance(gradient, Tensor):
+        if not (gradient.is_floating_point() or gradient.is_complex()):
+            raise MisuseError(f"batch_gradient is {gradient.dtype}. Pass a gradient, in floating point.")
+        return {None: gradient}
+    if isinstance(gradient, GradientMap):
+        return dict(gradient.items())
+    raise MisuseError(f"batch_gradient is a {type(gradient).__name__}. Pass a tensor or a GradientMap.")

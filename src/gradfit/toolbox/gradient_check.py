@@ -1,0 +1,145 @@
+"""Is this backward the derivative of its forward? The comparison, element by element, and its report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfit.arguments import invalid, read_callable, read_number
+from gradfit.errors import GradientMismatch, MisuseError
+from gradfit.toolbox.numeric_differences import Probe
+
+_SAFETY = 10.0  # how many error bars apart is wrong
+
+
+@dataclass(frozen=True)
+class ElementCheck:
+    """One element of one input: what the backward says, what finite differences say, and how sure they are.
+
+    Both are derivatives of the output if that is one number, else of a sum of the outputs with weights from 0.5 to 1.5
+    of either sign: a plain sum would be blind to functions like softmax, whose outputs always have the same sum.
+    """
+
+    input: int
+    index: tuple[int, ...]
+    analytic: float
+    numeric: float
+    tolerance: float
+
+    @property
+    def error(self) -> float:
+        """How far apart the two are."""
+        return abs(self.analytic - self.numeric)
+
+    @property
+    def excess(self) -> float:
+        """The error in units of what is tolerated; above 1 it is wrong."""
+        if not math.isfinite(self.analytic):
+            return math.inf
+        if not math.isfinite(self.numeric) or self.error == 0:
+            return 0.0
+        return self.error / self.tolerance if self.tolerance > 0 else math.inf
+
+    def __str__(self) -> str:
+        largest = max(abs(self.analytic), abs(self.numeric))
+        share = f", {self.error / largest:.2g} of it" if largest > 0 and math.isfinite(self.error / largest) else ""
+        return (
+            f"input {self.input}, element {self.index}: backward gives {self.analytic:.6g}, finite differences "
+            f"{self.numeric:.6g} (off by {self.error:.3g}{share}, tolerated {self.tolerance:.2g})"
+        )
+
+
+@dataclass(frozen=True)
+class GradientCheck:
+    """What `check_gradients` compared; true if all of it agrees.
+
+    `unresolved` counts the elements next to a kink or a jump, where finite differences have no answer.
+
+    Attributes:
+        elements: compared.
+        unresolved: elements without an answer.
+        wrong: those that disagree.
+        worst: the element that is furthest off; None if there was none to compare.
+    """
+
+    elements: int
+    unresolved: int
+    wrong: tuple[ElementCheck, ...]
+    worst: ElementCheck | None
+
+    def __bool__(self) -> bool:
+        return not self.wrong
+
+    def __str__(self) -> str:
+        verdict = f"{len(self.wrong)} of {self.elements} elements differ" if self.wrong else "all elements agree"
+        return f"{verdict}; {self.unresolved} unresolved. Worst: {self.worst}."
+
+
+def check_gradients(fn: Callable[..., Any], *inputs: Any, eps: float | None = None) -> GradientCheck:
+    """Compare the backward of `fn` with finite differences, element by element; `GradientMismatch` if they disagree.
+
+    The tensors among `inputs` that require a gradient are checked, or all floating ones if none does. `eps` sets the
+    largest step; by default it comes from each element's size and precision. Random operations (dropout) draw the
+    same numbers in every evaluation. Nothing that is passed in is changed.
+
+    Args:
+        fn: called with `inputs`; returns a tensor, or a nest of them.
+        inputs: tensors and whatever else `fn` takes.
+        eps: the largest step of a finite difference; None chooses one for each element.
+
+    >>> check_gradients(torch.sigmoid, torch.randn(3)).worst.error < 1e-3
+    True
+    >>> from gradfit.toolbox.custom_operation import custom_op
+    >>> wrong = custom_op(lambda x: x * 2, lambda grad_output, x: grad_output * torch.tensor([2.0, 2.0, 2.1]))
+    >>> check_gradients(wrong, torch.ones(3))
+    Traceback (most recent call last):
+    gradfit.errors.GradientMismatch: custom_op: 1 of 3 elements differ; ... Worst: input 0, element (2,): backward ...
+    """
+    read_callable(fn, "fn", "the function to check", arguments=len(inputs))
+    if eps is not None:
+        eps = float(read_number(eps, "eps", above=0, like=1e-3))
+    checked = [at for at, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
+    checked = checked or [at for at, v in enumerate(inputs) if isinstance(v, Tensor) and v.is_floating_point()]
+    if not checked:
+        raise MisuseError("inputs holds no floating-point tensor. Pass the tensors to differentiate in.")
+    for at in checked:
+        if not inputs[at].is_floating_point():
+            raise MisuseError(f"inputs[{at}] is {inputs[at].dtype}, expected a real floating-point tensor.")
+        if inputs[at].is_meta or inputs[at].layout != torch.strided or not inputs[at].numel():
+            raise invalid(f"inputs[{at}]", inputs[at], "has no elements that could be changed", "a dense tensor")
+    probe = Probe(fn, inputs, checked)
+    analytic = probe.analytic()
+    wrong: list[ElementCheck] = []
+    worst: ElementCheck | None = None
+    unresolved = elements = 0
+    for at, gradient in zip(checked, analytic, strict=True):
+        precision = torch.finfo(inputs[at].dtype).eps
+        relative = max(1e-6, 3 * precision**0.5)
+        largest = gradient[gradient.isfinite()].abs().max().item() if gradient.isfinite().any() else 0.0
+        for flat in range(gradient.numel()):
+            elements += 1
+            value = gradient.flatten()[flat].item()
+            differences = probe.at(at, flat, eps)
+            # Beside the bar: the backward rounds too, in proportion to its own size and to its neighbours'.
+            tolerance = _SAFETY * differences.bar + relative * abs(value) + 64 * precision * largest
+            index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), inputs[at].shape))
+            result = ElementCheck(at, index, value, differences.value, tolerance)
+            if result.excess > 1 and math.isfinite(value) and differences.kink_allows(value, tolerance):
+                unresolved += 1
+                continue
+            if result.excess > 1:
+                wrong.append(result)
+            elif math.isnan(differences.value) or differences.bar > max(abs(value), largest):
+                unresolved += 1
+            if worst is None or result.excess > worst.excess:
+                worst = result
+    report = GradientCheck(elements, unresolved, tuple(wrong), worst)
+    if wrong:
+        name = getattr(fn, "name", None) or getattr(fn, "__name__", type(fn).__name__)
+        raise GradientMismatch(f"{name}: {report}", report=report)
+    return report

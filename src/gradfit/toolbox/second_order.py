@@ -1,0 +1,91 @@
+"""Second derivatives without the matrix that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradfit.arguments import invalid, read_callable, read_list
+from gradfit.errors import MisuseError
+from gradfit.toolbox.gradient_map import GradientMap, backward
+from gradfit.toolbox.inputs import Inputs, label, named_tensors
+
+Vector = Tensor | Sequence[Tensor] | Mapping[Any, Tensor]
+
+
+def hessian_vector_product(loss: Tensor | Callable[..., Tensor], inputs: Inputs, vector: Vector) -> Any:
+    """The Hessian of `loss` in `inputs`, times `vector`, at the price of two backward passes.
+
+    `loss` is a loss, or a function of the inputs that gives one. The result has the form of `inputs`: a tensor for a
+    tensor, a list for a list, a `GradientMap` for a model or for names with tensors. `vector` is of that form too. The
+    graph of `loss` is kept, so that the next vector can be asked for.
+
+    Args:
+        loss: a loss with its graph, or a function that computes one.
+        inputs: what to differentiate by, twice.
+        vector: of the inputs' form.
+
+    >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+    >>> hessian_vector_product((x**3).sum(), x, torch.tensor([1.0, 1.0]))
+    tensor([ 6., 12.])
+    >>> hessian_vector_product(lambda x: (x**3).sum(), torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0]))
+    tensor([ 0., 12.])
+    """
+    pairs = named_tensors(inputs, argument="inputs")
+    if isinstance(inputs, nn.Module):
+        pairs = [(name, tensor) for name, tensor in pairs if tensor.requires_grad]
+    directions = _directions(pairs, vector)
+    if not isinstance(loss, Tensor):
+        read_callable(loss, "loss", "a loss, or a function of the inputs", arguments=len(pairs))
+        if isinstance(inputs, nn.Module | Mapping):
+            raise MisuseError("loss is a function, inputs has names. Pass the loss it gives, or the tensors in a list.")
+        pairs = [(name, tensor.detach().requires_grad_()) for name, tensor in pairs]
+        with torch.enable_grad():
+            loss = loss(*(tensor for _, tensor in pairs))
+    tensors = [tensor for _, tensor in pairs]
+    first = backward(loss, inputs if isinstance(inputs, nn.Module) else tensors, create_graph=True)
+    # A gradient that does not change (the loss is linear there) has no graph, and its part of the product is zero.
+    curved = [(first[t], v) for t, v in zip(tensors, directions, strict=True) if t in first and first[t].requires_grad]
+    products: Sequence[Tensor | None] = [None] * len(tensors)
+    if curved:
+        gradients, vectors = zip(*curved, strict=True)
+        products = torch.autograd.grad(gradients, tensors, vectors, allow_unused=True, retain_graph=True)
+    results = [torch.zeros_like(t) if p is None else p.detach() for t, p in zip(tensors, products, strict=True)]
+    if isinstance(inputs, Tensor):
+        return results[0]
+    if not isinstance(inputs, nn.Module | Mapping):
+        return results
+    by_name = GradientMap()
+    for (name, tensor), product in zip(pairs, results, strict=True):
+        by_name.bind(name or tensor, tensor, product)
+    return by_name
+
+
+def _directions(pairs: list[tuple[str | None, Tensor]], vector: Vector) -> list[Tensor]:
+    """One direction per input, checked before anything is computed."""
+    given: list[Tensor]
+    if isinstance(vector, Tensor):
+        given = [vector]
+    elif isinstance(vector, Mapping):
+        missing = [label(n, t) for n, t in pairs if not (n in vector if n is not None else t in vector)]
+        if missing:
+            raise MisuseError(f"vector has no entry for {', '.join(missing[:3])}. Pass one for each of the inputs.")
+        given = [vector[n if n is not None else t] for n, t in pairs]
+    else:
+        given = read_list(vector, "vector", "one tensor for each of the inputs")
+    if len(given) != len(pairs):
+        raise MisuseError(f"vector holds {len(given)} tensors, inputs {len(pairs)}. Pass one for each input.")
+    for (name, tensor), direction in zip(pairs, given, strict=True):
+        if not isinstance(direction, Tensor) or direction.shape != tensor.shape:
+            shape = tuple(direction.shape) if isinstance(direction, Tensor) else type(direction).__name__
+            raise MisuseError(
+                f"vector for {label(name, tensor)}, one of the inputs, is {shape}, expected shape "
+                f"{tuple(tensor.shape)}. Pass one of the same shape."
+            )
+        if direction.dtype != tensor.dtype or direction.device != tensor.device:
+            kind = f"a {tensor.dtype} tensor on {tensor.device}, as that of the inputs is"
+            raise invalid("vector", direction, f"is on {direction.device}", kind)
+    return given
