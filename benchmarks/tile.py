@@ -61,7 +61,7 @@ def chunked_loss(model: Any, tokens: torch.Tensor, size: int = 256) -> torch.Ten
 
 def fused_loss(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     """torch's own, with its chunks (2.13)."""
-    from torch.nn.functional import LinearCrossEntropyOptions  # type: ignore[attr-defined]
+    from torch.nn.modules.linear_cross_entropy_options import LinearCrossEntropyOptions
 
     hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[0, :-1]
     return F.linear_cross_entropy(  # type: ignore[attr-defined]
