@@ -264,47 +264,50 @@ class GradientAccumulator(NotCopied):
             reduction: "mean" or "sum": what the loss is of its items.
             terms: `{name: (loss_sum, count)}`, in the place of `loss` and `weight`.
         """
-        window, passes = self.window, self._passes
-        if (
-            window.settled is not None
-            and type(weight) is int
-            and 0 < weight < _USUAL_WEIGHT
-            and reduction == "mean"
-            and terms is None
-            and type(loss) is Tensor
-            and loss.requires_grad
-        ):
-            with window.turn:
-                settled = window.settled
-                if settled is not None and settled.backward(loss, weight):
-                    return
+        settled = self.window.settled
+        if settled is not None and terms is None and self._backward_usual(loss, weight, reduction):
+            return
         if isinstance(weight, str):
             weight = read_auto_weight(weight, loss, reduction)
         if terms is not None:
-            read = options.read_terms(terms, loss, weight, reduction)
-            if not window.enabled:
-                self._require_open()
-                live = [term / number for term, number in read.values() if number]
-                if live:
-                    _plain_backward(self.scaler, torch.stack(live).sum())
-                return
-            with window.turn:
-                self._begin()
-                passes.backward_terms(read)
-            return
+            self._backward_terms(options.read_terms(terms, loss, weight, reduction))
+        else:
+            self._backward_one(loss, weight, reduction)
+
+    def _backward_usual(self, loss: Any, weight: Any, reduction: str) -> bool:
+        """The short way; False if anything about this pass, or its window, is not usual."""
+        if type(weight) is not int or not 0 < weight < _USUAL_WEIGHT or reduction != "mean":
+            return False
+        if type(loss) is not Tensor or not loss.requires_grad:
+            return False
+        window = self.window
+        with window.turn:
+            return window.settled is not None and window.settled.backward(loss, weight)
+
+    def _backward_one(self, loss: Tensor | None, weight: Number | Tensor, reduction: str) -> None:
         read_choice(reduction, "reduction", ("mean", "sum"))
-        number = weight if type(weight) is int and 0 < weight < _USUAL_WEIGHT else read_weight(weight)
+        number = read_weight(weight)
         loss = check_loss(loss) if number else loss
-        if not window.enabled:
+        if not self.window.enabled:
             self._require_open()
             if loss is not None:
                 _plain_backward(self.scaler, loss)
             return
-        with window.turn:
+        with self.window.turn:
             self._begin()
-            passes.backward(loss, number, reduction)
-            if self.optimizer is None:
-                window.finalise_by_itself()
+            self._passes.backward(loss, number, reduction)
+            self.window.finalise_by_itself()
+
+    def _backward_terms(self, terms: dict[str, tuple[Tensor, Number]]) -> None:
+        if not self.window.enabled:
+            self._require_open()
+            means = [loss / number for loss, number in terms.values() if number]
+            if means:
+                _plain_backward(self.scaler, torch.stack(means).sum())
+            return
+        with self.window.turn:
+            self._begin()
+            self._passes.backward_terms(terms)
 
     def _begin(self) -> None:
         if not self.window.tensors:

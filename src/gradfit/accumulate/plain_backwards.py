@@ -180,22 +180,30 @@ class PlainBackwards(NoPlainBackwards):
         with self._lock:
             if task in self._factors:
                 return self._factors[task]
-            nested = running is not None and running.nested
-            if not nested and self._drop_dead(thread):
-                window.break_off()
-            root = running.roots[0] if running is not None and running.roots else None
-            if self._is_part(thread, nested, root):
-                self.passes[task] = thread
-                return self._follow(task, window.plain_factor(), complete=not nested)
-            retained = self._retained.get(thread)
-            joins = retained is not None and (root is None or retained() is not root)
-            factor = self._admit(window, task, PlainPass(thread, first, joins, running and running.roots))
-            if factor is None:
-                return self._follow(task, 1.0)
-            retains = running is not None and running.retains_graph
-            self._nested[thread] = _reference(root) if nested else None
-            self._retained[thread] = _reference(root) if retains else None
-            return self._follow(task, factor, complete=not (nested or retains))
+            if running is None:
+                return self._begin_plain(window, task, PlainPass(thread, first, False, None), None)
+            one = PlainPass(thread, first, False, running.roots)
+            return self._begin_plain(window, task, one, running)
+
+    def _begin_plain(self, window: Counts, task: int, one: PlainPass, running: _torch.RunningBackward | None) -> float:
+        """A pass that no window has started; `running` is None if its call cannot be told."""
+        thread = one.thread
+        nested = running is not None and running.nested
+        if not nested and self._drop_dead(thread):
+            window.break_off()
+        root = one.roots[0] if one.roots else None
+        if self._is_part(thread, nested, root):
+            self.passes[task] = thread
+            return self._follow(task, window.plain_factor(), complete=not nested)
+        retained = self._retained.get(thread)
+        joins = retained is not None and (root is None or retained() is not root)
+        factor = self._admit(window, task, one._replace(joins=joins))
+        if factor is None:
+            return self._follow(task, 1.0)
+        retains = running is not None and running.retains_graph
+        self._nested[thread] = _reference(root) if nested else None
+        self._retained[thread] = _reference(root) if retains else None
+        return self._follow(task, factor, complete=not (nested or retains))
 
     def _admit(self, window: Counts, task: int, one: PlainPass) -> float | None:
         """Ask the window; the pass counts as running from here on, unless it is refused."""

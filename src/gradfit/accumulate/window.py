@@ -574,22 +574,23 @@ class Window:
                     "New parameters of the optimizer have gradients of passes that nobody has counted. Add them by "
                     "optimizer.add_param_group, which is noticed at once, and call reset() to begin a new window."
                 )
-            marks = self.marks
-            if marks is None or state.phase is not FILLING or not (state.micro_batches or state.open):
-                if state.phase is FINAL:
-                    self._leave_final(plain=True)
-                self._require_filling(plain=True)
-                state = self.state
-            elif not marks.untouched() or self._parameters_written or self.scaler is not None:
-                self.require_untouched()
-            main = state.main
-            if main.divisor is None:
-                main.divisor = 1.0
-            usual = main.divisor == 1.0 and not state.rescaled
-            factor = 1.0 if usual else self._require_exact(self.plain_factor())
+            self._begin_plain()
+            factor = self._require_exact(self.plain_factor())
             self._book_plain(one)
             self.marks = None  # until it has ended
             return factor
+
+    def _begin_plain(self) -> None:
+        """As `begin`, for a plain pass: gradients that were there before the first one are added to."""
+        state, marks = self.state, self.marks
+        if marks is None or state.phase is not FILLING or state.is_empty:
+            if state.phase is FINAL:
+                self._leave_final(plain=True)
+            self._require_filling(plain=True)
+        elif not marks.untouched() or self._parameters_written or self.scaler is not None:
+            self.require_untouched()
+        main = self.state.main
+        main.divisor = main.divisor or 1.0
 
     def _book_plain(self, one: PlainPass) -> None:
         present = self.state.open.get(one.thread)
