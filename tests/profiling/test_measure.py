@@ -31,7 +31,7 @@ class Log(Listener):
         super().__init__()
         self.names: list[str] = []
 
-    def hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         aliases = [argument.alias_info for argument in schema_of(func).arguments if argument.alias_info is not None]
         is_view = aliases and not any(alias.is_write for alias in aliases)

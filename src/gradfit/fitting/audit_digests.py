@@ -20,7 +20,7 @@ class Digests(Listener):
         super().__init__()
         self._noted: list[tuple[str, bytes]] = []
 
-    def hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and note what it returns."""
         out = func(*args, **kwargs)
         if not info_of(func).uninitialised:

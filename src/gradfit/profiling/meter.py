@@ -89,7 +89,7 @@ class Meter(Listener):
             return None
         return int(torch.accelerator.max_memory_allocated())
 
-    def hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and count what it returns."""
         out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor):

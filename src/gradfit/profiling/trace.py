@@ -109,7 +109,7 @@ class Trace(Listener):
 
     # ------------------------------------------------------------------------------------------ operations
 
-    def hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and note what it does."""
         if graph_task_id() != -1:
             return self._backward_op(func, args, kwargs)
@@ -394,8 +394,9 @@ class Trace(Listener):
 def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
     """Record what runs inside, forward and backward."""
     trace = Trace(model)
-    policy = DropAll(quota_bytes)
-    recorder = policy.recorder = Recorder(Segment(Segment(None)), policy)
+    around = Segment(None)
+    recorder = Recorder(Segment(around))
+    recorder.policy = DropAll(quota_bytes, recorder.tape, around)
 
     def pack(tensor: torch.Tensor) -> Any:
         return trace.pack(tensor), recorder.pack(tensor)

@@ -11,19 +11,20 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit._torch_listen import untraced
+from gradfit.choices import KEEP, OFFLOAD, PACK, REBUILD
 from gradfit.planning.plan import Plan
 from gradfit.recompute.offload import Store
 from gradfit.tape.graph import Handle, Segment
 from gradfit.tape.listener import Listener
-from gradfit.tape.mask import MASK, draws_mask, pack
+from gradfit.tape.mask import MASK, draws_mask
 from gradfit.tape.ops import info_of
-from gradfit.tape.policy import DROP, KEEP, KEPT, OFFLOAD
+from gradfit.tape.policy import ALL_KEPT, Decision
 from gradfit.tape.record import Recorder
 from gradfit.tape.save import unpack
 from gradfit.tape.stream import new_bytes
 
 _DECIDED_BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_CHOICES = {"keep": KEEP, "rebuild": DROP, "offload": OFFLOAD}
+_CHOICES = {"keep": KEEP, "rebuild": REBUILD, "offload": OFFLOAD}
 
 
 class Diverged(Exception):
@@ -45,14 +46,21 @@ class Script:
         self.sizes = None if sizes is None else [sizes[value] for value in made]
         self.heard = plan.heard
         self.last = max((value for value, choice in enumerate(self.choices) if choice != KEEP), default=-1)
-        self._ways: dict[tuple[int, int], list[int]] = {}
+        self.root = Segment(None)
+        self._segments = [self.root]
+        for parent in self.parents[1:]:
+            self._segments.append(Segment(self._segments[parent]))
+        self._decisions: dict[tuple[int, int], Decision] = {}
 
-    def chosen(self, first: int, after: int) -> list[int]:
-        """What becomes of these values, which one operation makes; `KEPT` if all are kept."""
-        found = self._ways.get((first, after))
+    def decision(self, operation: int, first: int, after: int) -> Decision:
+        """What becomes of these values, which one operation makes; made once."""
+        found = self._decisions.get((first, after))
         if found is None:
-            some = self.choices[first:after]
-            found = self._ways[first, after] = some if some.count(KEEP) < after - first else KEPT
+            some = tuple(self.choices[first:after])
+            last = after > self.last and operation + 1 >= self.heard
+            kept = all(choice is KEEP for choice in some)
+            segment = None if kept else self._segments[self.segments[first]]
+            found = self._decisions[first, after] = Decision(None if kept else some, segment, last)
         return found
 
 
@@ -66,42 +74,29 @@ class PlanPolicy:
         self.diverged: str | None = None
         self.store: Store | None = Store() if OFFLOAD in script.choices else None
         self._script = script
+        self.root = script.root
         self._operation = 0
         self._value = 0
-        self._packing = False  # what is moved out next is a mask's bits
-        self._segments: list[Segment] = []
-        self._recorder: PlannedRecorder | None = None
 
-    def attach(self, recorder: PlannedRecorder) -> None:
-        """Follow the plan from its first operation, in this recording."""
-        root = recorder.segment
-        self._segments = [root]
-        for parent in self._script.parents[1:]:
-            self._segments.append(Segment(self._segments[parent], root.scope))
-        self._recorder = recorder
-
-    def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int] | None:
-        """Asked once for each operation, after it ran: pass it, and say what becomes of its results."""
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
+        """Pass an operation, and say what becomes of its results."""
         if self.diverged is not None:
-            return KEPT
-        choices = self._next(func, results)
-        if choices is not None:
-            return choices
-        if self._is_at_bits(func, results):
-            kept = self._script.choices[self._value] == KEEP
+            return ALL_KEPT
+        decision = self._next(func, results)
+        if decision is None and self._is_at_bits(func, results):
+            kept = self._script.choices[self._value] is KEEP
             self._operation, self._value = self._operation + 1, self._value + 1
-            choices = self._next(func, results)
-            if choices is not None and kept and choices[0] == DROP:
-                self._packing = True
-                return [OFFLOAD]
-        if choices is None:
-            position, names = self._operation, self._script.names
-            expected = names[position] if position < len(names) else "the end"
-            self.leave(f"operation {position} is {name_of(func)}, the plan has {expected}")
-            return KEPT
-        return choices
+            decision = self._next(func, results)
+            if decision is not None and kept and decision.choices == (REBUILD,):
+                return decision._replace(choices=(PACK,))
+        if decision is not None:
+            return decision
+        position, names = self._operation, self._script.names
+        expected = names[position] if position < len(names) else "the end"
+        self.leave(f"operation {position} is {name_of(func)}, the plan has {expected}")
+        return ALL_KEPT
 
-    def _next(self, func: Any, results: Sequence[torch.Tensor]) -> list[int] | None:
+    def _next(self, func: Any, results: list[torch.Tensor]) -> Decision | None:
         """Pass the next operation, if it is this one."""
         script, position, first = self._script, self._operation, self._value
         after = first + len(results)
@@ -110,20 +105,13 @@ class PlanPolicy:
         name = script.names[position]
         if _called.get(name) is not func and not _is_called(func, name):
             return None
-        choices = script.chosen(first, after)
         if script.sizes is not None:
             for number, result in enumerate(results, first):
                 size = script.sizes[number]  # 0 where the result is not new: its bytes are another's
                 if size and (found := new_bytes(result)) > size:
                     self.leave(f"operation {position}, {name}, made {found} bytes, the plan has {size}")
         self._operation, self._value = position + 1, after
-        recorder = self._recorder
-        if recorder is not None:
-            if choices is not KEPT:
-                recorder.segment = self._segments[script.segments[first]]
-            if after > script.last and position + 1 >= script.heard:
-                recorder.begin_tail()
-        return choices
+        return script.decision(position, first, after)
 
     def _is_at_bits(self, func: Any, results: list[torch.Tensor]) -> bool:
         """Whether the plan has a mask's bits as an operation of their own before this one."""
@@ -138,9 +126,6 @@ class PlanPolicy:
 
     def offload(self, tensor: torch.Tensor) -> Any:
         """Copy a value out; returns the function that brings it back."""
-        if self._packing:
-            self._packing = False
-            return pack(tensor)
         if self.store is None:
             raise RuntimeError("gradfit: the plan offloads nothing")
         return self.store.put(tensor)
@@ -191,11 +176,10 @@ class PlannedRecorder(Recorder):
     """
 
     def __init__(self, policy: PlanPolicy, tail: Tail | None = None, *, watched: bool = True) -> None:
-        super().__init__(Segment(None), policy)
+        super().__init__(policy.root, policy)
         self.tail = Tail()  # as this forward has it
         self._known, self._watched, self._in_tail = tail, watched, False
         self.planned = True
-        policy.attach(self)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         packed = super().pack(tensor)
@@ -203,8 +187,8 @@ class PlannedRecorder(Recorder):
             self.tail.asked = self.tail.saves
         return packed
 
-    def begin_tail(self) -> None:
-        """Nothing will be rebuilt that comes now."""
+    def after_last(self) -> None:
+        """Nothing that comes now will be rebuilt."""
         if not self._units and self._listening is not None:  # FSDP2 writes to parameters as it goes
             self._in_tail, self.saving = True, self._see
             if self._known is not None:
@@ -269,7 +253,7 @@ class LooksAtData(Listener):
         super().__init__()
         self.found = False
 
-    def hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and look at what kind it is."""
         if not self.found and not _DECIDED_BY_DATA.isdisjoint(func.tags):
             self.found = True
