@@ -18,13 +18,14 @@ SOURCE = ROOT / "src" / "gradfit"
 # Files at the top (errors, units, …) are open to all.
 ALLOWED = {
     "tape": set(),
+    "tiling": set(),
     "batches": set(),
-    "profiling": {"tape", "batches"},
-    "planning": {"profiling"},
-    "recompute": {"tape", "profiling", "planning"},
+    "profiling": {"tape", "batches", "tiling"},
+    "planning": {"profiling", "tiling"},
+    "recompute": {"tape", "profiling", "planning", "tiling"},
     "accumulate": {"batches", "distributed", "toolbox"},
     "distributed": {"accumulate"},
-    "fitting": {"tape", "batches", "profiling", "planning", "recompute", "accumulate", "distributed"},
+    "fitting": {"tape", "tiling", "batches", "profiling", "planning", "recompute", "accumulate", "distributed"},
     "runs": {"batches", "profiling", "planning", "accumulate", "distributed", "fitting"},
     "toolbox": {"tape", "accumulate"},
     "report": {"batches", "profiling", "planning", "recompute"},
@@ -139,3 +140,21 @@ def test_another_version_of_torch_gets_one_warning() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr.count("gradfit is tested with torch 2.10 to 2.15, and this is torch 2.9.1") == 1
     assert done.stderr.startswith("<string>:2: ")
+
+
+def test_the_front_door_is_ten_names_in_the_order_of_use() -> None:
+    import gradfit
+
+    described = re.findall(r"^    (\w+)  +\S", gradfit.__doc__ or "", re.MULTILINE)
+    assert described == gradfit.__all__[:10]
+    assert gradfit.__dir__()[:10] == described
+    assert "planning" not in dir(gradfit)
+    reference = (ROOT / "docs" / "api" / "index.md").read_text()
+    assert re.findall(r"^\| \[`(\w+)`\]", reference, re.MULTILINE) == described
+
+
+def test_mypy_finds_every_room_of_the_tests() -> None:
+    listed = re.findall(
+        r"^    \$MYPY_CONFIG_FILE_DIR/(\w+),?$", (ROOT / "tests" / "mypy.ini").read_text(), re.MULTILINE
+    )
+    assert sorted(listed) == sorted({path.parent.name for path in (ROOT / "tests").glob("*/*.py")})

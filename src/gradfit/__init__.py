@@ -1,4 +1,20 @@
-"""gradfit trains any PyTorch model, at any batch size, in the memory you have, with the same gradients."""
+"""gradfit trains any PyTorch model, at any batch size, in the memory you have, with the same gradients.
+
+Ten names are the front door:
+
+    fit                  a training step that stays below a budget in bytes
+    profile              what one step does: operations, bytes, seconds
+    plan                 what to keep and what to rebuild, at which micro-batch, for a budget
+    apply                put a plan to work on a model, in a loop of your own
+    audit                is it bit-identical to plain PyTorch, is it the full batch's gradient?
+    meter                live and peak bytes of tensors, on any device
+    CheckpointScope      recompute, in the backward pass, what is computed inside
+    checkpoint           `torch.utils.checkpoint.checkpoint`, exact
+    chunked              a batch in parts, for losses that compare its rows
+    GradientAccumulator  many micro-batches, one exact update
+
+The rest is in `__all__`, in the order of use.
+"""
 
 import gradfit._starting
 import gradfit._torch_versions  # noqa: F401  (warns, before anything of torch is missing)
@@ -19,6 +35,7 @@ from gradfit.errors import (
     GradientMismatch,
     GraphError,
     InvalidParameter,
+    LogitsMaterialised,
     MisuseError,
     NonFiniteGradient,
     RankFailed,
@@ -27,6 +44,7 @@ from gradfit.errors import (
     UnsupportedOp,
 )
 from gradfit.fitting.audit import AuditReport, audit
+from gradfit.fitting.estimate import Estimate, Lever, estimate
 from gradfit.fitting.fit import fit
 from gradfit.fitting.train_step import TrainResult, TrainStep
 from gradfit.planning.api import frontier, plan
@@ -40,6 +58,7 @@ from gradfit.recompute.manager import CheckpointManager
 from gradfit.recompute.node import CheckpointNode, GraphNode
 from gradfit.recompute.scope import CheckpointScope
 from gradfit.runs.job import Job
+from gradfit.tiling.tile import TiledModel, tile
 from gradfit.toolbox.autograd_context import AutogradContext
 from gradfit.toolbox.autograd_graph import AutogradGraph, GradientEntry, topological_sort
 from gradfit.toolbox.batch_gradients import DynamicBatchAccumulator
@@ -56,80 +75,100 @@ from gradfit.toolbox.second_order import hessian_vector_product
 from gradfit.toolbox.slot_buffer import AccumulationBufferDynamic, SymbolicShape
 from gradfit.tree import whole
 
-__all__ = [
-    "AccumulationBufferDynamic",
-    "AccumulationContext",
-    "ActivationOverwritten",
-    "AdaptiveAccumulation",
-    "AppliedPlan",
-    "AuditReport",
-    "AutogradContext",
-    "AutogradGraph",
-    "BudgetInfeasible",
-    "CheckpointManager",
-    "CheckpointNode",
-    "CheckpointScope",
-    "DynamicBatchAccumulator",
-    "ExactnessWarning",
-    "FixedStepCount",
-    "FixedTargetBatch",
-    "GradAccumulator",
-    "GradfitError",
-    "GradientAccumulationValidator",
-    "GradientAccumulator",
-    "GradientCheck",
-    "GradientClipper",
-    "GradientEntry",
-    "GradientMap",
-    "GradientMismatch",
-    "GradientReport",
-    "GradientScaling",
-    "GraphError",
-    "GraphNode",
-    "Hardware",
-    "InvalidParameter",
-    "Job",
-    "Loss",
-    "LossScaler",
-    "MemoryStats",
-    "Meter",
-    "MisuseError",
-    "NonFiniteGradient",
-    "Plan",
-    "Profile",
-    "RankFailed",
-    "StateError",
-    "StepResult",
-    "Strategy",
-    "SymbolicShape",
-    "TrainResult",
-    "TrainStep",
-    "UnknownName",
-    "UnsupportedOp",
-    "VariableBatchScheduler",
+# In the order of use: the ten that most programs need, then what goes with them.
+__all__ = [  # noqa: RUF022
+    # the front door
+    "fit",
+    "profile",
+    "plan",
     "apply",
     "audit",
-    "backward",
-    "check_gradients",
-    "checkpoint",
-    "checkpoint_sequential",
-    "chunked",
-    "count_tokens",
-    "custom_op",
-    "disable_grad_accumulation",
-    "enable_grad_accumulation",
-    "fit",
-    "frontier",
-    "has_grad_accumulation",
-    "hessian_vector_product",
-    "inspect_gradients",
-    "is_checkpoint",
-    "losses",
-    "mark_checkpoint",
     "meter",
-    "plan",
-    "profile",
-    "topological_sort",
+    "CheckpointScope",
+    "checkpoint",
+    "chunked",
+    "GradientAccumulator",
+    # what these take and give
+    "Loss",
+    "losses",
+    "count_tokens",
     "whole",
+    "Job",
+    "TrainStep",
+    "TrainResult",
+    "AuditReport",
+    "Meter",
+    "Profile",
+    "Hardware",
+    "Plan",
+    "frontier",
+    "estimate",
+    "Estimate",
+    "Lever",
+    "AppliedPlan",
+    "StepResult",
+    # tiling
+    "tile",
+    "TiledModel",
+    # recomputing
+    "checkpoint_sequential",
+    "mark_checkpoint",
+    "is_checkpoint",
+    "CheckpointManager",
+    "CheckpointNode",
+    "GraphNode",
+    # accumulating
+    "GradAccumulator",
+    "AccumulationContext",
+    "enable_grad_accumulation",
+    "disable_grad_accumulation",
+    "has_grad_accumulation",
+    "Strategy",
+    "FixedStepCount",
+    "FixedTargetBatch",
+    "AdaptiveAccumulation",
+    # batches of varying sizes
+    "DynamicBatchAccumulator",
+    "VariableBatchScheduler",
+    "GradientScaling",
+    "GradientAccumulationValidator",
+    "AccumulationBufferDynamic",
+    "SymbolicShape",
+    # around a backward pass
+    "backward",
+    "GradientMap",
+    "GradientClipper",
+    "inspect_gradients",
+    "GradientReport",
+    "check_gradients",
+    "GradientCheck",
+    "custom_op",
+    "hessian_vector_product",
+    "LossScaler",
+    "AutogradContext",
+    "AutogradGraph",
+    "GradientEntry",
+    "MemoryStats",
+    "topological_sort",
+    # errors and warnings
+    "GradfitError",
+    "LogitsMaterialised",
+    "MisuseError",
+    "InvalidParameter",
+    "UnknownName",
+    "StateError",
+    "GraphError",
+    "BudgetInfeasible",
+    "ExactnessWarning",
+    "UnsupportedOp",
+    "ActivationOverwritten",
+    "NonFiniteGradient",
+    "GradientMismatch",
+    "RankFailed",
 ]
 __version__ = "0.1.0"
+
+
+def __dir__() -> list[str]:
+    """The public names, without the rooms that they come from: `plan` and not `planning`. `dir` itself sorts them."""
+    return [*__all__, "__version__"]

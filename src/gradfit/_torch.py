@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.utils._pytree as _pytree
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -160,11 +161,27 @@ def below_autograd() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(_UPPER_KEYS)
 
 
+# The CPU's allocator, and what allocates beside torch's own allocator on a device (a driver, cuBLAS, cuDNN), have no
+# exception type of their own, only a text.
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "HIP error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out; the CPU's allocator has no exception type of its own, only a text."""
+    """Whether memory ran out, on the CPU or on a device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def storage_owners(tensor: torch.Tensor) -> int:
@@ -434,3 +451,31 @@ def fake_mode() -> FakeTensorMode:
 def overloads_of(op: Any) -> Any:
     """The operator of which `op` is one overload; a higher-order one is its own."""
     return getattr(op, "overloadpacket", op)
+
+
+def log_softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+    """The gradient of the input of a `log_softmax` over the last dimension, which gave `output`; written to `out`.
+
+    torch 2.10 to 2.15 have it as this operator; its public form makes a new tensor.
+    """
+    torch.ops.aten._log_softmax_backward_data.out(gradient, output, -1, output.dtype, out=out)
+    return out
+
+
+# Below it, methods and functions of torch do not ask a subclass of Tensor what they mean.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+def tensor_without_storage(kind: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
+    """A tensor of class `kind` that has a shape and no memory; the class says what operators do to it."""
+    return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
+
+
+def map_nest(function: Any, nest: Any) -> Any:
+    """The nest of arguments with `function` of each of its leaves."""
+    return _pytree.tree_map(function, nest)
+
+
+def leaves_of_nest(nest: Any) -> list[Any]:
+    """What is in a nest of arguments."""
+    return _pytree.tree_leaves(nest)

@@ -258,17 +258,20 @@ def listening(
     return _Mode(ear) if own or doubt is None else _CheckedMode(ear, doubt)
 
 
-class unseen:  # noqa: N801  (as torch.no_grad)
-    """A context: no recorder and no dispatch mode learns of what runs inside."""
+_SEES = _KEYS
+for _key in ("Python", "PreDispatch", "PythonTLSSnapshot"):  # as torch._C._DisableTorchDispatch
+    _SEES = _SEES | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _key))
 
-    def __enter__(self) -> None:
-        self._guards = torch._C._DisableTorchDispatch(), torch._C._ExcludeDispatchKeyGuard(_KEYS)
-        for guard in self._guards:
-            guard.__enter__()  # type: ignore[no-untyped-call]
 
-    def __exit__(self, *error: Any) -> None:
-        for guard in reversed(self._guards):
-            guard.__exit__(*error)
+def unseen() -> Any:
+    """A context: no recorder and no dispatch mode learns of what runs inside.
+
+    It must be one guard of torch's own, entered and left by nobody but `with`. Ctrl-C can come
+    in an `__enter__` or `__exit__` that is written in Python, and such a guard, if it dies later
+    than the operation in which it was entered, leaves this thread as it was in there: without
+    autograd (torch 2.13, `py_context_manager` in torch/csrc/utils/py_context_manager.h).
+    """
+    return torch._C._ExcludeDispatchKeyGuard(_SEES)
 
 
 def _heard(op: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -109,3 +109,7 @@ class BudgetInfeasible(GradfitError, RuntimeError):
 
 class ExactnessWarning(UserWarning):
     """Something in this model cannot be the same in micro-batches as in the full batch; the text names it."""
+
+
+class LogitsMaterialised(UserWarning):
+    """Something needed all the logits of a tiled projection at once; the text names it and the line."""

@@ -69,10 +69,12 @@ def _names(cls: Any) -> tuple[str, ...]:
 def _read_as(hint: Any) -> Callable[[Any], Any]:
     """How JSON becomes a value of this type: built once per type, since a profile holds thousands of each."""
     if hasattr(hint, "__dataclass_fields__"):
-        hints = typing.get_type_hints(hint)
-        readers = {name: _read_as(hints[name]) for name in _names(hint)}
+        readers: dict[str, Callable[[Any], Any]] = {}
 
         def read_record(data: Any) -> Any:
+            if not readers:  # not before: a record may hold others of its own kind
+                hints = typing.get_type_hints(hint)
+                readers.update({name: _read_as(hints[name]) for name in _names(hint)})
             return hint(**{name: readers[name](item) for name, item in data.items()})
 
         return read_record

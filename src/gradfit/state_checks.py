@@ -12,7 +12,7 @@ gradfit.errors.StateError: The state.step is 11, not an integer from 0 to 10.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -136,36 +136,62 @@ def tensor(dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = Non
 
 
 def same_kind(where: str, value: Any, here: Any) -> None:
-    """A value that can stand in the place of the one there is: an option of an optimizer or a scheduler, say.
+    """A value that can stand in the place of the one there is: an option of an optimizer, say.
 
-    A number for a number (finite, where the one here is), a tensor for one of its shape and type, a list for one of its
-    length, a dict for one of its names. Where there is None or an empty list, nothing is known of what may come.
+    A number for a number (finite, where the one here is), a tensor for one of its shape and type,
+    a list for one of its length, a dict for one of its names. Where there is None or an empty
+    list, nothing is known of what may come.
+
+    Args:
+        where: The place of the value, for the error.
+        value: What was read from the file.
+        here: What the job has in that place.
     """
     if here is None or (isinstance(here, list | dict) and not here):
         return
-    if isinstance(here, bool) or isinstance(value, bool):
-        if type(here) is not type(value):
-            raise wrong(where, value, f"as the job's, {here!r}")
-    elif isinstance(here, int | float) and isinstance(value, int | float):
-        too_large = isinstance(value, int) and abs(value) > 2**63
-        if too_large or (math.isfinite(here) and not math.isfinite(value)):
-            raise wrong(where, value, f"a number as the job's, {here!r}")
-    elif isinstance(here, torch.Tensor) and isinstance(value, torch.Tensor):
-        if here.shape != value.shape or here.dtype != value.dtype:
-            raise StateError(
-                f"{where} is {tuple(value.shape)} of {value.dtype}, the job's {tuple(here.shape)} of {here.dtype}."
-            )
-    elif isinstance(here, list | tuple) and type(here) is type(value):
-        if len(here) != len(value):
-            raise StateError(f"{where} has {len(value)} entries, the job's {len(here)}.")
-        for index, (one, other) in enumerate(zip(value, here, strict=True)):
-            same_kind(f"{where}[{index}]", one, other)
-    elif isinstance(here, dict) and isinstance(value, dict):
-        if here.keys() != value.keys():
-            raise StateError(
-                f"{where} has other names than the job's: {sorted(map(str, here.keys() ^ value.keys()))[:3]}."
-            )
-        for key, other in here.items():
-            same_kind(f"{where}.{key}", value[key], other)
-    elif type(here) is not type(value) and not (isinstance(here, torch.Tensor) and isinstance(value, int | float)):
+    if isinstance(here, bool) is not isinstance(value, bool):  # True is a number to Python
+        raise wrong(where, value, f"as the job's, {here!r}")
+    for kind, check in _SAME_KIND:
+        if isinstance(here, kind) and isinstance(value, kind):
+            check(where, value, here)
+            return
+    number_for_tensor = isinstance(here, torch.Tensor) and isinstance(value, int | float)
+    if type(here) is not type(value) and not number_for_tensor:
         raise wrong(where, value, f"a {type(here).__name__} as the job's")
+
+
+def _same_number(where: str, value: float, here: float) -> None:
+    too_large = isinstance(value, int) and abs(value) > 2**63
+    if too_large or (math.isfinite(here) and not math.isfinite(value)):
+        raise wrong(where, value, f"a number as the job's, {here!r}")
+
+
+def _same_tensor(where: str, value: torch.Tensor, here: torch.Tensor) -> None:
+    if here.shape != value.shape or here.dtype != value.dtype:
+        saved, own = (f"{tuple(one.shape)} of {one.dtype}" for one in (value, here))
+        raise StateError(f"{where} is {saved}, the job's {own}.")
+
+
+def _same_items(where: str, value: Sequence[Any], here: Sequence[Any]) -> None:
+    if type(here) is not type(value):
+        raise wrong(where, value, f"a {type(here).__name__} as the job's")
+    if len(here) != len(value):
+        raise StateError(f"{where} has {len(value)} entries, the job's {len(here)}.")
+    for index, (one, other) in enumerate(zip(value, here, strict=True)):
+        same_kind(f"{where}[{index}]", one, other)
+
+
+def _same_names(where: str, value: Mapping[Any, Any], here: Mapping[Any, Any]) -> None:
+    if here.keys() != value.keys():
+        strange = sorted(map(str, here.keys() ^ value.keys()))[:3]
+        raise StateError(f"{where} has other names than the job's: {strange}.")
+    for key, other in here.items():
+        same_kind(f"{where}.{key}", value[key], other)
+
+
+_SAME_KIND: list[tuple[Any, Callable[[str, Any, Any], None]]] = [
+    ((int, float), _same_number),
+    (torch.Tensor, _same_tensor),
+    ((list, tuple), _same_items),
+    (dict, _same_names),
+]

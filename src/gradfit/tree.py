@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,29 +33,101 @@ def whole(content: Any) -> Whole:
     return Whole(content)
 
 
+_ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None)})  # what is most common and holds nothing
+
+
 def leaves(nest: Any) -> Iterator[torch.Tensor]:
     """The tensors of a nest, in a fixed order."""
     if isinstance(nest, torch.Tensor):
         yield nest
-    elif isinstance(nest, Mapping):
-        for item in nest.values():
-            yield from leaves(item)
-    elif isinstance(nest, list | tuple):
-        for item in nest:
-            yield from leaves(item)
-    elif isinstance(nest, Whole):
-        yield from leaves(nest.content)
-    elif dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        for field in dataclasses.fields(nest):
-            yield from leaves(getattr(nest, field.name))
+        return
+    path = _Path(nest)
+    for item in path:
+        if isinstance(item, torch.Tensor):
+            yield item
+        else:
+            path.enter(item)
+
+
+class _Path:
+    """A walk over a nest in order, without recursion: iterate, and `enter` what to look into."""
+
+    def __init__(self, nest: Any) -> None:
+        self._open: list[tuple[Any, Iterator[Any]]] = [(None, iter((nest,)))]
+        self._inside: set[int] = set()
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._open:
+            nest, items = self._open[-1]
+            depth = len(self._open)
+            for item in items:
+                yield item
+                if len(self._open) > depth:
+                    break
+            else:
+                self._open.pop()
+                self._inside.discard(id(nest))
+
+    def enter(self, nest: Any) -> bool:
+        """Go on with what this holds; False if it holds nothing."""
+        items = None if type(nest) in _ATOMS else _items(nest)
+        if not items:
+            return False
+        if id(nest) in self._inside:
+            raise MisuseError(
+                f"The batch holds a {type(nest).__name__} that holds itself. Pass a batch without circles."
+            )
+        self._inside.add(id(nest))
+        self._open.append((nest, iter(items)))
+        return True
+
+    def note_holders(self, holders: dict[int, Any]) -> None:
+        """Add, by address, everything that the walk is in: from the innermost, up to one that is there already."""
+        for depth in range(len(self._open) - 1, 0, -1):
+            nest = self._open[depth][0]
+            if id(nest) in holders:
+                break
+            holders[id(nest)] = nest
+
+
+def _items(nest: Any) -> Collection[Any] | None:
+    """What a nest holds, in order; None or nothing for what is no nest, or has neither tensors nor nests in it."""
+    if isinstance(nest, Mapping):
+        return nest.values()
+    if isinstance(nest, list | tuple):
+        return None if _ATOMS.issuperset(map(type, nest)) else nest
+    if isinstance(nest, Whole):
+        return (nest.content,)
+    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        return [getattr(nest, field.name) for field in dataclasses.fields(nest)]
+    return None
 
 
 class _Entry(NamedTuple):
     """Something in a batch that has rows."""
 
-    name: str
+    place: _Place
     rows: int
-    is_tensor: bool
+    layout: torch.layout | None = None  # of a tensor
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.layout is not None
+
+
+class _Place(NamedTuple):
+    """Where in a batch something is: what it is in, and by which key. It is spelt out only where it is said."""
+
+    around: _Place | None
+    key: str | int | None
+    is_field: bool = False
+
+    def __str__(self) -> str:
+        keys, place = [], self
+        while place.around is not None:
+            keys.append(f".{place.key}" if place.is_field else f"[{place.key!r}]")
+            place = place.around
+        return "".join(reversed(keys)) or "it"
 
 
 def size_of_batch(batch: Any, name: str = "The batch") -> int:
@@ -64,12 +136,16 @@ def size_of_batch(batch: Any, name: str = "The batch") -> int:
     >>> size_of_batch({"x": torch.zeros(6, 2), "text": ["a", "b", "c", "d", "e", "f"]})
     6
     """
-    sparse = next((tensor.layout for tensor in leaves(batch) if tensor.layout in _UNCUT), None)
+    return _size_of(batch, _holders(batch), name)
+
+
+def _size_of(batch: Any, holders: Mapping[int, Any], name: str = "The batch") -> int:
+    entries = _entries(batch, holders)
+    sparse = next((entry.layout for entry in entries if entry.layout in _UNCUT), None)
     if sparse is not None:
         raise MisuseError(
             f"{name} cannot be split: it has a {sparse} tensor. Pass split=, a function (batch, size) -> parts."
         )
-    entries = list(_entries(batch, ""))
     tensors = [entry for entry in entries if entry.is_tensor]
     if not tensors:
         raise MisuseError(
@@ -80,50 +156,55 @@ def size_of_batch(batch: Any, name: str = "The batch") -> int:
         if entry.rows != rows:
             what = f"size {entry.rows} along dim 0" if entry.is_tensor else f"length {entry.rows}"
             raise MisuseError(
-                f"{name} cannot be split: {entry.name} has {what}, {tensors[0].name} has {rows} rows. Pass "
-                f"gf.whole(…) as {entry.name} if every part is to get all of it, or split=, a function "
+                f"{name} cannot be split: {entry.place} has {what}, {tensors[0].place} has {rows} rows. Pass "
+                f"gf.whole(…) as {entry.place} if every part is to get all of it, or split=, a function "
                 "(batch, size) -> parts."
             )
     return rows
 
 
-def _entries(nest: Any, name: str) -> Iterator[_Entry]:
-    """What has rows, by name: tensors, arrays, and lists that are no containers of tensors."""
-    if isinstance(nest, torch.Tensor | np.ndarray):
-        if nest.ndim:
-            yield _Entry(name or "it", nest.shape[0], isinstance(nest, torch.Tensor))
-    elif isinstance(nest, Whole):
-        return
-    elif isinstance(nest, Mapping):
-        for key, item in nest.items():
-            yield from _entries(item, f"{name}[{key!r}]")
-    elif _is_row_list(nest):
-        yield _Entry(name or "it", len(nest), False)
-    elif isinstance(nest, list | tuple):
-        for position, item in enumerate(nest):
-            yield from _entries(item, f"{name}[{position}]")
-    elif dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        for field in dataclasses.fields(nest):
-            yield from _entries(getattr(nest, field.name), f"{name}.{field.name}")
+def _entries(batch: Any, holders: Mapping[int, Any]) -> list[_Entry]:
+    """What has rows, in order: tensors, arrays, and lists that are no containers of tensors."""
+    found: list[_Entry] = []
+    left: list[tuple[Any, _Place]] = [(batch, _Place(None, None))]
+    while left:
+        nest, place = left.pop()
+        if isinstance(nest, torch.Tensor | np.ndarray):
+            if nest.ndim:
+                found.append(_Entry(place, nest.shape[0], getattr(nest, "layout", None)))
+        elif _is_row_list(nest, holders):
+            found.append(_Entry(place, len(nest)))
+        elif not isinstance(nest, Whole):
+            inside = [(item, _Place(place, key, is_field)) for key, item, is_field in _named_items(nest)]
+            left += reversed(inside)
+    return found
 
 
-def _is_row_list(nest: Any) -> bool:
-    """A list or tuple with one item a row: one that holds no tensors, arrays or marks."""
-    if not isinstance(nest, list | tuple) or hasattr(nest, "_fields"):
-        return False
-    return not any(_holds_rows(item) for item in nest)
-
-
-def _holds_rows(nest: Any) -> bool:
-    if isinstance(nest, torch.Tensor | np.ndarray | Whole):
-        return True
+def _named_items(nest: Any) -> Iterator[tuple[Any, Any, bool]]:
+    """What a nest holds, each with its key or position or the name of its field, and whether it is a field."""
     if isinstance(nest, Mapping):
-        return any(map(_holds_rows, nest.values()))
-    if isinstance(nest, list | tuple):
-        return any(map(_holds_rows, nest))
-    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        return any(_holds_rows(getattr(nest, field.name)) for field in dataclasses.fields(nest))
-    return False
+        yield from ((key, item, False) for key, item in nest.items())
+    elif isinstance(nest, list | tuple):
+        yield from ((position, item, False) for position, item in enumerate(nest))
+    elif dataclasses.is_dataclass(nest) and not isinstance(nest, type):
+        yield from ((field.name, getattr(nest, field.name), True) for field in dataclasses.fields(nest))
+
+
+def _is_row_list(nest: Any, holders: Mapping[int, Any]) -> bool:
+    """A list or tuple with one item a row: one that holds no tensors, arrays or marks."""
+    return isinstance(nest, list | tuple) and not hasattr(nest, "_fields") and id(nest) not in holders
+
+
+def _holders(nest: Any) -> dict[int, Any]:
+    """By address, what holds tensors, arrays or marks, however deep: looked for once for the whole nest."""
+    holders: dict[int, Any] = {}
+    path = _Path(nest)
+    for item in path:
+        if isinstance(item, torch.Tensor | np.ndarray | Whole):
+            path.note_holders(holders)
+        else:
+            path.enter(item)
+    return holders
 
 
 def split_batch(batch: Any, size: int) -> Iterator[Any]:
@@ -132,45 +213,49 @@ def split_batch(batch: Any, size: int) -> Iterator[Any]:
     >>> list(split_batch({"x": torch.arange(3), "text": ["a", "b", "c"]}, 2))
     [{'x': tensor([0, 1]), 'text': ['a', 'b']}, {'x': tensor([2]), 'text': ['c']}]
     """
-    total = size_of_batch(batch)
-    for start in range(0, total, size):
-        yield take_rows(batch, slice(start, start + size))
+    holders = _holders(batch)
+    for start in range(0, _size_of(batch, holders), size):
+        yield _take(batch, slice(start, start + size), holders)
 
 
 def take_rows(nest: Any, rows: slice) -> Any:
     """These rows of a nest."""
-    if isinstance(nest, torch.Tensor | np.ndarray):
-        return nest[rows] if nest.ndim else nest
-    if isinstance(nest, Whole):
-        return nest
-    if _is_row_list(nest):
-        return nest[rows]
-    return _map_many(nest, [nest], lambda parts: take_rows(parts[0], rows))
+    return _take(nest, rows, _holders(nest))
+
+
+def _take(nest: Any, rows: slice, holders: Mapping[int, Any]) -> Any:
+    def cut(items: Sequence[Any]) -> Any:
+        item = items[0]
+        if isinstance(item, torch.Tensor | np.ndarray):
+            return item[rows] if item.ndim else item
+        if isinstance(item, Whole):
+            return item
+        return item[rows] if _is_row_list(item, holders) else _INSIDE
+
+    return _map_many([nest], cut)
 
 
 def unmarked(nest: Any) -> Any:
     """The nest as `loss_fn` is given it: without the marks of `whole`; the nest itself where there are none."""
-    return _unmark(nest) if _holds_marks(nest) else nest
+    path = _Path(nest)
+    for item in path:
+        if isinstance(item, Whole):
+            return _without_marks(nest)
+        if not isinstance(item, torch.Tensor):
+            path.enter(item)
+    return nest
 
 
-def _unmark(nest: Any) -> Any:
-    if isinstance(nest, Whole):
-        return nest.content
-    if isinstance(nest, torch.Tensor) or _is_row_list(nest):
-        return nest
-    return _map_many(nest, [nest], lambda parts: _unmark(parts[0]))
+def _without_marks(nest: Any) -> Any:
+    holders = _holders(nest)
 
+    def content(items: Sequence[Any]) -> Any:
+        item = items[0]
+        if isinstance(item, Whole):
+            return item.content
+        return item if isinstance(item, torch.Tensor) or _is_row_list(item, holders) else _INSIDE
 
-def _holds_marks(nest: Any) -> bool:
-    if isinstance(nest, Whole):
-        return True
-    if isinstance(nest, Mapping):
-        return any(map(_holds_marks, nest.values()))
-    if isinstance(nest, list | tuple):
-        return any(_holds_marks(item) for item in nest if not isinstance(item, str | int | float | torch.Tensor))
-    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        return any(_holds_marks(getattr(nest, field.name)) for field in dataclasses.fields(nest))
-    return False
+    return _map_many([nest], content)
 
 
 def repeat_rows(batch: Any, rows: int) -> Any:
@@ -179,22 +264,23 @@ def repeat_rows(batch: Any, rows: int) -> Any:
     >>> repeat_rows(torch.arange(3), 7).tolist()
     [0, 1, 2, 0, 1, 2, 0]
     """
-    have = size_of_batch(batch)
+    holders = _holders(batch)
+    have = _size_of(batch, holders)
     if have == rows:
         return batch
-    return _repeat(batch, [row % have for row in range(rows)])
+    order = [row % have for row in range(rows)]
 
+    def repeat(items: Sequence[Any]) -> Any:
+        item = items[0]
+        if isinstance(item, torch.Tensor):
+            return item[torch.tensor(order, device=item.device)] if item.dim() else item
+        if isinstance(item, np.ndarray):
+            return item[order] if item.ndim else item
+        if isinstance(item, Whole):
+            return item
+        return type(item)(item[row] for row in order) if _is_row_list(item, holders) else _INSIDE
 
-def _repeat(nest: Any, order: list[int]) -> Any:
-    if isinstance(nest, torch.Tensor):
-        return nest[torch.tensor(order, device=nest.device)] if nest.dim() else nest
-    if isinstance(nest, np.ndarray):
-        return nest[order] if nest.ndim else nest
-    if isinstance(nest, Whole):
-        return nest
-    if _is_row_list(nest):
-        return type(nest)(nest[row] for row in order)
-    return _map_many(nest, [nest], lambda parts: _repeat(parts[0], order))
+    return _map_many([batch], repeat)
 
 
 def join_chunks(outputs: Sequence[Any], total: int) -> Any:
@@ -203,16 +289,19 @@ def join_chunks(outputs: Sequence[Any], total: int) -> Any:
     >>> join_chunks([torch.zeros(2, 3), torch.ones(1, 3)], 3).shape
     torch.Size([3, 3])
     """
-    first = outputs[0]
-    if isinstance(first, torch.Tensor):
-        if any(output.dim() == 0 for output in outputs) or sum(output.size(0) for output in outputs) != total:
-            shapes = [tuple(output.shape) for output in outputs[:3]]
+
+    def join(parts: Sequence[Any]) -> Any:
+        if not isinstance(parts[0], torch.Tensor):
+            return _INSIDE
+        if any(part.dim() == 0 for part in parts) or sum(part.size(0) for part in parts) != total:
+            shapes = [tuple(part.shape) for part in parts[:3]]
             raise MisuseError(
                 f"The chunks' outputs cannot be joined into {total} rows: their shapes are {shapes}… "
                 "Return one row per row of the chunk; take means and sums outside of chunked()."
             )
-        return torch.cat(list(outputs))
-    return _map_many(first, outputs, lambda parts: join_chunks(parts, total))
+        return torch.cat(list(parts))
+
+    return _map_many(outputs, join)
 
 
 def map_tensors(nest: Any, function: Callable[[torch.Tensor], Any]) -> Any:
@@ -221,26 +310,68 @@ def map_tensors(nest: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     >>> map_tensors({"x": torch.ones(2), "name": "a"}, lambda tensor: tensor.sum().item())
     {'x': 2.0, 'name': 'a'}
     """
-    if isinstance(nest, torch.Tensor):
-        return function(nest)
-    return _map_many(nest, [nest], lambda parts: map_tensors(parts[0], function))
+    return _map_many([nest], lambda items: function(items[0]) if isinstance(items[0], torch.Tensor) else _INSIDE)
 
 
-def _map_many(like: Any, nests: Sequence[Any], function: Any) -> Any:
-    """Rebuild one level of a nest from the corresponding items of several."""
-    if isinstance(like, Mapping):
-        items = {key: function([nest[key] for nest in nests]) for key in like}
-        if type(like) is dict:
-            return items
-        try:
-            return type(like)(items)  # type: ignore[call-arg]  # BatchEncoding, OrderedDict, ModelOutput, …
-        except TypeError:
-            return type(like)(**items)
-    if isinstance(like, tuple) and hasattr(like, "_fields"):
-        return type(like)(*(function(list(parts)) for parts in zip(*nests, strict=True)))
-    if isinstance(like, list | tuple):
-        return type(like)(function(list(parts)) for parts in zip(*nests, strict=True))
-    if dataclasses.is_dataclass(like) and not isinstance(like, type):
-        names = [field.name for field in dataclasses.fields(like)]
-        return dataclasses.replace(like, **{n: function([getattr(nest, n) for nest in nests]) for n in names})
-    return like
+_INSIDE = object()  # what is returned for an item that is to be looked into
+
+
+class _Level:
+    """A nest that is being made again, from the corresponding items of several."""
+
+    def __init__(self, like: Any, groups: Iterable[Sequence[Any]], keys: Sequence[Any] = ()) -> None:
+        self.like, self.groups, self.keys = like, iter(groups), keys
+        self.results: list[Any] = []
+
+    @classmethod
+    def of(cls, nests: Sequence[Any]) -> _Level | None:
+        """For the first of these nests; None if it is no nest, or holds nothing that could be another thing."""
+        like = nests[0]
+        if isinstance(like, Mapping):
+            return cls(like, ([nest[key] for nest in nests] for key in like), tuple(like))
+        if isinstance(like, list | tuple):
+            return cls(like, zip(*nests, strict=True))
+        if dataclasses.is_dataclass(like) and not isinstance(like, type):
+            names = [field.name for field in dataclasses.fields(like)]
+            return cls(like, ([getattr(nest, name) for nest in nests] for name in names), names)
+        return None
+
+    def finish(self) -> Any:
+        like, results = self.like, self.results
+        if isinstance(like, Mapping):
+            items = dict(zip(self.keys, results, strict=True))
+            if type(like) is dict:
+                return items
+            try:
+                return type(like)(items)  # type: ignore[call-arg]  # BatchEncoding, OrderedDict, ModelOutput, …
+            except TypeError:
+                return type(like)(**items)
+        if isinstance(like, list | tuple):
+            return type(like)(*results) if hasattr(like, "_fields") else type(like)(results)
+        return dataclasses.replace(like, **dict(zip(self.keys, results, strict=True)))
+
+
+def _map_many(nests: Sequence[Any], function: Callable[[Sequence[Any]], Any]) -> Any:
+    """The nest made again from the corresponding items of several: `function` gives what stands in their place.
+
+    Where it gives `_INSIDE`, they are looked into; what is no nest is then the first of them. Without recursion.
+    """
+    outermost = _Level(None, [nests])
+    levels = [outermost]
+    while True:
+        level = levels[-1]
+        items = next(level.groups, None)
+        if items is None:
+            levels.pop()
+            if level is outermost:
+                return level.results[0]
+            levels[-1].results.append(level.finish())
+            continue
+        made = function(items)
+        if made is _INSIDE:
+            inner = None if type(items[0]) in _ATOMS else _Level.of(items)
+            if inner is not None:
+                levels.append(inner)
+                continue
+            made = items[0]
+        level.results.append(made)

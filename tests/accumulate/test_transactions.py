@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,12 @@ class Trap(torch.autograd.Function):
     """Raises in the backward pass, when later layers' gradients are already in."""
 
     @staticmethod
-    def forward(ctx: object, x: torch.Tensor, error: Exception) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, error: Exception) -> torch.Tensor:
         ctx.error = error
         return x.clone()
 
     @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         raise ctx.error
 
 

@@ -19,6 +19,8 @@ import gradfit as gf
 
 # Records that gradfit returns, objects that its functions make, and what its own engine calls: nobody passes these.
 RESULTS = {
+    "Estimate",
+    "Lever",
     "AuditReport",
     "AutogradGraph",
     "GradientCheck",
@@ -30,6 +32,7 @@ RESULTS = {
     "StepResult",
     "TrainResult",
     "AppliedPlan",
+    "TiledModel",
     "TrainStep",
 }
 ENGINE = re.compile(

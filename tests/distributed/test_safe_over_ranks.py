@@ -17,7 +17,7 @@ from torch import nn
 
 import gradfit as gf
 from gradfit.distributed import state
-from gradfit.distributed.launch import Crew
+from gradfit.distributed.launch import Ranks
 from gradfit.distributed.process_group import Group
 from gradfit.distributed.same_model import require_same_model
 from gradfit.distributed.window_files import file_of
@@ -108,7 +108,7 @@ def run_otherwise(rank: int, size: int) -> str:
     world = torch.distributed.group.WORLD
     assert world is not None
     try:
-        Crew(Group(world)).require_same({"seed": 0, "steps": 3 + rank})
+        Ranks(Group(world)).require_same({"seed": 0, "steps": 3 + rank})
     except gf.MisuseError as error:
         return str(error)
     return ""

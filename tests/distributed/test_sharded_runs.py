@@ -17,13 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import gradfit as gf
-from gradfit.distributed.launch import Crew
+from gradfit.distributed.launch import Ranks
 from gradfit.distributed.process_group import Group
 from gradfit.errors import StateError
-from gradfit.runs.rank_states import CrewStates
+from gradfit.runs.rank_states import RankStates
 from gradfit.runs.state_codec import unflatten
 from gradfit.runs.state_files import StateStore
-from gradfit.runs.training_run import Run, RunSettings
+from gradfit.runs.training_run import RunSettings, TrainingRun
 
 ROWS, BATCH, MEMORY = 60, 13, 4 * 2**20
 
@@ -67,16 +67,16 @@ def go_on(
     rank: int, size: int, how: str, out: str, steps: int, memory: int = MEMORY, kill: tuple[str, ...] = ()
 ) -> list[torch.Tensor]:
     """Train up to `steps`, from whatever state there is; `kill` says for each rank at which state it dies, if any."""
-    crew = Crew(Group(dist.group.WORLD)) if dist.is_initialized() else Crew()
+    ranks = Ranks(Group(dist.group.WORLD)) if dist.is_initialized() else Ranks()
     job = make_job(how, size)
-    crew.share(job.model)
-    states = CrewStates(Path(out), crew)
+    ranks.share(job.model)
+    states = RankStates(Path(out), ranks)
     saved = states.load()
     states.store.prepare()
     store = Dying(states.store.directory, kill[rank]) if kill else states.store
-    run = Run(job, RunSettings(BATCH, memory, steps=steps), store=store, crew=crew)
+    run = TrainingRun(job, RunSettings(BATCH, memory, steps=steps), store=store, ranks=ranks)
     if saved is not None:
-        run.resume(saved, lambda: states.everybody(saved))
+        run.resume(saved, lambda: states.read_all_ranks(saved))
     if kill:
         run._is_due = lambda: True  # type: ignore[method-assign]
         with pytest.raises(Killed):
@@ -142,11 +142,11 @@ def test_a_rank_whose_directory_is_gone_is_named(pair: Pool, tmp_path: Path) -> 
 
 
 def least_bytes(rank: int, size: int, how: str) -> int:
-    crew = Crew(Group(dist.group.WORLD))
+    ranks = Ranks(Group(dist.group.WORLD))
     job = make_job(how, size)
-    crew.share(job.model)
+    ranks.share(job.model)
     with pytest.raises(gf.BudgetInfeasible) as caught:
-        gf.fit(job.model, job.optimizer, job.loss_fn, crew.part(job.data[:BATCH]), memory=1)
+        gf.fit(job.model, job.optimizer, job.loss_fn, ranks.part(job.data[:BATCH]), memory=1)
     return caught.value.min_bytes
 
 
@@ -175,7 +175,7 @@ def test_killed_in_the_middle_of_a_step(
 def over_some_of_the_ranks(rank: int, size: int) -> str:
     mesh = init_device_mesh("cpu", (size, 1), mesh_dim_names=("outer", "inner"))
     with pytest.raises(gf.MisuseError) as caught:
-        Crew(Group(dist.group.WORLD)).share(fully_shard(torch.nn.Linear(2, 2), mesh=mesh["inner"]))
+        Ranks(Group(dist.group.WORLD)).share(fully_shard(torch.nn.Linear(2, 2), mesh=mesh["inner"]))
     return str(caught.value)
 
 

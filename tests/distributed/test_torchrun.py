@@ -15,10 +15,10 @@ import torch.distributed as dist
 from distributed_pool import Pool
 
 from gradfit.cli.train_command import digest_of
-from gradfit.distributed.launch import Crew
+from gradfit.distributed.launch import Ranks
 from gradfit.distributed.process_group import Group
 from gradfit.runs.random_state import seed_everything
-from gradfit.runs.training_run import Run, RunSettings
+from gradfit.runs.training_run import RunSettings, TrainingRun
 
 JOBS = Path(__file__).with_name("launched_job.py")
 
@@ -42,13 +42,13 @@ def train(out: Path, *options: str, job: str = "tiny", ranks: int = 2, **environ
 
 def through(rank: int, size: int, name: str, steps: int) -> tuple[list[float], str]:
     """The same run by processes that are there already, never stopped."""
-    crew = Crew(Group(dist.group.WORLD))
+    ranks = Ranks(Group(dist.group.WORLD))
     seed_everything(0)
     job = getattr(launched_job, name)()
-    crew.share(job.model)
+    ranks.share(job.model)
     if rank:
         seed_everything(rank)
-    report = Run(job, RunSettings(job.batch_size, 2 * 2**20, steps=steps), crew=crew).train()
+    report = TrainingRun(job, RunSettings(job.batch_size, 2 * 2**20, steps=steps), ranks=ranks).train()
     return report.losses, digest_of(job.model)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from test_snippets import FENCE, page_id, pages
 
 import gradfit as gf
@@ -65,3 +67,37 @@ def test_every_public_name_is_on_one_page_of_the_reference() -> None:
         for name in re.findall(r"^::: (\S+)", page.read_text(encoding="utf-8"), re.MULTILINE)
     )
     assert listed == Counter(gf.__all__)
+
+
+def test_paths_that_contributing_names_exist() -> None:
+    root = DOCS.parent
+    text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    named = re.findall(r"`((?:src|tests|docs|benchmarks|examples)/[\w./]+)`", text)
+    assert len(named) > 15
+    assert not [path for path in named if not (root / path).exists()]
+
+
+def test_the_glossary_is_short_and_its_words_are_used() -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    table, rest = page.split("## Words\n")[1], page.split("## Words\n")[0]
+    words = [cell for cell in re.findall(r"^\| (.+?) \|", table, re.MULTILINE) if cell not in ("word", "---")]
+    assert 0 < len(words) <= 30
+    guides = "".join(path.read_text(encoding="utf-8") for path in sorted((DOCS / "guides").glob("*.md")))
+    sources = "".join(path.read_text(encoding="utf-8") for path in sorted((DOCS.parent / "src").rglob("*.py")))
+    everything = (rest + guides + sources).lower()
+    assert not [word for entry in words for word in entry.split(", ") if word.split()[0] not in everything]
+
+
+def test_every_page_is_in_the_site_s_navigation() -> None:
+    listed: list[str] = []
+
+    def collect(entry: Any) -> None:
+        if isinstance(entry, str):
+            listed.append(entry)
+        else:
+            for one in entry.values() if isinstance(entry, dict) else entry:
+                collect(one)
+
+    collect(yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    made = {"contributing.md", "changelog.md"}  # from the files at the root, by docs/site/hooks.py
+    assert sorted(listed) == sorted({path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | made)

@@ -242,7 +242,7 @@ class TestBadInput:
     """A clear error, and the model as it was."""
 
     @pytest.fixture(autouse=True)
-    def model(self) -> Iterator[nn.Module]:
+    def set_up(self) -> Iterator[nn.Module]:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.Linear(16, 1))
         self.optimizer = torch.optim.AdamW(self.model.parameters())

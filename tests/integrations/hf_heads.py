@@ -230,5 +230,5 @@ HEADS: dict[str, Callable[[], tuple[Any, Rows]]] = {
         mixtral,
     )
 }
-NOT_CUT = {"bert_spans", "bert_pretraining", "segformer", "resnet", "clip", "mixtral"}
+NOT_CUT = {"segformer", "resnet", "clip", "mixtral"}
 FLOAT32_INSIDE = {"llama", "mixtral", "t5"}  # their norms are computed in float32, whatever the parameters' type

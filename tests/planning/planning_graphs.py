@@ -48,14 +48,14 @@ def random_profile(
     for index, op in enumerate(ops):
         for v in op.inputs:
             readers[v] = index
-    for i, v in enumerate(values):
-        if v.operation is not None:
+    for i, value in enumerate(values):
+        if value.operation is not None:
             dies = (
                 operations
                 if i == len(values) - 1
-                else min(operations - 1, readers.get(i, v.operation) + rng.randint(0, 1))
+                else min(operations - 1, readers.get(i, value.operation) + rng.randint(0, 1))
             )
-            values[i] = Value(v.nbytes, v.operation, v.storage, dies, v.overwritten)
+            values[i] = Value(value.nbytes, value.operation, value.storage, dies, value.overwritten)
     nodes: list[BackwardNode] = []
     flow = 0
     for index in reversed(range(operations)):

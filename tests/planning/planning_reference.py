@@ -56,9 +56,9 @@ class Reference:
             for v in op.inputs:
                 v.readers.append(op)
         for n, needs in enumerate(graph.node_needs):
-            for v in needs:
-                self.vals[v].handles.append(n)
-                self.vals[v].nodes.add(n)
+            for needed in needs:
+                self.vals[needed].handles.append(n)
+                self.vals[needed].nodes.add(n)
         if segments is not None:
             for v in self.vals:
                 s, path = segments.of[v.id], []

@@ -351,17 +351,17 @@ def test_manager_registers_scopes() -> None:
     scope = gf.CheckpointScope("by hand")
     manager.register_scope(scope)
     manager.register_scope(scope)
-    assert manager.scopes == (scope,)
+    assert list(manager.scopes) == [scope]
     x = torch.ones(4, requires_grad=True)
     with manager, gf.CheckpointScope("by itself") as other:
         x.exp().sin()
-    assert manager.scopes == (scope, other)
+    assert list(manager.scopes) == [scope, other]
     assert manager.stats.freed_bytes == other.stats.freed_bytes > 0
     with gf.CheckpointScope("afterwards"):
         pass
-    assert manager.scopes == (scope, other)
+    assert list(manager.scopes) == [scope, other]
     manager.unregister_scope(scope)
-    assert manager.scopes == (other,)
+    assert list(manager.scopes) == [other]
     with pytest.raises(gf.MisuseError, match="not registered"):
         manager.unregister_scope(scope)
 

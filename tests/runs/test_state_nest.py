@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ _nests = st.recursive(
 )
 
 
-def same(a: object, b: object) -> bool:
+def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):

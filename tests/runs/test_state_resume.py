@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from gradfit import LossScaler
 from gradfit.errors import MisuseError, StateError
 from gradfit.runs import training_run as run_module
 from gradfit.runs.job import Job
 from gradfit.runs.random_state import seed_everything
 from gradfit.runs.state_files import SavedState, StateStore
-from gradfit.runs.training_run import Listener, Run, RunSettings
+from gradfit.runs.training_run import Listener, RunSettings, TrainingRun
 
 BATCH, STEPS, MEMORY = 12, 9, 34_000  # bytes in which a step must be made of several micro-batches
 
@@ -68,7 +70,16 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def make_job(data: str = "tensors", optimizer: str = "adamw", scheduler: str = "cosine") -> Job:
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "none": dict,
+    "clip": lambda: {"clip": 0.05},
+    "torch's scaler": lambda: {"scaler": torch.amp.GradScaler("cpu", growth_interval=2), "clip": 0.5},
+    "our scaler": lambda: {"scaler": LossScaler(growth_interval=2), "on_nonfinite": "skip"},
+    "wide and offloaded": lambda: {"dtype": torch.float64, "offload": True, "exact": False},
+}
+
+
+def make_job(data: str = "tensors", optimizer: str = "adamw", scheduler: str = "cosine", options: str = "none") -> Job:
     seed_everything(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3))
     made = OPTIMIZERS[optimizer](model.parameters())
@@ -76,7 +87,8 @@ def make_job(data: str = "tensors", optimizer: str = "adamw", scheduler: str = "
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]).mean(dim=1), batch[1])
 
-    return Job(model, loss, DATA[data](), made, BATCH, scheduler=SCHEDULERS[scheduler](made))
+    chosen = OPTIONS[options]()
+    return Job(model, loss, DATA[data](), made, BATCH, SCHEDULERS[scheduler](made), fit_options=chosen)
 
 
 class EverySave(Listener):
@@ -89,11 +101,13 @@ class EverySave(Listener):
         self.notes.append(text)
 
 
-def run(job: Job, store: StateStore, *, stop_at: int | None = None, memory: int = MEMORY, **more: Any) -> Run:
+def run(
+    job: Job, store: StateStore, *, stop_at: int | None = None, memory: int | None = None, **more: Any
+) -> TrainingRun:
     """Train; `stop_at` is the number of times that the run asks whether to stop, before the answer is yes."""
     asked = itertools.count()
-    settings = RunSettings(batch_size=BATCH, memory_bytes=memory, steps=more.pop("steps", STEPS), **more)
-    made = Run(job, settings, store=store, listener=EverySave(), stop=lambda: next(asked) == stop_at)
+    settings = RunSettings(batch_size=BATCH, memory_bytes=memory or MEMORY, steps=more.pop("steps", STEPS), **more)
+    made = TrainingRun(job, settings, store=store, listener=EverySave(), stop=lambda: next(asked) == stop_at)
     saved = store.load()
     if saved is not None:
         made.resume(saved)
@@ -105,7 +119,7 @@ def parameters(job: Job) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in job.model.parameters()]
 
 
-def check(tmp_path: Path, kinds: tuple[str, str, str], stops: list[int]) -> None:
+def check(tmp_path: Path, kinds: tuple[str, ...], stops: list[int]) -> tuple[Job, Job]:
     through = make_job(*kinds)
     run(through, StateStore(tmp_path / "through"))
     store = StateStore(tmp_path / "stopped")
@@ -120,6 +134,7 @@ def check(tmp_path: Path, kinds: tuple[str, str, str], stops: list[int]) -> None
         assert torch.equal(a, b)
     if through.scheduler is not None:
         assert through.scheduler.state_dict() == last.scheduler.state_dict()
+    return through, last
 
 
 @pytest.fixture(autouse=True)
@@ -167,6 +182,46 @@ def test_every_kind_of_data(tmp_path: Path, data: str) -> None:
 )
 def test_every_optimizer_and_scheduler(tmp_path: Path, optimizer: str, scheduler: str) -> None:
     check(tmp_path, ("tensors", optimizer, scheduler), [3, 2])
+
+
+@pytest.mark.parametrize("options", [name for name in OPTIONS if name != "none"])
+def test_every_option_of_fit(tmp_path: Path, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches `fit`, and what it holds (a scale that grows) comes back with the state."""
+    passed: list[dict[str, Any]] = []
+    original = run_module.fit
+    monkeypatch.setattr(run_module, "fit", lambda *args, **more: passed.append(more) or original(*args, **more))
+    monkeypatch.setattr(f"{__name__}.MEMORY", MEMORY * 2)  # a scaler and wide sums take some
+    through, last = check(tmp_path, ("tensors", "adamw", "cosine", options), [3, 2])
+    assert passed[-1].items() >= dict(last.fit_options).items()
+    if through.scaler is not None:
+        assert through.scaler.get_scale() == last.scaler.get_scale() > through.scaler.state_dict()["growth_factor"]
+        assert through.scaler.state_dict() == last.scaler.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"memory": 1}, "which is none of clip, scaler, dtype"),
+        ({"clip": -1}, "clip=-1 must be more than 0"),
+        ({"on_nonfinite": "x"}, "on_nonfinite='x'"),
+        ({"offload": 1}, "offload=1 is not True or False"),
+        ({"dtype": torch.int64}, "is not a floating point type"),
+        ([1], "fit_options="),
+    ],
+)
+def test_options_that_fit_does_not_take_are_named(options: Any, text: str) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(MisuseError, match=re.escape(text)):
+        Job(model, lambda m, x: m(x).mean(), torch.ones(4, 2), optimizer, 2, fit_options=options)
+
+
+def test_a_state_with_a_scaler_is_not_one_without(tmp_path: Path) -> None:
+    store = StateStore(tmp_path / "stopped")
+    store.prepare()
+    run(make_job(options="our scaler"), store, stop_at=3)
+    with pytest.raises(StateError, match="both have a scaler or neither"):
+        run(make_job(), store)
 
 
 @pytest.mark.slow
@@ -248,7 +303,7 @@ def test_a_state_of_another_job_changes_nothing(tmp_path: Path, what: str) -> No
         state["scheduler"] = None
     job = make_job()
     before = parameters(job)
-    made = Run(job, RunSettings(batch_size=BATCH, memory_bytes=MEMORY, steps=STEPS), store=store)
+    made = TrainingRun(job, RunSettings(batch_size=BATCH, memory_bytes=MEMORY, steps=STEPS), store=store)
     with pytest.raises(StateError):
         made.resume(SavedState(saved.content, saved.path))
     for a, b in zip(before, parameters(job), strict=True):

@@ -40,6 +40,8 @@ warnings.simplefilter("ignore", gf.ExactnessWarning)
 class Net(nn.Module):
     """Draws from three generators, writes to a buffer, reassigns another, counts."""
 
+    count: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -204,9 +206,12 @@ def interrupted(work: Callable[[], object], moment: AfterSeconds | AtLine) -> bo
 
 
 def swallow() -> None:
-    """Let an interrupt that is still on its way arrive."""
+    """Let an interrupt that is still on its way arrive.
+
+    `os.kill` returns after the signal was delivered, and its thread has been joined: Python has only to look.
+    """
     try:
-        for _ in range(100):
+        for _ in range(3):
             time.sleep(0)
     except KeyboardInterrupt:
         pass
@@ -336,6 +341,7 @@ KINDS: dict[str, Callable[[World, random.Random, list[str]], Callable[[], bool]]
 
 
 def main(kind: str, count: int, number: int) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     draw, wrong = random.Random(f"{kind}:{number}"), list[str]()
     world = World()
     trial = KINDS[kind](world, draw, wrong)
@@ -356,7 +362,7 @@ def main(kind: str, count: int, number: int) -> None:
             if after != before:
                 break
     except BaseException:
-        wrong.append(traceback.format_exc())
+        wrong += [traceback.format_exc(), WHERE[0]]
     print(json.dumps({"interrupts": interrupts, "tries": tries, "wrong": wrong}))
 
 

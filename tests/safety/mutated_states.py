@@ -30,11 +30,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import gradfit as gf
-from gradfit.distributed.launch import Crew
+from gradfit.distributed.launch import Ranks
 from gradfit.runs.job import Job
-from gradfit.runs.rank_states import CrewStates
+from gradfit.runs.rank_states import RankStates
 from gradfit.runs.state_files import _checksum, _sync_and_hash
-from gradfit.runs.training_run import Run, RunSettings
+from gradfit.runs.training_run import RunSettings, TrainingRun
 
 torch.set_num_threads(1)
 warnings.simplefilter("ignore")
@@ -109,13 +109,13 @@ def originals(folder: Path) -> list[tuple[bool, Path]]:
     for adam in (True, False):
         for middle in (True, False):
             place = folder / f"{adam}-{middle}"
-            store = CrewStates(place, Crew()).store
+            store = RankStates(place, Ranks()).store
             store.prepare()
-            run = Run(make_job(adam), RunSettings(**SETTINGS), store=store)
+            run = TrainingRun(make_job(adam), RunSettings(**SETTINGS), store=store)
             run._is_due = lambda: True  # type: ignore[method-assign]
             between = run._between
 
-            def leave(*args: Any, run: Run = run, between: Any = between, middle: bool = middle) -> None:
+            def leave(*args: Any, run: TrainingRun = run, between: Any = between, middle: bool = middle) -> None:
                 between(*args)
                 if middle and run.step_number == 1:
                     raise Ended
@@ -211,13 +211,15 @@ def mutate(original: Path, target: Path, draw: random.Random) -> str:
 
 
 def resume(adam: bool, folder: Path) -> str:
-    states = CrewStates(folder, Crew())
+    states = RankStates(folder, Ranks())
     try:
         saved = states.load()
         assert saved is not None
         numbers = saved.content["settings"]
-        run = Run(make_job(adam), RunSettings(**{**SETTINGS, "batch_size": numbers["batch_size"]}), store=states.store)
-        run.resume(saved, lambda: states.everybody(saved))
+        run = TrainingRun(
+            make_job(adam), RunSettings(**{**SETTINGS, "batch_size": numbers["batch_size"]}), store=states.store
+        )
+        run.resume(saved, lambda: states.read_all_ranks(saved))
         run.settings = RunSettings(**{**SETTINGS, "steps": min(run.step_number + 1, 2**60)})
         states.store.prepare()
         run.train()

@@ -25,7 +25,7 @@ from gradfit.runs.random_state import random_state, restore_random
 from gradfit.runs.run_state import check_state
 from gradfit.runs.state_codec import flatten, unflatten
 from gradfit.runs.state_files import StateStore
-from gradfit.runs.training_run import Run, RunSettings
+from gradfit.runs.training_run import RunSettings, TrainingRun
 from gradfit.state_checks import same_kind
 
 
@@ -196,13 +196,13 @@ class Counting(torch.optim.SGD):
 
 
 def test_an_optimizer_with_attributes_of_its_own_resumes(tmp_path: Path) -> None:
-    def made(steps: int, folder: str) -> Run:
+    def made(steps: int, folder: str) -> TrainingRun:
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
         job = Job(model, lambda m, x: m(x).square().mean(), torch.randn(32, 4), Counting(model.parameters()), 8)
         store = StateStore(tmp_path / folder, check_state)
         store.prepare()
-        return Run(job, RunSettings(8, 2**20, steps=steps), store=store)
+        return TrainingRun(job, RunSettings(8, 2**20, steps=steps), store=store)
 
     whole, first = made(6, "whole"), made(3, "parts")
     whole.train()

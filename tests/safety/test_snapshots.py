@@ -23,6 +23,9 @@ from gradfit.tape import rng
 class Restless(nn.Module):
     """Changes all it can in each forward: writes to a buffer, puts others in their places, adds one, counts."""
 
+    reassigned: torch.Tensor
+    written: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -156,7 +156,7 @@ _define("zeros_add", lambda a, b, c: torch.zeros(ROWS, COLUMNS, dtype=a.dtype).a
 _define("transpose_", lambda a, b, c: a.clone().t_().t_())
 _define("unsqueeze_", lambda a, b, c: a.clone().unsqueeze_(0).squeeze_(0))
 _define("resize_", lambda a, b, c: _no_grad(lambda: a.clone().resize_(2, COLUMNS)).sum() * b)
-_define("set_", lambda a, b, c: _no_grad(lambda: torch.empty(0, dtype=a.dtype).set_((a * 2).detach())) * b)
+_define("set_", lambda a, b, c: _no_grad(lambda: torch.empty(0, dtype=a.dtype).set_((a * 2).detach())) * b)  # type: ignore[call-overload]
 _define("complex_", lambda a, b, c: torch.complex(a, b).mul_(torch.complex(b, b)).conj_physical_().imag)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_finds_an_error_planted_in_one_element(dtype: torch.dtype) -> None:
             gf.GradientMismatch, match=rf"planted: 1 of 12 .*input 0, element \({row}, {column}\)"
         ) as caught:
             gf.check_gradients(wrong, x)
-        report = caught.value.report
+        report: Any = caught.value.report
         assert not report
         assert [w.index for w in report.wrong] == [(row, column)]
         assert report.worst.error == pytest.approx(abs(size) * 1.0, rel=0.6)  # the weight is between 0.5 and 1.5

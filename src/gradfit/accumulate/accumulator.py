@@ -83,8 +83,8 @@ class GradientAccumulator(NotCopied):
     ) -> None:
         stepper, steps = options.read_optimizer_or_steps(optimizer, steps)
         options.check(stepper, steps, strategy, dtype, scaler, clip, on_nonfinite, isolate)
-        self.optimizer: AnyOptimizer | None = stepper
-        self.scaler, self.dtype = scaler, dtype
+        self._optimizer: AnyOptimizer | None = stepper
+        self._scaler, self._dtype = scaler, dtype
         tensors = options.choose_parameters(stepper, parameters)
         self.window = self._window_kind(steps, strategy=strategy, optimizer=stepper, scaler=scaler, dtype=dtype)
         skip = on_nonfinite == "skip"
@@ -103,6 +103,21 @@ class GradientAccumulator(NotCopied):
         self.window.follows_optimizer = parameters is None and stepper is not None
 
     # -- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> AnyOptimizer | None:
+        """Steps when the window is full; None if that is the caller's business."""
+        return self._optimizer
+
+    @property
+    def scaler(self) -> Any:
+        """Scales the losses; None if nobody does."""
+        return self._scaler
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What the gradients add up in, if it is wider than the parameters' own type."""
+        return self._dtype
 
     @property
     def accumulation_count(self) -> int:
@@ -159,6 +174,7 @@ class GradientAccumulator(NotCopied):
         self.window.require_outside_micro_batch("enabled")
         if read_flag(value, "enabled") != self.enabled and self.window.accumulation_steps:
             raise MisuseError(f"enabled={value!r} in the middle of a window. Call flush() or reset() first.")
+        self.window.settled = None
         self.window.enabled = value
 
     def __repr__(self) -> str:
@@ -248,9 +264,22 @@ class GradientAccumulator(NotCopied):
             reduction: "mean" or "sum": what the loss is of its items.
             terms: `{name: (loss_sum, count)}`, in the place of `loss` and `weight`.
         """
+        window, passes = self.window, self._passes
+        if (
+            window.settled is not None
+            and type(weight) is int
+            and 0 < weight < _USUAL_WEIGHT
+            and reduction == "mean"
+            and terms is None
+            and type(loss) is Tensor
+            and loss.requires_grad
+        ):
+            with window.turn:
+                settled = window.settled
+                if settled is not None and settled.backward(loss, weight):
+                    return
         if isinstance(weight, str):
             weight = read_auto_weight(weight, loss, reduction)
-        window, passes = self.window, self._passes
         if terms is not None:
             read = options.read_terms(terms, loss, weight, reduction)
             if not window.enabled:
@@ -339,15 +368,37 @@ class GradientAccumulator(NotCopied):
             return self._update.finish()
         if not window.tensors:
             raise MisuseError(_NO_PARAMETERS)
+        if window.settled is not None and window.turn.acquire(blocking=False):
+            try:
+                full = window.end_settled_micro_batch()
+                if full is False:
+                    return self._accumulating()
+                if full:
+                    return self._finish_settled()
+            finally:
+                window.turn.release()
         with window.alone("step()"):
             if window.ranks.size == 1:
                 window.require_intact()
             window.follow()
             if window.end_micro_batch():
                 return self._update.finish()
-            state = window.state
-            taken = state.micro_batches - state.skipped
-            return StepResult(False, "accumulating", None, window.weight, taken, state.skipped)
+            return self._accumulating()
+
+    def _accumulating(self) -> StepResult:
+        window, state = self.window, self.window.state
+        taken = state.micro_batches - state.skipped
+        return StepResult(False, "accumulating", None, window.weight, taken, state.skipped)
+
+    def _finish_settled(self) -> StepResult:
+        """Update with a full window that is as its last pass left it: there is nothing more to ask."""
+        window = self.window
+        window.settled = None
+        window.set_apart("step()")
+        try:
+            return self._update.finish()
+        finally:
+            window.apart = None
 
     def flush(self) -> StepResult:
         """Update with what there is: the partial last window, divided by what it really holds.

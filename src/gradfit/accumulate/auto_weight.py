@@ -22,8 +22,8 @@ def read_auto_weight(weight: str, loss: Any, reduction: str) -> Number:
     if reduction != "mean":
         raise MisuseError(f"weight='auto' reads a mean, and reduction={reduction!r}. Pass weight= the number of items.")
     read = read_denominator(check_loss(loss))
-    if read is None or read.unknown:
-        name = read.unknown[0] if read is not None else _last_node(loss)
+    if read is None or read.unknown or read.is_nothing:
+        name = read.unknown[0] if read is not None and read.unknown else _last_node(loss)
         raise MisuseError(
             f"weight='auto' cannot read what this loss was divided by: it comes from {name}. Pass weight= the number "
             "of items it is the mean of, or the sum with reduction='sum'."

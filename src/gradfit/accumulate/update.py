@@ -75,7 +75,7 @@ class Update:
         gradients = [one for tensor in window.tensors if (one := tensor.grad) is not None]
         if scaler is not None:
             factor *= self._unscale(scaler, whole, gradients)
-        norm = window.ranks.norm(gradients) * factor
+        norm = (window.ranks.norm(gradients) if window.norm_ahead is None else window.norm_ahead) * factor
         if not math.isfinite(norm):
             return self._refuse_nonfinite(scaler, factor, StepResult(False, "", norm, weight, taken, skipped))
         if self.max_norm is not None and norm > self.max_norm:

@@ -12,6 +12,7 @@ place where different losses are equal, as all zeros at the output, or a policy 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,13 +21,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_listen import eager_functions
 from gradfit.batches.additivity_record import Additivity
+from gradfit.batches.denominator import Denominator, read_denominator
 from gradfit.batches.loss import read_loss
 from gradfit.batches.quiet import QuietRandomness, without_dropout
+from gradfit.batches.scalars import ScalarReader
+from gradfit.batches.shares import TermCount, count_terms, share_terms, without_activations
 from gradfit.errors import MisuseError
 from gradfit.tree import leaves, map_tensors, repeat_rows, size_of_batch, split_batch, unmarked
 
@@ -36,6 +39,7 @@ Cut = Callable[[Any, int], Iterable[Any]]
 MOST_ROWS = 5  # 4 + 1 and 3 + 2: few enough for any budget that a row fits in
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _TOLERANCE, _COARSE_TOLERANCE = 2e-5, 2e-3  # relative; the second where numbers are rounded to 16 bits on the way
+_NEITHER = "neither"
 _SMALL_SHARE = 1 / 16  # of the parameters' bytes: so much is changed and put back
 
 
@@ -90,7 +94,7 @@ def measure_additivity(
         if not found.adds_up and not names and split is None and _could_be_sequence_first(batch):
             found = _sequence_first(model, loss_fn, batch, rows, rewind, finish, found)
     if names:
-        return Additivity(None, found.error, names, found.read, found.roles, batch_norm_reason(names), found.runs_parts)
+        return dataclasses.replace(found, over=None, modules=names, reason=batch_norm_reason(names))
     return found
 
 
@@ -111,6 +115,9 @@ class Run:
     rows: int
     count: float | None = None
     divisors: tuple[float, ...] | None = None
+    """Of each term; not clamped."""
+    terms: tuple[TermCount, ...] | None = None
+    """If each can be told apart, with its value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +142,13 @@ class Comparison:
         whole, total = self.whole.count or 0.0, math.fsum(part.count or 0.0 for part in self.parts)
         return max(self.sum_error(), abs(total - whole) / max(whole, total, 1.0))
 
+    def terms_error(self, roles: Sequence[str]) -> float:
+        """How far the whole is from its parts, each term by its own total; relative."""
+        if any(term.is_lost for part in self.parts for term in part.terms or ()):
+            return math.inf
+        shares = share_terms([part.terms or () for part in self.parts], roles)
+        return self._relative(math.fsum(share.value for share in shares))
+
     def sum_error(self) -> float:
         """How far the whole is from the sum of its parts; relative."""
         return self._relative(math.fsum(part.value for part in self.parts))
@@ -151,25 +165,33 @@ def judge(comparisons: Sequence[Comparison], tolerance: float, read: str = "") -
     """By what the parts are to be weighted, if by anything."""
     runs = [run for one in comparisons for run in (one.whole, *one.parts)]
     roles = _roles_of(comparisons)
+    each = _roles_of_values(comparisons, roles)
+    if not _one_weight(runs, roles) and not each:
+        roles = ()
     ways: dict[str, Callable[[Comparison], float]] = {}
     if all(run.count is not None for run in runs):
         ways["items"] = Comparison.items_error
     else:
-        if "adds" in roles:
+        if _one_weight(runs, roles) and "adds" in roles:
             ways["divisor"] = lambda one: one.mean_error(lambda run: (run.divisors or ())[roles.index("adds")])
-        elif roles:
+        elif _one_weight(runs, roles) and roles:
             ways["sum"] = Comparison.sum_error
-        ways["rows"] = lambda one: one.mean_error(lambda run: float(run.rows))
+        if len(each) > 1 or "adds" in each:
+            ways["terms"] = lambda one: one.terms_error(each)
+        if not _depends_on_rows_together(comparisons):
+            ways["rows"] = lambda one: one.mean_error(lambda run: float(run.rows))
     errors = {over: max(map(error, comparisons)) for over, error in ways.items()}
     for over, error in errors.items():
         if error <= tolerance:
-            return Additivity(over, error, read=read, roles=() if over == "rows" else roles)
+            told = () if over == "rows" else each or roles
+            return Additivity(over, error, read=read, roles=told)
     if "items" in ways and "adds" in roles and max(one.mean_error(_count_of) for one in comparisons) <= tolerance:
         whole = comparisons[0].whole
         raise MisuseError(
             f"loss_fn returned (loss, {whole.count:g}), but the loss is {read}: a mean, not a sum over the count. "
             "Return loss * count with the count, or the mean alone."
         )
+    ways = ways or {"rows": Comparison.sum_error}  # for the message alone
     finite = [min(way(one) for way in ways.values()) for one in comparisons]
     largest = max((error for error in finite if math.isfinite(error)), default=math.inf)
     return Additivity(None, largest, read=read, roles=roles, reason=_why(comparisons, errors, read))
@@ -198,6 +220,12 @@ def _count_of(run: Run) -> float:
 
 def _roles_of(comparisons: Sequence[Comparison]) -> tuple[str, ...]:
     """Whether each term's divisor adds up over the parts or stays what it is; () if it cannot be told for each."""
+    roles = _read_roles(comparisons)
+    return () if _NEITHER in roles else roles
+
+
+def _read_roles(comparisons: Sequence[Comparison]) -> tuple[str, ...]:
+    """The same, term by term; () if not all runs have the same terms."""
     runs = [run for one in comparisons for run in (one.whole, *one.parts)]
     lengths = {None if run.divisors is None else len(run.divisors) for run in runs}
     if len(lengths) != 1 or lengths == {None}:
@@ -210,17 +238,44 @@ def _roles_of(comparisons: Sequence[Comparison]) -> tuple[str, ...]:
         elif all(is_close(part, whole) for whole, *parts in numbers for part in parts):
             roles.append("constant")
         else:
-            return ()
-    for run in runs[1:]:
-        if not go_together(roles, runs[0].divisors or (), run.divisors or ()):
-            return ()  # one weight is for all terms
+            roles.append(_NEITHER)
     return tuple(roles)
+
+
+def _depends_on_rows_together(comparisons: Sequence[Comparison]) -> bool:
+    """Whether a term has a coefficient that all rows of a part make, as one loss's size does that scales another.
+
+    Values may add up by rows all the same, and gradients do not.
+    """
+    return _NEITHER in _read_roles(comparisons)
+
+
+def _roles_of_values(comparisons: Sequence[Comparison], roles: Sequence[str]) -> tuple[str, ...]:
+    """The roles, with "same" for a term that does not depend on the rows at all, as a penalty on the parameters does.
+
+    () unless each term of each run is known with its value.
+    """
+    if not roles or any(run.terms is None for one in comparisons for run in (one.whole, *one.parts)):
+        return ()
+    found = []
+    for place, role in enumerate(roles):
+        numbers = [[(run.terms or ())[place].value for run in (one.whole, *one.parts)] for one in comparisons]
+        is_same = role == "constant" and all(is_close(part, whole) for whole, *parts in numbers for part in parts)
+        found.append("same" if is_same else role)
+    return tuple(found)
+
+
+def _one_weight(runs: Sequence[Run], roles: Sequence[str]) -> bool:
+    """Whether one number for a part is right for all of its terms, and none of these was clamped."""
+    is_clamped = any(term.floor for run in runs for term in run.terms or ())
+    first = runs[0].divisors or ()
+    return not is_clamped and all(go_together(roles, first, run.divisors or ()) for run in runs[1:] if roles)
 
 
 def go_together(roles: Sequence[str], first: Sequence[float], now: Sequence[float]) -> bool:
     """Whether the divisors that stay are the same, and those that grow have grown by the same factor."""
     pairs = list(zip(first, now, strict=True))
-    staying = [pair for role, pair in zip(roles, pairs, strict=True) if role == "constant"]
+    staying = [pair for role, pair in zip(roles, pairs, strict=True) if role != "adds"]
     growing = [pair for role, pair in zip(roles, pairs, strict=True) if role == "adds"]
     # a/b = c/d, written so that a term without any items on one side is compared, too.
     return all(is_close(a, b) for a, b in staying) and all(
@@ -250,6 +305,7 @@ class _Runner:
         self._coarse = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
         self._tolerance = _TOLERANCE
         self._read = ""
+        self._by_hand, self._floor = False, 0.0
         self.raised = False
         self.is_random = False
 
@@ -280,7 +336,8 @@ class _Runner:
             self.raised = True
             said = f"the loss of fewer rows raises {type(error).__name__}: {error}"
             return Additivity(None, math.inf, read=self._read, reason=said, runs_parts=False)
-        return judge(comparisons, self._tolerance, read)
+        found = judge(comparisons, self._tolerance, read)
+        return dataclasses.replace(found, by_hand=self._by_hand and "adds" in found.roles, floor=self._floor)
 
     def _compare(self, whole: Any, parts: Sequence[Any]) -> Comparison:
         return Comparison(self.run(whole), tuple(self.run(part) for part in parts))
@@ -311,23 +368,34 @@ class _Runner:
 
     def _run(self, part: Any) -> Run:
         quiet = QuietRandomness()
-        saving = saved_tensors_hooks(_keep_numbers, _give_back) if self._drops else contextlib.nullcontext()
-        with saving, warnings.catch_warnings(), without_dropout(self._model), quiet:
+        reader = ScalarReader()
+        saving = without_activations() if self._drops else contextlib.nullcontext()
+        with saving, warnings.catch_warnings(), without_dropout(self._model), quiet, reader:
             warnings.simplefilter("ignore")  # about rows that nobody trains on
             result = self._loss_fn(self._model, unmarked(part))
         rows = sum(1 for _ in self._split(part, 1)) if self._split is not None else size_of_batch(part)
         read = read_loss(result, rows)
-        denominator = read.denominator
-        divisors = None
+        denominator = read_denominator(read.loss, reader)
+        divisors = terms = None
         if denominator is not None:
-            divisors = tuple(float(term.divisor) for term in denominator.terms)
-            self._read = str(denominator)
+            divisors = tuple(float(term.items) for term in denominator.terms)
+            self._note(denominator)
+            # Over several processes a forward alone cannot be run before each step.
+            if self._drops and self._finish is None and (counts := count_terms(denominator)) is not None:
+                terms = tuple(counts)
         self._tolerance = max(self._tolerance, _tolerance_of(read.loss, coarse=quiet.autocast or self._coarse))
         count = None if read.count is None else float(read.count)
-        run = Run(float(read.loss.detach()), rows, count, divisors)
+        run = Run(float(read.loss.detach()), rows, count, divisors, terms)
         if self._finish is not None:
             self._finish(read.loss)
         return run
+
+    def _note(self, read: Denominator) -> None:
+        self._read = str(read)
+        for term in read.terms:
+            self._by_hand = self._by_hand or term.is_divided_by_hand
+            if term.floor is not None and not term.floor.is_whole and term.floor.after:
+                self._floor = max(self._floor, float(term.divisor) * term.floor.least / term.floor.after)
 
 
 def _tolerance_of(loss: Tensor, *, coarse: bool) -> float:
@@ -336,20 +404,10 @@ def _tolerance_of(loss: Tensor, *, coarse: bool) -> float:
     return _COARSE_TOLERANCE if coarse else _TOLERANCE
 
 
-def _keep_numbers(tensor: Tensor) -> Tensor | None:
-    return tensor if tensor.numel() <= 1 else None
-
-
-def _give_back(kept: Tensor | None) -> Tensor:
-    if kept is None:
-        raise RuntimeError("Nothing was saved in this forward.")
-    return kept
-
-
 def _choose_rows(batch: Any, split: Cut | None, most: int) -> Iterator[tuple[Any, list[Any]]]:
     """A few rows, whole and in unequal parts, cut in two ways."""
     cut = split or split_batch
-    total = sum(1 for _ in cut(batch, 1))
+    total = size_of_batch(batch) if split is None else sum(1 for _ in split(batch, 1))
     if total == 1 and split is None:
         batch, total = repeat_rows(batch, 3), 3
     rows = max(2, min(most, total))
@@ -408,11 +466,11 @@ def _slightly_changed(model: nn.Module) -> Iterator[None]:
         if chosen and room < 0:
             break
         chosen.append((parameter, parameter.detach().clone()))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     try:
         with torch.no_grad():
             for parameter, content in chosen:
-                noise = torch.randn(content.shape, generator=generator).to(content)
+                noise = torch.randn(content.shape, generator=generator, device="cpu").to(content)
                 parameter.add_(noise * (0.05 * content.abs().mean() + 0.01))
         yield
     finally:

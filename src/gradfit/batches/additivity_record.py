@@ -11,8 +11,8 @@ class Additivity:
     """How the losses of a batch's parts make the loss of the whole, as measured on a few rows.
 
     `over` says what a part is weighted by: "rows"; "items", the count that `loss_fn` returns; "divisor", what the mean
-    says in its graph that it was divided by; "sum", nothing, the losses are simply added. None: the parts do not make
-    the whole, so the batch is not to be cut.
+    says in its graph that it was divided by; "terms", each term of the loss by its own such number; "sum", nothing, the
+    losses are simply added. None: the parts do not make the whole, so the batch is not to be cut.
     """
 
     over: str | None
@@ -23,9 +23,14 @@ class Additivity:
     read: str = ""
     """What the loss said it was divided by."""
     roles: tuple[str, ...] = ()
-    """Of each term that was read: "adds" if its divisor grows with the rows, "constant" if it stays."""
+    """Of each term that was read: "adds" if its divisor grows with the rows, "constant" if it stays,
+    "same" if all of it stays, as a penalty on the parameters does."""
     reason: str = ""
     """Why it does not add up, and the call that would be right."""
+    by_hand: bool = False
+    """A term was divided by a number of the loss function's own, which may be clamped where a part has no items."""
+    floor: float = 0.0
+    """Where such a number, of weights that are no whole numbers, was seen to be clamped."""
     runs_parts: bool = True
     """False: fewer rows than the batch's cannot be run at all."""
 

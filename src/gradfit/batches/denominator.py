@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
+
+from gradfit.batches.scalars import Floor, ScalarReader
 
 Number = int | float | Tensor  # a tensor of one element, wherever it lives
 
@@ -35,6 +37,26 @@ class Term:
     """By what the result was multiplied since, by the user's own coefficients for one."""
     reduction: str
     """What made it, for messages: "mean", "nll_loss", "sum", …"""
+    node: Any = None
+    """Autograd's node of that reduction: what is multiplied to the gradient that enters it scales this term alone."""
+    value: float | None = None
+    """What it contributes to the loss; None if nobody read along."""
+    floor: Floor | None = None
+    """How the number that it was divided by was clamped; None if it was not, or nobody read along."""
+
+    @property
+    def is_divided_by_hand(self) -> bool:
+        """Whether the loss function divided by a number of its own: that may be no count, where a count would be 0."""
+        by_torch = self.count is not None and self.reduction != "sum"
+        plain = not isinstance(self.scale, Tensor) and abs(self.scale) == 1
+        return not (by_torch and plain) and not (self.count is None and plain)
+
+    @property
+    def items(self) -> Number:
+        """The divisor with what was counted in the place of what that was clamped to."""
+        if self.floor is None or self.floor.after == self.floor.before:
+            return self.divisor
+        return self.divisor * (self.floor.before / self.floor.after)
 
     @property
     def divisor(self) -> Number:
@@ -51,23 +73,29 @@ class Denominator(NamedTuple):
     """Names of the nodes that no rule is for; their terms may be divided by anything."""
 
     @property
+    def is_nothing(self) -> bool:
+        """Whether the loss is a constant, or was multiplied by 0: nothing is behind it."""
+        return not self.terms and not self.unknown
+
+    @property
     def is_sum(self) -> bool:
         """Whether nothing was divided at all."""
-        return not self.unknown and all(term.count is None for term in self.terms)
+        return bool(self.terms) and not self.unknown and all(term.count is None for term in self.terms)
 
     def __str__(self) -> str:
         named = [
             term.reduction if term.count is None else f"{term.reduction} over {_shown(term.count)}"
             for term in self.terms
         ]
-        return " + ".join([*named, *self.unknown])
+        return " + ".join([*named, *self.unknown]) or "0 times something"
 
 
-def read_denominator(loss: Tensor) -> Denominator | None:
+def read_denominator(loss: Tensor, reader: ScalarReader | None = None) -> Denominator | None:
     """What `loss` was divided by, term by term; None if no term can be read.
 
     Args:
         loss: a tensor of one element with a graph behind it.
+        reader: it was entered while the loss was computed; the terms then have their values and floors.
 
     >>> import torch
     >>> weight = torch.ones(4, 3, requires_grad=True)
@@ -82,7 +110,7 @@ def read_denominator(loss: Tensor) -> Denominator | None:
         return None
     terms: list[Term] = []
     unknown: list[str] = []
-    paths = [_Path(loss.grad_fn)]
+    paths = [_Path(loss.grad_fn, reader=reader).with_value()]
     while paths and len(terms) + len(unknown) < _MOST_TERMS:
         path = paths.pop()
         rule = _RULES.get(path.node.name())
@@ -90,12 +118,12 @@ def read_denominator(loss: Tensor) -> Denominator | None:
         if found is None:
             unknown.append(path.node.name())
         elif isinstance(found, Term):
-            terms.append(found)
-        else:
-            paths += reversed(found)
-    if paths:
+            terms.append(replace(found, node=path.node, value=path.value, floor=path.floor))
+        else:  # of a single way on, the number is still all of what was reached so far
+            paths += [one.with_value(path.value if len(found) == 1 else None) for one in reversed(found)]
+    if paths or (unknown and not terms):
         return None
-    return Denominator(tuple(terms), tuple(unknown)) if terms else None
+    return Denominator(tuple(terms), tuple(unknown))
 
 
 class _Path(NamedTuple):
@@ -104,6 +132,16 @@ class _Path(NamedTuple):
     node: Any
     scaled: Number = 1
     divided: Number | None = None
+    reader: ScalarReader | None = None
+    value: float | None = None  # what comes this way to the loss
+    floor: Floor | None = None  # of the divisor
+
+    def with_value(self, otherwise: float | None = None) -> _Path:
+        """With what comes this way to the loss, if the node's own result was seen."""
+        seen = None if self.reader is None else self.reader.value_of(self.node)
+        if seen is None:
+            return self._replace(value=otherwise)
+        return self._replace(value=seen * float(_quotient(self.scaled, 1 if self.divided is None else self.divided)))
 
     def to(self, place: int, *, scale: Number = 1, divide: Number | None = None) -> list[_Path]:
         """On to the node's input at that place; nowhere if it is a constant, or multiplied by 0."""
@@ -111,7 +149,7 @@ class _Path(NamedTuple):
         if node is None or (not isinstance(scale, Tensor) and scale == 0):
             return []
         divided = self.divided if divide is None else divide if self.divided is None else self.divided * divide
-        return [_Path(node, self.scaled * scale, divided)]
+        return [self._replace(node=node, scaled=self.scaled * scale, divided=divided)]
 
     def mean(self, count: Number, name: str) -> Term:
         """The term of a reduction that has divided by `count`."""
@@ -178,7 +216,11 @@ def _div(path: _Path) -> _Found:
     inputs = path.node.next_functions
     if len(inputs) > 1 and inputs[1][0] is not None:
         return None  # what it is divided by is trained, too
-    return path.to(0, divide=_number(path.node._saved_other))
+    other = path.node._saved_other
+    floor = None if path.reader is None else path.reader.floor_of(other)
+    if floor is not None:
+        path = path._replace(floor=floor)
+    return path.to(0, divide=_number(other))
 
 
 @_rule("SumBackward0", "SumBackward1", "NansumBackward0")
@@ -208,7 +250,7 @@ def _several(path: _Path) -> list[_Path] | None:
     stack = path.node.next_functions[0][0]
     if stack.name() not in ("StackBackward0", "CatBackward0"):
         return None
-    inner = _Path(stack, path.scaled, path.divided)
+    inner = path._replace(node=stack)
     places = [place for place, (node, _) in enumerate(stack.next_functions) if node is not None]
     if any(math.prod(inner.shape(place)) != 1 for place in places):
         return None
@@ -254,9 +296,16 @@ def _by_row(path: _Path) -> _Found:
     return path.mean(rows, name) if path.node._saved_reduction == _MEAN else path.sum(name)
 
 
-@_rule("DotBackward0")
+@_rule("DotBackward0", "BmmBackward0", "MmBackward0", "MvBackward0")
 def _dot(path: _Path) -> _Found:
-    return path.sum()
+    is_number = math.prod(path.node._input_metadata[0].shape) == 1  # of what it returned
+    return path.sum() if is_number else None
+
+
+@_rule("WhereBackward0")
+def _where(path: _Path) -> _Found:
+    condition = path.node._saved_condition
+    return path.to(0 if bool(condition) else 1) if condition.numel() == 1 else None
 
 
 def _name(path: _Path) -> str:

@@ -6,15 +6,18 @@ fit together (padding that the sample did not have, in a loss of two denominator
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
-from gradfit.batches.additivity import go_together
+from gradfit.batches.additivity import go_together, is_close
 from gradfit.batches.additivity_record import Additivity
-from gradfit.batches.denominator import Number
+from gradfit.batches.denominator import Denominator, Number
 from gradfit.batches.loss import PartLoss
+from gradfit.batches.shares import PartShare, scale_terms
 from gradfit.errors import MisuseError
 
 _TRACE = 2.0**-52
@@ -31,6 +34,21 @@ class UnreadableLoss(MisuseError):
     """A part's loss does not say what it was divided by, though the sample's did."""
 
 
+class CountFirst(Exception):
+    """What a part was divided by may be no count, but a floor: the batch must be counted before it is weighed."""
+
+
+def must_count(additivity: Additivity | None, parts: int) -> bool:
+    """Whether the parts of a batch must be counted before the first of them is run."""
+    return additivity is not None and additivity.over == "terms" and parts > 1
+
+
+def may_count(additivity: Additivity | None, parts: int) -> bool:
+    """Whether it may turn out, while parts are run, that they must be counted first."""
+    by_hand = additivity is not None and additivity.over == "divisor" and additivity.by_hand
+    return must_count(additivity, parts) or (by_hand and parts > 1)
+
+
 class BatchWeights:
     """Weighs the parts of one batch, one after the other.
 
@@ -39,24 +57,83 @@ class BatchWeights:
         rows: of the whole batch, on this process.
         ranks: how many processes add up their batches.
         exact: False to go on where the readings do not fit together.
+        shares: of the parts, where they were counted before.
+        may_repeat: whether the caller can begin anew, counting first; else what cannot be weighed is refused.
     """
 
-    def __init__(self, additivity: Additivity | None, rows: int, *, ranks: int = 1, exact: bool = True) -> None:
+    def __init__(
+        self,
+        additivity: Additivity | None,
+        rows: int,
+        *,
+        ranks: int = 1,
+        exact: bool = True,
+        shares: Sequence[PartShare] | None = None,
+        may_repeat: bool = False,
+    ) -> None:
         self._additivity = additivity if additivity is not None else Additivity("rows")
-        self._rows, self._ranks, self._exact = rows, ranks, exact
+        self._rows, self._ranks, self._exact, self._shares = rows, ranks, exact, shares
+        self._may_repeat = may_repeat and exact and ranks == 1
         self._first: tuple[float, ...] | None = None
         self._first_text = ""
 
-    def of(self, part: PartLoss) -> Weight:
+    def shared(self, part: PartLoss, position: int) -> PartLoss:
+        """The part with its terms scaled, if the parts were counted; to be asked once, before it is weighed.
+
+        Raises:
+            MisuseError: its loss is not what was counted.
+        """
+        if self._shares is None:
+            return part
+        share, read = self._shares[position], part.denominator
+        now = () if read is None else tuple(float(term.divisor) for term in read.terms)
+        if read is not None and read.is_nothing and not share.value and not any(share.divisors):
+            return part
+        if read is None or len(now) != len(share.divisors) or not all(map(is_close, now, share.divisors)):
+            was = ", ".join(f"{divisor:g}" for divisor in share.divisors)
+            raise UnreadableLoss(
+                f"This micro-batch's loss is {read_text(part)}; when it was counted it was divided by {was}, so "
+                "nothing was updated. What a loss is divided by must not depend on random numbers. Return "
+                "gf.Loss(sum=…, count=…), or pass fit(micro_batch='whole')."
+            )
+        return dataclasses.replace(part, loss=scale_terms(part, share, read))
+
+    def asks(self, part: PartLoss, *, is_empty: bool) -> bool:
+        """Whether it matters what this part's loss was divided by. Multiplied by 0 (`is_empty`) it has no terms."""
+        roles, over = self._additivity.roles, self._additivity.over
+        return bool(roles) and not is_empty and (part.rows < self._rows or over == "divisor")
+
+    def adding_divisor(self, read: Denominator) -> Number | None:
+        """The divisor that grows with the items; None if there is none, or the terms are not those of the sample."""
+        roles = self._additivity.roles
+        if self._additivity.over == "sum" or "adds" not in roles or len(read.terms) != len(roles):
+            return None
+        return read.terms[roles.index("adds")].divisor
+
+    def of(self, part: PartLoss, denominator: Denominator | None = None) -> Weight:
         """What this part weighs.
+
+        Args:
+            part: the part's loss.
+            denominator: what it was divided by, if that was read before; else it is read from the loss.
 
         Raises:
             MisuseError: what this part's loss was divided by does not go together with the parts before it.
+            CountFirst: that cannot be told of this part alone.
         """
-        roles, over = self._additivity.roles, self._additivity.over
+        if self._shares is not None:
+            return Weight(part.rows / self._rows / self._ranks, "sum")
         is_empty = part.count is not None and not int(part.count)  # multiplied by 0, a loss has no terms to read
-        is_asked = roles and not is_empty and (part.rows < self._rows or over == "divisor")
-        divisors = self._read(part) if is_asked else None
+        divisors = self._read(part, denominator) if self.asks(part, is_empty=is_empty) else None
+        if divisors == ():
+            return Weight(0, "mean")  # multiplied by 0, as is written where a part has no items
+        if divisors is not None and self._may_be_clamped(part, divisors):
+            raise CountFirst
+        return self.weigh(part, divisors)
+
+    def weigh(self, part: PartLoss, divisors: tuple[Number, ...] | None) -> Weight:
+        """What this part weighs, if its terms were divided by these numbers; whether they fit is not asked."""
+        roles, over = self._additivity.roles, self._additivity.over
         if part.count is not None:
             return Weight(_count_or_trace(part.count, part.loss), "sum")
         if over == "sum":  # all weights together are 1, so that nothing is divided by
@@ -71,10 +148,20 @@ class BatchWeights:
             return Weight(int(number) if isinstance(number, float) and number.is_integer() else number, "mean")
         return Weight(part.rows, "mean")
 
-    def _read(self, part: PartLoss) -> tuple[Number, ...] | None:
+    def _may_be_clamped(self, part: PartLoss, divisors: tuple[Number, ...]) -> bool:
+        """Whether the divisor that grows with the items may be the least that it can be, and not their number."""
+        roles, may_repeat = self._additivity.roles, self._may_repeat and self._additivity.by_hand
+        if not may_repeat or part.count is not None or part.rows == self._rows or "adds" not in roles:
+            return False
+        number = float(divisors[roles.index("adds")])
+        return number > 0 and (float(part.loss.detach()) == 0.0 or number <= self._additivity.floor)
+
+    def _read(self, part: PartLoss, denominator: Denominator | None) -> tuple[Number, ...] | None:
         """The divisors of the part's terms, if they are as they were measured to be."""
-        read = part.denominator
+        read = part.denominator if denominator is None else denominator
         roles = self._additivity.roles
+        if read is not None and read.is_nothing and part.rows < self._rows and not float(part.loss.detach()):
+            return ()
         if read is None or len(read.terms) != len(roles):
             if self._exact and part.rows < self._rows:
                 raise UnreadableLoss(
@@ -87,6 +174,8 @@ class BatchWeights:
         if self._first is None:
             self._first, self._first_text = divisors, str(read)
         elif self._exact and not go_together(roles, self._first, divisors):
+            if self._may_repeat and set(roles) <= {"adds", "same"} and not read.unknown:
+                raise CountFirst
             raise MisuseError(
                 f"Two micro-batches of this batch are divided by numbers that do not go together: {self._first_text} "
                 f"and {read}. {_NEXT}"

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import typer
 
-from gradfit.cli.command_options import BatchSize, Debug, Json, Memory, MicroBatch, Page, Seed, Target, read_micro_batch
+from gradfit.cli.command_options import (
+    BatchSize,
+    Debug,
+    Json,
+    MemoryToAudit,
+    MicroBatch,
+    Page,
+    Seed,
+    Target,
+    read_micro_batch,
+)
 from gradfit.cli.console import note, print_result, warnings_as_notes, working
 from gradfit.cli.work import Work
 from gradfit.fitting.audit import audit as run_audit
@@ -14,7 +24,7 @@ EXIT_DIFFERENT = 4
 
 def audit(
     target: Target,
-    memory: Memory = None,
+    memory: MemoryToAudit = None,
     batch_size: BatchSize = None,
     micro_batch: MicroBatch = None,
     seed: Seed = 0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,10 +17,20 @@ Target = Annotated[
         show_default=False,
     ),
 ]
-Memory = Annotated[
+
+
+def _memory(default: str) -> Any:
+    """--memory, and what a command does without it."""
+    text = f"Budget for all tensors of a step, such as '200 MiB'. Default: {default}."
+    return typer.Option("--memory", help=text, show_default=False)
+
+
+MemoryToTrain = Annotated[
     str | None,
-    typer.Option("--memory", help="Budget for all tensors of a step, such as '200 MiB'.", show_default=False),
+    _memory("four fifths of what is free, divided among a CPU's ranks; with --resume the run's own"),
 ]
+MemoryToPlan = Annotated[str | None, _memory("none, the whole trade-off is shown")]
+MemoryToAudit = Annotated[str | None, _memory("the smallest that can be held")]
 BatchSize = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Rows in one update. Default: the job's.", show_default=False)
 ]
@@ -32,6 +42,10 @@ MicroBatch = Annotated[
         help="Rows that run at once, or 'whole' never to cut a batch. Default: chosen.",
         show_default=False,
     ),
+]
+Tile = Annotated[
+    bool,
+    typer.Option("--tile/--no-tile", help="Whether plans may cut along tokens (lazy logits), too."),
 ]
 MOST_SEED = 2**63 - 1
 Seed = Annotated[

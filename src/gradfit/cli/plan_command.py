@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import json as json_module
 
-from gradfit.cli.command_options import BatchSize, Debug, Json, Memory, MicroBatch, Page, Seed, Target, read_micro_batch
+from gradfit.cli.command_options import (
+    BatchSize,
+    Debug,
+    Json,
+    MemoryToPlan,
+    MicroBatch,
+    Page,
+    Seed,
+    Target,
+    Tile,
+    read_micro_batch,
+)
 from gradfit.cli.console import note, print_result, warnings_as_notes, working
 from gradfit.cli.work import Work
 from gradfit.errors import MisuseError
@@ -17,9 +28,10 @@ from gradfit.units import format_bytes, format_seconds
 
 def plan(
     target: Target,
-    memory: Memory = None,
+    memory: MemoryToPlan = None,
     batch_size: BatchSize = None,
     micro_batch: MicroBatch = None,
+    tile: Tile = True,
     seed: Seed = 0,
     json: Json = False,
     report: Page = None,
@@ -33,7 +45,7 @@ def plan(
     budget = None if memory is None else work.budget(memory)
     with warnings_as_notes():
         batch = work.batch()
-        found = work.profile(batch)
+        found = work.profile(batch, tile=tile)
         made: Plan | None = None
         plans: list[Plan] = []
         if budget is not None:

@@ -20,7 +20,7 @@ from gradfit.cli.command_options import (
     BatchSize,
     Debug,
     Json,
-    Memory,
+    MemoryToTrain,
     MicroBatch,
     Page,
     Target,
@@ -30,7 +30,7 @@ from gradfit.cli.console import console, note, print_result, warnings_as_notes, 
 from gradfit.cli.stop import StopSignal
 from gradfit.cli.work import Work
 from gradfit.distributed.fsdp import is_fully_sharded
-from gradfit.distributed.launch import Crew
+from gradfit.distributed.launch import Ranks
 from gradfit.errors import MisuseError
 from gradfit.fitting.audit import audit
 from gradfit.fitting.train_step import TrainResult, TrainStep
@@ -38,11 +38,11 @@ from gradfit.report.exactness import exactness_json, exactness_line
 from gradfit.report.report_record import Measured
 from gradfit.runs.job_loader import target_name
 from gradfit.runs.random_state import seed_everything
-from gradfit.runs.rank_states import CrewStates
+from gradfit.runs.rank_states import RankStates
 from gradfit.runs.run_begun import read_begun, write_begun
 from gradfit.runs.shards import whole
 from gradfit.runs.state_files import SavedState, StateStore
-from gradfit.runs.training_run import Listener, Run, RunReport, RunSettings
+from gradfit.runs.training_run import Listener, RunReport, RunSettings, TrainingRun
 from gradfit.units import format_bytes, format_seconds
 
 EXIT_INTERRUPTED = 130
@@ -50,9 +50,13 @@ EXIT_INTERRUPTED = 130
 
 def train(
     target: Target,
-    memory: Memory = None,
+    memory: MemoryToTrain = None,
     batch_size: BatchSize = None,
     micro_batch: MicroBatch = None,
+    tile: Annotated[
+        bool | None,
+        typer.Option("--tile/--no-tile", help="May plans cut along tokens, too? Default: yes.", show_default=False),
+    ] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Updates to make in all.")] = None,
     epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Passes over the data. Default: 1.")] = None,
     out: Annotated[
@@ -69,58 +73,98 @@ def train(
     debug: Debug = False,
 ) -> None:
     """Train within a budget. Ctrl-C finishes the micro-batch and saves; --resume goes on, bit-identically."""
-    crew = Crew.join()
-    console.quiet = crew.rank > 0
-    resume = resume or crew.restarted
-    base = Path(crew.first_says(str(out if out is not None else _default_out(target, resume))))
-    states = CrewStates(base, crew)
-    store = states.store
-    if store.names() or read_begun(base) is not None:
-        store.prepare()  # before anything in it is read: another run may be writing
-    saved = _saved(states, resume)
-    before = saved.content["settings"] if saved is not None else _begun(base, crew) if resume else {}
-    if resume and not before and not crew.restarted:
-        raise MisuseError(
-            f"There is no run in {str(base)!r} to resume. Check --out, or leave out --resume to begin one."
-        )
+    ranks = Ranks.join()
+    console.quiet = ranks.rank > 0
+    folder = _RunFolder.find(target, out, resume, ranks)
+    before = folder.settings
     seed = _first(seed, before.get("seed"), 0)
     work = Work.load(target, batch_size=_first(batch_size, before.get("batch_size")), seed=seed, page=report)
-    crew.share(work.job.model)
+    ranks.share(work.job.model)
     if report is not None and is_fully_sharded(work.job.model):
         raise MisuseError("--report runs the model on one rank, and a fully_shard model needs all. Leave out --report.")
-    if crew.rank > 0:
-        seed_everything(seed + crew.rank)  # other rows, other dropout
-    store.prepare()
+    if ranks.rank > 0:
+        seed_everything(seed + ranks.rank)  # other rows, other dropout
+    folder.store.prepare()
     if steps is None and epochs is None:
         steps, epochs = before.get("steps"), before.get("epochs", 1)
-    budget = before["memory_bytes"] if memory is None and before else work.budget(memory, crew)
-    fixed = _first(read_micro_batch(micro_batch), before.get("micro_batch"))
-    settings = RunSettings(work.batch_size, budget, seed, steps, epochs, fixed)
-    crew.require_same({name: value for name, value in vars(settings).items() if name != "memory_bytes"})
-    if saved is None and crew.rank == 0:
-        write_begun(base, dataclasses.asdict(settings))
-    command = f"gradfit train {shlex.quote(target)} --out {shlex.quote(str(base))} --resume"
+    settings = RunSettings(
+        batch_size=work.batch_size,
+        memory_bytes=before["memory_bytes"] if memory is None and before else work.budget(memory, ranks),
+        seed=seed,
+        steps=steps,
+        epochs=epochs,
+        micro_batch=_first(read_micro_batch(micro_batch), before.get("micro_batch")),
+        tile=_first(tile, before.get("tile"), True),
+    )
+    ranks.require_same({name: value for name, value in vars(settings).items() if name != "memory_bytes"})
+    folder.begin(settings)
+    writer = _writer(folder) if tensorboard and ranks.rank == 0 else None
     with warnings_as_notes(), StopSignal() as stop, working("planning") as bar:
-        listener = _Listener(bar, stop, log_every, _writer(store, saved) if tensorboard and crew.rank == 0 else None)
-        run = Run(work.job, settings, store=store, listener=listener, stop=stop.asked, crew=crew)
-        if saved is not None:
-            run.resume(saved, lambda: states.everybody(saved))
-            listener.note(f"Resuming at step {run.step_number} from {saved.path}.")
-        elif resume:
-            listener.note(f"{base} has no state yet: starting from the beginning, with the settings it was begun with.")
+        listener = _Listener(bar, stop, log_every, writer)
+        run = TrainingRun(work.job, settings, store=folder.store, listener=listener, stop=stop.asked, ranks=ranks)
+        folder.resume(run, listener)
         result = run.train()
-        result.out = str(base)
+        result.out = str(folder.path)
         listener.close()
     digest = digest_of(work.job.model) if json else ""  # by all ranks together
-    crew.leave()
-    store.close()
-    if crew.rank == 0:
+    ranks.leave()
+    folder.store.close()
+    if ranks.rank == 0:
         if report is not None and run.step is not None and not result.interrupted:
             _write_page(work, run.step, result, listener.seconds, report)
         print_result(_as_json(work, run, result, digest) if json else _in_words(result))
     if result.interrupted:
+        command = f"gradfit train {shlex.quote(target)} --out {shlex.quote(str(folder.path))} --resume"
         note(f"Interrupted; the state is saved. Resume with: {command}")
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@dataclasses.dataclass
+class _RunFolder:
+    """The directory of a run, and what is in it to go on from."""
+
+    path: Path
+    states: RankStates
+    ranks: Ranks
+    resuming: bool
+    saved: SavedState | None  # the newest state, to resume from
+    settings: dict[str, Any]  # of the run that is resumed; empty for a new one
+
+    @classmethod
+    def find(cls, target: str, out: Path | None, resume: bool, ranks: Ranks) -> _RunFolder:
+        """Where the first rank says; a run that is there must be resumed, and one to resume be there."""
+        resume = resume or ranks.restarted
+        path = Path(ranks.first_says(str(out if out is not None else _default_out(target, resume))))
+        states = RankStates(path, ranks)
+        if states.store.names() or read_begun(path) is not None:
+            states.store.prepare()  # before anything in it is read: another run may be writing
+        saved = _saved(states, resume)
+        settings = saved.content["settings"] if saved is not None else _begun(path, ranks) if resume else {}
+        if resume and not settings and not ranks.restarted:
+            raise MisuseError(
+                f"There is no run in {str(path)!r} to resume. Check --out, or leave out --resume to begin one."
+            )
+        return cls(path, states, ranks, resume, saved, settings)
+
+    @property
+    def store(self) -> StateStore:
+        """Where this rank saves."""
+        return self.states.store
+
+    def begin(self, settings: RunSettings) -> None:
+        """Write down what a new run is begun with."""
+        if self.saved is None and self.ranks.rank == 0:
+            write_begun(self.path, dataclasses.asdict(settings))
+
+    def resume(self, run: TrainingRun, listener: Listener) -> None:
+        """Let the run go on from the state there is, if it is to."""
+        if (saved := self.saved) is not None:
+            run.resume(saved, lambda: self.states.read_all_ranks(saved))
+            listener.note(f"Resuming at step {run.step_number} from {saved.path}.")
+        elif self.resuming:
+            listener.note(
+                f"{self.path} has no state yet: starting from the beginning, with the settings it was begun with."
+            )
 
 
 class _Listener(Listener):
@@ -173,14 +217,14 @@ def _default_out(target: str, resume: bool) -> Path:
     return found
 
 
-def _begun(base: Path, crew: Crew) -> dict[str, Any]:
+def _begun(base: Path, ranks: Ranks) -> dict[str, Any]:
     """What the run was begun with, as the first rank reads it."""
-    said = crew.first_says(json_module.dumps(read_begun(base) if crew.rank == 0 else None))
+    said = ranks.first_says(json_module.dumps(read_begun(base) if ranks.rank == 0 else None))
     begun: dict[str, Any] | None = json_module.loads(said)
     return begun or {}
 
 
-def _saved(states: CrewStates, resume: bool) -> SavedState | None:
+def _saved(states: RankStates, resume: bool) -> SavedState | None:
     names = states.store.names()
     if names and not resume:
         raise MisuseError(
@@ -197,13 +241,14 @@ def _saved(states: CrewStates, resume: bool) -> SavedState | None:
     return saved
 
 
-def _writer(store: StateStore, saved: SavedState | None) -> Any:
+def _writer(folder: _RunFolder) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         raise MisuseError("TensorBoard is not installed. Run: pip install 'gradfit[tensorboard]'.") from None
+    saved = folder.saved
     purge = None if saved is None else int(saved.content["step"]) + 1  # steps after the state are made again
-    return SummaryWriter(str(store.directory / "tensorboard"), purge_step=purge)
+    return SummaryWriter(str(folder.store.directory / "tensorboard"), purge_step=purge)
 
 
 def _write_page(work: Work, step: TrainStep, result: RunReport, seconds: list[float], page: Path) -> None:
@@ -243,7 +288,7 @@ def digest_of(model: torch.nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _as_json(work: Work, run: Run, result: RunReport, digest: str) -> str:
+def _as_json(work: Work, run: TrainingRun, result: RunReport, digest: str) -> str:
     losses = [loss if math.isfinite(loss) else None for loss in result.losses]
     return json_module.dumps(
         {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from gradfit.cli.console import working
-from gradfit.distributed.launch import Crew
+from gradfit.distributed.launch import Ranks
 from gradfit.errors import BudgetInfeasible, MisuseError
 from gradfit.machine import available_bytes, environment
 from gradfit.planning.api import frontier
@@ -64,16 +64,16 @@ class Work:
         restore_random(before)
         return batch
 
-    def budget(self, memory: str | None, crew: Crew | None = None) -> int:
+    def budget(self, memory: str | None, ranks: Ranks | None = None) -> int:
         """The budget in bytes; without one, most of what is free here, or this rank's share of it."""
         if memory is not None:
             return parse_bytes(memory, name="--memory")
         free = available_bytes(self.device)
         if free is None:
             raise MisuseError(f"How much memory {self.device} has free is not known. Pass --memory.")
-        return int(free * _SHARE / (1 if crew is None or self.device.type != "cpu" else crew.size_here))
+        return int(free * _SHARE / (1 if ranks is None or self.device.type != "cpu" else ranks.size_here))
 
-    def profile(self, batch: Any) -> Profile:
+    def profile(self, batch: Any, *, tile: bool = True) -> Profile:
         """Measure, in no more memory than there is."""
         free = available_bytes(self.device)
         limit = None if free is None else int(free * _SHARE)
@@ -85,6 +85,7 @@ class Work:
                 self.job.optimizer,
                 memory_bytes=limit,
                 split=self.job.split,
+                tile=tile,
             )
 
     def plan(self, found: Profile, budget: int | None, micro_batch: int | str | None = None) -> Plan:

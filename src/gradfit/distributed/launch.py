@@ -38,18 +38,18 @@ def _init(backend: str) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
 
 
-class Crew:
-    """The processes of one run; a process alone is a crew of one."""
+class Ranks:
+    """The processes of one run; a process alone is the only rank."""
 
     def __init__(self, group: Group | None = None) -> None:
         self._group = group
         self.rank, self.size = (0, 1) if group is None else (group.rank, group.size)
 
     @classmethod
-    def join(cls) -> Crew:
-        """The crew that `torchrun` has made this process a part of, if it has: gloo on CPUs, NCCL on GPUs.
+    def join(cls) -> Ranks:
+        """The ranks that `torchrun` has started, if it has: gloo on CPUs, NCCL on GPUs.
 
-        A crew of one is a group too: the job may call `fully_shard` whatever the number of ranks.
+        A single rank is a group too: the job may call `fully_shard` whatever their number.
         """
         if not dist.is_torchelastic_launched():
             return cls()

@@ -17,7 +17,7 @@ from gradfit import records
 from gradfit._torch_listen import unseen
 from gradfit.arguments import check_arguments, read_callable, read_instance
 from gradfit.batches.additivity import batch_norms
-from gradfit.batches.snapshot import Snapshot, generator_states, untouched
+from gradfit.batches.snapshot import Snapshot, generator_states, trials_end, untouched
 from gradfit.errors import MisuseError
 from gradfit.fitting.audit_digests import Digests, as_bytes
 from gradfit.fitting.batch_norms import batch_norm_note
@@ -29,6 +29,7 @@ from gradfit.recompute.scope import suspended
 from gradfit.tape.graph import Handle, Operation, Segment
 from gradfit.tape.record import Recorder
 from gradfit.tape.save import unpack
+from gradfit.tiling.tile import with_tiles
 from gradfit.tree import leaves, split_batch
 
 
@@ -148,7 +149,8 @@ def audit(
         read_instance(plan, "plan", Plan, "what gf.plan(...) returned, or None")
     parts, micro_batch = _parts(batch, plan, split)
     inputs = [tensor for tensor in leaves(batch) if tensor.requires_grad]
-    with untouched(model, inputs):
+    untiled, loss_fn = loss_fn, with_tiles(loss_fn, None if plan is None else plan.tiles)
+    with trials_end(), untouched(model, inputs):
         start = Snapshot(model, inputs)
         before, after = Digests(), Digests()
         with suspended() as scopes:
@@ -165,9 +167,14 @@ def audit(
     if checks.worst is not None:
         differences.append(checks.worst)
     full_batch = None
-    if len(parts) > 1:
-        full_batch = compare_with_full_batch(model, loss_fn, batch, parts, split)
+    if len(parts) > 1 or loss_fn is not untiled:
+        full_batch = compare_with_full_batch(model, untiled, batch, parts, split, part_loss_fn=loss_fn)
     notes = [*_notes(model, full_batch, micro_batch), *checks.notes]
+    if plan is not None and plan.tiles is not None:
+        notes.append(
+            f"The plan has {plan.tiles}: its replay is compared with the same tiles, and its gradients, equal up to "
+            "the rounding of a float sum, with those of the whole batch without tiles."
+        )
     first = checks.first
     if differences and first is None:
         first = after.first_difference(before)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from gradfit._torch_listen import unseen
-from gradfit.tape.listener import Listener
+from gradfit.tape.listener import OperationListener
 from gradfit.tape.ops import info_of
 from gradfit.tape.storage import flatten
 
 
-class Digests(Listener):
+class Digests(OperationListener):
     """Notes name, shape and digest of every result while it is entered."""
 
     def __init__(self) -> None:

@@ -11,13 +11,14 @@ import torch
 
 from gradfit._torch import is_out_of_memory
 from gradfit.batches.additivity import measure_additivity
-from gradfit.batches.snapshot import Generators, untouched
-from gradfit.batches.weights import BatchWeights
+from gradfit.batches.shares import PartCounter
+from gradfit.batches.snapshot import Generators, trials_end, untouched
+from gradfit.batches.weights import BatchWeights, may_count
 from gradfit.errors import MisuseError
 from gradfit.fitting.same_draws import CannotShare, WholeDraws
 from gradfit.profiling.measure import LossFunction, check_batch, run_part
 
-_WEIGHTED_BY = {"rows": "rows", "items": "items", "divisor": "items", "sum": "sum"}
+_WEIGHTED_BY = {"rows": "rows", "items": "items", "divisor": "items", "terms": "items", "sum": "sum"}
 Gradients = list[torch.Tensor | None]
 
 
@@ -52,6 +53,8 @@ def compare_with_full_batch(
     batch: Any,
     parts: Sequence[Any],
     split: Callable[[Any, int], Iterable[Any]] | None = None,
+    *,
+    part_loss_fn: LossFunction | None = None,
 ) -> FullBatchError:
     """Run the batch in one piece and in parts, plainly, and compare the gradients; leaves no trace.
 
@@ -61,18 +64,23 @@ def compare_with_full_batch(
         batch: The whole batch.
         parts: The same batch, cut.
         split: How it was cut, if not along dim 0.
+        part_loss_fn: The loss as it is computed for the parts, in tiles; None: as for the whole.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     tolerance = max((math.sqrt(torch.finfo(p.dtype).eps) for p in parameters), default=0.0)
     weighted_by = "rows"
     try:
-        with untouched(model):
+        with trials_end(), untouched(model):
             additivity = measure_additivity(model, loss_fn, batch, split=split, rewind=Generators().restore)
         weighted_by = _WEIGHTED_BY.get(additivity.over or "", "rows")
         whole, draws = _whole_gradients(model, parameters, loss_fn, batch, check_batch(batch, split))
-        weights = BatchWeights(additivity, check_batch(batch, split), exact=False)
+        shares = None
+        if may_count(additivity, len(parts)):
+            with untouched(model):
+                shares = PartCounter(model, part_loss_fn or loss_fn, split, additivity.roles).shares(parts)
+        weights = BatchWeights(additivity, check_batch(batch, split), exact=False, shares=shares)
         sized = [(part, check_batch(part, split)) for part in parts]
-        added, by_rows = _added_gradients(model, parameters, loss_fn, sized, weights, draws)
+        added, by_rows = _added_gradients(model, parameters, part_loss_fn or loss_fn, sized, weights, draws)
         weighted_by = "items" if weighted_by == "rows" and not by_rows else weighted_by
         error = _relative_error(added, whole)
     except MisuseError as problem:
@@ -91,7 +99,7 @@ def _whole_gradients(
     model: torch.nn.Module, parameters: list[torch.nn.Parameter], loss_fn: LossFunction, batch: Any, rows: int
 ) -> tuple[Gradients, WholeDraws]:
     draws = WholeDraws()
-    with untouched(model):
+    with trials_end(), untouched(model):
         with draws:
             found = run_part(loss_fn, model, batch, rows)
         torch.autograd.backward(found.loss)
@@ -108,11 +116,12 @@ def _added_gradients(
 ) -> tuple[Gradients, bool]:
     total, by_rows = 0.0, True
     generators = Generators()  # Python's and NumPy's draws are for the batch: each part gets the same
-    with untouched(model):
-        for part, rows in parts:
+    with trials_end(), untouched(model):
+        for position, (part, rows) in enumerate(parts):
             generators.restore()
             with draws.for_part():
                 found = run_part(loss_fn, model, part, rows)
+            found = weights.shared(found, position)
             weight = weights.of(found)
             items = float(weight.number)
             if items:  # a mean over no items is NaN, and contributes nothing
@@ -132,8 +141,8 @@ def _relative_error(added: Gradients, whole: Gradients) -> float:
     for a, b in zip(added, whole, strict=True):
         if a is None and b is None:
             continue
-        one = torch.zeros(()) if a is None else a.to_dense() if a.layout is not torch.strided else a
-        other = torch.zeros(()) if b is None else b.to_dense() if b.layout is not torch.strided else b
+        one = torch.zeros((), device="cpu") if a is None else a.to_dense() if a.layout is not torch.strided else a
+        other = torch.zeros((), device="cpu") if b is None else b.to_dense() if b.layout is not torch.strided else b
         difference += float((one.double() - other.double()).square().sum())
         norm += float(other.double().square().sum())
     if norm == 0.0:

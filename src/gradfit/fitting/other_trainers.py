@@ -12,8 +12,9 @@ import torch
 from gradfit.arguments import read_count
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.loss import PartLoss
-from gradfit.batches.snapshot import Snapshot
-from gradfit.batches.weights import BatchWeights, Weight
+from gradfit.batches.shares import PartCounter, PartShare
+from gradfit.batches.snapshot import Snapshot, untouched
+from gradfit.batches.weights import BatchWeights, Weight, may_count
 from gradfit.fitting.cut_warning import warn_about_cutting
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.tested_plan import Fitted, PartShape, part_shape
@@ -47,6 +48,7 @@ class Passes:
         reserved_bytes: int = 0,
         micro_batch: int | str | None = None,
         exact: bool = True,
+        tile: bool = True,
     ) -> None:
         check_model(model)
         self._model, self._optimizer, self._loss_fn, self._exact = model, optimizer, loss_fn, exact
@@ -59,6 +61,7 @@ class Passes:
             micro_batch=None if micro_batch in (None, "whole") else read_count(micro_batch, "micro_batch"),
             whole=micro_batch == "whole",
             exact=exact,
+            tile=tile,
         )
         self._off_plan: set[PartShape] = set()  # parts that left their plan: what to drop is decided as it comes
         self._has_warned = False
@@ -80,12 +83,23 @@ class Passes:
         """
         fitted = self._fitted(batch)
         rows = self._planner.rows(batch)
-        weights = BatchWeights(self.additivity, rows, exact=self._exact)
-        for number, part in enumerate(self._planner.parts(batch, fitted.plan.micro_batch)):
+        parts = list(self._planner.parts(batch, fitted.plan.micro_batch))
+        weights = BatchWeights(self.additivity, rows, exact=self._exact, shares=self._count(fitted, parts))
+        for number, part in enumerate(parts):
             with contextlib.ExitStack() as around:
                 found = self._forward(fitted, part, batch, around, first=not number)
+                found = weights.shared(found, number)
                 backward(found, weights.of(found))
                 del found
+
+    def _count(self, fitted: Fitted, parts: list[Any]) -> list[PartShare] | None:
+        """Each part's share in the batch, where one weight for a part cannot be right. No pass is repeated here, so
+        that is found out before the first."""
+        additivity = self.additivity
+        if additivity is None or not may_count(additivity, len(parts)):
+            return None
+        with untouched(self._model):
+            return PartCounter(self._model, fitted.tiled(self._loss_fn), None, additivity.roles).shares(parts)
 
     def _fitted(self, batch: Any) -> Fitted:
         fitted = self._planner.fitted(batch, self._planner.rows(batch))
@@ -100,13 +114,13 @@ class Passes:
             before = Snapshot(self._model)
             try:
                 with fitted.following(first=first):
-                    return run_part(self._loss_fn, self._model, part, rows)
+                    return run_part(fitted.tiled(self._loss_fn), self._model, part, rows)
             except Diverged:
                 self._off_plan.add(part_shape(part))
             before.restore()  # the gradients are those of the parts before: no backward has begun
-        online = around.enter_context(Online(self._planner.limit_bytes))
+        online = around.enter_context(Online(self._planner.limit_bytes, device=self._planner.device))
         online.evictor.watch(self._model, self._optimizer, batch)
-        return run_part(self._loss_fn, self._model, part, rows)
+        return run_part(fitted.tiled(self._loss_fn), self._model, part, rows)
 
 
 class MeanInProgress:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import gc
 import statistics
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -12,34 +12,50 @@ from typing import Any
 
 import torch
 
+from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_distributed import local_part
-from gradfit._torch_fsdp import drop_gradients
+from gradfit._torch_fsdp import drop_gradients, units_of
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.snapshot import untouched
+from gradfit.devices import counted_device, devices_of, free_cached_memory, wait_for
 from gradfit.errors import BudgetInfeasible, MisuseError
+from gradfit.fitting.families import MOST_PLANS, PlanningTime, covering, grown, may_be_slow, with_slack
 from gradfit.fitting.fixed_cost import nominal
-from gradfit.fitting.tested_plan import Fitted, Shape, covered, covers, shape_of, smaller
+from gradfit.fitting.tested_plan import Fitted, Shape, covered, shape_of, smaller
 from gradfit.fitting.update_rollback import UpdateSnapshot
-from gradfit.planning.api import plain_plan, recomputing_plan
+from gradfit.planning.api import beginning_like, plain_plan, recomputing_plan
 from gradfit.planning.api import plan as make_plan
 from gradfit.planning.microbatch import even
 from gradfit.planning.plan import Plan
 from gradfit.profiling.clock import seconds_now
-from gradfit.profiling.measure import LossFunction, additivity_within, check_batch, profile, run_loss
+from gradfit.profiling.measure import LossFunction, additivity_within, check_batch, choose_tiles, profile, run_loss
 from gradfit.profiling.meter import meter
 from gradfit.profiling.profile import Profile
+from gradfit.profiling.tile_choices import TileChoices
 from gradfit.recompute.evict import Online
 from gradfit.recompute.offload import measure_bandwidth
 from gradfit.recompute.planned import Diverged, LooksAtData
+from gradfit.tiling.tile import with_tiles
+from gradfit.tiling.tiles import Tiles
 from gradfit.tree import repeat_rows, split_batch
 from gradfit.units import format_bytes
 
 _TRIES = 5
 _TRIES_ONLINE = 3
+_ONLINE_MARGIN = 1.03  # above the smallest limit that was held online
 _TIMED, _MOST_TIMED, _TIMED_SECONDS = 3, 10, 1.5  # passes: at least, at most, and until they took so long
 _DOUBT = 1.3  # by how much a prediction may be slower, and the clock is still asked
+_LITTLE = 0.02  # more time than this, and tiles are looked at
 _NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
+
+
+class _PastLimit(Exception):
+    """A trial online could not stay below its limit; at some operation it needed so many bytes."""
+
+    def __init__(self, needed_bytes: int) -> None:
+        super().__init__(needed_bytes)
+        self.needed_bytes = needed_bytes
 
 
 class Planner:
@@ -63,10 +79,13 @@ class Planner:
         micro_batch: int | None = None,
         whole: bool = False,
         exact: bool = True,
+        tile: bool = True,
+        planning_share: float = 0.05,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.exact = exact  # what does not add up is not cut
         self.additivity: Additivity | None = None
+        self._tile = tile  # whether plans may cut along tokens
         self._micro_batch, self._whole = micro_batch, whole  # the size that was asked for, or never to cut
         self.reserved_bytes = reserved_bytes  # of communication buckets, which no meter sees
         self.reduce_bytes = reduce_bytes  # what adding up over the ranks takes for a moment
@@ -76,11 +95,18 @@ class Planner:
         self._own_bytes = sum(buffer.nbytes for buffer in model.buffers()) + _NUMBERS_BYTES
         self.limit_bytes = max(1, budget_bytes - reserved_bytes - self._own_bytes)
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
-        self._split = split
+        self.device = counted_device(model)  # whose memory the budget is about
+        self._devices = devices_of(model.parameters())
+        self.split = split
         self._offload = offload
         self._reproducible = reproducible
         self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
+        self.time = PlanningTime(planning_share)
+        self._left = ""  # where the last trial left its plan
+        self._counted: tuple[Any, int] | None = None  # a step's batch, and its rows
         self._fitted: list[Fitted] = []
+        self._used: dict[int, int] = {}  # by a plan's address: when it was last used
+        self._clock = 0
         self.take_up(known)
 
     @property
@@ -90,57 +116,131 @@ class Planner:
 
     def take_up(self, plans: Iterable[Fitted]) -> None:
         """Go by these plans from now on, and by what was measured of the loss when they were made."""
-        self._fitted = list(plans)
+        self._fitted = [with_slack(plan, self.limit_bytes) for plan in plans]
         if self._fitted:
             self.additivity = self._fitted[0].profile.additivity
 
     def parts(self, batch: Any, micro_batch: int) -> Iterable[Any]:
         """The batch in micro-batches."""
-        return self._split(batch, micro_batch) if self._split is not None else split_batch(batch, micro_batch)
+        return self.split(batch, micro_batch) if self.split is not None else split_batch(batch, micro_batch)
 
     def rows(self, batch: Any) -> int:
         """How many rows the batch has."""
-        return check_batch(batch, self._split)
+        if self._counted is not None and self._counted[0] is batch:
+            return self._counted[1]
+        return check_batch(batch, self.split)
+
+    @contextlib.contextmanager
+    def counted(self, batch: Any) -> Iterator[int]:
+        """The rows of the batch, which inside are not counted again: `split=` has to cut it for that."""
+        rows = check_batch(batch, self.split)
+        self._counted = batch, rows
+        try:
+            yield rows
+        finally:
+            self._counted = None
+
+    def shape(self, batch: Any) -> Shape:
+        """By which a batch's plans are found."""
+        return shape_of(batch, rows=self.split is not None)
 
     def fitted(self, batch: Any, batch_size: int) -> Fitted:
         """A plan for batches of this shape: one made before for this shape or a larger one, or a new one."""
-        shape = shape_of(batch)
+        shape = self.shape(batch)
         if self._fitted and self.additivity is None:  # plans from a version that did not measure it
             with untouched(self._model):
-                self.additivity = additivity_within(self._model, self._loss_fn, batch, self._split, self.limit_bytes)
-        for known in self._fitted:
-            fits = known.peak_bytes <= self.limit_bytes  # it may come from a step with a larger budget
-            may_cut = not self.exact or self.additivity is None or self.additivity.adds_up
-            fits = fits and (may_cut or known.plan.steps == 1)
-            if fits and known.plan.batch_size >= batch_size and covers(known.shape, shape):
-                return known
-        found = self._fit(batch, batch_size, shape, self.limit_bytes)
-        found = self._covered(found, self.limit_bytes)
-        found = dataclasses.replace(found, plan=dataclasses.replace(found.plan, budget_bytes=self.budget_bytes))
-        self._fitted = [known for known in self._fitted if known.shape != shape]
-        self._fitted.append(found)
-        self._fitted.sort(key=lambda known: known.plan.peak_bytes)
+                self.additivity = additivity_within(self._model, self._loss_fn, batch, self.split, self.limit_bytes)
+        serving = [known for known in self._fitted if self._holds(known)]
+        larger = covering(serving, shape, batch_size)
+        found = larger[0] if larger else None
+        if not distributed.is_running():  # where ranks run forwards together, and so plan together
+            if found is None and (by_size := grown(serving, shape, batch_size, self.limit_bytes)) is not None:
+                found = self._remember(by_size)
+            wanted = larger and may_be_slow(larger[0], shape, batch_size) and self.time.is_left
+            found = None if wanted and not self._reproducible else found
+        if found is None:
+            with self.time.planning() if self._fitted else contextlib.nullcontext():
+                found = self._add(self._fit(batch, batch_size, shape, self.limit_bytes))
+        self._used[id(found)] = self._clock = self._clock + 1
         return found
 
-    def tighter(self, fitted: Fitted) -> Fitted:
+    def outgrown(self, fitted: Fitted, batch: Any) -> Fitted:
+        """A plan of its own for a batch that is too large for one that arithmetic had found for it."""
+        self._fitted = [known for known in self._fitted if known is not fitted]
+        with self.time.planning():
+            return self._add(self._fit(batch, self.rows(batch), self.shape(batch), self.limit_bytes))
+
+    def _holds(self, known: Fitted) -> bool:
+        """Whether a plan is one for this budget: it may come from a step with a larger one, or from another loss."""
+        may_cut = not self.exact or self.additivity is None or self.additivity.adds_up
+        return self._within_budget(known) and (may_cut or known.plan.steps == 1)
+
+    def _add(self, found: Fitted) -> Fitted:
+        """Take in a plan that was tried out, in the place of one for the same shape and the same operations."""
+        found = with_slack(dataclasses.replace(found, tested_bytes=found.peak_bytes), self.limit_bytes)
+        found = self._covered(found, self.limit_bytes)
+        found = dataclasses.replace(found, plan=dataclasses.replace(found.plan, budget_bytes=self.budget_bytes))
+        return self._remember(found)
+
+    def _remember(self, found: Fitted) -> Fitted:
+        kept = [
+            known
+            for known in self._fitted
+            if known.shape != found.shape or (known.steady and known.plan.operations != found.plan.operations)
+        ]
+        if len(kept) >= MOST_PLANS:
+            oldest = min(kept, key=lambda known: self._used.get(id(known), 0))
+            kept = [known for known in kept if known is not oldest]
+        self._fitted = sorted([*kept, found], key=lambda known: known.plan.peak_bytes)
+        self._used = {id(known): self._used.get(id(known), 0) for known in self._fitted}
+        return found
+
+    def plan_of_part(self, part: Any, fitted: Fitted) -> Fitted | None:
+        """A plan for what this micro-batch does, where another one of its size was planned for; None if there is none.
+
+        Raises:
+            BudgetInfeasible: only a smaller micro-batch could do that.
+        """
+        plan = fitted.plan
+        found = self._profile(part, rows=self.rows(part), tiles=plan.tiles)
+        made = self._plan(found, self.limit_bytes, plan.batch_size, plan.micro_batch)
+        # Best one that begins as the other does, so that a forward can go over from one to the other.
+        for candidate in (beginning_like(found, made, plan), made):
+            if candidate is not None:
+                tried = self._try_out(Fitted(candidate, found, fitted.shape, 0, steady=True), part)
+                if tried is not None and tried.peak_bytes <= self.limit_bytes:
+                    return self._add(tried)
+        return None
+
+    def _within_budget(self, known: Fitted) -> bool:
+        """Whether its measured peak is within the budget. A real step's has in it what a trial does not hold."""
+        has_stepped = known.seen_bytes > 0
+        return known.peak_bytes <= (self.budget_bytes - self.reserved_bytes if has_stepped else self.limit_bytes)
+
+    def tighter(self, fitted: Fitted, share: float = 0.9) -> Fitted:
         """A plan that needs less than this one did, at the same micro-batch while there is one.
 
         Where this one is the smallest there is, it is that one again: memory may have run out for another's sake.
+
+        Args:
+            fitted: the plan that memory ran out with.
+            share: of what it needed.
         """
         plan = fitted.plan
         if not fitted.steady:
             if self._may_cut(fitted.profile):
                 plan = smaller(plan, fitted.profile.min_batch)
             return self.replace(fitted, plan=plan, seen=False)
-        limit = int(min(fitted.peak_bytes, self.limit_bytes) * 0.9)
+        limit = int(min(fitted.peak_bytes, self.limit_bytes) * share)
         try:
             plan = self._plan_at(fitted.profile, limit, plan.batch_size, plan.micro_batch)
         except BudgetInfeasible as smallest:
             if smallest.min_bytes < plan.peak_bytes:
                 plan = self._plan(fitted.profile, smallest.min_bytes, plan.batch_size)
         made = dataclasses.replace(
-            fitted, plan=plan, peak_bytes=plan.peak_bytes, saved_bytes=None, seen=False, copied=False
-        )
+            fitted, plan=plan, peak_bytes=plan.peak_bytes, saved_bytes=None, seen=False, copied=False,
+            slack=1.0, tested_bytes=0,
+        )  # fmt: skip
         return self.replace(fitted, **vars(self._covered(made, limit)))
 
     def _covered(self, fitted: Fitted, limit_bytes: int) -> Fitted:
@@ -157,8 +257,10 @@ class Planner:
         return dataclasses.replace(made, plan=made.plan.later(copied * self._copy_pace))
 
     def _copy_seconds(self) -> float:
+        wait_for(self._devices)
         started = seconds_now()
         with UpdateSnapshot(self._model, self._optimizer, taken=True):
+            wait_for(self._devices)
             return seconds_now() - started
 
     def has_optimizer_state(self, fitted: Fitted) -> bool:
@@ -168,14 +270,58 @@ class Planner:
     def replace(self, old: Fitted, **changes: Any) -> Fitted:
         """Remember what a step has taught about a plan."""
         new = dataclasses.replace(old, **changes)
+        self._used[id(new)] = self._used.pop(id(old), 0)
         self._fitted = [new if known is old else known for known in self._fitted]
         return new
 
     def _fit(self, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
-        found = self._profile(batch)
+        """The best tested plan of those without tiles and those with."""
+        choices = self._tile_choices(batch) if self._tile else TileChoices()
+        ways: list[Fitted] = []
+        failures: list[BudgetInfeasible] = []
+        for tiles in self._worth_trying(choices):
+            if ways and tiles is not None and tiles.modules:
+                break  # these run again in each backward pass: where nothing else is enough
+            try:
+                ways.append(self._fit_as(tiles, batch, batch_size, shape, limit_bytes))
+            except BudgetInfeasible as error:
+                failures.append(error)
+            if ways and (self._reproducible or not _is_short(ways[-1].plan)):
+                break
+        if not ways:
+            least = min(failures, key=lambda one: one.min_bytes)
+            raise least if self._tile else self._with_tiles_named(least, batch, batch_size)
+        return ways[0] if len(ways) == 1 else self._fastest(ways, batch)
+
+    def _worth_trying(self, choices: TileChoices) -> list[Tiles | None]:
+        """Without tiles first, unless one row's logits alone, of which three are there at once, pass the budget."""
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        least = 2 * sum(local_part(p).nbytes for p in parameters) + 3 * choices.whole_bytes
+        return [*choices.tiles] if choices.tiles and least > self.limit_bytes else [None, *choices.tiles]
+
+    def _tile_choices(self, batch: Any) -> TileChoices:
+        if units_of(self._model):
+            return TileChoices()  # ranks would have to choose alike: their forwards wait for each other
+        return choose_tiles(self._model, self._loss_fn, batch, self.split)
+
+    def _with_tiles_named(self, error: BudgetInfeasible, batch: Any, batch_size: int) -> BudgetInfeasible:
+        """What the smallest budget would be with tiles, if that is less."""
+        least = error.min_bytes
+        for tiles in self._tile_choices(batch).tiles:
+            try:
+                self._plan(self._profile(batch, tiles=tiles), 1, batch_size)
+            except BudgetInfeasible as smallest:
+                least = min(least, smallest.min_bytes + self._own_bytes + self.reserved_bytes)
+        if least >= error.min_bytes:
+            return error
+        text = f"{error} With tile=True, about {format_bytes(least)} would be enough."
+        return BudgetInfeasible(text, min_bytes=error.min_bytes, breakdown=error.breakdown)
+
+    def _fit_as(self, tiles: Tiles | None, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
+        found = self._profile(batch, tiles=tiles)
         timed = nominal(found) if self._reproducible else found
         target, size = limit_bytes, None
-        for _ in range(_TRIES):
+        for _ in range(_TRIES if found.measuring_bytes <= limit_bytes else 0):
             try:
                 plan = self._plan(timed, target, batch_size, size)
             except BudgetInfeasible:
@@ -186,7 +332,7 @@ class Planner:
                 if plan.micro_batch == found.batch_size or plan.micro_batch > self.rows(batch):
                     return self._fit_online(made, batch, limit_bytes)
                 size = plan.micro_batch  # a batch of one row need not do what larger ones do: look at this very size
-                found = self._profile(batch, rows=size)
+                found = self._profile(batch, rows=size, tiles=tiles)
                 timed = nominal(found) if self._reproducible else found
                 continue
             if tried.peak_bytes <= limit_bytes and self._reproducible:
@@ -204,22 +350,24 @@ class Planner:
                 break
         return self._fit_smallest(found, batch, batch_size, shape, limit_bytes)
 
-    def _profile(self, batch: Any, *, rows: int | None = None) -> Profile:
+    def _profile(self, batch: Any, *, rows: int | None = None, tiles: Tiles | None = None) -> Profile:
         bandwidth = 0.0
         if self._offload:
             device = next(self._model.parameters()).device
             bandwidth = measure_bandwidth(device, min(16 << 20, 1024 + self.limit_bytes // 8))
         found = profile(
             self._model,
-            self._loss_fn,
+            with_tiles(self._loss_fn, tiles),
             batch,
             self._optimizer,
             memory_bytes=self.limit_bytes,
             rows=rows,
-            split=self._split,
+            split=self.split,
             host_bandwidth=bandwidth,
             additivity=self.additivity,
+            tile=False,
         )
+        found = dataclasses.replace(found, tiles=tiles)
         self.additivity = found.additivity
         if self._whole:
             found = dataclasses.replace(found, splittable=False)
@@ -278,30 +426,57 @@ class Planner:
         tried = self._try_out(made, batch)
         if tried is None:
             return self._fit_online(made, batch, limit_bytes)
-        if tried.peak_bytes <= limit_bytes:
+        least = max(tried.peak_bytes, found.measuring_bytes)
+        if least <= limit_bytes:
             return self._fastest([tried], batch)
-        raise self._infeasible(plan, max(tried.peak_bytes, plan.peak_bytes), cut=found.splittable)
+        raise self._infeasible(plan, least, cut=found.splittable)
 
     def _fit_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted:
         """The operations depend on the data, so no plan can name them: evict online, in micro-batches that fit."""
-        made = dataclasses.replace(made, steady=False)
-        while (tried := self._try_out_online(made, batch, limit_bytes)) is None:
+        plan = dataclasses.replace(made.plan, online=f"{self._left}. The data decide what the forward does")
+        made = dataclasses.replace(made, plan=plan, steady=False)
+        while (
+            tried := self._try_out_online(made, batch, limit_bytes)
+        ).peak_bytes > limit_bytes or made.profile.measuring_bytes > limit_bytes:
             if made.plan.micro_batch <= made.profile.min_batch or not self._may_cut(made.profile):
-                least = max(limit_bytes, made.plan.peak_bytes)
-                while self._try_out_online(made, batch, least) is None:
-                    least = int(least * 1.03) + 1024
-                # With a tenth more: what is evicted depends on the clock.
-                raise self._infeasible(made.plan, int(least * 1.1), cut=made.profile.splittable)
+                # With a little more: what is evicted depends on the clock, and what is routed where on the weights.
+                least = int(self._smallest_online(made, batch, tried.peak_bytes) * _ONLINE_MARGIN)
+                least = max(least, made.profile.measuring_bytes)
+                raise self._infeasible(made.plan, least, cut=made.profile.splittable)
             made = dataclasses.replace(made, plan=smaller(made.plan, made.profile.min_batch))
         return tried
 
-    def _try_out_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted | None:
-        """The clock decides what is evicted, so one try need not be like the next: what fits in one of a few, fits."""
-        tries = (self._try_out(made, batch, online_bytes=limit_bytes) for _ in range(_TRIES_ONLINE))
-        return next((tried for tried in tries if tried is not None), None)
+    def _smallest_online(self, made: Fitted, batch: Any, below: int) -> int:
+        """The smallest limit that is held, to a hundredth; `below` is not."""
+        growth = 1.01
+        while (tried := self._try_out_online(made, batch, int(below * growth))).peak_bytes > int(below * growth):
+            below, growth = max(tried.peak_bytes, int(below * growth)), 2 * growth - 1
+        above = int(below * growth)
+        while above > below * 1.01 + 64:
+            middle = (below + above) // 2
+            held = self._try_out_online(made, batch, middle).peak_bytes <= middle
+            below, above = (below, middle) if held else (middle, above)
+        return above
+
+    def _try_out_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted:
+        """Eviction depends on timing; a limit counts as held if one of a few tries holds it.
+
+        If none does, the peak is what one operation needed beside what cannot be dropped, at least.
+        """
+        tries = []
+        for _ in range(_TRIES_ONLINE):
+            tried = self._try_out(made, batch, online_bytes=limit_bytes)
+            if tried is None:  # memory ran out before the limit was reached
+                tried = dataclasses.replace(made, peak_bytes=limit_bytes * 11 // 10)
+            if tried.peak_bytes <= limit_bytes:
+                return tried
+            tries.append(tried)
+        return min(tries, key=lambda one: one.peak_bytes)
 
     def _infeasible(self, plan: Plan, least: int, *, cut: bool) -> BudgetInfeasible:
         parts = {name: count for name, count in plan.breakdown.items() if count}
+        if least > plan.peak_bytes:  # what only measuring shows
+            parts["measuring a few rows, before the first step"] = least - plan.peak_bytes
         parts |= {"copies of buffers": self._own_bytes, "communication buckets": self.reserved_bytes}
         least += self._own_bytes + self.reserved_bytes
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(parts.items(), key=_size) if size)
@@ -321,22 +496,27 @@ class Planner:
 
     def _try_out(self, made: Fitted, batch: Any, *, online_bytes: int | None = None) -> Fitted | None:
         """Run two micro-batches as planned, or each of them online: with the peak of the whole step, or None if it left
-        the plan, or could not stay below `online_bytes`."""
+        the plan or memory ran out. A peak above `online_bytes` is what was needed where these did not suffice."""
+        past = 0
         with untouched(self._model):
             try:
                 return self._rehearse(made, batch, online_bytes)
             except Exception as error:
                 short = is_out_of_memory(error)
-                if not short and not isinstance(error, Diverged | BudgetInfeasible):
+                if not short and not isinstance(error, Diverged | BudgetInfeasible | _PastLimit):
                     raise
+                if isinstance(error, _PastLimit):
+                    past = error.needed_bytes
+                if isinstance(error, Diverged):
+                    self._left = str(error)
                 traceback.clear_frames(error.__traceback__)  # they hold every tensor of the trial
             finally:
                 drop_gradients(self._model)
-            gc.collect()
+            free_cached_memory()
             # Where memory ran out before the budget did: as if the trial had taken a tenth more than there is.
             if short and online_bytes is None:
                 return dataclasses.replace(made, peak_bytes=self.limit_bytes * 11 // 10)
-            return None
+            return dataclasses.replace(made, peak_bytes=past) if past else None
 
     def _rehearse(self, made: Fitted, batch: Any, online_bytes: int | None) -> Fitted:
         made = dataclasses.replace(made, saved_bytes=None)  # of another plan, perhaps
@@ -344,26 +524,35 @@ class Planner:
         waiting = max(0, found.optimizer_bytes - _state_bytes(self._optimizer))  # what its first step will allocate
         passes = update = saved = asked = 0
         looks = LooksAtData()
+        loss_fn = with_tiles(self._loss_fn, plan.tiles)
         for cut in islice(self.parts(batch, plan.micro_batch), None if online_bytes is not None else 2):
-            part = repeat_rows(cut, plan.micro_batch) if self._split is None else cut
+            part = repeat_rows(cut, plan.micro_batch) if self.split is None else cut
             # A part is a view: it holds the whole batch it was cut from, which may still be less than a step's.
-            rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - meter(part).current_bytes)
-            with meter(self._model, self._optimizer, part) as live:
+            held = meter(part, device=self.device).current_bytes
+            rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - held)
+            with meter(self._model, self._optimizer, part, device=self.device) as live:
                 if online_bytes is not None:
-                    with Online(online_bytes - waiting - rest) as online:
-                        online.evictor.watch(self._model, self._optimizer, part)
-                        loss, _ = run_loss(self._loss_fn, self._model, part)
-                        torch.autograd.backward(loss)
+                    self._run_online(loss_fn, part, online_bytes, beside=waiting + rest)
                 else:
                     with made.following() as following, looks:
-                        loss, _ = run_loss(self._loss_fn, self._model, part)
+                        loss, _ = run_loss(loss_fn, self._model, part)
                     saved, asked = max(saved, following.tail.saved_bytes), max(asked, following.tail.asked)
                     torch.autograd.backward(loss)
-                del loss
+                    del loss
             passes = max(passes, live.peak_bytes + rest)
             update = live.current_bytes + rest + found.optimizer_burst_bytes
         peak = max(passes, update) + waiting
         return dataclasses.replace(made, peak_bytes=peak, saved_bytes=saved, asked=asked, looks=looks.found)
+
+    def _run_online(self, loss_fn: LossFunction, part: Any, limit_bytes: int, *, beside: int) -> None:
+        """Both passes of one micro-batch, evicting, where so many bytes are taken by what is not there yet."""
+        try:
+            with Online(limit_bytes - beside, device=self.device) as online:
+                online.evictor.watch(self._model, self._optimizer, part)
+                loss, _ = run_loss(loss_fn, self._model, part)
+                torch.autograd.backward(loss)
+        except BudgetInfeasible as refusal:
+            raise _PastLimit(max(limit_bytes + 1, refusal.min_bytes + beside)) from refusal
 
     def _fastest(self, ways: list[Fitted], batch: Any) -> Fitted:
         """By the clock, whose seconds it then has.
@@ -381,7 +570,7 @@ class Planner:
                     raise
                 traceback.clear_frames(error.__traceback__)
             drop_gradients(self._model)
-        gc.collect()
+        free_cached_memory()
         return ways[0]
 
     def _plain(self, made: Fitted, batch: Any, target: int, limit_bytes: int) -> list[Fitted]:
@@ -437,11 +626,15 @@ class Planner:
             drop_gradients(self._model)
         started = seconds_now()
         with made.following(first=alone):
-            loss, _ = run_loss(self._loss_fn, self._model, part)
+            loss, _ = run_loss(with_tiles(self._loss_fn, made.plan.tiles), self._model, part)
         torch.autograd.backward(loss)
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        wait_for(self._devices)
         return seconds_now() - started
+
+
+def _is_short(plan: Plan) -> bool:
+    """Whether memory is short: something is cut or recomputed, and that takes time."""
+    return plan.steps > 1 or plan.extra_fraction > _LITTLE
 
 
 def _size(part: tuple[str, int]) -> int:

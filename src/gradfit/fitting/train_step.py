@@ -9,7 +9,7 @@ Where it has not, Ctrl-C waits until the optimizer has stepped.
 from __future__ import annotations
 
 import contextlib
-import gc
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -19,29 +19,36 @@ from gradfit._torch import is_out_of_memory
 from gradfit._torch_fsdp import drop_gradients
 from gradfit._torch_listen import eager_functions, unseen
 from gradfit.accumulate.accumulator import GradientAccumulator
+from gradfit.accumulate.scaling import norm_on_device
 from gradfit.accumulate.step_result import StepResult
 from gradfit.arguments import read_callable, read_instance, read_mapping
+from gradfit.batches.late_weights import LateWeights, ZeroWeight
 from gradfit.batches.loss import PartLoss
-from gradfit.batches.snapshot import Snapshot
+from gradfit.batches.shares import PartCounter, PartShare
+from gradfit.batches.snapshot import Snapshot, trials_end
 from gradfit.batches.totals import LossTotals, logs_of, means_of
-from gradfit.batches.weights import BatchWeights, UnreadableLoss
+from gradfit.batches.weights import BatchWeights, CountFirst, UnreadableLoss, must_count
+from gradfit.devices import free_cached_memory
 from gradfit.errors import BudgetInfeasible, MisuseError, StateError
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.plan_state import read_plan, write_plan
-from gradfit.fitting.tested_plan import Fitted, PartShape, part_shape
+from gradfit.fitting.sequences import Sequences
+from gradfit.fitting.tested_plan import Fitted
 from gradfit.fitting.trained_optimizer import count_step
 from gradfit.fitting.update_rollback import UpdateSnapshot
 from gradfit.interrupts import uninterrupted
 from gradfit.not_copied import NotCopied
 from gradfit.planning.plan import Plan
 from gradfit.profiling.measure import LossFunction, run_part
-from gradfit.profiling.meter import Meter, meter
+from gradfit.profiling.meter import Meter
 from gradfit.profiling.profile import Profile
-from gradfit.recompute.evict import Online
+from gradfit.recompute.evict import Evictor, Online
 from gradfit.recompute.planned import Diverged
 from gradfit.tree import leaves
 
-_MOST_ATTEMPTS = 6
+# Of what the plan needed, what it may need each time that memory runs out again. What a cap on the process, or a
+# neighbour on the device, leaves free is not known, so it soon becomes much less.
+_SHARES = (0.9, 0.9, 0.8, 0.7, 0.5)
 _VERSION = 1  # of the state's format
 
 
@@ -67,6 +74,8 @@ class TrainResult(NamedTuple):
     """More than 1 if memory ran out and the step was repeated with a tighter plan."""
     logs: Mapping[str, float] = {}
     """What `loss_fn` returned to be logged, each the mean over all items of the batch."""
+    online: str = ""
+    """Why some micro-batches of this step did not follow a plan, and which operation differed; empty if all did."""
 
     def __bool__(self) -> bool:
         return self.stepped
@@ -122,8 +131,12 @@ class TrainStep(NotCopied):
         self._loss_fn, self._planner, self._fitted = loss_fn, planner, fitted
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._eager = False  # compiled functions are run as they were written
-        self._astray: set[PartShape] = set()  # parts that left their plan: what to drop is decided online
+        self._sequences = Sequences(planner)
+        self._online = ""  # why a micro-batch of the step that runs did not follow a plan
+        self._reads_each = False  # each part's weight is read when it comes, also from a device
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
+        self._before: Snapshot | None = None  # what an attempt goes back to
+        self._counts_first = False  # the loss was seen to be divided by what may not be its items
 
     @property
     def plan(self) -> Plan:
@@ -206,20 +219,33 @@ class TrainStep(NotCopied):
             MisuseError: the model is in evaluation mode, or what this batch's loss was divided by does not go together
                 with what was measured of the loss. Nothing is changed.
         """
-        rows = self._planner.rows(batch)
         if progress is not None:
             read_instance(progress, "progress", Progress, "what after_micro_batch was given")
         if after_micro_batch is not None:
             read_callable(after_micro_batch, "after_micro_batch", "a function of a Progress", arguments=1)
         if not self.model.training:
             raise MisuseError("The model is in evaluation mode. Call model.train() before step(batch).")
+        with self._planner.counted(batch) as rows, self._planner.time.training():
+            return self._run(batch, rows, progress, after_micro_batch)
+
+    def _run(
+        self, batch: Any, rows: int, progress: Progress | None, after_micro_batch: AfterMicroBatch | None
+    ) -> TrainResult:
+        """Attempt by attempt, until the step has happened as a whole."""
         self._clear_gradients()
-        with self.accumulator.rehearsal():  # a new shape is profiled and tried out
+        with trials_end(), self.accumulator.rehearsal():  # a new shape is profiled and tried out
             fitted = self._fitted = self._planner.fitted(batch, rows)
-        before = Snapshot(self.model, self.accumulator.window.tensors)
+        before = self._before = self._snapshot()
+        self._sequences.begin()
+        self._online = ""
         if after_micro_batch is not None:
             self._buffers = before.buffers if progress is None else progress.buffers
-        for attempt in range(1, _MOST_ATTEMPTS + 1):
+        self._reads_each = False
+        # An accelerator's allocator may say that memory has run out while a block that would do waits for an event, and
+        # the same step succeeds a moment later (https://github.com/pytorch/pytorch/issues/189504).
+        shares = list(_SHARES) if self._planner.device is None else [1.0, *_SHARES]
+        most = 1 + len(shares)
+        for attempt in range(1, most + 1):
             self._changing = None
             try:
                 with self._open_window():
@@ -231,17 +257,35 @@ class TrainStep(NotCopied):
                 # Compiled functions say nothing of what they divided by: then they are run as they were written.
                 compiled = isinstance(error, UnreadableLoss) and not self._eager
                 self._eager = self._eager or compiled
-                astray = isinstance(error, Diverged) or compiled
-                if not (short or astray) or attempt == _MOST_ATTEMPTS:
+                outgrown = fitted.by_size and isinstance(error, BudgetInfeasible)
+                self._counts_first = self._counts_first or isinstance(error, CountFirst)
+                astray = isinstance(error, Diverged | ZeroWeight | CountFirst) or compiled
+                self._reads_each = isinstance(error, ZeroWeight)
+                if not (short or astray) or attempt == most:
                     self.accumulator.ranks.failed(error)
                     raise
                 failure: BaseException = error
             # Outside of the handler: the traceback holds every tensor of the failed attempt.
             _forget(failure)
             del failure
-            if not astray:
-                fitted = self._fitted = self._planner.tighter(self._fitted)
+            share = shares.pop(0)
+            if astray or outgrown:
+                with trials_end(), self.accumulator.rehearsal():
+                    replan = self._planner.outgrown if outgrown else self._sequences.recover
+                    fitted = self._fitted = replan(fitted, batch)
+            elif share < 1.0:
+                fitted = self._fitted = self._planner.tighter(self._fitted, share)
         raise AssertionError("unreachable")
+
+    def _snapshot(self) -> Snapshot:
+        """What to go back to; copying the buffers may be what there is no memory for, until the cache is given back."""
+        try:
+            return Snapshot(self.model, self.accumulator.window.tensors)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        free_cached_memory()
+        return Snapshot(self.model, self.accumulator.window.tensors)
 
     def _clear_gradients(self) -> None:
         """A step's gradients are those of its batch alone, and its budget has no room for others."""
@@ -256,6 +300,7 @@ class TrainStep(NotCopied):
         with uninterrupted():
             if self._changing is not None:
                 if self._changing.done:
+                    before.restore_settings()
                     return False
                 self._changing.undo()
             self.accumulator.reset()
@@ -308,7 +353,12 @@ class TrainStep(NotCopied):
         if fitted.seen and fitted.steady and batch_bytes <= fitted.seen_bytes:
             return self._update(batch, fitted, attempt, None, progress, after)
         whole = self._planner.has_optimizer_state(fitted)  # else it comes on top in the next step
-        with meter(self.model, self.optimizer, batch) as live:
+        # What arithmetic has found may not even begin to pass the budget; later batches are little larger.
+        first = fitted.by_size and not fitted.seen_bytes
+        device, limit = self._planner.device, self._planner.limit_bytes
+        watching = Evictor(limit, device=device) if first else Meter(device=device)
+        watching.watch(self.model, self.optimizer, batch)
+        with watching as live:
             result = self._update(batch, fitted, attempt, live, progress, after)
         peak = max(live.peak_bytes, fitted.peak_bytes) if fitted.seen else live.peak_bytes
         size = max(batch_bytes, fitted.seen_bytes)
@@ -327,9 +377,19 @@ class TrainStep(NotCopied):
         accumulator, plan, planner = self.accumulator, fitted.plan, self._planner
         rows = planner.rows(batch)
         accumulator.accumulation_count = max(1, -(-rows // plan.micro_batch))
-        weights = BatchWeights(planner.additivity, rows, ranks=accumulator.ranks.size, exact=planner.exact)
+        parts = list(planner.parts(batch, plan.micro_batch))
+        shares = self._count(fitted, parts, 0 if progress is None else progress.done)
+        weights = BatchWeights(
+            planner.additivity,
+            rows,
+            ranks=accumulator.ranks.size,
+            exact=planner.exact,
+            shares=shares,
+            may_repeat=shares is None,
+        )
         done, totals = self._go_on(progress, plan) if progress is not None else (0, LossTotals())
-        for position, part in enumerate(planner.parts(batch, plan.micro_batch)):
+        late: LateWeights | None = None
+        for position, part in enumerate(parts):
             if position < done:
                 continue
             if after is not None and position > done:
@@ -340,11 +400,19 @@ class TrainStep(NotCopied):
                 with unseen():  # what a save copies is not the step's memory
                     after(reached)
             with contextlib.ExitStack() as around:
-                found = self._forward(fitted, part, batch, around, first=position == done)
-                weight = weights.of(found)
-                totals.add(found, weight)
-                accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
+                found = self._forward(fitted, part, batch, around, position, first=position == done)
+                found = weights.shared(found, position)
+                if position == done and after is None and shares is None and self._may_weigh_late(found.loss):
+                    late = LateWeights(weights, whole=rows <= plan.micro_batch)
+                if late is not None:
+                    accumulator.backward(*late.take(found))
+                else:
+                    weight = weights.of(found)
+                    totals.add(found, weight)
+                    accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
                 del found
+        if late is not None:
+            self._weigh(late, totals, whole=rows <= plan.micro_batch)
         self._changing = UpdateSnapshot(self.model, self.optimizer, taken=fitted.copied)
         alone = accumulator.ranks.size == 1  # else it may have to wait for another rank
         # Without a copy to go back to, the optimizer is not interrupted.
@@ -360,23 +428,51 @@ class TrainStep(NotCopied):
             reason=result.reason,
             attempts=attempt,
             logs=logs,
+            online=self._online,
         )
 
-    def _forward(self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, *, first: bool) -> PartLoss:
+    def _count(self, fitted: Fitted, parts: list[Any], first: int) -> list[PartShare] | None:
+        """Each part's share in the batch, where one weight for a part cannot be right: found by forwards alone."""
+        additivity = self._planner.additivity
+        if additivity is None or len(parts) == 1 or not (must_count(additivity, len(parts)) or self._counts_first):
+            return None
+        loss_fn = fitted.tiled(self._loss_fn)
+        shares = PartCounter(self.model, loss_fn, self._planner.split, additivity.roles).shares(parts, first)
+        if self._before is not None:
+            self._before.restore(thread=False)  # there may be a meter around it
+        return shares
+
+    def _may_weigh_late(self, loss: torch.Tensor) -> bool:
+        """Whether the weights can stay on an accelerator until all parts are in: sums must have room for them."""
+        window = self.accumulator.window
+        wide = loss.dtype in (torch.float32, torch.float64) and not window.narrow and window.scaler is None
+        return loss.device.type != "cpu" and wide and window.ranks.size == 1 and not self._reads_each
+
+    def _weigh(self, late: LateWeights, totals: LossTotals, *, whole: bool) -> None:
+        """Read all weights, losses and the norm at once, and put them where they are looked for."""
+        window = self.accumulator.window
+        gradients = [one for tensor in window.tensors if (one := tensor.grad) is not None]
+        weighed, (norm,) = late.read(norm_on_device(gradients))
+        for part, weight in weighed:
+            totals.add(part, weight)
+        window.settle_weight(sum(float(weight.number) for _, weight in weighed), whole=whole)
+        if math.isfinite(norm):  # else the update looks closer
+            window.norm_ahead = norm
+
+    def _forward(
+        self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, position: int, *, first: bool
+    ) -> PartLoss:
         """The loss of one micro-batch, as planned, or with values evicted as memory fills up."""
         rows = self._planner.rows(part)
         if self._eager:
             around.enter_context(eager_functions())
-        if fitted.steady and not (self._astray and part_shape(part) in self._astray):
-            try:
-                with fitted.following(first=first):
-                    return run_part(self._loss_fn, self.model, part, rows)
-            except Diverged:
-                self._astray.add(part_shape(part))
-                raise
-        online = around.enter_context(Online(self._planner.limit_bytes))
+        if fitted.steady and not self._sequences.runs_online(part):
+            with self._sequences.following(fitted, part, position, first=first):
+                return run_part(fitted.tiled(self._loss_fn), self.model, part, rows)
+        self._online = self._sequences.runs_online(part) or fitted.plan.online
+        online = around.enter_context(Online(self._planner.limit_bytes, device=self._planner.device))
         online.evictor.watch(self.model, self.optimizer, batch)
-        return run_part(self._loss_fn, self.model, part, rows)
+        return run_part(fitted.tiled(self._loss_fn), self.model, part, rows)
 
     def _go_on(self, progress: Progress, plan: Plan) -> tuple[int, LossTotals]:
         """Take up a window that was left in the middle."""
@@ -393,6 +489,4 @@ class TrainStep(NotCopied):
 def _forget(failure: BaseException) -> None:
     failure.__traceback__ = None
     failure.__context__ = failure.__cause__ = None
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    free_cached_memory()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from gradfit.arguments import invalid, read_count, read_flag, read_instance
 from gradfit.errors import BudgetInfeasible, MisuseError
@@ -27,6 +28,7 @@ def plan(
     batch_size: int | None = None,
     micro_batch: int | None = None,
     exact: bool = True,
+    tile: bool = True,
 ) -> Plan:
     """The fastest step whose peak stays within `memory`: what to keep, rebuild and offload, at which micro-batch.
 
@@ -41,6 +43,7 @@ def plan(
         batch_size: rows of one update; None: the profiled batch, in one piece.
         micro_batch: rows to run at once; None chooses.
         exact: False cuts a batch whose parts' losses do not add up all the same.
+        tile: False leaves out plans that cut along tokens (`profile.tiled`).
 
     >>> from gradfit.profiling.profile import BackwardNode, Linear, Operation, Profile, Value
     >>> def op(name, *inputs, out):
@@ -57,9 +60,11 @@ def plan(
     size = _batch_size(profile, batch_size)
     if micro_batch is not None:
         read_count(micro_batch, "micro_batch")
-    if not read_flag(exact, "exact"):
-        profile = dataclasses.replace(profile, splittable=True)
-    if micro_batch is not None and micro_batch < size and not profile.splittable:
+    is_exact = read_flag(exact, "exact")
+    profiles = _variants(profile, read_flag(tile, "tile"))
+    if not is_exact:
+        profiles = [dataclasses.replace(one, splittable=True) for one in profiles]
+    if micro_batch is not None and micro_batch < size and not profiles[0].splittable:
         why = profile.additivity.reason if profile.additivity is not None else "its profile says so"
         raise MisuseError(
             f"micro_batch={micro_batch!r} cuts a batch of {size} whose loss does not add up: {why}. Leave it out, or "
@@ -67,12 +72,30 @@ def plan(
         )
     if micro_batch is not None and micro_batch > size:
         raise MisuseError(f"micro_batch={micro_batch!r} must be from 1 to the batch size, {size}. Pass less, or None.")
-    search = MicrobatchSearch(profile, size, split=batch_size is not None, micro_batch=micro_batch)
-    choice = search.best(budget)
-    if choice is None:
-        raise _infeasible(search, budget, split=batch_size is not None, fixed=micro_batch is not None)
-    made = _plan(profile, search, choice, budget)
+    searches = [MicrobatchSearch(one, size, split=batch_size is not None, micro_batch=micro_batch) for one in profiles]
+    found = [(choice, search) for search in searches if (choice := search.best(budget)) is not None]
+    if not found:
+        search = min(searches, key=lambda one: one.smallest().solution.peak_bytes)
+        error = _infeasible(search, budget, split=batch_size is not None, fixed=micro_batch is not None)
+        raise _with_tiles_named(error, profile, size, split=batch_size is not None) if not tile else error
+    choice, search = min(found, key=lambda one: one[0].step_seconds)
+    made = _plan(search.profile, search, choice, budget)
     return _with_alternatives(made, choice)
+
+
+def _variants(profile: Profile, tile: bool) -> list[Profile]:
+    """The profile and, with tiles, those of the same step in tiles."""
+    return [profile, *profile.tiled] if tile else [profile]
+
+
+def _with_tiles_named(error: BudgetInfeasible, profile: Profile, size: int, *, split: bool) -> BudgetInfeasible:
+    """What the smallest budget would be with tiles, if that is less."""
+    searches = [MicrobatchSearch(one, size, split=split) for one in profile.tiled]
+    least = min((one.smallest().solution.peak_bytes for one in searches), default=error.min_bytes)
+    if least >= error.min_bytes:
+        return error
+    text = f"{error} With tile=True the smallest is {format_bytes(least)}."
+    return BudgetInfeasible(text, min_bytes=error.min_bytes, breakdown=error.breakdown)
 
 
 def plain_plan(profile: Profile, *, memory: int, batch_size: int, micro_batch: int | None = None) -> Plan | None:
@@ -90,7 +113,12 @@ def recomputing_plan(profile: Profile, *, memory: int, batch_size: int, above: i
 
 
 def frontier(
-    profile: Profile, *, batch_size: int | None = None, points: int = 16, micro_batch: int | None = None
+    profile: Profile,
+    *,
+    batch_size: int | None = None,
+    points: int = 16,
+    micro_batch: int | None = None,
+    tile: bool = True,
 ) -> list[Plan]:
     """The trade-off from the fastest plan to the smallest: each with strictly less memory and strictly more time.
 
@@ -99,16 +127,30 @@ def frontier(
         batch_size: Rows of a batch that may be split; None for the profiled batch in one piece.
         points: How many budgets are tried, at most so many plans.
         micro_batch: Only plans of this size.
+        tile: False leaves out plans that cut along tokens.
     """
     if read_count(points, "points", minimum=2) > _MOST_POINTS:
         raise invalid("points", points, f"must be at most {_MOST_POINTS}", "points=16")
     size = _batch_size(profile, batch_size)
     if micro_batch is not None and read_count(micro_batch, "micro_batch") > size:
         raise MisuseError(f"micro_batch={micro_batch!r} must be from 1 to the batch size, {size}. Pass less, or None.")
-    search = MicrobatchSearch(profile, size, split=batch_size is not None, micro_batch=micro_batch)
+    searches = [
+        MicrobatchSearch(one, size, split=batch_size is not None, micro_batch=micro_batch)
+        for one in _variants(profile, read_flag(tile, "tile"))
+    ]
+    found = [pair for search in searches for pair in _points(search, points)]
+    front: list[tuple[Choice, MicrobatchSearch]] = []
+    for choice, search in sorted(found, key=lambda pair: (pair[0].solution.peak_bytes, pair[0].step_seconds)):
+        if not front or choice.step_seconds < front[-1][0].step_seconds:  # faster than everything smaller
+            front.append((choice, search))
+    return [_plan(search.profile, search, choice, choice.solution.peak_bytes) for choice, search in reversed(front)]
+
+
+def _points(search: MicrobatchSearch, points: int) -> list[tuple[Choice, MicrobatchSearch]]:
+    """The best choices for so many budgets between the smallest and that of the fastest."""
     fastest = search.solver(search.largest).plain.peak_bytes
     smallest = search.smallest()
-    found = [smallest]
+    found = [(smallest, search)]
     ratio = (fastest / smallest.solution.peak_bytes) if smallest.solution.peak_bytes else 1.0
     for index in range(points):
         # Even in memory at the top and in ratio at the bottom: the mean of both.
@@ -117,12 +159,8 @@ def frontier(
         budget = int((even + smallest.solution.peak_bytes * ratio**share) / 2)
         choice = search.best(max(budget, smallest.solution.peak_bytes), effort="fill")
         if choice is not None:
-            found.append(choice)
-    front: list[Choice] = []
-    for choice in sorted(found, key=lambda c: (c.solution.peak_bytes, c.step_seconds)):
-        if not front or choice.step_seconds < front[-1].step_seconds:  # faster than everything smaller
-            front.append(choice)
-    return [_plan(profile, search, choice, choice.solution.peak_bytes) for choice in reversed(front)]
+            found.append((choice, search))
+    return found
 
 
 def predicted(profile: Profile, plan: Plan) -> tuple[int, float]:
@@ -131,11 +169,47 @@ def predicted(profile: Profile, plan: Plan) -> tuple[int, float]:
     A plan that was tried out holds measured seconds, and perhaps the bytes of a copy beside the optimizer's step. To be
     compared with plans that were not, it must be predicted as they were.
     """
+    profile = profile.in_tiles(plan.tiles)
     search = MicrobatchSearch(profile, plan.batch_size, split=True, micro_batch=plan.micro_batch)
     numbers = {name: number for number, name in enumerate(ACTION_NAMES)}
     actions = [numbers.get(action, KEEP) for action in plan.actions]
     choice = search.of_plan(plan.micro_batch, actions, Segments(plan.segments, plan.segment_parents))
     return choice.solution.peak_bytes, choice.step_seconds
+
+
+def beginning_like(profile: Profile, plan: Plan, other: Plan) -> Plan | None:
+    """The plan with the choices of another one in all operations that both begin with; None if that cannot be.
+
+    A forward can then go over from the other plan to this one where it leaves that.
+    """
+    pairs = _shared_values(profile, plan, other)
+    if any(other.segments[theirs] for _, theirs in pairs):
+        return None
+    numbers = {name: number for number, name in enumerate(ACTION_NAMES)}
+    actions = [numbers.get(action, KEEP) for action in plan.actions]
+    segments = list(plan.segments)
+    for mine, theirs in pairs:
+        actions[mine], segments[mine] = numbers[other.actions[theirs]], 0
+    search = MicrobatchSearch(profile, plan.batch_size, split=True, micro_batch=plan.micro_batch)
+    choice = search.of_plan(plan.micro_batch, actions, Segments(segments, plan.segment_parents))
+    if not math.isfinite(choice.solution.extra_seconds) or choice.solution.peak_bytes > plan.budget_bytes:
+        return None
+    found = _plan(profile, search, choice, plan.budget_bytes)
+    names = list(found.actions)  # where nothing asks for a value it was made a kept one, which it need not be
+    for mine, theirs in pairs:
+        names[mine] = other.actions[theirs]
+    return dataclasses.replace(found, actions=tuple(names))
+
+
+def _shared_values(profile: Profile, plan: Plan, other: Plan) -> list[tuple[int, int]]:
+    """The values of the operations that two plans begin with, by their numbers in each; the profile is the first's."""
+    names = zip(plan.operations, other.operations, strict=False)
+    length = min(len(plan.operations), len(other.operations))
+    operations = next((place for place, (mine, theirs) in enumerate(names) if mine != theirs), length)
+    made = [
+        value for value, one in enumerate(profile.values) if one.operation is not None and one.operation < operations
+    ]
+    return list(zip(made, [v for v, action in enumerate(other.actions) if action != "external"], strict=False))
 
 
 def _batch_size(profile: Profile, batch_size: int | None) -> int:
@@ -221,6 +295,7 @@ def _plan(profile: Profile, search: MicrobatchSearch, choice: Choice, budget: in
         heard=last_write(graph, effective) + 1,
         predicted=profile.predicted,
         versions=dict(profile.versions),
+        tiles=profile.tiles,
     )
 
 

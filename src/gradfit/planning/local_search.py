@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from gradfit.planning.simulate import KEEP, REBUILD, Segments, Simulation, Simulator
 from gradfit.profiling.step_graph import Graph
@@ -23,19 +23,12 @@ def fill(
     simulator: Simulator, actions: Sequence[int], segments: Segments, budget_bytes: int, *, evaluations: int
 ) -> list[int]:
     """Keep more, best seconds per byte first, while the budget holds; never slower than what it was given."""
-    graph = simulator.graph
     best = list(actions)
     result = simulator.run(best, segments)
-    groups = _groups(graph)
+    groups = _groups(simulator.graph)
     while evaluations > 0:
-        worth = []
-        for op, group in groups.items():
-            dropped = [value for value in group if best[value] == REBUILD]
-            if dropped and result.replays[op]:
-                size = sum(graph.held_bytes[value] for value in dropped)
-                worth.append((graph.op_seconds[op] * result.replays[op] / max(1, size), dropped))
         before = result.extra_seconds
-        for _, dropped in sorted(worth, reverse=True)[:evaluations]:
+        for dropped in _worth_keeping(simulator.graph, groups, best, result)[:evaluations]:
             evaluations -= 1
             for value in dropped:
                 best[value] = KEEP
@@ -50,6 +43,19 @@ def fill(
     return best
 
 
+def _worth_keeping(
+    graph: Graph, groups: dict[int, list[int]], actions: Sequence[int], result: Simulation
+) -> list[list[int]]:
+    """What is rebuilt, an operation's results together, most seconds per byte first."""
+    worth = []
+    for op, group in groups.items():
+        dropped = [value for value in group if actions[value] == REBUILD]
+        if dropped and result.replays[op]:
+            size = sum(graph.held_bytes[value] for value in dropped)
+            worth.append((graph.op_seconds[op] * result.replays[op] / max(1, size), dropped))
+    return [dropped for _, dropped in sorted(worth, reverse=True)]
+
+
 def anneal(
     simulator: Simulator,
     actions: Sequence[int],
@@ -60,87 +66,121 @@ def anneal(
     seed: int = 0,
 ) -> list[int] | None:
     """Flip and exchange keep bits at a falling temperature; the fastest plan seen that fits, or None if none did."""
-    graph = simulator.graph
-    # All results of an operation together: keeping one of two saves nothing.
-    by_op = _groups(graph)
-    groups = list(by_op.values())
-    beside = _neighbours(graph, list(by_op))
-    current = list(actions)
-    result = simulator.run(current, segments)
-    best = list(current) if result.peak_bytes <= budget_bytes else None
-    least = (result.extra_seconds, result.peak_bytes) if best else (math.inf, 0)
-    if len(groups) < 2 or result.extra_seconds <= 0:
-        return best
-    rng = random.Random(seed)
-    sizes = [sum(graph.held_bytes[value] for value in group) for group in groups]
-    # A byte too many costs some times what a byte saved has cost so far, and in the end many times that.
-    price = 4.0 * max(result.extra_seconds, sum(graph.op_seconds) / 4) / max(1, sum(sizes))
-
-    def cost(of: Simulation, dearer: float) -> float:
-        return of.extra_seconds + dearer * price * max(0, of.peak_bytes - budget_bytes)
-
-    def kept(number: int) -> bool:
-        return current[groups[number][0]] == KEEP
-
-    seen: dict[bytes, Simulation] = {}  # small graphs, and cold searches, come by the same plans again and again
-    hot, cold = 0.2 * result.extra_seconds, 0.002 * result.extra_seconds
-    everything = range(len(groups))
+    search = _Annealing(simulator, actions, segments, budget_bytes, seed)
+    start_seconds = search.result.extra_seconds
+    if len(search.groups) < 2 or start_seconds <= 0:
+        return search.best
+    hot, cold = 0.2 * start_seconds, 0.002 * start_seconds
     for step in range(evaluations):
-        temperature = hot * (cold / hot) ** (step / evaluations)
-        dearer = _DEARER ** (step / evaluations)
-        changed = [rng.choice(everything)]
-        move = rng.random()
-        if move < 0.3:  # move the cut: keep what a value is made of, or what is made of it, instead of it
-            after, before = beside[changed[0]]
-            changed += [number for number in (after if move < 0.15 else before) if kept(number) != kept(changed[0])]
-        elif move < 0.8:  # exchange: give bytes up to keep others, one for one or one for several
-            partners = [number for number in everything if kept(number) != kept(changed[0])]
-            rng.shuffle(partners)
-            owed = sizes[changed[0]] if rng.random() < 0.5 else 1
-            for number in partners[:8]:
-                changed.append(number)
-                owed -= sizes[number]
-                if owed <= 0:
-                    break
-        undo = []
-        for number in changed:
-            to = REBUILD if kept(number) else KEEP
-            for value in groups[number]:
-                undo.append((value, current[value]))
-                current[value] = to
-        plan = bytes(current)
-        if plan not in seen:
-            seen[plan] = simulator.run(current, segments)
-        trial = seen[plan]
-        loss = cost(trial, dearer) - cost(result, dearer)
-        if loss <= 0 or rng.random() < math.exp(-loss / temperature):
-            result = trial
-            if trial.peak_bytes <= budget_bytes and (trial.extra_seconds, trial.peak_bytes) < least:
-                best, least = list(current), (trial.extra_seconds, trial.peak_bytes)
+        done = step / evaluations
+        search.try_a_move(temperature=hot * (cold / hot) ** done, dearer=_DEARER**done)
+    return search.best
+
+
+class _Annealing:
+    """The current plan, the best one so far, and the moves from one to the next."""
+
+    def __init__(
+        self, simulator: Simulator, actions: Sequence[int], segments: Segments, budget_bytes: int, seed: int
+    ) -> None:
+        graph = simulator.graph
+        self.simulator, self.segments, self.budget_bytes = simulator, segments, budget_bytes
+        self.random = random.Random(seed)
+        # All results of an operation together: keeping one of two saves nothing.
+        by_op = _groups(graph)
+        self.groups = list(by_op.values())
+        self.neighbours = _neighbours(graph, list(by_op))
+        self.sizes = [sum(graph.held_bytes[value] for value in group) for group in self.groups]
+        self.current = list(actions)
+        self.result = simulator.run(self.current, segments)
+        fits = self.result.peak_bytes <= budget_bytes
+        self.best = list(self.current) if fits else None
+        # The best plan's seconds and bytes. A plan of infinite seconds is none, unless the search began with it.
+        self.least = (self.result.extra_seconds, self.result.peak_bytes) if fits else (math.inf, 0)
+        # A byte too many costs some times what a byte saved has cost so far, and in the end many times that.
+        dearest = max(self.result.extra_seconds, sum(graph.op_seconds) / 4)
+        self.price = 4.0 * dearest / max(1, sum(self.sizes))
+        # Small graphs, and cold searches, come by the same plans again and again.
+        self.simulated: dict[bytes, Simulation] = {}
+
+    def try_a_move(self, temperature: float, dearer: float) -> None:
+        """Change the plan; what is worse stays only by chance, and the less likely the colder it is."""
+        before = self.flip(self.choose_groups())
+        plan = bytes(self.current)
+        if plan not in self.simulated:
+            self.simulated[plan] = self.simulator.run(self.current, self.segments)
+        trial = self.simulated[plan]
+        loss = self.cost(trial, dearer) - self.cost(self.result, dearer)
+        if loss <= 0 or self.random.random() < math.exp(-loss / temperature):
+            self.result = trial
+            self.remember_if_best(trial)
         else:
-            for value, action in undo:
-                current[value] = action
-    return best
+            for value, action in before:
+                self.current[value] = action
+
+    def cost(self, of: Simulation, dearer: float) -> float:
+        return of.extra_seconds + dearer * self.price * max(0, of.peak_bytes - self.budget_bytes)
+
+    def remember_if_best(self, result: Simulation) -> None:
+        if result.peak_bytes <= self.budget_bytes and (result.extra_seconds, result.peak_bytes) < self.least:
+            self.best, self.least = list(self.current), (result.extra_seconds, result.peak_bytes)
+
+    def choose_groups(self) -> list[int]:
+        """One group by chance, and those that are to change with it."""
+        one = self.random.choice(range(len(self.groups)))
+        move = self.random.random()
+        if move < 0.3:  # move the cut: keep what a value is made of, or what is made of it, instead of it
+            after, before = self.neighbours[one]
+            return [one, *self.unlike(one, after if move < 0.15 else before)]
+        if move < 0.8:
+            return [one, *self.in_exchange(one)]
+        return [one]
+
+    def in_exchange(self, one: int) -> list[int]:
+        """Groups whose bytes are given up for this one's, or the other way round: one for one or one for several."""
+        partners = self.unlike(one, range(len(self.groups)))
+        self.random.shuffle(partners)
+        owed = self.sizes[one] if self.random.random() < 0.5 else 1
+        chosen = []
+        for number in partners[:8]:
+            chosen.append(number)
+            owed -= self.sizes[number]
+            if owed <= 0:
+                break
+        return chosen
+
+    def unlike(self, one: int, others: Iterable[int]) -> list[int]:
+        """Those of the others that are rebuilt if this one is kept, or kept if it is rebuilt."""
+        return [number for number in others if self.is_kept(number) != self.is_kept(one)]
+
+    def is_kept(self, number: int) -> bool:
+        return self.current[self.groups[number][0]] == KEEP
+
+    def flip(self, numbers: list[int]) -> list[tuple[int, int]]:
+        """Keep what was rebuilt and rebuild what was kept; gives each value's action before."""
+        before = []
+        for number in numbers:
+            action = REBUILD if self.is_kept(number) else KEEP
+            for value in self.groups[number]:
+                before.append((value, self.current[value]))
+                self.current[value] = action
+        return before
 
 
 def _groups(graph: Graph) -> dict[int, list[int]]:
     """By operation, the values whose keep bit can matter: needed or on the way to one that is, and not there anyway."""
-    matters = [last >= 0 for last in graph.last_need]
+    needed = [last >= 0 for last in graph.last_need]
     for op in range(len(graph.op_inputs) - 1, -1, -1):
-        if any(matters[value] for value in graph.op_outputs[op]):
+        if any(needed[value] for value in graph.op_outputs[op]):
             for value in graph.op_inputs[op]:
-                matters[value] = True
-    survives = graph.survives
+                needed[value] = True
+    there_anyway = [
+        survives or overwritten or not held_bytes
+        for survives, overwritten, held_bytes in zip(graph.survives, graph.overwritten, graph.held_bytes, strict=True)
+    ]
     groups: dict[int, list[int]] = {}
     for value, op in enumerate(graph.producer):
-        if (
-            op >= 0
-            and matters[value]
-            and not graph.overwritten[value]
-            and not survives[value]
-            and graph.held_bytes[value] > 0
-            and graph.op_replayable[op]
-        ):
+        if op >= 0 and needed[value] and not there_anyway[value] and graph.op_replayable[op]:
             groups.setdefault(op, []).append(value)
     return groups
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from gradfit.planning.simulate import KEEP, REBUILD, Segments
 from gradfit.profiling.step_graph import Graph
@@ -45,46 +46,55 @@ def last_readers(graph: Graph) -> list[int]:
 def find_cuts(graph: Graph, *, most: int = 400) -> list[int]:
     """Positions where to cut, first and last included: local minima of the bytes that cross, where all can be kept."""
     operations = len(graph.op_inputs)
-    last = last_readers(graph)
-    crossing = [0] * (operations + 1)
-    blocked = [0] * (operations + 1)
-    for value, op in enumerate(graph.producer):
-        if op >= 0 and last[value] > op:
-            crossing[op + 1] += graph.held_bytes[value]
-            crossing[last[value] + 1] -= graph.held_bytes[value]
-            if graph.overwritten[value]:
-                blocked[op + 1] += 1
-                blocked[last[value] + 1] -= 1
-    for position in range(1, operations + 1):
-        crossing[position] += crossing[position - 1]
-        blocked[position] += blocked[position - 1]
-    free = [position for position in range(1, operations) if not blocked[position]]
-    minima = [
-        position
-        for position in free
-        if crossing[position] <= min(crossing[max(1, position - 3) : min(operations, position + 4)])
-    ]
+    crossing, overwritten = _what_crosses(graph)
+    free = [position for position in range(1, operations) if not overwritten[position]]
+    minima = [position for position in free if crossing[position] <= _least_near(crossing, position, 3)]
     if len(minima) > _FEW_CUTS:  # then the best of each neighbourhood will do
-        minima = [
-            position
-            for position in minima
-            if crossing[position] <= 1.5 * min(crossing[max(1, position - 16) : min(operations, position + 17)])
-        ]
+        minima = [p for p in minima if crossing[p] <= 1.5 * _least_near(crossing, p, 16)]
+    return [0, *_at_most(most, _thinned(minima, crossing), crossing), operations]
+
+
+def _what_crosses(graph: Graph) -> tuple[list[int], list[int]]:
+    """For each position the bytes that are made before it and read after it, and how many values that are written over.
+
+    These cannot be kept as they are, so no cut can go through them.
+    """
+    operations = len(graph.op_inputs)
+    last = last_readers(graph)
+    crossing, overwritten = [0] * (operations + 1), [0] * (operations + 1)
+    for value, op in enumerate(graph.producer):
+        if op < 0 or last[value] <= op:
+            continue
+        for counts, amount in ((crossing, graph.held_bytes[value]), (overwritten, int(graph.overwritten[value]))):
+            counts[op + 1] += amount
+            counts[last[value] + 1] -= amount
+    return list(accumulate(crossing)), list(accumulate(overwritten))
+
+
+def _least_near(crossing: list[int], position: int, distance: int) -> int:
+    return min(crossing[max(1, position - distance) : min(len(crossing) - 1, position + distance + 1)])
+
+
+def _thinned(minima: list[int], crossing: list[int]) -> list[int]:
+    """On a plateau every third position is enough."""
     spaced: list[int] = []
     for position in minima:
-        # On a plateau every third position is enough.
-        if spaced and position - spaced[-1] < 3 and crossing[position] >= crossing[spaced[-1]]:
-            continue
-        spaced.append(position)
-    if len(spaced) > most:
-        step = operations / most
-        best: dict[int, int] = {}
-        for position in spaced:
-            bucket = int(position / step)
-            if bucket not in best or crossing[position] < crossing[best[bucket]]:
-                best[bucket] = position
-        spaced = sorted(best.values())
-    return [0, *spaced, operations]
+        if not spaced or position - spaced[-1] >= 3 or crossing[position] < crossing[spaced[-1]]:
+            spaced.append(position)
+    return spaced
+
+
+def _at_most(most: int, positions: list[int], crossing: list[int]) -> list[int]:
+    """No more than so many positions, spread over the graph: of each stretch the one where least crosses."""
+    if len(positions) <= most:
+        return positions
+    stretch = (len(crossing) - 1) / most
+    best: dict[int, int] = {}
+    for position in positions:
+        number = int(position / stretch)
+        if number not in best or crossing[position] < crossing[best[number]]:
+            best[number] = position
+    return sorted(best.values())
 
 
 class Anatomy:
@@ -160,54 +170,61 @@ class Anatomy:
 
     def piece(self, start: int, end: int, op_seconds: list[float]) -> Piece:
         """The operations `start` to `end` (not included) as a graph of their own, with these seconds."""
-        graph, last = self.graph, self.last
-        values = [value for op in range(start, end) for value in graph.op_outputs[op]]
-        inner = len(values)
+        made = [value for op in range(start, end) for value in self.graph.op_outputs[op]]
+        forced = [index for index, value in enumerate(made) if self._is_forced(value, end)]
+        leaving = [index for index, value in enumerate(made) if self.last[value] >= end]
+        return Piece(self._graph_of(start, end, made, op_seconds), start, end, made, forced, leaving)
+
+    def _is_forced(self, value: int, end: int) -> bool:
+        """Whether a piece that ends here cannot but keep this value."""
+        graph = self.graph
+        return not graph.overwritten[value] and (
+            self.last[value] >= end
+            or self.survives[value]
+            or graph.held_bytes[value] == 0
+            or not graph.op_replayable[graph.producer[value]]
+        )
+
+    def _graph_of(self, start: int, end: int, made: list[int], op_seconds: list[float]) -> Graph:
+        """The piece as a graph: its first values are `made`, then come those that it reads from before, of no bytes."""
+        graph, size, inner = self.graph, end - start, len(made)
+        read = [v for op in range(start, end) for v in (*graph.op_inputs[op], *graph.op_overwrites[op])]
+        values = list(dict.fromkeys([*made, *read]))
         local = {value: index for index, value in enumerate(values)}
-        for op in range(start, end):
-            for value in (*graph.op_inputs[op], *graph.op_overwrites[op]):
-                if value not in local:
-                    local[value] = len(values)
-                    values.append(value)
+        from_before = [0] * (len(values) - inner)
         nodes = self.nodes(start, end)
         base = min((graph.node_before[node] for node in nodes), default=0)
-        size = end - start
-        dies = [size if self.survives[v] else min(max(graph.dies[v] - start, 0), size - 1) for v in values]
-        piece = Graph(
-            nbytes=[graph.nbytes[v] if i < inner else 0 for i, v in enumerate(values)],
-            held_bytes=[graph.held_bytes[v] if i < inner else 0 for i, v in enumerate(values)],
-            producer=[graph.producer[v] - start if i < inner else -1 for i, v in enumerate(values)],
-            dies=dies,
+
+        def renumbered(lists: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+            return [tuple([local[value] for value in one]) for one in lists[start:end]]
+
+        def dies(value: int) -> int:
+            return size if self.survives[value] else min(max(graph.dies[value] - start, 0), size - 1)
+
+        return Graph(
+            nbytes=[graph.nbytes[v] for v in made] + from_before,
+            held_bytes=[graph.held_bytes[v] for v in made] + from_before,
+            producer=[graph.producer[v] - start for v in made] + [-1] * len(from_before),
+            dies=[dies(v) for v in values],
             overwritten=[graph.overwritten[v] for v in values],
-            op_inputs=[tuple([local[v] for v in graph.op_inputs[op]]) for op in range(start, end)],
-            op_outputs=[tuple([local[v] for v in graph.op_outputs[op]]) for op in range(start, end)],
-            op_overwrites=[tuple([local[v] for v in graph.op_overwrites[op]]) for op in range(start, end)],
+            op_inputs=renumbered(graph.op_inputs),
+            op_outputs=renumbered(graph.op_outputs),
+            op_overwrites=renumbered(graph.op_overwrites),
             op_seconds=op_seconds,
             op_workspace=graph.op_workspace[start:end],
             op_replayable=graph.op_replayable[start:end],
-            node_needs=[tuple([local[v] for v in graph.node_needs[n] if local.get(v, inner) < inner]) for n in nodes],
-            node_before=[graph.node_before[n] - base for n in nodes],
-            node_peak=[graph.node_peak[n] - base for n in nodes],
-            node_after=[graph.node_after[n] - base for n in nodes],
+            node_needs=[
+                tuple([local[v] for v in graph.node_needs[node] if local.get(v, inner) < inner]) for node in nodes
+            ],
+            node_before=[graph.node_before[node] - base for node in nodes],
+            node_peak=[graph.node_peak[node] - base for node in nodes],
+            node_after=[graph.node_after[node] - base for node in nodes],
             static_bytes=0,
             optimizer_burst_bytes=0,
             plain_seconds=0.0,
             transfer_seconds_per_byte=graph.transfer_seconds_per_byte,
             op_gathered=graph.op_gathered[start:end],
         )
-        leaving = [i for i in range(inner) if last[values[i]] >= end]
-        forced = [
-            i
-            for i in range(inner)
-            if not graph.overwritten[values[i]]
-            and (
-                last[values[i]] >= end
-                or self.survives[values[i]]
-                or graph.held_bytes[values[i]] == 0
-                or not graph.op_replayable[graph.producer[values[i]]]
-            )
-        ]
-        return Piece(piece, start, end, values[:inner], forced, leaving)
 
 
 def nest(graph: Graph, last: Sequence[int], levels: Sequence[Sequence[int]]) -> Segments:
@@ -216,39 +233,31 @@ def nest(graph: Graph, last: Sequence[int], levels: Sequence[Sequence[int]]) -> 
     A value that crosses a split of depth d belongs to the segment around it, so that it stays while both sides are
     rebuilt; any other belongs to the innermost segment that holds its operation.
     """
-    parent = [-1]
-    of = [0] * len(graph.nbytes)
-    starts = [0]  # first operation of each segment of the level above
-    numbers = [0]
-    position_of: list[tuple[list[int], list[int]]] = []  # per level: sorted starts, their segment numbers
     operations = len(graph.op_inputs)
+    parent = [-1]
+    segment_of_op = [[0] * operations]  # per depth, the root's first
     for level in levels:
-        cuts = sorted({0, *(p for p in level if 0 < p < operations)})
-        new_numbers = []
-        above = 0
-        for cut in cuts:
-            while above + 1 < len(starts) and starts[above + 1] <= cut:
-                above += 1
-            parent.append(numbers[above])
-            new_numbers.append(len(parent) - 1)
-        starts, numbers = cuts, new_numbers
-        position_of.append((starts, numbers))
-    lookups = []
-    for starts, numbers in position_of:
-        lookup = [0] * operations
-        for index, first in enumerate(starts):
-            stop = starts[index + 1] if index + 1 < len(starts) else operations
-            lookup[first:stop] = [numbers[index]] * (stop - first)
-        lookups.append(lookup)
+        starts = sorted({0, *(position for position in level if 0 < position < operations)})
+        numbers = [0] * operations
+        for start, stop in pairwise([*starts, operations]):
+            parent.append(segment_of_op[-1][start] if operations else 0)
+            numbers[start:stop] = [len(parent) - 1] * (stop - start)
+        segment_of_op.append(numbers)
+    of = [0] * len(graph.nbytes)
     for value, op in enumerate(graph.producer):
-        if op < 0:
-            continue
-        reader = min(last[value], operations - 1)
-        for lookup in lookups:
-            if lookup[op] != lookup[reader]:
-                break
-            of[value] = lookup[op]
+        if op >= 0:
+            of[value] = _innermost(segment_of_op, op, min(last[value], operations - 1))
     return Segments(of, parent)
+
+
+def _innermost(segment_of_op: list[list[int]], op: int, reader: int) -> int:
+    """The deepest segment that holds both operations, where all those around it do."""
+    innermost = 0
+    for numbers in segment_of_op:
+        if numbers[op] != numbers[reader]:
+            break
+        innermost = numbers[op]
+    return innermost
 
 
 def keep_needed(graph: Graph) -> list[int]:

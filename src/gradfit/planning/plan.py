@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from gradfit import records
+from gradfit.tiling.tiles import Tiles
 from gradfit.units import NO_BUDGET, format_bytes, format_seconds
 
 
@@ -70,6 +71,8 @@ class Plan:
         predicted: whether the profile was made on fake tensors.
         seconds_measured: whether `step_seconds` was measured by running the plan.
         versions: of torch and Python, where the profile was made.
+        online: why micro-batches do not follow the plan, and what to drop is decided while they run; "" if they do.
+        tiles: what is cut along tokens, so that gradients are equal up to the rounding of a sum; None: nothing.
     """
 
     micro_batch: int
@@ -96,6 +99,8 @@ class Plan:
     predicted: bool = False  # from a profile on fake tensors
     seconds_measured: bool = False  # `step_seconds` is of passes that were run; the other numbers are predicted
     versions: dict[str, str] = field(default_factory=dict)
+    tiles: Tiles | None = None  # what is cut along tokens; gradients are then equal up to the rounding of a sum
+    online: str = ""  # why micro-batches do not follow the plan, and what to drop is decided while they run
 
     @cached_property
     def memo(self) -> dict[str, Any]:
@@ -181,6 +186,10 @@ class Plan:
             f"{format_bytes(self.kept_bytes)} of {format_bytes(self.saved_bytes)}",
             f"the predicted peak is {self.peak_at}: {_parts(self.breakdown)}",
         ]
+        if self.tiles is not None:
+            lines.append(f"{self.tiles}: gradients are equal to the untiled ones up to the rounding of a float sum")
+        if self.online:
+            lines.append(f"not followed by all micro-batches, which run online, more slowly: {self.online}")
         if self.decisions:
             lines.append("most expensive decisions, predicted:")
             lines += [

@@ -20,7 +20,7 @@ what is replayed, some 2 to 3 µs for each operation.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import add
@@ -296,13 +296,29 @@ class _Run:
         return False
 
     def rebuild(self, value: int, node: int, unpacked: Container[int]) -> bool:
-        """One sweep; True if the value is to stay cached after this node."""
-        graph, present, actions, nbytes = self.graph, self.present, self.actions, self.graph.nbytes
-        op_inputs, op_outputs, producer = graph.op_inputs, graph.op_outputs, graph.producer
-        made, last_use, op_mark, sweep = self.made, self.last_use, self.op_mark, self.sweep
-        # Which operations: walk back from the value to what is there.
+        """One sweep, rules 3 to 6; True if the value is to stay cached after this node."""
+        steps, loads, read = self.operations_to(value)
+        stays = self.wanted(value, node)
+        self.present[value] = 1
+        self.choose_cached(value, node, steps, loads)
+        dropped = [source for source in dict.fromkeys(read) if not self.wanted(source, node)]
+        self.replay(value, node, steps, loads)
+        for source in dropped:
+            self.present[source] = 0
+            if source not in unpacked:
+                self.cached -= self.graph.nbytes[source]
+        return stays
+
+    def operations_to(self, value: int) -> tuple[list[int], dict[int, list[int]], list[int]]:
+        """The steps of a sweep, walking back from the value to what is there.
+
+        Gives the operations in forward order, the offloaded values to copy back by the operation that made them (at
+        whose place they come back), and the cached values that are read.
+        """
+        op_inputs, producer, actions = self.graph.op_inputs, self.graph.producer, self.actions
+        present, made, last_use, sweep = self.present, self.made, self.last_use, self.sweep
         ops: list[int] = []
-        touched: list[int] = []
+        read: list[int] = []
         loads: dict[int, list[int]] = {}
         stack = [value]
         while stack:
@@ -313,79 +329,84 @@ class _Run:
                     made[target], last_use[target] = sweep, -1
                     loads.setdefault(op, []).append(target)
                 continue
-            if op_mark[op] == sweep:
+            if self.op_mark[op] == sweep:
                 continue
-            op_mark[op] = sweep
+            self.op_mark[op] = sweep
             ops.append(op)
-            for output in op_outputs[op]:
+            for output in self.graph.op_outputs[op]:
                 if not present[output] and actions[output] == REBUILD:
                     made[output], last_use[output] = sweep, -1
             for source in op_inputs[op]:
                 if not present[source]:
                     stack.append(source)
                 elif actions[source] != KEEP and producer[source] >= 0:
-                    touched.append(source)
+                    read.append(source)
         ops.sort()
         for op in ops:
             for source in op_inputs[op]:
                 last_use[source] = op
-        steps = sorted({*ops, *loads}) if loads else ops
+        return (sorted({*ops, *loads}) if loads else ops), loads, read
 
-        # What stays: asked from the last to the first, so that whatever a value could be wanted for is decided.
-        stays = self.wanted(value, node)
-        present[value] = 1
+    def choose_cached(self, value: int, node: int, steps: list[int], loads: dict[int, list[int]]) -> None:
+        """Mark as present what the sweep makes and leaves cached (rule 4).
+
+        It is asked from the last operation to the first, so that whatever a value could be wanted for is decided.
+        """
+        op_outputs, present, made, sweep = self.graph.op_outputs, self.present, self.made, self.sweep
         first, end = self.first, self.end
         inside = first[value] if first is not None else 0
         for op in reversed(steps):
             for output in (*op_outputs[op], *loads[op]) if op in loads else op_outputs[op]:
-                if made[output] == sweep and not present[output] and self.until[output] >= node:
-                    want = self.wanted(output, node)
-                    if want and (first is None or first[output] <= inside < end[output]):
-                        present[output] = 1
-        dropped = [source for source in dict.fromkeys(touched) if not self.wanted(source, node)]
+                if made[output] != sweep or present[output] or self.until[output] < node:
+                    continue
+                if self.wanted(output, node) and (first is None or first[output] <= inside < end[output]):
+                    present[output] = 1
 
-        # Run them. `present` now says what stays, `made` what is new.
+    def replay(self, value: int, node: int, steps: list[int], loads: dict[int, list[int]]) -> None:
+        """Run the steps of a sweep. `present` says by now what stays afterwards, `made` what is new."""
+        graph, nbytes = self.graph, self.graph.nbytes
         now = self.cached
-        around = graph.static_bytes + self.surviving + self.kept + graph.node_before[node]
-        highest, widest, peak = 0, -1, self.peak
+        highest, widest = 0, -1  # bytes, and the operation that runs then
         for op in steps:
             if op in loads:
-                for target in loads[op]:
-                    now += nbytes[target]
-                    self.extra_seconds += nbytes[target] * graph.transfer_seconds_per_byte
+                loaded = sum([nbytes[target] for target in loads[op]])
+                self.extra_seconds += loaded * graph.transfer_seconds_per_byte
+                now += loaded
                 if now > highest:
                     highest, widest = now, op
-                if op_mark[op] != sweep:
-                    continue
+                if self.op_mark[op] != self.sweep:
+                    continue  # copied back only, not run again
             self.extra_seconds += graph.op_seconds[op] if graph.op_replayable[op] else math.inf
             self.replays[op] += 1
-            for output in op_outputs[op]:
+            for output in graph.op_outputs[op]:
                 now += nbytes[output]
-            for old in graph.op_overwrites[op]:
-                if made[old] == sweep and last_use[old] == op and not present[old]:
-                    now -= nbytes[old]  # rule 6: written over
-                    made[old] = 0
+            if overwritten := graph.op_overwrites[op]:
+                now -= self.free_after(op, overwritten)  # rule 6
             if now + graph.op_workspace[op] > highest:
                 highest, widest = now + graph.op_workspace[op], op
-            for source in op_inputs[op]:
-                if made[source] == sweep and last_use[source] == op and not present[source]:
-                    now -= nbytes[source]
-                    made[source] = 0
-            for output in op_outputs[op]:
-                # A second copy of what is there already, or what this sweep has no use for.
-                if (
-                    made[output] != sweep
-                    or actions[output] == OFFLOAD
-                    or (last_use[output] < 0 and not present[output])
-                ):
-                    now -= nbytes[output]
-                    if actions[output] == REBUILD:
-                        made[output] = 0
-        if around + highest > peak or self.timeline is not None:
-            self.see("sweep", node, around + highest, self.kept, highest, value, widest)
-        for source in dropped:
-            present[source] = 0
-            if source not in unpacked:
-                now -= nbytes[source]
+            now -= self.free_after(op, graph.op_inputs[op]) + self.free_unused_outputs(op)
+        bytes_around = graph.static_bytes + self.surviving + self.kept + graph.node_before[node]
+        if bytes_around + highest > self.peak or self.timeline is not None:
+            self.see("sweep", node, bytes_around + highest, self.kept, highest, value, widest)
         self.cached = now
-        return stays
+
+    def free_after(self, op: int, values: Iterable[int]) -> int:
+        """Bytes of those of the values that this sweep made, needs for the last time here, and does not keep."""
+        freed, made, last_use = 0, self.made, self.last_use
+        for value in values:
+            if last_use[value] == op and made[value] == self.sweep and not self.present[value]:
+                freed += self.graph.nbytes[value]
+                made[value] = 0
+        return freed
+
+    def free_unused_outputs(self, op: int) -> int:
+        """Bytes of results that are a second copy of what is there, or that this sweep has no use for."""
+        freed, made, actions = 0, self.made, self.actions
+        for output in self.graph.op_outputs[op]:
+            used = self.last_use[output] >= 0 or self.present[output]
+            if used and made[output] == self.sweep and actions[output] != OFFLOAD:
+                continue
+            freed += self.graph.nbytes[output]
+            if actions[output] == REBUILD:
+                made[output] = 0
+        return freed

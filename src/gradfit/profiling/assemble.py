@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gradfit.devices import counted_device
 from gradfit.profiling.optimizer_bytes import OptimizerCost
 from gradfit.profiling.overhead import tape_overhead
 from gradfit.profiling.profile import BackwardNode, Linear, Operation, Profile, Value
@@ -26,6 +27,7 @@ class Sample:
     plain_seconds: float | None
     refused_one: bool = False  # a single row cannot be run alone
     foreseen: bool = False  # on shapes, not run
+    peak_bytes: int = 0  # of all tensors while it was watched, if that was measured
 
     @property
     def busy_seconds(self) -> float:
@@ -101,7 +103,9 @@ def assemble(
         constants = Linear(float(_constant_bytes(trace, static)))
     elif static is not None:
         constants = line(lambda t: _constant_bytes(t, static))
-    batch_bytes = sum(tensor.nbytes for tensor in leaves(batch))
+    device = counted_device(model)
+    there = [tensor for tensor in leaves(batch) if device is None or tensor.device.type == device.type]
+    batch_bytes = sum(tensor.nbytes for tensor in there)
     overhead = tape_overhead()
     return Profile(
         values=values,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
@@ -13,11 +14,20 @@ import torch
 from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_out_of_memory, raised_by_functorch, storage_key
 from gradfit._torch_fsdp import drop_gradients
-from gradfit.arguments import check_arguments, check_optimizer, invalid, read_count, read_instance, read_number
+from gradfit.arguments import (
+    check_arguments,
+    check_optimizer,
+    invalid,
+    read_count,
+    read_flag,
+    read_instance,
+    read_number,
+)
 from gradfit.batches.additivity import MOST_ROWS, batch_norms, measure_additivity
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.loss import PartLoss, read_loss
-from gradfit.batches.snapshot import Generators, untouched
+from gradfit.batches.snapshot import Generators, trials_end, untouched
+from gradfit.devices import counted_device, devices_of, wait_for
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.profiling.assemble import Sample, assemble
 from gradfit.profiling.clock import seconds_now
@@ -25,13 +35,18 @@ from gradfit.profiling.meter import meter, tensors_in
 from gradfit.profiling.optimizer_bytes import OptimizerCost, optimizer_cost
 from gradfit.profiling.profile import Hardware, Profile
 from gradfit.profiling.resident_bytes import gradient_bytes, storage_bytes
+from gradfit.profiling.tile_choices import TileChoices, tile_choices
 from gradfit.profiling.trace import Trace, watching
+from gradfit.tiling.tile import with_tiles
+from gradfit.tiling.tiles import Tiles
 from gradfit.tree import leaves, size_of_batch, split_batch, unmarked
 
 LossFunction = Callable[[torch.nn.Module, Any], Any]
 _Cut = Callable[[Any, int], Iterable[Any]]
 _ROUNDS, _MORE_ROUNDS = 2, 5  # the least of so many measurements: a machine is never alone
 _SHORT_SECONDS = 0.1  # what takes less than this is measured more often
+_LONG_SECONDS = 0.25  # passes that take so long are timed twice
+_FEW_OPERATIONS = 1000  # in all those measurements; where there are more, operations alike measure each other
 
 
 def profile(
@@ -47,6 +62,7 @@ def profile(
     hardware: Hardware | None = None,
     host_bandwidth: float = 0.0,
     additivity: Additivity | None = None,
+    tile: bool = True,
 ) -> Profile:
     """Measure what one step does: each operation's seconds and bytes, what autograd saves, where it comes from.
 
@@ -70,6 +86,7 @@ def profile(
         hardware: the machine to predict for; None: this one.
         host_bandwidth: bytes per second out of the device's memory; 0 offers no offloading.
         additivity: whether parts add up, if it was measured before; None measures.
+        tile: also measure the step in tiles (`Profile.tiled`), if the model has a projection to a vocabulary.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
     >>> found = profile(model, lambda m, x: m(x).square().mean(), torch.ones(4, 8))
@@ -94,28 +111,62 @@ def profile(
         raise invalid("rows", rows, f"cannot be cut from a batch of {total} rows", f"1 to {total}, or leave it out")
     read_number(host_bandwidth, "host_bandwidth", minimum=0, like=25e9)
     check_model(model)
+
+    def measured(tiles: Tiles | None, known: Additivity | None) -> Profile:
+        found = _measure(
+            model, with_tiles(loss_fn, tiles), sample_batch, optimizer, memory_bytes, rows, split, host_bandwidth, known
+        )
+        return dataclasses.replace(found, tiles=tiles)
+
+    found = measured(None, additivity)
+    if read_flag(tile, "tile"):
+        choices = choose_tiles(model, loss_fn, sample_batch, split, found.min_batch)
+        found = dataclasses.replace(found, tiled=tuple(measured(one, found.additivity) for one in choices.tiles))
+    return found
+
+
+def choose_tiles(
+    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, split: _Cut | None, rows: int = 1
+) -> TileChoices:
+    """Which tiles are worth measuring, by running so many rows without gradients; nothing stays changed."""
+    part = next(iter((split or split_batch)(batch, rows)))
+    with trials_end(), untouched(model):
+        return tile_choices(model, loss_fn, part)
+
+
+def _measure(
+    model: torch.nn.Module, loss_fn: LossFunction, sample_batch: Any, optimizer: Any, memory_bytes: int | None,
+    rows: int | None, split: _Cut | None, host_bandwidth: float, additivity: Additivity | None,
+) -> Profile:  # fmt: skip
+    total = check_batch(sample_batch, split, "sample_batch")
     cut = split or split_batch
-    with untouched(model):  # the optimizer's probe too: Ctrl-C could leave its `no_grad` on
+    with trials_end(), untouched(model):  # the optimizer's probe too: Ctrl-C could leave its `no_grad` on
         cost = optimizer_cost(optimizer) if optimizer is not None else OptimizerCost(0, 0, 0.0)
+        resident = (model, optimizer, sample_batch)
+        measuring_bytes = 0
         if additivity is None:
-            additivity = additivity_within(model, loss_fn, sample_batch, split, memory_bytes)
+            with meter(*resident) as live:
+                additivity = additivity_within(model, loss_fn, sample_batch, split, memory_bytes)
+            measuring_bytes = live.peak_bytes
         room = _room(model, sample_batch, memory_bytes, cost)
         if rows is not None:
             samples = _sample_of(model, loss_fn, sample_batch, rows, cut, room)
         else:
             try:
-                samples = _samples(model, loss_fn, sample_batch, total, cut, memory_bytes, cost)
+                samples = _samples(model, loss_fn, sample_batch, total, cut, memory_bytes, cost, resident)
             except Exception as error:
                 if additivity.runs_parts or isinstance(error, MisuseError) or is_out_of_memory(error):
                     raise
                 samples = _sample_of(model, loss_fn, sample_batch, total, cut, room)  # the whole batch or nothing
         least = 2 if samples[-1].refused_one else 1
-    resident = tensors_in([*model.parameters(), *model.buffers(), *leaves(sample_batch)])
-    known = {storage_key(tensor) for tensor in resident}
+        measuring_bytes = max(measuring_bytes, *(one.peak_bytes for one in samples))
+    known = {storage_key(t) for t in tensors_in([*model.parameters(), *model.buffers(), *leaves(sample_batch)])}
     found = assemble(
         model, sample_batch, total, samples, cost, host_bandwidth=host_bandwidth, static=known, min_batch=least
     )
-    return dataclasses.replace(found, additivity=additivity, splittable=additivity.adds_up)
+    return dataclasses.replace(
+        found, additivity=additivity, splittable=additivity.adds_up, measuring_bytes=measuring_bytes
+    )
 
 
 def additivity_within(
@@ -140,7 +191,7 @@ def _rows_within(
     few = 2 if batch_norms(model) else 1
     part = next(iter((split or split_batch)(batch, few)))
     try:
-        with meter(model, batch) as live, torch.no_grad():
+        with meter(model, batch, device=counted_device(model)) as live, torch.no_grad():
             before = live.current_bytes
             loss_fn(model, unmarked(part))
     except Exception:  # the user's code, which may need gradients or more rows: measured it will be said
@@ -166,14 +217,15 @@ def check_batch(
     batch: Any, split: Callable[[Any, int], Iterable[Any]] | None, name: str = "batch", *, fake: bool = False
 ) -> int:
     """How many rows the batch has: the size of dim 0, or the number of parts of one row that `split` makes."""
-    if not fake and any(tensor.is_meta for tensor in leaves(batch)):
+    tensors = list(leaves(batch))
+    if not fake and any(tensor.is_meta for tensor in tensors):
         raise invalid(name, batch, "is on the meta device, where tensors have no values", "a batch with values")
     if split is not None:
         rows = sum(1 for _ in split(batch, 1))
         if not rows:
             raise MisuseError("split(batch, 1) gave no part, so there is nothing to train on. Pass a batch with rows.")
         return rows
-    if next(iter(leaves(batch)), None) is None:
+    if not tensors:
         raise invalid(name, batch, "holds no tensor", "a tensor, or a list, tuple, dict or dataclass of tensors")
     rows = size_of_batch(batch, name)
     if not rows:
@@ -212,14 +264,17 @@ def _sample_of(
 
 def _samples(
     model: torch.nn.Module, loss_fn: LossFunction, batch: Any, total: int, cut: _Cut,
-    memory_bytes: int | None, cost: OptimizerCost,
+    memory_bytes: int | None, cost: OptimizerCost, resident: Any,
 ) -> list[Sample]:  # fmt: skip
     if total == 1:
-        return _watched_again(model, loss_fn, batch, cut, [_sample(model, loss_fn, batch, 1, math.inf)], math.inf)
+        room = _room(model, batch, memory_bytes, cost)
+        return _watched_again(
+            model, loss_fn, batch, cut, [_sample(model, loss_fn, batch, 1, room / 6, room, resident)], room / 6
+        )
     if memory_bytes is None:
         samples = _several(model, loss_fn, batch, total, cut)
     else:
-        samples = _growing(model, loss_fn, batch, total, cut, memory_bytes, cost)
+        samples = _growing(model, loss_fn, batch, total, cut, memory_bytes, cost, resident)
     return _timed_in_turn(model, loss_fn, batch, cut, samples)
 
 
@@ -227,9 +282,9 @@ def _timed_in_turn(
     model: torch.nn.Module, loss_fn: LossFunction, batch: Any, cut: _Cut, samples: list[Sample]
 ) -> list[Sample]:
     """Plain passes once more, of all sizes in turn: what disturbed one must not make it look the slower size."""
-    for _ in range(_ROUNDS):
+    for turn in range(_ROUNDS):
         for place, one in enumerate(samples):
-            if one.plain_seconds is not None:
+            if one.plain_seconds is not None and (turn == 0 or one.plain_seconds < _LONG_SECONDS):
                 again = _time_plain(model, loss_fn, next(iter(cut(batch, one.size))))
                 samples[place] = dataclasses.replace(one, plain_seconds=min(one.plain_seconds, again))
     return samples
@@ -259,7 +314,7 @@ def _is_too_little(error: Exception, size: int, little: int = 1) -> bool:
 
 def _growing(
     model: torch.nn.Module, loss_fn: LossFunction, batch: Any, total: int, cut: _Cut,
-    memory_bytes: int, cost: OptimizerCost,
+    memory_bytes: int, cost: OptimizerCost, resident: Any,
 ) -> list[Sample]:  # fmt: skip
     """Double the micro-batch while the next one surely fits, so that measuring stays below the budget too."""
     room = _room(model, batch, memory_bytes, cost)
@@ -268,7 +323,7 @@ def _growing(
     while size <= total:
         part = next(iter(cut(batch, size)))
         try:
-            sample = _sample(model, loss_fn, part, size, room / 6, room)
+            sample = _sample(model, loss_fn, part, size, room / 6, room, resident if not samples else None)
         except Exception as error:
             if samples and is_out_of_memory(error):
                 break
@@ -301,7 +356,9 @@ def _room(model: torch.nn.Module, batch: Any, memory_bytes: int | None, cost: Op
     if memory_bytes is None:
         return math.inf
     static = storage_bytes(model.parameters()) + gradient_bytes(model)
-    static += sum(t.untyped_storage().nbytes() for t in leaves(batch)) + cost.state_bytes
+    device = counted_device(model)
+    there = [tensor for tensor in leaves(batch) if device is None or tensor.device.type == device.type]
+    static += sum(tensor.untyped_storage().nbytes() for tensor in there) + cost.state_bytes
     return max(1.0, float(memory_bytes - static))
 
 
@@ -339,13 +396,19 @@ def _working_bytes(trace: Trace) -> int:
 
 def _sample(
     model: torch.nn.Module, loss_fn: LossFunction, batch: Any, size: int,
-    quota_bytes: float, room_bytes: float = math.inf,
+    quota_bytes: float, room_bytes: float = math.inf, resident: Any = None,
 ) -> Sample:  # fmt: skip
-    trace = _watch(model, loss_fn, batch, quota_bytes)
+    """One micro-batch, watched and timed; `resident` is what there is beside it, to measure the peak of both."""
+    with meter(*resident) if resident is not None else contextlib.nullcontext() as live:
+        trace = _watch(model, loss_fn, batch, quota_bytes)
+    peak = 0 if live is None else live.peak_bytes
     plain = None
     if _plain_bytes(trace) < 0.95 * room_bytes:
-        plain = min(_time_plain(model, loss_fn, batch) for _ in range(_rounds(trace)))
-    return Sample(size, trace, plain)
+        # What is long is timed once more in turn with the other sizes, and that is enough.
+        plain = _time_plain(model, loss_fn, batch)
+        for _ in range(_rounds(trace) - 1 if plain < _LONG_SECONDS else 0):
+            plain = min(plain, _time_plain(model, loss_fn, batch))
+    return Sample(size, trace, plain, peak_bytes=peak)
 
 
 def _watched_again(
@@ -367,7 +430,9 @@ def _watched_again(
 
 
 def _rounds(trace: Trace) -> int:
-    return _MORE_ROUNDS if sum(op.seconds for op in trace.operations) < _SHORT_SECONDS else _ROUNDS
+    if sum(op.seconds for op in trace.operations) >= _SHORT_SECONDS:
+        return _ROUNDS
+    return max(_ROUNDS, min(_MORE_ROUNDS, _FEW_OPERATIONS // max(1, len(trace.operations))))
 
 
 def _watch(model: torch.nn.Module, loss_fn: LossFunction, batch: Any, quota_bytes: float) -> Trace:
@@ -392,8 +457,7 @@ def _time_plain(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) -> fl
     started = seconds_now()
     loss, _ = run_loss(loss_fn, model, batch)
     torch.autograd.backward(loss)
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    wait_for(devices_of(model.parameters()))
     seconds = seconds_now() - started
     drop_gradients(model)
     return seconds

@@ -15,6 +15,7 @@ from gradfit.batches.additivity_record import Additivity
 from gradfit.errors import StateError
 from gradfit.profiling.profile_table import describe
 from gradfit.profiling.step_graph import Graph
+from gradfit.tiling.tiles import Tiles
 from gradfit.units import parse_bytes
 
 
@@ -165,7 +166,12 @@ class Profile:
         host_bandwidth: bytes per second for offloading; 0: not offered.
         device: that it was measured on.
         predicted: whether it was made on fake tensors.
+        measuring_bytes: most bytes that were live while it was measured; 0: not known.
+        tiles: what was cut along tokens when it was measured; None: nothing.
+        tiled: profiles of the same step with tiles, which a plan may choose.
         versions: of torch and Python.
+        tiles: what was cut along tokens when it was measured.
+        tiled: profiles of the same step with tiles.
     """
 
     values: tuple[Value, ...]
@@ -188,9 +194,12 @@ class Profile:
     min_batch: int = 1
     splittable: bool = True  # False: the batch is not to be cut, so its size is the only micro-batch
     additivity: Additivity | None = None  # whether the losses of parts make that of the whole; None: not measured
+    measuring_bytes: int = 0  # peak of all tensors while as little as possible was measured for this profile
     host_bandwidth: float = 0.0  # bytes per second out to the host or a file; 0 means offloading is not offered
     device: str = "cpu"
     predicted: bool = False  # from fake tensors, not measured
+    tiles: Tiles | None = None  # what was cut along tokens when it was measured
+    tiled: tuple[Profile, ...] = ()  # the same step with tiles
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -274,6 +283,14 @@ class Profile:
             op_gathered=[op.gathered_bytes for op in self.operations],
             plain_needs=self.plain_needs,
         )
+
+    def in_tiles(self, tiles: Tiles | None) -> Profile:
+        """The profile of the same step with these tiles, if it was measured; else this one.
+
+        Args:
+            tiles: of a plan; None for none.
+        """
+        return next((one for one in self.tiled if one.tiles == tiles), self)
 
     @cached_property
     def plain_needs(self) -> list[tuple[int, ...]] | None:

@@ -20,14 +20,15 @@ from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import after_accumulation, current_node, graph_task_id, storage_key
 from gradfit._torch_listen import unseen
 from gradfit._torch_storage import StorageWatch, watch_storage
+from gradfit.devices import devices_of, wait_for
 from gradfit.interrupts import uninterrupted
-from gradfit.profiling.clock import seconds_now
+from gradfit.profiling.clock import OperationClock
 from gradfit.source_line import source_line
 from gradfit.tape import replay
 from gradfit.tape.allocate import without_content
 from gradfit.tape.drop import DropAll
 from gradfit.tape.graph import Segment
-from gradfit.tape.listener import Listener
+from gradfit.tape.listener import OperationListener
 from gradfit.tape.mask import MASK, draws_mask, pack, packed_bytes, packing_bytes
 from gradfit.tape.ops import info_of
 from gradfit.tape.record import Recorder
@@ -81,7 +82,7 @@ class _Storage(StorageWatch):
     storage: int
 
 
-class Trace(Listener):
+class Trace(OperationListener):
     """What one forward and backward did. Enter `watching(...)`, run them, read the lists."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -104,8 +105,8 @@ class Trace(Listener):
         self.gathered: dict[int, int] = {}  # by storage address: the bytes of a parameter that FSDP2 gathers, now
         self.gathered_peak_bytes = 0
         self._boundaries: set[int] = set()  # values that enter or leave a unit
-        self._devices = {parameter.device for parameter in model.parameters()}
-        self._wait = any(device.type != "cpu" for device in self._devices)
+        self._devices = devices_of(model.parameters())
+        self._clock = OperationClock()
 
     # ------------------------------------------------------------------------------------------ operations
 
@@ -200,11 +201,10 @@ class Trace(Listener):
 
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
         """An operation's result, and the seconds it took."""
-        started = seconds_now()
+        started = self._clock.start()
         out = func(*args, **kwargs)
-        if self._wait:
-            torch.accelerator.synchronize()
-        return out, seconds_now() - started
+        wait_for(self._devices)
+        return out, self._clock.since(started)
 
     def _inputs(self, nests: Any) -> tuple[tuple[int, ...], bool]:
         """The values that an operation reads, and whether they are all that it reads."""

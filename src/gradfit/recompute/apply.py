@@ -13,6 +13,7 @@ from gradfit.errors import MisuseError, StateError
 from gradfit.not_copied import NotCopied
 from gradfit.planning.plan import Plan
 from gradfit.recompute.planned import Diverged, Script, recording
+from gradfit.tiling.tile import tile_as
 
 _WATCHED = 8  # of so many forwards one is watched after the plan's last decision, too: the others are as fast as plain
 
@@ -35,6 +36,7 @@ class AppliedPlan(NotCopied):
             model.register_forward_hook(self._after, always_call=True),
         ]
         self._block: _Following | None = None
+        self._tiles = None if plan.tiles is None else tile_as(model, plan.tiles)
 
     def __repr__(self) -> str:
         return f"<plan {self.plan.signature} {'applied' if self._hooks else 'removed'}>"
@@ -44,6 +46,8 @@ class AppliedPlan(NotCopied):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self._tiles is not None:
+            self._tiles.remove()
 
     def __enter__(self) -> AppliedPlan:
         if self._block is not None:

@@ -40,8 +40,8 @@ class Evictor(Meter):
     `threshold` is where dropping starts, as a fraction of the limit; above the limit itself nothing may go.
     """
 
-    def __init__(self, limit_bytes: int, *, threshold: float = 1.0) -> None:
-        super().__init__()
+    def __init__(self, limit_bytes: int, *, threshold: float = 1.0, device: torch.device | None = None) -> None:
+        super().__init__(device=device)
         self.limit_bytes = limit_bytes
         self.evictions = 0
         self.refused: BudgetInfeasible | None = None  # what was raised, if nothing has run since
@@ -203,8 +203,8 @@ class Evictor(Meter):
 class Online:
     """Recording and evicting, as one context manager around forward and backward."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.evictor = Evictor(limit_bytes)
+    def __init__(self, limit_bytes: int, *, device: torch.device | None = None) -> None:
+        self.evictor = Evictor(limit_bytes, device=device)
         self._recorder = self.evictor.recorder()
         self._counted: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 

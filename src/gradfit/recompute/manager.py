@@ -130,7 +130,7 @@ class CheckpointManager:
         """Forget a scope.
 
         Args:
-            scope: one that was registered; any other is left alone.
+            scope: one that was registered.
         """
         if not any(known is scope for known in self._scopes):
             raise MisuseError(f"scope: {scope!r} is not registered. Call register_scope() first.")

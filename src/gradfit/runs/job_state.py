@@ -12,55 +12,58 @@ from gradfit._torch_distributed import is_dtensor
 from gradfit.errors import StateError
 from gradfit.profiling.optimizer_bytes import probe_of
 from gradfit.runs.job import Job
-from gradfit.runs.shards import Everybody, Filler, whole
-from gradfit.runs.state_codec import Piece
+from gradfit.runs.shards import Filler, ReadAllRanks, whole
+from gradfit.runs.state_codec import Shard
 from gradfit.state_checks import MANY, same_kind
 
 _EXTRA = "_extra_state"
 
 
 def capture(job: Job) -> dict[str, Any]:
-    """Model (buffers that are not persistent included), optimizer and scheduler; the tensors are the job's own."""
+    """The job's state; its tensors are the job's own.
+
+    Model (buffers that are not persistent included), optimizer, scheduler and loss scaler.
+    """
     extra = {key: value for key, value in job.model.state_dict().items() if key.endswith(_EXTRA)}
-    return {
+    state = {
         "model": _tensors_of(job.model),
         "extra": extra,
         "optimizer": job.optimizer.state_dict(),
         "own": _own_attributes(job.optimizer),
         "scheduler": None if job.scheduler is None else job.scheduler.state_dict(),
     }
+    return state if job.scaler is None else {**state, "scaler": job.scaler.state_dict()}
 
 
 def check(job: Job, state: dict[str, Any]) -> None:
     """Raise a `StateError` unless this state is one of this job."""
-    here = _tensors_of(job.model)
-    saved = _dict(state, "model")
+    _check_model(job.model, _dict(state, "model"), _dict(state, "extra"))
+    _check_optimizer(job.optimizer, _dict(state, "optimizer"))
+    _check_own_attributes(job.optimizer, state.get("own", {}))
+    for name, here in (("scheduler", job.scheduler), ("scaler", job.scaler)):
+        saved = state.get(name)
+        if (saved is None) != (here is None):
+            raise StateError(f"The state and the job must both have a {name} or neither. Resume with the same job.")
+        if here is not None:
+            same_kind(f"The state's {name}", saved, here.state_dict())
+
+
+def _check_model(model: torch.nn.Module, saved: dict[str, Any], saved_extra: dict[str, Any]) -> None:
+    here = _tensors_of(model)
     if missing := sorted(here.keys() - saved.keys()):
         raise StateError(f"The state has no {missing[0]!r} ({len(missing)} missing). Resume with the same model.")
     if strange := sorted(saved.keys() - here.keys()):
         raise StateError(f"The state has {strange[0]!r} ({len(strange)} too many). Resume with the same model.")
     for name, tensor in here.items():
-        _same_kind(f"{name!r}", saved[name], tensor)
-    if (state.get("scheduler") is None) != (job.scheduler is None):
-        raise StateError("The state and the job must both have a scheduler or neither. Resume with the same job.")
-    extra = {key for key in job.model.state_dict() if key.endswith(_EXTRA)}
-    if strange := sorted(_dict(state, "extra").keys() ^ extra):
+        _same_tensor(f"{name!r}", saved[name], tensor)
+    extra = {key for key in model.state_dict() if key.endswith(_EXTRA)}
+    if strange := sorted(saved_extra.keys() ^ extra):
         raise StateError(f"The state's and the model's extra state differ: {strange[0]!r}. Resume with the same model.")
-    _check_optimizer(job.optimizer, _dict(state, "optimizer"))
-    own = _own_attributes(job.optimizer)
-    if strange := sorted(state.get("own", {}).keys() - own.keys()):
-        raise StateError(
-            f"The state's optimizer has {strange[0]!r}, the job's has not. Resume with the same optimizer."
-        )
-    for name, value in state.get("own", {}).items():
-        same_kind(f"The state's optimizer's {name!r}", value, own[name])
-    if job.scheduler is not None:
-        same_kind("The state's scheduler", state["scheduler"], job.scheduler.state_dict())
 
 
-def restore(job: Job, state: dict[str, Any], everybody: Everybody = list) -> None:
-    """Put a state that `check` has passed into the job; what other ranks have of it comes from `everybody`."""
-    filler = Filler(everybody)
+def restore(job: Job, state: dict[str, Any], read_all_ranks: ReadAllRanks = list) -> None:
+    """Put a state that `check` has passed into the job; what other ranks have of it comes from `read_all_ranks`."""
+    filler = Filler(read_all_ranks)
     with torch.no_grad():
         for name, tensor in _tensors_of(job.model).items():
             filler.fill(tensor, state["model"][name], ("model", name))
@@ -75,6 +78,9 @@ def restore(job: Job, state: dict[str, Any], everybody: Everybody = list) -> Non
     if job.scheduler is not None:
         with _said("scheduler"):
             job.scheduler.load_state_dict(state["scheduler"])
+    if job.scaler is not None:
+        with _said("scaler"):
+            job.scaler.load_state_dict(state["scaler"])
 
 
 @contextlib.contextmanager
@@ -111,8 +117,8 @@ def _dict(state: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def _same_kind(name: str, saved: Any, here: torch.Tensor) -> None:
-    content = saved.content if isinstance(saved, Piece) else saved
+def _same_tensor(name: str, saved: Any, here: torch.Tensor) -> None:
+    content = saved.content if isinstance(saved, Shard) else saved
     if not isinstance(content, torch.Tensor):
         raise StateError(f"The state's {name} is a {type(content).__name__}, not a tensor.")
     if tuple(saved.shape) != tuple(here.shape) or content.dtype != here.dtype:
@@ -126,41 +132,61 @@ def _same_kind(name: str, saved: Any, here: torch.Tensor) -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    here = optimizer.state_dict()
     groups, states = saved.get("param_groups"), saved.get("state")
-    if not isinstance(groups, list) or not isinstance(states, dict) or not all(isinstance(g, dict) for g in groups):
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise StateError("The state's optimizer has no groups. It was not written by gradfit train.")
-    if [g.get("params") for g in groups] != [g["params"] for g in here["param_groups"]]:
-        raise StateError(
-            f"The state's optimizer has other groups of parameters than the job's {type(optimizer).__name__}. "
-            "Resume with the same optimizer."
-        )
-    if [set(g) for g in groups] != [set(g) for g in here["param_groups"]]:
-        raise StateError(
-            f"The state is that of another optimizer than {type(optimizer).__name__}. Resume with the same."
-        )
-    for number, (group, own) in enumerate(zip(groups, here["param_groups"], strict=True)):
-        same_kind(f"The state's optimizer's group {number}", group, own)
-        for name in _FRACTIONS & group.keys():
-            for value in group[name] if isinstance(group[name], tuple | list) else [group[name]]:
-                if isinstance(value, int | float) and not 0 <= value <= 1:
-                    raise StateError(f"The state's optimizer has {name} {value!r}, which is not from 0 to 1.")
+    if not isinstance(states, dict):
+        raise StateError("The state's optimizer has no state. It was not written by gradfit train.")
+    _check_groups(optimizer, groups)
     expected = _Expected(optimizer)
     for index, entries in states.items():
         if index not in expected.by_index or not isinstance(entries, dict):
             raise StateError(
                 f"The state's optimizer has an entry for parameter {index!r}, which the job does not have."
             )
-        for name, made in expected.of(index).items() if entries else ():
-            what = f"optimizer's {name!r} of parameter {index}"
-            if name not in entries:
-                raise StateError(f"The state has no {what}. Resume with the same optimizer.")
-            if isinstance(made, torch.Tensor) and isinstance(entries[name], torch.Tensor | Piece):
-                _same_kind(what, entries[name], made)
-            elif entries[name] is not None or not isinstance(made, torch.Tensor):  # some begin with None
-                same_kind(f"The state's {what}", entries[name], made)
-            if name == "step":
-                _check_count(f"The state's {what}", entries[name])
+        if entries:
+            _check_entries(index, entries, expected.of(index))
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
+    here = optimizer.state_dict()["param_groups"]
+    if [group.get("params") for group in groups] != [group["params"] for group in here]:
+        raise StateError(
+            "The state's optimizer has other groups of parameters than the job's "
+            f"{type(optimizer).__name__}. Resume with the same optimizer."
+        )
+    if [set(group) for group in groups] != [set(group) for group in here]:
+        raise StateError(
+            f"The state is that of another optimizer than {type(optimizer).__name__}. Resume with the same."
+        )
+    for number, (group, own) in enumerate(zip(groups, here, strict=True)):
+        same_kind(f"The state's optimizer's group {number}", group, own)
+        for name in _FRACTIONS & group.keys():
+            _check_fractions(name, group[name])
+
+
+_FRACTIONS = {"betas"}  # torch takes roots of what is left to 1
+
+
+def _check_fractions(name: str, values: Any) -> None:
+    for value in values if isinstance(values, tuple | list) else [values]:
+        if isinstance(value, int | float) and not 0 <= value <= 1:
+            raise StateError(f"The state's optimizer has {name} {value!r}, which is not from 0 to 1.")
+
+
+def _check_entries(index: Any, entries: dict[str, Any], expected: dict[str, Any]) -> None:
+    """What the optimizer holds for one parameter, against what its first step makes for one."""
+    for name, made in expected.items():
+        what = f"optimizer's {name!r} of parameter {index}"
+        if name not in entries:
+            raise StateError(f"The state has no {what}. Resume with the same optimizer.")
+        entry = entries[name]
+        if isinstance(made, torch.Tensor) and isinstance(entry, torch.Tensor | Shard):
+            _same_tensor(what, entry, made)
+        elif entry is not None or not isinstance(made, torch.Tensor):  # some begin with None
+            same_kind(f"The state's {what}", entry, made)
+        if name == "step":
+            _check_count(f"The state's {what}", entry)
 
 
 def _check_count(where: str, value: Any) -> None:
@@ -170,7 +196,14 @@ def _check_count(where: str, value: Any) -> None:
         raise StateError(f"{where} is {count!r}, not a number of steps.")
 
 
-_FRACTIONS = {"betas"}  # of others torch takes roots
+def _check_own_attributes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    own = _own_attributes(optimizer)
+    if strange := sorted(saved.keys() - own.keys()):
+        raise StateError(
+            f"The state's optimizer has {strange[0]!r}, the job's has not. Resume with the same optimizer."
+        )
+    for name, value in saved.items():
+        same_kind(f"The state's optimizer's {name!r}", value, own[name])
 
 
 def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -228,10 +261,10 @@ def _gathered(optimizer: torch.optim.Optimizer, saved: dict[str, Any], filler: F
         states[index] = dict(entries)
         spread = is_dtensor(expected.by_index[index][1])
         for name, value in entries.items():
-            if not isinstance(value, Piece) and not spread:
+            if not isinstance(value, Shard) and not spread:
                 continue
             made = expected.of(index).get(name)
-            if not isinstance(value, Piece) and not is_dtensor(made):
+            if not isinstance(value, Shard) and not is_dtensor(made):
                 continue
             if not isinstance(made, torch.Tensor):
                 raise StateError(

@@ -11,25 +11,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gradfit.distributed.launch import Crew
+from gradfit.distributed.launch import Ranks
 from gradfit.errors import StateError
 from gradfit.runs.run_state import check_state
-from gradfit.runs.state_codec import Piece
+from gradfit.runs.state_codec import Shard
 from gradfit.runs.state_files import SavedState, StateStore
 
 
-class CrewStates:
+class RankStates:
     """The states in `out` of all ranks; `store` is where this one writes its own.
 
     >>> import tempfile
-    >>> states = CrewStates(Path(tempfile.mkdtemp()), Crew())
+    >>> states = RankStates(Path(tempfile.mkdtemp()), Ranks())
     >>> states.load() is None
     True
     """
 
-    def __init__(self, out: Path, crew: Crew) -> None:
-        self.out, self._crew = out, crew
-        self.store = self._store_of(crew.rank)
+    def __init__(self, out: Path, ranks: Ranks) -> None:
+        self.out, self._ranks = out, ranks
+        self.store = self._store_of(ranks.rank)
 
     def _store_of(self, rank: int) -> StateStore:
         return StateStore(self.out if rank == 0 else self.out / "ranks" / str(rank), check_state)
@@ -39,19 +39,19 @@ class CrewStates:
 
         A rank that is new to the run gets the first rank's.
         """
-        if self._crew.size == 1:
+        if self._ranks.size == 1:
             saved = self.store.load()
-            if saved is None or not _in_pieces(saved):
+            if saved is None or not _is_sharded(saved):
                 return saved
         problems: list[str] = []
-        steps = self._crew.tell_all({"steps": self.store.steps()})[0]["steps"]
+        steps = self._ranks.tell_all({"steps": self.store.steps()})[0]["steps"]
         for step in steps:
             mine = self._load(step, problems)
-            told = self._crew.tell_all({"ranks": 0 if mine is None else ranks_of(mine)})
-            ranks = told[0]["ranks"]
-            if not ranks or any(one["ranks"] != ranks for one in told[:ranks]):
+            told = self._ranks.tell_all({"ranks": 0 if mine is None else ranks_of(mine)})
+            count = told[0]["ranks"]
+            if not count or any(one["ranks"] != count for one in told[:count]):
                 continue
-            if self._crew.rank >= ranks:
+            if self._ranks.rank >= count:
                 mine = self._store_of(0).load(step)
             if mine is not None:
                 self.store.forget_after(step)
@@ -66,8 +66,8 @@ class CrewStates:
     def _load(self, step: int, problems: list[str]) -> SavedState | None:
         try:
             mine = self.store.load(step)
-            if mine is not None and self._crew.rank == 0 and _in_pieces(mine):
-                for rank in range(self._crew.size, ranks_of(mine)):  # nobody is there to look at theirs
+            if mine is not None and self._ranks.rank == 0 and _is_sharded(mine):
+                for rank in range(self._ranks.size, ranks_of(mine)):  # nobody is there to look at theirs
                     if step not in self._store_of(rank).steps():
                         raise StateError(f"rank {rank} has no state of step {step}.")
             return mine
@@ -75,7 +75,7 @@ class CrewStates:
             problems.append(str(error))
             return None
 
-    def everybody(self, saved: SavedState) -> list[Mapping[str, Any]]:
+    def read_all_ranks(self, saved: SavedState) -> list[Mapping[str, Any]]:
         """The job's state as each rank wrote it together with this one; tensors are read where they are indexed."""
         found = []
         for rank in range(ranks_of(saved)):
@@ -94,7 +94,7 @@ def ranks_of(saved: SavedState) -> int:
     return int(saved.content.get("ranks", 1))
 
 
-def _in_pieces(saved: SavedState) -> bool:
+def _is_sharded(saved: SavedState) -> bool:
     job = saved.content.get("job")
     model = job.get("model") if isinstance(job, dict) else None
-    return isinstance(model, dict) and any(isinstance(tensor, Piece) for tensor in model.values())
+    return isinstance(model, dict) and any(isinstance(tensor, Shard) for tensor in model.values())

@@ -14,9 +14,10 @@ import torch
 from gradfit.errors import StateError
 from gradfit.fitting.plan_state import check_plan
 from gradfit.runs.random_state import check_random
-from gradfit.runs.state_codec import Piece
+from gradfit.runs.state_codec import Shard
 from gradfit.state_checks import (
     any_number,
+    boolean,
     dict_of,
     fields,
     integer,
@@ -38,8 +39,8 @@ def _generator(where: str, value: Any) -> None:
     tensor(torch.uint8)(where, value)
 
 
-def _tensor_or_piece(where: str, value: Any) -> None:
-    if not isinstance(value, Piece):
+def _tensor_or_shard(where: str, value: Any) -> None:
+    if not isinstance(value, Shard):
         tensor()(where, value)
 
 
@@ -55,7 +56,7 @@ check_settings = fields(
         "steps": optional(integer(1)),
         "epochs": optional(integer(1)),
     },
-    {"micro_batch": optional(_size_or_whole)},
+    {"micro_batch": optional(_size_or_whole), "tile": boolean},
 )
 _DATA = fields(
     {
@@ -83,12 +84,12 @@ _PROGRESS = fields(
 )
 _JOB = fields(
     {
-        "model": dict_of(_tensor_or_piece),
+        "model": dict_of(_tensor_or_shard),
         "extra": dict_of(anything),
         "optimizer": anything,
         "scheduler": anything,
     },
-    {"own": dict_of(anything)},  # since an optimizer's own attributes are saved too
+    {"own": dict_of(anything), "scaler": dict_of(anything)},  # that an earlier version did not save
 )
 _STATE = fields(
     {

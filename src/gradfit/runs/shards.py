@@ -17,24 +17,24 @@ from torch import Tensor
 
 from gradfit._torch_distributed import is_dtensor, shard_of
 from gradfit.errors import StateError
-from gradfit.runs.state_codec import Piece
+from gradfit.runs.state_codec import Shard
 
-Everybody = Callable[[], list[Mapping[str, Any]]]
+ReadAllRanks = Callable[[], list[Mapping[str, Any]]]
 """The same part of the state of every rank that the run had, read on demand."""
 
 
 class Filler:
     """Copies saved content into tensors: from this rank's own state where that has it, else from everybody's."""
 
-    def __init__(self, everybody: Everybody) -> None:
-        self._everybody = everybody
+    def __init__(self, read_all_ranks: ReadAllRanks) -> None:
+        self._read_all_ranks = read_all_ranks
         self._missing: dict[tuple[Any, ...], Tensor] = {}
 
-    def fill(self, tensor: Tensor, saved: Tensor | Piece, path: tuple[Any, ...]) -> None:
+    def fill(self, tensor: Tensor, saved: Tensor | Shard, path: tuple[Any, ...]) -> None:
         """Give a tensor its saved content, now or when `finish` is called; `path` leads to it in any rank's state."""
         shard = shard_of(tensor)
         local, offset = (tensor, (0,) * tensor.dim()) if shard is None else shard
-        piece = as_piece(saved)
+        piece = as_shard(saved)
         window = []
         for at, size, start, there in zip(offset, local.shape, piece.offset, piece.content.shape, strict=True):
             window.append(slice(at - start, at - start + size))
@@ -48,8 +48,8 @@ class Filler:
         """Read what this rank's own state did not have."""
         if not self._missing:
             return
-        states = self._everybody()
-        pieces = {path: [as_piece(_follow(state, path)) for state in states] for path in self._missing}
+        states = self._read_all_ranks()
+        pieces = {path: [as_shard(_follow(state, path)) for state in states] for path in self._missing}
         name = "/".join  # unlike the nest's own names, these only have to be different
         reshard(
             {name(map(str, path)): tensor for path, tensor in self._missing.items()},
@@ -58,14 +58,14 @@ class Filler:
         self._missing = {}
 
 
-def as_piece(saved: Any) -> Piece:
+def as_shard(saved: Any) -> Shard:
     """A whole tensor is the only piece of itself."""
-    if isinstance(saved, Piece):
+    if isinstance(saved, Shard):
         return saved
     if not isinstance(saved, Tensor) and not hasattr(saved, "get_shape"):
         raise StateError(f"A rank's state has a {type(saved).__name__} where there must be a tensor.")
     shape = tuple(saved.shape if isinstance(saved, Tensor) else saved.get_shape())
-    return Piece(saved, shape, (0,) * len(shape))
+    return Shard(saved, shape, (0,) * len(shape))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def whole(tensor: Tensor) -> Tensor:
     return gathered
 
 
-def reshard(targets: dict[str, Tensor], pieces: Mapping[str, list[Piece]]) -> None:
+def reshard(targets: dict[str, Tensor], pieces: Mapping[str, list[Shard]]) -> None:
     """Fill tensors, sharded or not, from pieces of any layout, by name."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -90,7 +90,7 @@ def reshard(targets: dict[str, Tensor], pieces: Mapping[str, list[Piece]]) -> No
         )
 
 
-def _distinct(name: str, pieces: list[Piece]) -> list[Piece]:
+def _distinct(name: str, pieces: list[Shard]) -> list[Shard]:
     """Each part once, however many ranks have it; all parts must be there."""
     found = {piece.offset: piece for piece in pieces if math.prod(_size(piece))}
     shape = pieces[0].shape
@@ -103,7 +103,7 @@ def _distinct(name: str, pieces: list[Piece]) -> list[Piece]:
     return list(found.values())
 
 
-def _size(piece: Piece) -> list[int]:
+def _size(piece: Shard) -> list[int]:
     content = piece.content
     return list(content.shape) if isinstance(content, Tensor) else content.get_shape()
 
@@ -117,7 +117,7 @@ def _follow(nest: Any, path: tuple[Any, ...]) -> Any:
     return nest
 
 
-def _reader(pieces: Mapping[str, list[Piece]]) -> Any:
+def _reader(pieces: Mapping[str, list[Shard]]) -> Any:
     """What `torch.distributed.checkpoint` reads from: it asks for parts of pieces, and is given them."""
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,

@@ -11,7 +11,7 @@ import collections
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,8 +25,8 @@ _LONG = 1024  # from so many numbers on, a list is written as a tensor
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One rank's part of a tensor that is sharded over the ranks: `content`, which begins at `offset` of `shape`."""
+class Shard:
+    """One rank's part of a tensor: `content`, which begins at `offset` of the whole, of `shape`."""
 
     content: Any
     shape: tuple[int, ...]
@@ -36,60 +36,97 @@ class Piece:
 def flatten(nest: Any, *, name: str = "") -> tuple[Any, dict[str, torch.Tensor]]:
     """A nest as what JSON can hold, and its tensors by name.
 
+    Args:
+        nest: Tensors, numbers, text, lists, tuples and dicts.
+        name: Before the names of its tensors.
+
     >>> flatten({"lr": (0.1, float("inf")), "state": {0: torch.ones(2)}})[0]
     {'lr': {'$tuple': [0.1, {'$float': 'inf'}]}, 'state': {'$items': [[0, {'$tensor': 'state.0'}]]}}
     """
-    tensors = _Tensors()
-    return _encode(nest, name, tensors, 0), tensors.by_name
+    tensors = _NamedTensors()
+    return _Encoder(tensors).encode(nest, name, 0), tensors.by_name
 
 
 def unflatten(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """What `flatten` was given; a `StateError` for anything it could not have written.
 
+    Args:
+        data: The JSON.
+        tensors: The tensors that it refers to, by name.
+
     >>> unflatten({"$tuple": [1, {"$tensor": "a"}]}, {"a": torch.ones(1)})
     (1, tensor([1.]))
     """
-    used: set[str] = set()
-    nest = _decode(data, tensors, used, 0)
-    unused = sorted(set(tensors) - used)
+    decoder = _Decoder(tensors)
+    nest = decoder.decode(data, 0)
+    unused = sorted(set(tensors) - decoder.used)
     if unused:
         raise StateError(f"The state has {len(unused)} tensors that nothing refers to, the first is {unused[0]!r}.")
     return nest
 
 
-def _encode(value: Any, name: str, tensors: _Tensors, depth: int) -> Any:
-    if depth > _MAX_DEPTH:
-        raise StateError(f"{name[:60]}… is nested more than {_MAX_DEPTH} deep, which a state file cannot hold.")
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, int):
+# ------------------------------------------------------------------------------------ writing
+
+
+class _Encoder:
+    """Writes one nest; its tensors are added to those given."""
+
+    def __init__(self, tensors: _NamedTensors) -> None:
+        self._tensors = tensors
+
+    def encode(self, value: Any, name: str, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise StateError(f"{name[:60]}… is nested more than {_MAX_DEPTH} deep, which a state file cannot hold.")
+        if value is None or isinstance(value, bool | str):
+            return value
+        if isinstance(value, np.generic):
+            value = value.item()
+        for kind, encode in self._KINDS:
+            if isinstance(value, kind):
+                return encode(self, value, name, depth)
+        raise StateError(
+            f"{name or 'The state'} is a {type(value).__module__}.{type(value).__name__}, which a "
+            "state file cannot hold: only tensors, numbers, text, lists, tuples and dicts. Leave it "
+            "out of state_dict()."
+        )
+
+    def _integer(self, value: int, name: str, depth: int) -> Any:
         return _checked_integer(int(value), name)
-    if isinstance(value, float):
+
+    def _float(self, value: float, name: str, depth: int) -> Any:
         return float(value) if math.isfinite(value) else {"$float": str(float(value))}
-    if isinstance(value, torch.Tensor):
-        shard = shard_of(value)
-        if shard is None:
-            return {"$tensor": tensors.add(value, name)}
-        return {"$piece": [tensors.add(shard[0], name), list(value.shape), list(shard[1])]}
-    if isinstance(value, tuple):
-        return {"$tuple": _encode(list(value), name, tensors, depth)}
-    if isinstance(value, list):
+
+    def _tensor(self, value: torch.Tensor, name: str, depth: int) -> Any:
+        local = shard_of(value)
+        if local is None:
+            return {"$tensor": self._tensors.add(value, name)}
+        content, offset = local
+        return {"$piece": [self._tensors.add(content, name), list(value.shape), list(offset)]}
+
+    def _tuple(self, value: tuple[Any, ...], name: str, depth: int) -> Any:
+        return {"$tuple": self.encode(list(value), name, depth)}
+
+    def _list(self, value: list[Any], name: str, depth: int) -> Any:
         numbers = _as_numbers(value)
         if numbers is not None:
-            return {"$numbers": tensors.add(numbers, name)}
-        return [_encode(item, f"{name}.{index}", tensors, depth + 1) for index, item in enumerate(value)]
-    if isinstance(value, Mapping):
-        parts = [(key, _encode(item, f"{name}.{key}".lstrip("."), tensors, depth + 1)) for key, item in value.items()]
-        if isinstance(value, collections.Counter):
-            return {"$counter": [[_encode(key, name, tensors, depth + 1), count] for key, count in parts]}
-        if all(type(key) is str and not key.startswith("$") for key, _ in parts):
+            return {"$numbers": self._tensors.add(numbers, name)}
+        return [self.encode(item, f"{name}.{n}", depth + 1) for n, item in enumerate(value)]
+
+    def _mapping(self, value: Mapping[Any, Any], name: str, depth: int) -> Any:
+        parts = [(key, self.encode(item, f"{name}.{key}".lstrip("."), depth + 1)) for key, item in value.items()]
+        plain = all(type(key) is str and not key.startswith("$") for key in value)
+        if plain and not isinstance(value, collections.Counter):
             return dict(parts)
-        return {"$items": [[_encode(key, name, tensors, depth + 1), item] for key, item in parts]}
-    raise StateError(
-        f"{name or 'The state'} is a {type(value).__module__}.{type(value).__name__}, which a state file cannot hold: "
-        "only tensors, numbers, text, lists, tuples and dicts. Leave it out of state_dict()."
+        mark = "$counter" if isinstance(value, collections.Counter) else "$items"
+        return {mark: [[self.encode(key, name, depth + 1), item] for key, item in parts]}
+
+    _KINDS: ClassVar[tuple[tuple[type, Any], ...]] = (
+        (int, _integer),
+        (float, _float),
+        (torch.Tensor, _tensor),
+        (tuple, _tuple),
+        (list, _list),
+        (Mapping, _mapping),
     )
 
 
@@ -107,13 +144,13 @@ def _as_numbers(values: list[Any]) -> torch.Tensor | None:
         return None
     kinds = set(map(type, values))
     if kinds == {float}:
-        return torch.tensor(values, dtype=torch.float64)
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
     if kinds == {int} and min(values) >= -(2**63) and max(values) < 2**63:
-        return torch.tensor(values, dtype=torch.int64)
+        return torch.tensor(values, dtype=torch.int64, device="cpu")
     return None
 
 
-class _Tensors:
+class _NamedTensors:
     """Tensors by name; one that is met again keeps its first name, so that it is one tensor again when it is read."""
 
     def __init__(self) -> None:
@@ -142,68 +179,97 @@ def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
-def _decode(data: Any, tensors: Mapping[str, torch.Tensor], used: set[str], depth: int) -> Any:
-    if depth > _MAX_DEPTH:
-        raise StateError(f"The state is nested more than {_MAX_DEPTH} deep, so gradfit did not write it.")
-    if isinstance(data, list):
-        return [_decode(item, tensors, used, depth + 1) for item in data]
-    if type(data) is int:
-        return _checked_integer(data, "A number of the state")
-    if not isinstance(data, dict):
-        return data
-    mark = next(iter(data), "")
-    if len(data) != 1 or not mark.startswith("$"):
-        return {key: _decode(item, tensors, used, depth + 1) for key, item in data.items()}
-    content = data[mark]
-    if mark == "$tensor" and isinstance(content, str):
-        return _look_up(content, tensors, used)
-    if mark == "$piece" and isinstance(content, list) and len(content) == 3:
-        return _piece(content, tensors, used)
-    if mark == "$float" and content in ("nan", "inf", "-inf"):
-        return float(content)
-    if mark == "$numbers" and isinstance(content, str):
-        return _numbers(_look_up(content, tensors, used), content)
-    if mark == "$tuple" and isinstance(items := _decode(content, tensors, used, depth), list):
-        return tuple(items)
-    if mark in ("$items", "$counter") and isinstance(content, list):
-        try:
-            pairs = [(_decode(k, tensors, used, depth + 1), _decode(v, tensors, used, depth + 1)) for k, v in content]
-            found = dict(pairs)
-        except (TypeError, ValueError) as error:
-            if isinstance(error, StateError):
-                raise
-            raise StateError(f"The state has a {mark} that is not a list of pairs.") from None
-        if mark == "$items":
-            return found
+# ------------------------------------------------------------------------------------ reading
+
+
+class _Decoder:
+    """Reads one nest, and notes which tensors it `used`."""
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        self._tensors, self.used = tensors, set[str]()
+
+    def decode(self, data: Any, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise StateError(f"The state is nested more than {_MAX_DEPTH} deep, so gradfit did not write it.")
+        if isinstance(data, list):
+            return [self.decode(item, depth + 1) for item in data]
+        if type(data) is int:
+            return _checked_integer(data, "A number of the state")
+        if not isinstance(data, dict):
+            return data
+        mark = next(iter(data), "")
+        if len(data) != 1 or not mark.startswith("$"):
+            return {key: self.decode(item, depth + 1) for key, item in data.items()}
+        kind, decode = self._MARKS.get(mark, (None, None))
+        if kind is None or not isinstance(data[mark], kind):
+            raise StateError(f"The state has an unknown mark {mark!r}.")
+        return decode(self, data[mark], depth)
+
+    def _tensor(self, name: str, depth: int) -> Any:
+        if name not in self._tensors:
+            raise StateError(f"The state refers to a tensor {name!r} that is not in its file.")
+        self.used.add(name)
+        return self._tensors[name]
+
+    def _float(self, text: str, depth: int) -> float:
+        if text not in ("nan", "inf", "-inf"):
+            raise StateError(f"The state has a $float {text[:60]!r}.")
+        return float(text)
+
+    def _tuple(self, content: list[Any] | dict[str, Any], depth: int) -> tuple[Any, ...]:
+        if isinstance(content, dict) and list(content) != ["$numbers"]:  # of many numbers
+            raise StateError("The state has a $tuple that is not a list.")
+        return tuple(self.decode(content, depth))
+
+    def _items(self, content: list[Any], depth: int) -> dict[Any, Any]:
+        found = {}
+        for pair in content:
+            if not isinstance(pair, list) or len(pair) != 2:
+                raise StateError("The state has a dict that is not a list of pairs.")
+            key, value = (self.decode(one, depth + 1) for one in pair)
+            try:
+                found[key] = value
+            except TypeError:
+                raise StateError("The state has a dict with a key that is none.") from None
+        return found
+
+    def _counter(self, content: list[Any], depth: int) -> collections.Counter[Any]:
+        found = self._items(content, depth)
         if not all(type(count) is int for count in found.values()):
             raise StateError("The state has a $counter that does not count.")
         return collections.Counter(found)
-    raise StateError(f"The state has an unknown mark {mark!r}.")
+
+    def _numbers(self, name: str, depth: int) -> list[Any]:
+        content = self._tensor(name, depth)
+        numbers = content if isinstance(content, torch.Tensor) else content[:]
+        if numbers.dtype not in (torch.int64, torch.float64) or numbers.dim() != 1:
+            shown = f"{tuple(numbers.shape)} of {numbers.dtype}"
+            raise StateError(f"The state's {name!r} is no list of numbers: {shown}.")
+        found: list[Any] = numbers.tolist()
+        return found
+
+    def _shard(self, data: list[Any], depth: int) -> Shard:
+        if len(data) != 3 or not isinstance(data[0], str):
+            raise StateError("The state has a $piece that names no tensor.")
+        name, shape, offset = data
+        content = self._tensor(name, depth)
+        size = list(content.shape if isinstance(content, torch.Tensor) else content.get_shape())
+        if not all(map(_are_sizes, (shape, offset))) or not len(shape) == len(offset) == len(size):
+            raise StateError(f"The state's {name!r} is no piece of a tensor: {size} at {offset!r} of {shape!r}.")
+        if any(at + n > total for at, n, total in zip(offset, size, shape, strict=True)):
+            raise StateError(f"The state's {name!r} reaches beyond its tensor: {size} at {offset} of {shape}.")
+        return Shard(content, tuple(shape), tuple(offset))
+
+    _MARKS: ClassVar[dict[str, tuple[Any, Any]]] = {
+        "$tensor": (str, _tensor),
+        "$float": (str, _float),
+        "$numbers": (str, _numbers),
+        "$piece": (list, _shard),
+        "$tuple": ((list, dict), _tuple),
+        "$items": (list, _items),
+        "$counter": (list, _counter),
+    }
 
 
-def _numbers(content: Any, name: str) -> list[Any]:
-    numbers = content if isinstance(content, torch.Tensor) else content[:]
-    if numbers.dtype not in (torch.int64, torch.float64) or numbers.dim() != 1:
-        raise StateError(f"The state's {name!r} is no list of numbers: {tuple(numbers.shape)} of {numbers.dtype}.")
-    found: list[Any] = numbers.tolist()
-    return found
-
-
-def _look_up(name: Any, tensors: Mapping[str, Any], used: set[str]) -> Any:
-    if not isinstance(name, str) or name not in tensors:
-        raise StateError(f"The state refers to a tensor {name!r} that is not in its file.")
-    used.add(name)
-    return tensors[name]
-
-
-def _piece(data: list[Any], tensors: Mapping[str, Any], used: set[str]) -> Piece:
-    name, shape, offset = data
-    content = _look_up(name, tensors, used)
-    size = list(content.shape if isinstance(content, torch.Tensor) else content.get_shape())
-    numbers = [shape, offset, size]
-    whole = all(isinstance(one, list) and all(type(n) is int and n >= 0 for n in one) for one in numbers)
-    if not whole or not len(shape) == len(offset) == len(size):
-        raise StateError(f"The state's {name!r} is no piece of a tensor: {size} at {offset!r} of {shape!r}.")
-    if any(at + n > total for at, n, total in zip(offset, size, shape, strict=True)):
-        raise StateError(f"The state's {name!r} reaches beyond its tensor: {size} at {offset} of {shape}.")
-    return Piece(content, tuple(shape), tuple(offset))
+def _are_sizes(numbers: Any) -> bool:
+    return isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)

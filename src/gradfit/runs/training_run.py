@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gradfit.accumulate import accumulator_state as window_state
-from gradfit.distributed.launch import Crew
+from gradfit.distributed.launch import Ranks
 from gradfit.errors import MisuseError, StateError
 from gradfit.fitting.fit import fit
 from gradfit.fitting.plan_state import read_plan, write_plan
@@ -31,7 +31,7 @@ from gradfit.runs.job import Job
 from gradfit.runs.random_state import random_state, restore_random, seed_everything
 from gradfit.runs.rank_states import ranks_of
 from gradfit.runs.run_state import check_state
-from gradfit.runs.shards import Everybody
+from gradfit.runs.shards import ReadAllRanks
 from gradfit.runs.state_files import SavedState, StateStore, write_atomically
 from gradfit.tree import split_batch
 from gradfit.units import format_bytes
@@ -45,14 +45,25 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What makes two runs the same run: resuming with other numbers would be another one."""
+    """What makes two runs the same run: resuming with other numbers would be another one.
+
+    Args:
+        batch_size: Rows in one update, of all ranks together.
+        memory_bytes: The budget of this rank.
+        seed: Of the model, the data's order and all randomness.
+        steps: Updates to make in all, if `epochs` do not say when to end.
+        epochs: Passes over the data.
+        micro_batch: Rows that run at once, "whole" never to cut a batch, None to choose.
+        tile: Whether plans may cut along tokens.
+    """
 
     batch_size: int
     memory_bytes: int
     seed: int = 0
     steps: int | None = None
     epochs: int | None = None
-    micro_batch: int | str | None = None  # "whole" never to cut a batch
+    micro_batch: int | str | None = None
+    tile: bool = True
 
 
 @dataclass
@@ -86,7 +97,7 @@ class Listener:
         """A state was written."""
 
 
-class Run:
+class TrainingRun:
     """One training run of a job.
 
     >>> import tempfile
@@ -98,8 +109,8 @@ class Run:
     ...     torch.optim.SGD(model.parameters(), lr=0.1),
     ...     batch_size=8,
     ... )
-    >>> run = Run(job, RunSettings(batch_size=8, memory_bytes=2**20, steps=6), store=StateStore(tempfile.mkdtemp()))
-    >>> run.train().step
+    >>> settings = RunSettings(batch_size=8, memory_bytes=2**20, steps=6)
+    >>> TrainingRun(job, settings, store=StateStore(tempfile.mkdtemp())).train().step
     6
     """
 
@@ -111,20 +122,20 @@ class Run:
         store: StateStore | None = None,
         listener: Listener | None = None,
         stop: Callable[[], bool] = lambda: False,
-        crew: Crew | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         if settings.steps is None and settings.epochs is None:
             raise MisuseError("Neither steps nor epochs is given. Pass steps=100 or epochs=1.")
         self.job, self.settings, self.store = job, settings, store
         self.listener = listener or Listener()
         self._stop = stop
-        self.crew = Crew() if crew is None else crew
+        self.ranks = Ranks() if ranks is None else ranks
         self.batches = Batches(
             job.data, batch_size=settings.batch_size, seed=settings.seed, as_they_come=job.split is not None
         )
-        if self.crew.size > 1 and self.batches.rows is None:
+        if self.ranks.size > 1 and self.batches.rows is None:
             raise MisuseError(
-                f"data come as batches, which cannot be divided among {self.crew.size} ranks. Pass tensors or a "
+                f"data come as batches, which cannot be divided among {self.ranks.size} ranks. Pass tensors or a "
                 "map-style Dataset as the job's data."
             )
         self.step_number = 0
@@ -135,10 +146,10 @@ class Run:
         self._saved_at = -1.0
         self._save_seconds = 0.0
 
-    def resume(self, saved: SavedState, everybody: Everybody = list) -> None:
+    def resume(self, saved: SavedState, read_all_ranks: ReadAllRanks = list) -> None:
         """Go on from a state; everything is checked before the job is touched.
 
-        `everybody` gives every rank's part of the job, for a model that was sharded over another number of ranks.
+        `read_all_ranks` gives every rank's part of the job, for a model that was sharded over another number of ranks.
         """
         state = saved.content
         try:
@@ -151,8 +162,10 @@ class Run:
             if isinstance(error, StateError):
                 raise
             raise StateError(f"{saved.path.name} is not a state of gradfit train ({error!r}).") from None
-        if ranks_of(saved) != self.crew.size:
-            self.listener.note(f"The run had {ranks_of(saved)} ranks and has {self.crew.size}: it goes on at the step.")
+        if ranks_of(saved) != self.ranks.size:
+            self.listener.note(
+                f"The run had {ranks_of(saved)} ranks and has {self.ranks.size}: it goes on at the step."
+            )
             state = self._at_its_step(state, ranks_of(saved))
             fitted = []
         if state["settings"]["memory_bytes"] != self.settings.memory_bytes:
@@ -164,7 +177,7 @@ class Run:
             self.listener.note("The budget is another than before, so the plan is made anew.")
             fitted = []
         self._state = {**state, "plans": fitted}
-        snapshot.restore(self.job, state["job"], everybody)
+        snapshot.restore(self.job, state["job"], read_all_ranks)
         self.step_number = state["step"]
 
     def _at_its_step(self, state: dict[str, Any], ranks: int) -> dict[str, Any]:
@@ -172,8 +185,8 @@ class Run:
         job, place = state["job"], state["place"]
         if state["progress"] is not None:
             job = {**job, "model": {**job["model"], **state["progress"].get("buffers", {})}}
-        if self.crew.rank >= ranks:  # what it was given is another rank's, and so are its random numbers
-            seed_everything(self.settings.seed + self.crew.rank + 1_000_003 * state["step"])
+        if self.ranks.rank >= ranks:  # what it was given is another rank's, and so are its random numbers
+            seed_everything(self.settings.seed + self.ranks.rank + 1_000_003 * state["step"])
             place = {**place, "random": random_state()}
         return {**state, "job": job, "place": place, "progress": None, "accumulator": None}
 
@@ -192,7 +205,7 @@ class Run:
                 if progress is not None:
                     restore_random(progress.pop("random"))
                 before = time.perf_counter()
-                part = self.crew.part(batch)
+                part = self.ranks.part(batch)
                 result = (
                     step.idle()
                     if part is None
@@ -210,7 +223,7 @@ class Run:
                 report.peak_bytes = max(report.peak_bytes, result.peak_bytes)
                 self.listener.stepped(self.step_number, result, time.perf_counter() - before)
                 place = self._place()
-                stop, due = self.crew.any_of(self._stop(), self._is_due())
+                stop, due = self.ranks.any_of(self._stop(), self._is_due())
                 if stop or due:
                     self._save(place)
                 if stop:
@@ -230,10 +243,10 @@ class Run:
         if state is not None:
             self.batches.restore(place["data"])
         batch = self.batches.next()
-        sample = self.crew.part(batch)
+        sample = self.ranks.part(batch)
         if sample is None:
             sample = next(iter(split_batch(batch, 1)))
-        rows = -(-self.settings.batch_size // self.crew.size) if self.job.split is None else None
+        rows = -(-self.settings.batch_size // self.ranks.size) if self.job.split is None else None
         self.step = step = fit(
             self.job.model,
             self.job.optimizer,
@@ -245,6 +258,8 @@ class Run:
             known=() if state is None else state["plans"],
             reproducible=True,
             micro_batch=self.settings.micro_batch,
+            tile=self.settings.tile,
+            **self.job.fit_options,
         )
         del sample, batch
         self.batches.restore(place["data"])
@@ -289,7 +304,7 @@ class Run:
         if self._is_due() or (asked and not self._leaving):
             self._save(place, progress={**done._asdict(), "window": None, "random": random_state()})
             self._leaving = asked
-        if asked and self.crew.size == 1:
+        if asked and self.ranks.size == 1:
             raise Interrupted
 
     def _is_due(self) -> bool:
@@ -306,7 +321,7 @@ class Run:
             "place": place,
             "progress": progress,
             "accumulator": window_state.save(self.step.accumulator),
-            "ranks": self.crew.size,
+            "ranks": self.ranks.size,
             "job": snapshot.capture(self.job),
             "plans": [write_plan(fitted, self._text) for fitted in self.step.known],
         }
@@ -325,14 +340,15 @@ class Run:
     def _save_model(self) -> None:
         if self.store is None:
             return
-        tensors = snapshot.whole_model(self.job.model, keep=self.crew.rank == 0)  # by all ranks together
-        if self.crew.rank == 0:
+        tensors = snapshot.whole_model(self.job.model, keep=self.ranks.rank == 0)  # by all ranks together
+        if self.ranks.rank == 0:
             write_atomically(self.store.directory / "model.safetensors", tensors)
 
 
 def _check_settings(saved: dict[str, Any], now: RunSettings) -> None:
-    for name, option in (("batch_size", "--batch-size"), ("seed", "--seed"), ("micro_batch", "--micro-batch")):
-        before = saved.get(name)
+    options = {"batch_size": "--batch-size", "seed": "--seed", "micro_batch": "--micro-batch", "tile": "--tile"}
+    for name, option in options.items():
+        before = saved.get(name, True if name == "tile" else None)  # which states of older versions do not have
         if before != getattr(now, name):
             raise StateError(
                 f"The run was begun with {name} {before}, not {getattr(now, name)}: that would be another run. "

@@ -19,7 +19,7 @@ class _Open(threading.local):
 _open = _Open()
 
 
-class Listener:
+class OperationListener:
     """Hears this thread's operators, below autograd, while it is entered; in a backward pass, the engine's threads too.
 
     Views need not be heard. What it runs itself is heard by those who were entered before.

@@ -127,7 +127,7 @@ def check_gradients(fn: Callable[..., Any], *inputs: Any, eps: float | None = No
             differences = probe.at(at, flat, eps)
             # Beside the bar: the backward rounds too, in proportion to its own size and to its neighbours'.
             tolerance = _SAFETY * differences.bar + relative * abs(value) + 64 * precision * largest
-            index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), inputs[at].shape))
+            index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), inputs[at].shape))
             result = ElementCheck(at, index, value, differences.value, tolerance)
             if result.excess > 1 and math.isfinite(value) and differences.kink_allows(value, tolerance):
                 unresolved += 1

@@ -47,7 +47,7 @@ class GradientMap(MutableMapping[Key, Tensor]):
     tensor([12., 16.])
     """
 
-    def __init__(self, gradients: Mapping[Key, Tensor] | Iterable[tuple[Key, Tensor]] = ()) -> None:
+    def __init__(self, gradients: Mapping[Any, Tensor] | Iterable[tuple[Key, Tensor]] = ()) -> None:
         self._gradients: dict[Key, Tensor] = {}  # by name where there is one, else by tensor (hashed by identity)
         self._tensors: dict[str, Tensor] = {}
         self._names: dict[Tensor, str] = {}
@@ -179,7 +179,7 @@ class GradientMap(MutableMapping[Key, Tensor]):
 
     # -- arithmetic -----------------------------------------------------------------------------------------------
 
-    def add_(self, other: Mapping[Key, Tensor], *, alpha: float = 1.0) -> GradientMap:
+    def add_(self, other: Mapping[Any, Tensor], *, alpha: float = 1.0) -> GradientMap:
         """Add `alpha * other`; entries that are not here yet are copied in.
 
         Args:

@@ -1,0 +1,248 @@
+"""What share each term of a part's loss has in the loss of the whole batch, where one weight for all cannot be right.
+
+Two means in one loss may be over different items: tokens and rows, or labels that are ignored in one task and not in
+the other. Each then has a total of its own, and what has been added up under another total can no longer be mended. So
+the parts are counted before the first backward pass: a forward of each, in which no activation is kept, reads every
+term's divisor and value. A part's terms are then scaled one by one, by multiplying the gradient that enters the node
+of each term's reduction.
+
+The same forward shows counts that were clamped (`mask.sum().clamp(min=1)`), which a part without items needs.
+
+Cost: one forward more for each part. Memory: less than the forward that follows takes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from gradfit._torch_listen import eager_functions
+from gradfit.batches.denominator import Denominator, Term, read_denominator
+from gradfit.batches.loss import PartLoss, read_loss
+from gradfit.batches.scalars import ScalarReader
+from gradfit.batches.snapshot import Generators
+from gradfit.errors import MisuseError
+from gradfit.tree import repeat_rows, split_batch, unmarked
+
+_NEXT = "Return gf.Loss(sum=…, count=…), or pass fit(micro_batch='whole')."
+
+
+@dataclass(frozen=True, slots=True)
+class TermCount:
+    """One term of one part's loss."""
+
+    divisor: float
+    """What its sum was divided by."""
+    items: float
+    """The same if it was not clamped: what adds up over parts."""
+    value: float
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether a sum that was not 0 was divided by 0 items: nothing can tell any more what it was."""
+        return self.divisor == 0 and not math.isnan(self.value) and self.value != 0
+
+    @property
+    def floor(self) -> float:
+        """What the divisor is at least, as far as this part shows."""
+        return self.divisor if self.items < self.divisor else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PartShare:
+    """How one part enters the whole."""
+
+    factors: tuple[float, ...]
+    """By which each of its terms is multiplied."""
+    divisors: tuple[float, ...]
+    value: float
+    """What it then contributes to the loss of the whole."""
+
+
+def without_activations() -> saved_tensors_hooks:
+    """Inside, autograd keeps single numbers of what it saves, which say what was divided by, and nothing else."""
+    return saved_tensors_hooks(_keep_numbers, _give_back)
+
+
+def _keep_numbers(tensor: Tensor) -> Tensor | None:
+    return tensor if tensor.numel() <= 1 else None
+
+
+def _give_back(kept: Tensor | None) -> Tensor:
+    if kept is None:
+        raise RuntimeError("Nothing was saved in this forward.")
+    return kept
+
+
+def share_terms(parts: Sequence[Sequence[TermCount]], roles: Sequence[str]) -> list[PartShare]:
+    """The shares of all parts of one batch.
+
+    Args:
+        parts: the terms of each part.
+        roles: of each term, "adds" if its divisor is a total over the batch, "constant" if it is the same in each part,
+            "same" if the whole term is the same in each part.
+
+    >>> first, second = TermCount(3.0, 3.0, 10.0), TermCount(1.0, 1.0, 6.0)
+    >>> [share.factors for share in share_terms([[first], [second]], ["adds"])]
+    [(0.75,), (0.25,)]
+    """
+    totals = []
+    for place in range(len(roles)):
+        terms = [part[place] for part in parts]
+        totals.append(max(math.fsum(term.items for term in terms), *(term.floor for term in terms)))
+
+    def factor(term: TermCount, role: str, total: float) -> float:
+        if role == "adds":
+            return term.divisor / total if total else 0.0
+        return 1.0 if role == "constant" else 1.0 / len(parts)
+
+    shares = []
+    for part in parts:
+        factors = tuple(factor(*one) for one in zip(part, roles, totals, strict=True))
+        value = math.fsum(factor * term.value for factor, term in zip(factors, part, strict=True) if factor)
+        shares.append(PartShare(factors, tuple(term.divisor for term in part), value))
+    return shares
+
+
+def count_terms(read: Denominator | None) -> list[TermCount] | None:
+    """The terms of a loss that was read along; None unless each is known with its value."""
+    if read is None or read.unknown or any(term.value is None for term in read.terms):
+        return None
+    return [TermCount(float(term.divisor), float(term.items), float(term.value or 0.0)) for term in read.terms]
+
+
+class PartCounter:
+    """Counts the terms of parts by forwards alone; buffers and generators are the caller's to put back.
+
+    Args:
+        model: in training mode.
+        loss_fn: as for `fit`.
+        split: as for `fit`; None cuts along dim 0.
+        roles: of the terms, as they were measured.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: Callable[[nn.Module, Any], Any],
+        split: Callable[[Any, int], Iterable[Any]] | None,
+        roles: Sequence[str],
+    ) -> None:
+        self._model, self._loss_fn, self._split, self._roles = model, loss_fn, split, roles
+
+    def shares(self, parts: Sequence[Any], first: int = 0) -> list[PartShare]:
+        """Of all parts of a batch, in their order; they are run from part number `first` on, as the step will."""
+        order = [*range(first, len(parts)), *range(first)]
+        counts = {number: self._count(parts[number]) for number in order}
+        return share_terms([counts[number] for number in range(len(parts))], self._roles)
+
+    def _count(self, part: Any) -> list[TermCount]:
+        read = self._read(part)
+        counts = count_terms(read)
+        if read is not None and read.is_nothing:
+            return [TermCount(0.0, 0.0, 0.0) for _ in self._roles]
+        if read is None or counts is None or len(counts) != len(self._roles):
+            raise MisuseError(
+                f"This micro-batch's loss is {read or 'divided by what cannot be read'}, which is not what the "
+                f"sample's was, so nothing was updated. {_NEXT}"
+            )
+        if any(count.is_lost for count in counts):
+            raise MisuseError(
+                f"A micro-batch's loss is {read}: what was divided by 0 is lost, so nothing was updated. {_NEXT}"
+            )
+        return [
+            TermCount(count.divisor, self._items(part, place), count.value)
+            if role == "adds" and may_be_clamped(term)
+            else count
+            for place, (term, count, role) in enumerate(zip(read.terms, counts, self._roles, strict=True))
+        ]
+
+    def _read(self, part: Any) -> Denominator | None:
+        reader = ScalarReader()
+        with eager_functions(), without_activations(), reader:
+            result = self._loss_fn(self._model, unmarked(part))
+        return read_denominator(read_loss(result, 1).loss, reader)
+
+    def _items(self, part: Any, place: int) -> float:
+        """Over how many items a term is that is exactly 0. A row given twice has twice as many, unless that is a floor.
+
+        `max(1, int(mask.sum()))` is a number of Python's, which nobody sees being made.
+        """
+        if self._split is not None:
+            raise MisuseError(
+                "A micro-batch's loss is 0, divided by a number that may be its items or a floor such as max(1, n); "
+                f"that cannot be told where `split` cuts the batch, so nothing was updated. {_NEXT}"
+            )
+        generators = Generators()  # these runs draw numbers that the step does not
+        items = 0.0
+        for row in split_batch(part, 1):
+            once, twice = (self._divisor(repeat_rows(row, times), place) for times in (1, 2))
+            if math.isclose(twice, 2 * once, rel_tol=1e-5):
+                items += once
+            elif not math.isclose(twice, once, rel_tol=1e-5):
+                raise MisuseError(
+                    f"A row's loss is divided by {once:g}, and by {twice:g} if the row is there twice: that is no "
+                    f"number of items, so nothing was updated. {_NEXT}"
+                )
+        generators.restore()
+        return items
+
+    def _divisor(self, rows: Any, place: int) -> float:
+        read = self._read(rows)
+        if read is None or place >= len(read.terms):
+            return math.nan
+        return float(read.terms[place].divisor)
+
+
+def may_be_clamped(term: Term) -> bool:
+    """Whether a term is exactly 0 and was divided by a number of which it was not seen how it was made."""
+    by_hand = term.is_divided_by_hand or term.reduction == "sum"  # multiplied by 1 / 1, it looks like a plain sum
+    return by_hand and term.floor is None and term.value == 0.0
+
+
+def scale_terms(part: PartLoss, share: PartShare, read: Denominator) -> Tensor:
+    """The part's loss as its contribution to the whole: with that value, and with that gradient.
+
+    Raises:
+        MisuseError: two terms with different shares come from one reduction.
+    """
+    factors: dict[int, tuple[Any, float]] = {}
+    for term, factor in zip(read.terms, share.factors, strict=True):
+        known = factors.setdefault(id(term.node), (term.node, factor))
+        if not math.isclose(known[1], factor, rel_tol=1e-6):
+            raise MisuseError(f"One sum enters the loss under two different divisors ({read}). {_NEXT}")
+    for node, factor in factors.values():
+        if factor != 1.0:
+            node.register_prehook(_Scale(factor))
+    scaled: Tensor = _WithValue.apply(part.loss, share.value)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+class _Scale:
+    """A hook before a node: multiplies what enters it. By 0 there is nothing left, not even of infinities."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def __call__(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        if not self._factor:
+            return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
+        return tuple(None if gradient is None else gradient * self._factor for gradient in gradients)
+
+
+class _WithValue(torch.autograd.Function):
+    """Another number in the place of a loss, with the loss's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, value: float) -> Tensor:
+        return torch.full_like(loss, value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

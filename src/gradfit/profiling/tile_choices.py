@@ -1,0 +1,64 @@
+"""Which tiles are worth a look, found by running one row."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+
+from gradfit.tiling.cut import MODULE_SIZE, Cut
+from gradfit.tiling.heads import find_heads
+from gradfit.tiling.tile import TiledModel, find_modules, is_tiled
+from gradfit.tiling.tiles import Tiles
+from gradfit.tree import unmarked
+
+_FEW_ROWS = 64  # of one item: a head that makes fewer is no projection of tokens
+_LARGEST, _SMALLEST = 256, 32  # rows of a tile
+_FEWEST_PARTS, _MOST_PARTS, _MOST_MODULE_PARTS = 4, 128, 16
+
+
+class TileChoices(NamedTuple):
+    """What could be cut, and what it would take whole."""
+
+    tiles: tuple[Tiles, ...] = ()
+    whole_bytes: int = 0  # of all logits of the row that was run
+
+
+def tile_choices(model: torch.nn.Module, loss_fn: Any, part: Any) -> TileChoices:
+    """Tiles of projections to a vocabulary whose logits are only reduced; and of modules as well.
+
+    Args:
+        model: as it is trained; the caller puts buffers and generators back.
+        loss_fn: as `fit` takes it.
+        part: few rows of a batch.
+    """
+    names = find_heads(model)
+    modules = find_modules(model, [name for name, is_sure in names.items() if is_sure])
+    if not (names or modules) or is_tiled(model):
+        return TileChoices()
+    with TiledModel(model, dict.fromkeys(names, False), Cut()) as tiled, torch.no_grad():
+        tiled.add_modules(modules, Cut(MODULE_SIZE))
+        try:
+            loss_fn(model, unmarked(part))
+        except Exception:  # the user's code, which may need gradients or more rows: measured it will be said
+            return TileChoices()
+        modules, tokens = list(tiled.modules), tiled.tokens
+    heads = [head for head in tiled.heads.values() if head.reduced and not head.materialised]
+    heads = [head for head in heads if head.rows >= _FEW_ROWS]
+    tiles = Tiles()
+    if heads:
+        # A tile of at most the weights' own size: their gradient is there beside it.
+        rows = min(_LARGEST, max(_SMALLEST, min(_width(model, head.name) for head in heads) // 2))
+        parts = min(_MOST_PARTS, max(_FEWEST_PARTS, -(-max(head.rows for head in heads) // rows)))
+        tiles = Tiles(parts, tuple(head.name for head in heads))
+    found = [tiles] if heads else []
+    if modules and tokens >= _FEW_ROWS:
+        count = min(_MOST_MODULE_PARTS, max(_FEWEST_PARTS, -(-tokens // MODULE_SIZE)))
+        found.append(dataclasses.replace(tiles, module_parts=count, modules=tuple(modules)))
+    return TileChoices(tuple(found), sum(head.nbytes for head in heads))
+
+
+def _width(model: torch.nn.Module, name: str) -> int:
+    weight: Any = model.get_submodule(name).weight
+    return int(weight.shape[1])

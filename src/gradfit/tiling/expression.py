@@ -1,0 +1,238 @@
+"""What is to be done to logits that do not exist yet, written down so that it can be done to a few rows at a time.
+
+An expression is a projection (hidden states times a vocabulary's weights) or a function applied to expressions. All of
+it treats each row by itself: what one row of the result is depends on that row of the hidden states alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradfit._torch import inside_fake_mode
+from gradfit._torch_listen import unseen
+from gradfit.errors import ActivationOverwritten
+
+
+class AutocastState(NamedTuple):
+    """Autocast as it is when something is written down: it is done later, and once more in the backward pass."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+
+    @staticmethod
+    def now(device: torch.device) -> AutocastState:
+        kind = device.type
+        if not torch.amp.is_autocast_available(kind):
+            return AutocastState(kind, False, torch.float32)
+        return AutocastState(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+
+    def __call__(self) -> Any:
+        """A context with autocast as it was."""
+        if not torch.amp.is_autocast_available(self.device):
+            return contextlib.nullcontext()
+        if not self.enabled:
+            return torch.autocast(self.device, enabled=False)
+        return torch.autocast(self.device, dtype=self.dtype, cache_enabled=False)
+
+
+def without_autocast(device: torch.device) -> Any:
+    """A context in which nothing is cast by itself."""
+    return AutocastState(device.type, False, torch.float32)()
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """`hidden @ weight.T + bias`, not made."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    autocast: AutocastState
+    versions: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "versions", self._versions())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the logits."""
+        if self.autocast.enabled and self.hidden.dtype is not torch.float64:
+            return self.autocast.dtype
+        return self.hidden.dtype
+
+    def whole(self) -> Tensor:
+        """All logits, as the plain module makes them."""
+        self.check()
+        with self.autocast():
+            return F.linear(self.hidden, self.weight, self.bias)
+
+    def detach(self) -> Projection:
+        """The same numbers without a graph."""
+        bias = None if self.bias is None else self.bias.detach()
+        return Projection(self.hidden.detach(), self.weight.detach(), bias, self.autocast)
+
+    def check(self) -> None:
+        """Refuse to go on if what the logits are made of is no longer what it was."""
+        if self.weight.numel() and not self.weight.untyped_storage().nbytes():
+            raise ActivationOverwritten(
+                "The weights of the projection were freed after these logits were returned: FSDP2 has resharded the "
+                "module around it. Compute the loss inside of that module, or pass fully_shard(..., "
+                "reshard_after_forward=False)."
+            )
+        if self._versions() == self.versions:
+            return
+        same_hidden = self.hidden.is_inference() or self.versions[0] == self.hidden._version
+        raise ActivationOverwritten(
+            f"{'The weights of the projection' if same_hidden else 'The hidden states'} were changed in place after "
+            "these logits were returned and before their numbers were asked for: they would be others now. Use the "
+            "logits before optimizer.step(), or ask for the numbers earlier, with logits.detach().clone() + 0."
+        )
+
+    def _versions(self) -> tuple[int, ...]:
+        tensors = (self.hidden, self.weight, self.bias)
+        return tuple(each._version for each in tensors if each is not None and not each.is_inference())
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """A tensor beside the logits that has their rows: labels, a mask, a teacher's probabilities."""
+
+    tensor: Tensor  # the rows are its dim 0, flat
+
+
+@dataclass(frozen=True, eq=False)
+class Applied:
+    """A function of expressions, which is to treat each row by itself."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: AutocastState
+
+
+Expression = Projection | Applied
+
+
+class _Slot(NamedTuple):
+    """The place of a tensor in a program."""
+
+    kind: str  # "logits", "rows" or "constant"
+    at: int
+
+
+class Operands:
+    """The tensors that an expression reads, each once, and the program that says what is done with them.
+
+    The program holds no tensor: a node of autograd can keep it, and whatever it saves can still be dropped.
+    """
+
+    def __init__(self, expression: Expression) -> None:
+        self.projections: list[Projection] = []
+        self.rows: list[Rows] = []
+        self.constants: list[Tensor] = []  # the same for every row: class weights, a bias, a scale
+        self.program = Program(self._read(expression), [each.dtype for each in self.projections], len(self.rows))
+
+    def tensors(self) -> list[Tensor | None]:
+        """Hidden states, rows flat, weight and bias of each projection; then what has rows; then constants."""
+        found: list[Tensor | None] = []
+        for projection in self.projections:
+            projection.check()
+            hidden = projection.hidden
+            found += [hidden.reshape(-1, hidden.shape[-1]), projection.weight, projection.bias]
+        return [*found, *(one.tensor for one in self.rows), *self.constants]
+
+    def _read(self, item: Any) -> Any:
+        if isinstance(item, Applied):
+            args = tuple(self._read(each) for each in item.args)
+            return Applied(item.function, args, {k: self._read(v) for k, v in item.kwargs.items()}, item.autocast)
+        lists: dict[Any, tuple[str, list[Any]]] = {
+            Projection: ("logits", self.projections),
+            Rows: ("rows", self.rows),
+            Tensor: ("constant", self.constants),
+        }
+        for kind, (name, known) in lists.items():
+            if isinstance(item, kind):
+                if not any(item is each for each in known):
+                    known.append(item)
+                return _Slot(name, next(at for at, each in enumerate(known) if each is item))
+        return item
+
+
+class Program:
+    """What is done to each tile."""
+
+    def __init__(self, tree: Any, dtypes: list[torch.dtype], row_tensors: int) -> None:
+        self._tree = tree
+        self.dtypes = dtypes  # of each projection's logits
+        self.row_tensors = row_tensors
+
+    def evaluate(
+        self, logits: list[Tensor], rows: list[Tensor], constants: list[Tensor], *, plain: bool = False
+    ) -> tuple[Tensor, ...]:
+        """The results for a tile, of these tensors; `plain` by functions that can be differentiated twice."""
+        found = _evaluate(self._tree, {"logits": logits, "rows": rows, "constant": constants}, plain)
+        return tuple(found) if isinstance(found, tuple | list) else (found,)
+
+
+def _evaluate(item: Any, tensors: dict[str, list[Tensor]], plain: bool) -> Any:
+    if isinstance(item, _Slot):
+        return tensors[item.kind][item.at]
+    if not isinstance(item, Applied):
+        return item
+    function = getattr(item.function, "plain", item.function) if plain else item.function
+    args = [_evaluate(each, tensors, plain) for each in item.args]
+    kwargs = {name: _evaluate(each, tensors, plain) for name, each in item.kwargs.items()}
+    with item.autocast():
+        return function(*args, **kwargs)
+
+
+def dtype_of(expression: Expression) -> torch.dtype:
+    """Of an expression's result, by evaluating it for no rows at all."""
+    operands = Operands(expression)
+    # Nobody need hear of it, but fake tensors, which are made of what is heard.
+    with torch.no_grad(), contextlib.nullcontext() if inside_fake_mode() else unseen():
+        logits = [each.weight.new_empty((0, each.weight.shape[0]), dtype=each.dtype) for each in operands.projections]
+        rows = [one.tensor[:0] for one in operands.rows]
+        return operands.program.evaluate(logits, rows, operands.constants)[0].dtype
+
+
+def change_projections(expression: Any, change: Callable[[Projection], Projection]) -> Any:
+    """The same expression of other projections; one that is read twice stays one."""
+    changed: dict[int, Projection] = {}
+
+    def changed_leaf(item: Any) -> Any:
+        if not isinstance(item, Projection):
+            return item
+        if id(item) not in changed:
+            changed[id(item)] = change(item)
+        return changed[id(item)]
+
+    return _map_leaves(expression, changed_leaf)
+
+
+def detached(expression: Any) -> Any:
+    """The same numbers without a graph."""
+    return _map_leaves(change_projections(expression, Projection.detach), _detached_leaf)
+
+
+def _detached_leaf(item: Any) -> Any:
+    if isinstance(item, Rows):
+        return Rows(item.tensor.detach())
+    return item.detach() if isinstance(item, Tensor) else item
+
+
+def _map_leaves(item: Any, change: Callable[[Any], Any]) -> Any:
+    # Not a function inside of its callers: one that calls itself is a cycle, and holds hidden states until collected.
+    if not isinstance(item, Applied):
+        return change(item)
+    args = tuple(_map_leaves(each, change) for each in item.args)
+    kwargs = {name: _map_leaves(each, change) for name, each in item.kwargs.items()}
+    return Applied(item.function, args, kwargs, item.autocast)

@@ -1,0 +1,103 @@
+"""Projections to a vocabulary: which modules are, and the forward that makes their logits lazy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradfit._torch import FakeTensor
+from gradfit._torch_fsdp import is_unit
+from gradfit._torch_listen import untraced
+from gradfit.not_copied import NotCopied
+from gradfit.tiling import lazy_functions  # noqa: F401  (what torch's functions do to lazy logits)
+from gradfit.tiling.cut import Cut
+from gradfit.tiling.lazy import Head, LazyLogits
+from gradfit.tiling.module_tiles import inside_tile
+
+_WIDENING = 8  # a layer this much wider than its input makes numbers that are worth not having
+
+
+def find_heads(model: nn.Module) -> dict[str, bool]:
+    """Names of the linear layers that may be projections to a vocabulary; whether they surely are.
+
+    Surely: the model says so (`get_output_embeddings`), or the weights are an embedding's, too. Others are much wider
+    than their input; what becomes of their results will show.
+    """
+    says = _output_embeddings(model)
+    embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    found: dict[str, bool] = {}
+    for name, module in model.named_modules():
+        if not is_linear(module):
+            continue
+        is_sure = id(module) in says or id(module._parameters.get("weight")) in embedded
+        if is_sure or module.out_features >= _WIDENING * module.in_features:
+            found[name] = is_sure
+    return found
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it is a linear layer and nothing else."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _output_embeddings(model: nn.Module) -> set[int]:
+    found = set()
+    for module in model.modules():
+        getter = getattr(module, "get_output_embeddings", None)
+        if callable(getter):
+            try:
+                found.add(id(getter()))
+            except (NotImplementedError, AttributeError):  # transformers' base class raises where there is none
+                continue
+    return found
+
+
+class LazyForward(NotCopied):
+    """Stands in for the forward of a linear layer.
+
+    Args:
+        module: the layer.
+        head: how its logits are cut, and what became of them.
+    """
+
+    _instead_of_copy = "Call remove() on what gf.tile returned, copy the model, and tile both."
+
+    def __init__(self, module: nn.Linear, head: Head) -> None:
+        self._module, self.head = module, head
+
+    @untraced
+    def __call__(self, input: Tensor) -> Tensor:
+        module = self._module
+        if inside_tile() or not _may_be_lazy(module, input) or (self.head.materialised and not self.head.reduced):
+            return nn.Linear.forward(module, input)
+        return LazyLogits.project(input, module.weight, module.bias, self.head)
+
+
+def _may_be_lazy(module: Any, input: Tensor) -> bool:
+    """Not where somebody else decides what a product is (sharded or quantised weights), or waits for a gradient."""
+    plain = (Tensor, nn.Parameter, FakeTensor)
+    weight, bias = module.weight, module.bias
+    return (
+        type(input) in plain
+        and type(weight) in plain
+        and type(bias) in (*plain, type(None))
+        and input.dim() >= 1
+        and input.shape[-1] == weight.shape[1]
+        and input.dtype.is_floating_point
+        and input.device == weight.device
+        and not (module._backward_hooks or module._backward_pre_hooks)
+        and not is_unit(module)  # FSDP2 frees its weights right after its forward
+        and not torch.compiler.is_compiling()
+    )
+
+
+def make_lazy(model: nn.Module, names: dict[str, bool], cut: Cut) -> dict[str, Head]:
+    """Give these layers their lazy forward."""
+    heads = {}
+    for name, is_sure in names.items():
+        module: Any = model.get_submodule(name)
+        heads[name] = Head(name, cut, says_so=is_sure)
+        module.forward = LazyForward(module, heads[name])
+    return heads

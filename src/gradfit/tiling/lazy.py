@@ -1,0 +1,390 @@
+"""Logits that do not exist: a tensor with their shape, whose numbers are made when somebody asks for them.
+
+What models and losses usually do with logits (views, shifts, casts, scaling, soft-capping) is written down; what
+reduces each row to a few numbers (a cross-entropy, `argmax`) is done tile by tile. Anything else gets all the numbers,
+as the plain projection makes them, with the same graph.
+
+Three rules, so that nothing is silently something else:
+
+1. What was derived from a lazy tensor before it was written to keeps its values: expressions are of hidden states, and
+   their versions are compared.
+2. Numbers are made under the gradient mode and the autocast of the moment when the lazy tensor was returned.
+3. To code that does not ask `__torch_function__` (a custom `autograd.Function`, C++), it is a tensor with a graph: the
+   numbers are made below autograd, and a gradient that arrives goes on to hidden states and weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfit._torch import leaves_of_nest, map_nest, tensor_without_storage, without_torch_function
+from gradfit.errors import LogitsMaterialised
+from gradfit.source_line import source_line
+from gradfit.tiling.cut import Cut
+from gradfit.tiling.expression import (
+    Applied,
+    AutocastState,
+    Expression,
+    Operands,
+    Program,
+    Projection,
+    change_projections,
+    detached,
+    dtype_of,
+    without_autocast,
+)
+from gradfit.tiling.reduce_rows import evaluate_whole, reduce_rows
+
+Handler = Callable[["LazyLogits", Any, Any], Any]
+handlers: dict[Any, Handler] = {}  # by torch function; `lazy_functions` fills it
+_EDGE = 3  # of each dimension torch prints so many from both ends
+described: set[Any] = set()  # functions that only look at shape, type and the like
+
+
+class Head:
+    """The projection that makes lazy logits: how they are cut, and what became of them.
+
+    Args:
+        name: of the module.
+        cut: how many rows at a time.
+        says_so: whether to warn when the numbers are made whole.
+    """
+
+    def __init__(self, name: str, cut: Cut, *, says_so: bool = True) -> None:
+        self.name, self.cut = name, cut
+        self.says_so = says_so
+        self.reduced = 0  # how often something was computed in tiles
+        self.materialised = ""  # the first function that needed all numbers, and where
+        self.rows = 0  # of the largest logits
+        self.nbytes = 0
+
+    def needs_numbers(self, function: Any) -> None:
+        """Some function needs all the logits: say so, once."""
+        if self.materialised:
+            return
+        name = getattr(function, "__name__", str(function))
+        self.materialised = f"{name} at {source_line() or 'an unknown line'}"
+        if self.says_so:
+            warnings.warn(
+                f"The logits of {self.name or 'the model'} were made whole, {self.nbytes} bytes, for "
+                f"{self.materialised}: it does not treat each row by itself, or gradfit does not know that it does. "
+                "Results are the same. gf.tile(model, exclude=[...]) leaves this projection as it is.",
+                LogitsMaterialised,
+                stacklevel=4,
+            )
+
+
+class LazyLogits(Tensor):
+    """See the module's text. `whole()` gives the numbers."""
+
+    _expression: Expression
+    _head: Head
+    _class_dim: int
+    _origin: tuple[Any, Any, Any] | None
+    _is_lazy_view: bool
+    _family: _Family
+    _grad_mode: bool
+    _autocast: AutocastState
+    _dense: Tensor | None
+    _dense_version: int
+    _hooks: list[Any]
+    _place: tuple[Any, bool]
+
+    @staticmethod
+    def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> LazyLogits:
+        """What `F.linear(hidden, weight, bias)` would give.
+
+        Args:
+            hidden: (…, features).
+            weight: (words, features).
+            bias: (words,), or None.
+            head: whose logits these are.
+        """
+        projection = Projection(hidden, weight, bias, AutocastState.now(hidden.device))
+        made = LazyLogits._make(projection, hidden.shape[:-1], hidden.dim() - 1, head, projection.dtype)
+        head.rows = max(head.rows, made.numel() // max(1, weight.shape[0]))
+        head.nbytes = max(head.nbytes, made.numel() * made.element_size())
+        return made
+
+    @staticmethod
+    def _make(
+        expression: Expression,
+        lead: Any,
+        class_dim: int,
+        head: Head,
+        dtype: torch.dtype,
+        origin: tuple[Any, Any, Any] | None = None,
+        family: _Family | None = None,
+    ) -> LazyLogits:
+        if not torch.is_grad_enabled():
+            expression = detached(expression)
+        operands = Operands(expression)
+        first = operands.projections[0]
+        shape = [*lead]
+        shape.insert(class_dim, first.weight.shape[0])
+        given = [each for p in operands.projections for each in (p.hidden, p.weight, p.bias)]
+        given += [*(one.tensor for one in operands.rows), *operands.constants]
+        kind = (dtype, first.hidden.device)
+        made: LazyLogits = _Wrapped.apply(operands.program, tuple(shape), kind, class_dim, *given)  # type: ignore[no-untyped-call]
+        made._expression, made._head, made._class_dim = expression, head, class_dim
+        made._origin, made._is_lazy_view = origin, family is not None
+        made._family = family or _Family()
+        made._grad_mode, made._autocast = torch.is_grad_enabled(), AutocastState.now(first.hidden.device)
+        made._dense = None
+        parents = [each for each in leaves_of_nest(origin) if isinstance(each, LazyLogits)]
+        made._hooks = [hook for parent in parents for hook in parent._hooks]
+        made._place = _place(made)
+        return made
+
+    # ------------------------------------------------------------------------------------------ for handlers
+
+    @property
+    def lead(self) -> tuple[int, ...]:
+        """The shape without the words."""
+        sizes = list(_described(self, "shape"))
+        del sizes[self._class_dim]
+        return tuple(sizes)
+
+    @property
+    def class_dim(self) -> int:
+        """Which dimension the words are."""
+        return self._class_dim
+
+    @property
+    def has_words_last(self) -> bool:
+        return self._class_dim == len(_described(self, "shape")) - 1
+
+    def apply(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], origin: Any) -> Any:
+        """Lazy: a function of expressions that treats each row by itself and keeps the words.
+
+        Args:
+            function: of a tile, in two dimensions.
+            args: with expressions where lazy tensors were.
+            kwargs: more of them.
+            origin: the call as it was, on whole tensors.
+        """
+        expression = Applied(function, args, kwargs, AutocastState.now(_described(self, "device")))
+        return LazyLogits._make(expression, self.lead, self._class_dim, self._head, dtype_of(expression), origin)
+
+    def arrange(
+        self, change: Callable[[Tensor], Tensor], origin: Any, *, is_view: bool, class_dim: int | None = None
+    ) -> Any:
+        """Lazy: the same rows in another arrangement, made by arranging the hidden states."""
+
+        def changed(projection: Projection) -> Projection:
+            projection.check()
+            return Projection(change(projection.hidden), projection.weight, projection.bias, projection.autocast)
+
+        expression = change_projections(self._expression, changed)
+        lead = Operands(expression).projections[0].hidden.shape[:-1]
+        family = self._family if is_view else None
+        dim = len(lead) if class_dim is None else class_dim
+        return LazyLogits._make(expression, lead, dim, self._head, _described(self, "dtype"), origin, family)
+
+    def reduce(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+        """In tiles: a function that makes a few numbers of each row; results have the flat rows first."""
+        expression = Applied(function, args, kwargs, AutocastState.now(_described(self, "device")))
+        results = reduce_rows(expression, self._head.cut)
+        self._head.reduced += 1
+        for hook in self._hooks:
+            for each in results:
+                if each.requires_grad:
+                    each.register_hook(hook)  # type: ignore[no-untyped-call]
+        return results
+
+    def detached(self, origin: Any) -> LazyLogits:
+        """Without a graph."""
+        with torch.no_grad():
+            expression = detached(self._expression)
+            dtype = _described(self, "dtype")
+            return LazyLogits._make(expression, self.lead, self._class_dim, self._head, dtype, origin)
+
+    @property
+    def expression(self) -> Expression:
+        return self._expression
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the numbers are there: whoever was given them may have written to them, or hooked them."""
+        return self._family.is_whole
+
+    # ------------------------------------------------------------------------------------------ the numbers
+
+    def whole(self) -> Tensor:
+        """The numbers, with the graph that the plain model would have given them."""
+        if self._dense is None:
+            with without_torch_function(), _mode(self._grad_mode), self._autocast():
+                self._dense = self._compute()
+                self._dense_version = self._dense._version
+        return self._dense
+
+    def _compute(self) -> Tensor:
+        if self._origin is None or self._is_lazy_view:
+            self._family.is_whole = True
+        if self._origin is None:
+            projection = self._expression
+            assert isinstance(projection, Projection)
+            return projection.whole()
+        function, args, kwargs = self._origin
+        parents = [item for item in leaves_of_nest((args, kwargs)) if isinstance(item, LazyLogits)]
+        if not self._is_lazy_view and any(parent.is_written for parent in parents):  # rule 1
+            operands = Operands(self._expression)
+            return _arranged(evaluate_whole(operands.program, tuple(operands.tensors()))[0], self)
+        args, kwargs = map_nest(lambda item: item.whole() if isinstance(item, LazyLogits) else item, (args, kwargs))
+        result: Tensor = function(*args, **kwargs)
+        return result
+
+    @property
+    def is_written(self) -> bool:
+        """Whether somebody has written to the numbers since they were made."""
+        return self._family.is_whole and (self._dense is None or self._dense._version > self._dense_version)
+
+    def take_fsdp_hook(self, hook: Any) -> Any:
+        """FSDP2 gathers a unit's parameters when a gradient comes to its results: to what is made of these, then."""
+        self._hooks.append(hook)
+        return contextlib.nullcontext()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in described:
+            with without_torch_function():
+                return func(*args, **kwargs)
+        given = leaves_of_nest((args, kwargs))
+        if any(map(_is_displaced, given)):
+            with without_torch_function():
+                return func(*args, **kwargs)
+        handler = handlers.get(func)
+        if handler is not None and not any(map(_is_plain, given)):
+            first = next((each for each in args if isinstance(each, LazyLogits)), None)
+            if first is not None:
+                result = handler(first, args, kwargs)
+                if result is not NotImplemented:
+                    return result
+        return _on_numbers(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = map_nest(lambda item: _numbers(item, func), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        import copy
+
+        return copy.deepcopy(self.whole(), memo)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return _shown(self)
+
+
+class _Family:
+    """A lazy tensor and the views of it: once one of them has its numbers, all go by these."""
+
+    is_whole = False
+
+
+class _Wrapped(torch.autograd.Function):
+    """Gives a lazy tensor its place in the graph (rule 3)."""
+
+    @staticmethod
+    def forward(ctx: Any, program: Program, shape: Any, kind: Any, class_dim: int, *tensors: Tensor | None) -> Tensor:
+        ctx.program, ctx.class_dim = program, class_dim
+        ctx.save_for_backward(*tensors)
+        made: Tensor = tensor_without_storage(LazyLogits, shape, *kind)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        create_graph = torch.is_grad_enabled()
+        saved, needed = ctx.saved_tensors, ctx.needs_input_grad[4:]
+        if not create_graph:
+            saved = [
+                None if each is None else each.detach().requires_grad_(n) for each, n in zip(saved, needed, strict=True)
+            ]
+        wanted = [each for each, is_needed in zip(saved, needed, strict=True) if is_needed]
+        with torch.enable_grad(), without_autocast(gradient.device):
+            flat = [_flat_hidden(each, at, ctx.program) for at, each in enumerate(saved)]
+            (logits,) = evaluate_whole(ctx.program, tuple(flat))
+            initial = gradient.movedim(ctx.class_dim, -1).reshape(logits.shape)
+            found = iter(torch.autograd.grad(logits, wanted, initial, create_graph=create_graph, allow_unused=True))
+        return None, None, None, None, *(next(found) if is_needed else None for is_needed in needed)
+
+
+def _flat_hidden(tensor: Tensor | None, at: int, program: Program) -> Tensor | None:
+    is_hidden = at < 3 * len(program.dtypes) and at % 3 == 0
+    return tensor.reshape(-1, tensor.shape[-1]) if is_hidden and tensor is not None else tensor
+
+
+def _arranged(rows: Tensor, like: LazyLogits) -> Tensor:
+    """Flat rows in the shape of the logits that they are."""
+    return rows.reshape(*like.lead, rows.shape[-1]).movedim(-1, like._class_dim)
+
+
+def _mode(enabled: bool) -> Any:
+    return torch.enable_grad() if enabled else torch.no_grad()
+
+
+def _described(tensor: Tensor, name: str) -> Any:
+    with without_torch_function():
+        return getattr(tensor, name)
+
+
+def _is_plain(item: Any) -> bool:
+    return isinstance(item, LazyLogits) and item.is_plain
+
+
+def _place(lazy: Tensor) -> tuple[Any, bool]:
+    """Where in the graph a tensor is."""
+    with without_torch_function():
+        return lazy.grad_fn, lazy.requires_grad
+
+
+def _is_displaced(item: Any) -> bool:
+    """Whether somebody gave it another place in the graph: as a result of an `autograd.Function`, as a leaf."""
+    if not isinstance(item, LazyLogits):
+        return False
+    node, requires_grad = _place(item)
+    return node is not item._place[0] or requires_grad != item._place[1]
+
+
+def _on_numbers(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function on all the numbers."""
+
+    def replaced(item: Any) -> Any:
+        if not isinstance(item, LazyLogits):
+            return item
+        item._head.needs_numbers(func)
+        return item.whole()
+
+    args, kwargs = map_nest(replaced, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _numbers(item: Any, func: Any) -> Any:
+    if not isinstance(item, LazyLogits):
+        return item
+    item._head.needs_numbers(func)
+    return item.whole().detach()
+
+
+def _shown(lazy: LazyLogits) -> str:
+    """The corners alone, as torch prints large tensors."""
+    corner: Any = lazy.detach()
+    for dim, size in enumerate(_described(lazy, "shape")):
+        if size > 2 * _EDGE:
+            ends = torch.cat([torch.arange(_EDGE), torch.arange(size - _EDGE, size)]).to(_described(lazy, "device"))
+            numbers = corner.whole() if isinstance(corner, LazyLogits) and dim == lazy.class_dim else corner
+            corner = torch.index_select(numbers, dim, ends)
+    shown = repr(corner.whole() if isinstance(corner, LazyLogits) else corner)
+    return f"<lazy logits of shape {tuple(_described(lazy, 'shape'))}, the ends of each dimension: {shown}>"

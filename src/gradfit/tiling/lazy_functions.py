@@ -1,0 +1,537 @@
+"""What torch's functions do to lazy logits: stay lazy, reduce in tiles, or (what is not here) ask for the numbers.
+
+Each handler gets the lazy tensor that came first and the call as it was; `NotImplemented` means that in this form the
+numbers are needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradfit._torch import map_nest
+from gradfit.tiling.expression import Operands, Rows
+from gradfit.tiling.label_probability import LabelLogProbability, may_use_up
+from gradfit.tiling.lazy import Handler, LazyLogits, described, handlers
+
+_NO_KWARGS: dict[str, Any] = {}
+
+
+def _functions(*names: str) -> Iterator[Any]:
+    """Every function of torch that has one of these names."""
+    for name in names:
+        for place in (Tensor, torch, F, torch.special):
+            function = getattr(place, name, None)
+            if callable(function):
+                yield function
+
+
+def _handles(*names: str) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        handlers.update(dict.fromkeys(_functions(*names), handler))
+        return handler
+
+    return register
+
+
+for _name in (
+    "shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "is_cuda", "is_cpu",
+    "is_meta", "is_mps", "is_xpu", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "names", "_version", "_base",
+    "is_sparse_csr", "output_nr", "itemsize",
+):  # fmt: skip
+    if hasattr(getattr(Tensor, _name, None), "__get__"):
+        described.add(getattr(Tensor, _name).__get__)
+described.update(
+    _functions(
+        "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
+        "get_device", "__len__", "is_inference", "is_same_size", "has_names",
+    )
+)  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------- arrangement
+
+
+def _may_arrange(lazy: LazyLogits) -> bool:
+    return lazy.has_words_last and not Operands(lazy.expression).rows
+
+
+@_handles("view", "reshape")
+def _view(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    sizes: Any = () if kwargs else args[1:]
+    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
+    if not sizes or not all(isinstance(size, int) for size in sizes) or not _may_arrange(lazy) or not lazy.numel():
+        return NotImplemented
+    words = lazy.shape[-1]
+    keeps_words = sizes[-1] == words
+    if sizes[-1] == -1:
+        keeps_words = math.prod(sizes[:-1]) * words == lazy.numel()
+    if not keeps_words:
+        return NotImplemented
+    origin = (torch.reshape, (lazy, sizes), _NO_KWARGS)
+    return lazy.arrange(lambda hidden: hidden.reshape(*sizes[:-1], hidden.shape[-1]), origin, is_view=True)
+
+
+@_handles("flatten")
+def _flatten(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    first, last = _bound(("start_dim", "end_dim"), args, kwargs, (0, -1))
+    first, last = first % lazy.dim(), last % lazy.dim()
+    if last >= lazy.dim() - 1 or not _may_arrange(lazy):
+        return NotImplemented
+    origin = (torch.flatten, (lazy, first, last), _NO_KWARGS)
+    return lazy.arrange(lambda hidden: hidden.flatten(first, last), origin, is_view=True)
+
+
+@_handles("contiguous", "to_dense")
+def _same(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    if len(args) > 1 or kwargs:
+        return NotImplemented
+    return lazy
+
+
+@_handles("view_as", "alias")
+def _itself(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    if len(args) > 1 and (not isinstance(args[1], Tensor) or args[1].shape != lazy.shape):
+        return NotImplemented
+    return lazy
+
+
+@_handles("clone")
+def _clone(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    if not _may_arrange(lazy):
+        return NotImplemented
+    return lazy.arrange(lambda hidden: hidden, (torch.clone, (lazy,), {}), is_view=False)
+
+
+@_handles("detach")
+def _detach(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    return lazy.detached((torch.detach, (lazy,), {}))
+
+
+@_handles("__getitem__")
+def _getitem(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    index = args[1]
+    if not _may_arrange(lazy) or not _leaves_words(index, lazy.dim()):
+        return NotImplemented
+    is_view = _is_basic(index)
+    return lazy.arrange(lambda hidden: hidden[index], (Tensor.__getitem__, (lazy, index), {}), is_view=is_view)
+
+
+def _leaves_words(index: Any, dims: int) -> bool:
+    """Whether an index takes rows and all their words."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    used = 0
+    for item in items:
+        if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8):
+            used += item.dim()
+        elif isinstance(item, int | slice) or (isinstance(item, Tensor) and not item.is_floating_point()):
+            used += 1
+        elif item is not None and item is not Ellipsis:
+            return False  # lists and arrays, whose rules are many
+    tensors = [at for at, item in enumerate(items) if isinstance(item, Tensor)]
+    if tensors and (len(tensors) > 1 or any(item is None or isinstance(item, int) for item in items)):
+        return False
+    if Ellipsis in [item for item in items if not isinstance(item, Tensor)]:
+        last = items[-1]
+        is_all = isinstance(last, slice) and last == slice(None)
+        return last is Ellipsis or (is_all and used <= dims)
+    return used < dims or (used == dims and isinstance(items[-1], slice) and items[-1] == slice(None))
+
+
+def _is_basic(index: Any) -> bool:
+    return not any(isinstance(item, Tensor) for item in (index if isinstance(index, tuple) else (index,)))
+
+
+def _register_by_dim(name: str, *, is_view: bool) -> None:
+    """Functions of one dimension, which must not be that of the words."""
+
+    def handler(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+        if len(args) < 2 or kwargs or not isinstance(args[1], int) or not _may_arrange(lazy):
+            return NotImplemented
+        dims = lazy.dim() + (name == "unsqueeze")
+        dim = args[1] % dims
+        if dim == dims - 1:
+            return NotImplemented
+        function = getattr(torch, name)
+        rest = (dim, *args[2:])
+        return lazy.arrange(lambda hidden: function(hidden, *rest), (function, (lazy, *rest), {}), is_view=is_view)
+
+    _handles(name)(handler)
+
+
+for _name, _is_view in (
+    ("narrow", True),
+    ("select", True),
+    ("unsqueeze", True),
+    ("squeeze", True),
+    ("index_select", False),
+):
+    _register_by_dim(_name, is_view=_is_view)
+
+
+@_handles("transpose", "swapaxes", "swapdims")
+def _transpose(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    if kwargs or len(args) != 3:
+        return NotImplemented
+    first, second = args[1] % lazy.dim(), args[2] % lazy.dim()
+    order = list(range(lazy.dim()))
+    order[first], order[second] = order[second], order[first]
+    return _reordered(lazy, order)
+
+
+@_handles("permute")
+def _permuted(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    order = args[1:]
+    order = order[0] if len(order) == 1 and isinstance(order[0], tuple | list) else order
+    if kwargs or len(order) != lazy.dim():
+        return NotImplemented
+    return _reordered(lazy, [each % lazy.dim() for each in order])
+
+
+@_handles("movedim", "moveaxis")
+def _movedim(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    if kwargs or len(args) != 3 or not isinstance(args[1], int) or not isinstance(args[2], int):
+        return NotImplemented
+    order = list(range(lazy.dim()))
+    order.insert(args[2] % lazy.dim(), order.pop(args[1] % lazy.dim()))
+    return _reordered(lazy, order)
+
+
+def _reordered(lazy: LazyLogits, order: list[int]) -> Any:
+    if Operands(lazy.expression).rows:
+        return NotImplemented
+    words = lazy.class_dim
+    lead = [dim for dim in range(lazy.dim()) if dim != words]
+    place = order.index(words)
+    new_lead = [lead.index(dim) for dim in order if dim != words]
+    origin = (torch.permute, (lazy, order), _NO_KWARGS)
+    return lazy.arrange(
+        lambda hidden: hidden.permute(*new_lead, hidden.dim() - 1), origin, is_view=True, class_dim=place
+    )
+
+
+# ---------------------------------------------------------------------------------------------- word by word
+
+
+def _elementwise(name: str) -> None:
+    """Functions of single numbers, with numbers, tensors without rows, and other lazy logits beside them."""
+
+    def register(function: Any) -> None:
+        def handler(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+            if "out" in kwargs or not lazy.has_words_last:
+                return NotImplemented
+            operands = map_nest(lambda item: _operand(lazy, item), (list(args), kwargs))
+            if _refused(operands):
+                return NotImplemented
+            return lazy.apply(function, tuple(operands[0]), operands[1], (function, args, kwargs))
+
+        handlers[function] = handler
+
+    for function in _functions(name):
+        register(function)
+
+
+class _Refused:
+    """Stands for an argument that cannot be cut into tiles."""
+
+
+def _refused(operands: Any) -> bool:
+    args, kwargs = operands
+    return any(item is _Refused for item in (*args, *kwargs.values()))
+
+
+def _operand(lazy: LazyLogits, item: Any) -> Any:
+    """An argument as an expression has it."""
+    if isinstance(item, LazyLogits):
+        same = item.lead == lazy.lead and item.has_words_last and item.shape == lazy.shape
+        return item.expression if same else _Refused
+    if not isinstance(item, Tensor):
+        return item
+    if item.device != lazy.device and item.dim():
+        return _Refused
+    if not item.dim():
+        return item
+    words = lazy.shape[-1]
+    if item.shape[-1] in (1, words) and item.numel() == item.shape[-1] and item.dim() <= lazy.dim():
+        return item.reshape(item.shape[-1])  # the same for every row
+    if item.dim() == lazy.dim() and tuple(item.shape[:-1]) == lazy.lead and item.shape[-1] in (1, words):
+        return Rows(item.reshape(-1, item.shape[-1]))
+    return _Refused
+
+
+for _name in (
+    "mul", "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__", "add", "__add__",
+    "__radd__", "sub", "subtract", "__sub__", "__rsub__", "rsub", "neg", "negative", "__neg__", "tanh", "sigmoid",
+    "exp", "clamp", "clamp_min", "clamp_max", "clip", "square", "abs", "masked_fill", "pow", "__pow__", "logsigmoid",
+):  # fmt: skip
+    _elementwise(_name)
+
+
+def _register_cast(name: str, dtype: torch.dtype) -> None:
+    def handler(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+        return NotImplemented if len(args) > 1 or kwargs else _as_type(lazy, dtype)
+
+    _handles(name)(handler)
+
+
+for _name, _dtype in (
+    ("float", torch.float32),
+    ("double", torch.float64),
+    ("half", torch.float16),
+    ("bfloat16", torch.bfloat16),
+):
+    _register_cast(_name, _dtype)
+
+
+def _as_type(lazy: LazyLogits, dtype: torch.dtype, *, copy: bool = False) -> Any:
+    if lazy.dtype is dtype and not copy:
+        return lazy
+    if not lazy.has_words_last:
+        return NotImplemented
+    return lazy.apply(Tensor.to, (lazy.expression, dtype), {}, (Tensor.to, (lazy, dtype), {}))
+
+
+@_handles("to")
+def _to(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    if kwargs.get("memory_format") is not None:
+        return NotImplemented
+    copy = bool(kwargs.get("copy", False))
+    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    for item in args[1:]:
+        if isinstance(item, torch.dtype):
+            dtype = item
+        elif isinstance(item, str | torch.device | int) and not isinstance(item, bool):
+            device = item
+        elif isinstance(item, Tensor):
+            dtype, device = item.dtype, item.device
+        elif item is not None:
+            return NotImplemented
+    if device is not None and not _same_device(device, lazy.device):
+        return NotImplemented
+    return _as_type(lazy, lazy.dtype if dtype is None else dtype, copy=copy)
+
+
+def _same_device(one: Any, other: torch.device) -> bool:
+    device = torch.device(one)
+    return device.type == other.type and (device.index is None or device.index == other.index)
+
+
+@_handles("type_as")
+def _type_as(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    if not isinstance(args[0], LazyLogits) or args[1].device != lazy.device:
+        return NotImplemented
+    return _as_type(lazy, args[1].dtype)
+
+
+@_handles("cpu")
+def _cpu(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    return lazy if lazy.device.type == "cpu" else NotImplemented
+
+
+# ---------------------------------------------------------------------------------------------- row by row
+
+
+def _register_softmax(function: Any) -> None:
+    plain = F.log_softmax if "log" in function.__name__ else F.softmax
+
+    def handler(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+        names = ("dim", "_stacklevel", "dtype") if function is plain else ("dim", "dtype")
+        dim, *_, dtype = _bound(names, args, kwargs, (None,) * len(names))
+        if not _over_words(lazy, dim):
+            return NotImplemented
+        extra = {"dim": -1, "dtype": dtype}
+        return lazy.apply(plain, (lazy.expression,), extra, (plain, (lazy,), extra))
+
+    handlers[function] = handler
+
+
+for _function in _functions("softmax", "log_softmax"):
+    _register_softmax(_function)
+
+
+def _bound(names: tuple[str, ...], args: Any, kwargs: Any, defaults: tuple[Any, ...]) -> list[Any]:
+    """The arguments after the first one, by position or name."""
+    found = dict(zip(names, defaults, strict=True))
+    found |= dict(zip(names, args[1:], strict=False))
+    return list((found | {name: value for name, value in kwargs.items() if name in found}).values())
+
+
+def _over_words(lazy: LazyLogits, dim: Any) -> bool:
+    if isinstance(dim, tuple | list) and len(dim) == 1:
+        dim = dim[0]
+    return isinstance(dim, int) and lazy.has_words_last and dim % lazy.dim() == lazy.dim() - 1
+
+
+def _rows_back(lazy: LazyLogits, results: tuple[Tensor, ...]) -> list[Tensor]:
+    """Results with the flat rows first, in the shape of the rows."""
+    return [each.reshape(*lazy.lead, *each.shape[1:]) for each in results]
+
+
+def _register_reduction(name: str, function: Callable[..., Any]) -> None:
+    """`name(x, dim, keepdim)`, of one result or two."""
+
+    def handler(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+        dim, keepdim, dtype = _bound(("dim", "keepdim", "dtype"), args, kwargs, (None, False, None))
+        if not _over_words(lazy, dim) or set(kwargs) - {"dim", "keepdim", "dtype"}:
+            return NotImplemented
+        extra = {"dim": -1, "keepdim": bool(keepdim)} | ({"dtype": dtype} if dtype is not None else {})
+        results = _rows_back(lazy, lazy.reduce(function, (lazy.expression,), extra))
+        if len(results) == 1:
+            return results[0]
+        return getattr(torch.return_types, name)(tuple(results))
+
+    _handles(name)(handler)
+
+
+for _name in ("sum", "mean", "logsumexp", "amax", "amin", "max", "min", "argmax", "argmin"):
+    _register_reduction(_name, getattr(torch, _name))
+
+
+_partial_sum = handlers[torch.sum]
+
+
+@_handles("sum")
+def _sum(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    """Of everything, too: of each row, and of these."""
+    if len(args) > 1 or kwargs:
+        return _partial_sum(lazy, args, kwargs)
+    if not lazy.has_words_last:
+        return NotImplemented
+    return lazy.reduce(torch.sum, (lazy.expression,), {"dim": -1})[0].sum()
+
+
+@_handles("topk")
+def _topk(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    k, dim, largest, is_sorted = _bound(("k", "dim", "largest", "sorted"), args, kwargs, (None, -1, True, True))
+    if not isinstance(k, int) or not _over_words(lazy, dim) or "out" in kwargs:
+        return NotImplemented
+    extra = {"k": k, "dim": -1, "largest": largest, "sorted": is_sorted}
+    results = _rows_back(lazy, lazy.reduce(torch.topk, (lazy.expression,), extra))
+    return torch.return_types.topk((results[0], results[1]))
+
+
+@_handles("gather", "take_along_dim")
+def _gather(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    is_take = "index" not in kwargs and len(args) > 1 and isinstance(args[1], Tensor)
+    names = ("indices", "dim") if is_take or "indices" in kwargs else ("dim", "index")
+    found = dict(zip(names, _bound(names, args, kwargs, (None, None)), strict=True))
+    index, dim = found.get("index", found.get("indices")), found["dim"]
+    if not isinstance(index, Tensor) or isinstance(index, LazyLogits) or not _over_words(lazy, dim):
+        return NotImplemented
+    if tuple(index.shape[:-1]) != lazy.lead:
+        return NotImplemented
+    rows = Rows(index.reshape(-1, index.shape[-1]))
+    return _rows_back(lazy, lazy.reduce(torch.gather, (lazy.expression, -1, rows), {}))[0]
+
+
+# ---------------------------------------------------------------------------------------------- losses
+
+_CROSS_ENTROPY = inspect.signature(F.cross_entropy)
+_NLL_LOSS = inspect.signature(F.nll_loss)
+_KL_DIV = inspect.signature(F.kl_div)
+
+
+@_handles("cross_entropy")
+def _cross_entropy(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    call = _CROSS_ENTROPY.bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    if call.args[0] is not lazy or given["size_average"] is not None or given["reduce"] is not None:
+        return NotImplemented
+    extra = {"ignore_index": given["ignore_index"], "label_smoothing": given["label_smoothing"]}
+    return _class_loss(lazy, F.cross_entropy, given, extra)
+
+
+@_handles("nll_loss")
+def _nll_loss(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    call = _NLL_LOSS.bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    if call.args[0] is not lazy or given["size_average"] is not None or given["reduce"] is not None:
+        return NotImplemented
+    return _class_loss(lazy, F.nll_loss, given, {"ignore_index": given["ignore_index"]})
+
+
+def _class_loss(lazy: LazyLogits, function: Any, given: dict[str, Any], extra: dict[str, Any]) -> Any:
+    """A loss of each row by its label, added up as `reduction` says."""
+    target, weight, reduction = given["target"], given["weight"], given["reduction"]
+    words_at = 0 if lazy.dim() == 1 else 1
+    if isinstance(target, LazyLogits) or lazy.class_dim != words_at or reduction not in ("mean", "sum", "none"):
+        return NotImplemented
+    is_labels = tuple(target.shape) == lazy.lead
+    if not is_labels and tuple(target.shape) != tuple(lazy.shape):
+        return NotImplemented  # torch says what is wrong with it
+    flat = target.reshape(-1) if is_labels else target.movedim(words_at, -1).reshape(-1, lazy.shape[words_at])
+    if function is F.cross_entropy and is_labels and not given["label_smoothing"] and may_use_up(lazy.expression):
+        losses = _label_losses(lazy, flat, weight, given["ignore_index"])
+    else:
+        extra = {**extra, "weight": weight, "reduction": "none"}
+        losses = lazy.reduce(function, (lazy.expression, Rows(flat)), extra)[0]
+    if reduction == "none":
+        return losses.reshape(target.shape if is_labels else lazy.lead)
+    # In the width of the sum, as torch's own kernels add, and rounded once.
+    wide = losses.float() if losses.dtype in (torch.float16, torch.bfloat16) else losses
+    total = wide.sum()
+    if reduction == "mean":
+        total = total / _divisor(flat, weight, given["ignore_index"], is_labels=is_labels)
+    return total.to(losses.dtype)
+
+
+def _label_losses(lazy: LazyLogits, flat: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """Minus the logarithm of each label's probability, which is what a cross-entropy of labels adds up."""
+    ignored = flat == ignore_index
+    label = torch.where(ignored, 0, flat).unsqueeze(-1)
+    losses = -lazy.reduce(LabelLogProbability(), (lazy.expression, Rows(label)), {})[0].squeeze(-1)
+    if weight is not None:
+        losses = losses * weight.detach()[label.squeeze(-1)]
+    return losses.masked_fill(ignored, 0)
+
+
+def _divisor(flat: Tensor, weight: Tensor | None, ignore_index: int, *, is_labels: bool) -> Tensor | int:
+    """What torch divides a mean by: the rows that count, or the weights of their classes."""
+    if not is_labels:
+        return flat.shape[0]
+    counts = flat != ignore_index
+    if weight is None:
+        return counts.sum()
+    return weight.detach()[torch.where(counts, flat, 0)].mul(counts).sum()
+
+
+@_handles("kl_div")
+def _kl_div(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    call = _KL_DIV.bind(*args, **kwargs)
+    call.apply_defaults()
+    given = call.arguments
+    if given["size_average"] is not None or given["reduce"] is not None or not lazy.has_words_last:
+        return NotImplemented
+    operands = [_operand(lazy, given["input"]), _operand(lazy, given["target"])]
+    if any(item is _Refused for item in operands):
+        return NotImplemented
+    extra = {"reduction": "none", "log_target": given["log_target"]}
+    if given["reduction"] == "none":
+        return lazy.apply(F.kl_div, tuple(operands), extra, (F.kl_div, (given["input"], given["target"]), extra))
+    total = lazy.reduce(_kl_of_rows, tuple(operands), extra)[0].sum()
+    if given["reduction"] == "batchmean":
+        return total / lazy.shape[0]
+    return total if given["reduction"] == "sum" else total / lazy.numel()
+
+
+def _kl_of_rows(logits: Tensor, target: Tensor, **extra: Any) -> Tensor:
+    return F.kl_div(logits, target, **extra).sum(-1)
+
+
+# ---------------------------------------------------------------------------------------------- hooks
+
+
+@_handles("register_hook")
+def _register_hook(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    """Of FSDP2, which gathers parameters when a gradient comes; anybody else's gets a gradient of all numbers."""
+    if str(getattr(args[1], "__module__", "")).startswith("torch.distributed"):
+        return lazy.take_fsdp_hook(args[1])
+    return NotImplemented

@@ -1,0 +1,106 @@
+"""The forward that stands in for a module's own while it runs in tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradfit._torch_fsdp import is_unit
+from gradfit._torch_listen import unseen, untraced
+from gradfit.errors import MisuseError
+from gradfit.not_copied import NotCopied
+from gradfit.tiling.cut import Cut
+from gradfit.tiling.heads import is_linear
+from gradfit.tiling.module_tiles import inside_tile, run_in_tiles, whole_modules
+from gradfit.tiling.token_wise import mixes_tokens
+
+_WIDER = 2.0  # than its input, what a module makes inside: less is not worth running it again
+
+
+class TiledForward(NotCopied):
+    """Runs the module in tiles, if it treats each token by itself, which is found out when it is first called.
+
+    Args:
+        module: whose forward this stands in for.
+        name: of the module.
+        cut: how many tokens at a time.
+        is_named: the user asked for this module: say why it cannot be, instead of leaving it alone.
+        is_checked: it was found out before.
+    """
+
+    _instead_of_copy = "Call remove() on what gf.tile returned, copy the model, and tile both."
+
+    def __init__(
+        self, module: nn.Module, name: str, cut: Cut, *, is_named: bool = False, is_checked: bool = False
+    ) -> None:
+        self._module, self.name, self._cut, self._is_named = module, name, cut, is_named
+        self.reason: str | None = "" if is_checked else None  # why it cannot run in tiles; None before it is known
+        self.tokens = 0  # of the largest input
+
+    @property
+    def is_tiled(self) -> bool:
+        return self.reason == "" and self.tokens > 0
+
+    @untraced
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        x = args[0] if args else None
+        plain = type(module).forward
+        if inside_tile() or (self.reason or "") or not _is_one_input(x, args, kwargs):
+            return plain(module, *args, **kwargs)
+        assert isinstance(x, Tensor)
+        if self.reason is None and self._find_reason(x):
+            return plain(module, *args, **kwargs)
+        self.tokens = max(self.tokens, x.numel() // x.shape[-1])
+        return run_in_tiles(module, x, self._cut)
+
+    def _find_reason(self, x: Tensor) -> str:
+        with whole_modules(), unseen():
+            self.reason = mixes_tokens(self._module, x)
+        if not self.reason and not self._is_named and not _is_wider_inside(self._module, x.shape[-1]):
+            self.reason = "what it makes inside is no wider than its input"
+        if self.reason and self._is_named:
+            raise MisuseError(
+                f"{self.name} cannot run in tiles of tokens: {self.reason}. Leave it out of gf.tile(modules=…)."
+            )
+        return self.reason
+
+
+def _is_one_input(x: Any, args: Any, kwargs: Any) -> bool:
+    return (
+        type(x) is Tensor
+        and x.dim() in (2, 3)
+        and x.is_floating_point()
+        and x.numel() > 0
+        and all(each is None for each in (*args[1:], *kwargs.values()))
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _is_wider_inside(module: nn.Module, width: int) -> bool:
+    widths: list[Any] = [each.out_features for each in module.modules() if is_linear(each)]
+    stacked = [p.numel() // width for p in module.parameters() if p.dim() == 3]  # experts, as one tensor
+    return sum(widths) + sum(stacked) > _WIDER * width and len(widths) + len(stacked) > 1
+
+
+def may_run_in_tiles(module: nn.Module) -> bool:
+    """Whether a module is worth a check: it has several linear layers, and nobody has hooks inside."""
+    inside = [each for each in module.modules() if each is not module]
+    return (
+        bool(inside)
+        and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+        and "forward" not in module.__dict__
+        and any(True for _ in module.parameters())
+        and not any(_has_hooks(each) or "forward" in each.__dict__ for each in inside)
+        and not (module._backward_hooks or module._backward_pre_hooks)
+        and not any(is_unit(each) for each in inside)  # it would be gathered for each tile
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+    )  # fmt: skip
+    return any(hooks)

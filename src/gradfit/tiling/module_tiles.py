@@ -1,0 +1,168 @@
+"""Runs a module that treats each token by itself a few tokens at a time, forward and backward.
+
+Between the passes only its input is kept. The backward pass runs each tile again, and adds up the gradients of the
+parameters, so that each of them gets its gradient once, as from the whole module.
+
+Dropout draws for each tile as it comes, and draws the same again in the backward pass: another mask than that of the
+untiled module, of the same law, as it is between micro-batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from gradfit.tiling.cut import Cut
+from gradfit.tiling.expression import AutocastState
+from gradfit.tiling.gradient_sum import GradientSum
+
+
+def run_in_tiles(module: nn.Module, x: Tensor, cut: Cut) -> Tensor:
+    """What `module.forward(x)` gives.
+
+    Args:
+        module: treats each token by itself: the last dimension is its features, the others are tokens.
+        x: its only input.
+        cut: how many tokens at a time.
+    """
+    shell = _Shell(module)
+    named = dict(shell.named_parameters())
+    tokens = x.reshape(1, -1, x.shape[-1]) if x.dim() > 2 else x
+    result: Tensor = _Tiled.apply(shell, cut, tuple(named), tokens, *named.values())  # type: ignore[no-untyped-call]
+    return result.reshape(*x.shape[:-1], result.shape[-1])
+
+
+class _Thread(threading.local):
+    is_inside = False
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def whole_modules() -> Iterator[None]:
+    """Inside, modules run as they are: in a tile, and where one is looked at."""
+    before, _thread.is_inside = _thread.is_inside, True
+    try:
+        yield
+    finally:
+        _thread.is_inside = before
+
+
+def inside_tile() -> bool:
+    """Whether modules are to run as they are."""
+    return _thread.is_inside
+
+
+class _Shell(nn.Module):
+    """Calls a module's own forward, without its hooks: they run around all tiles, once."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        with whole_modules():
+            return type(self.inner).forward(self.inner, x)
+
+
+class _Draws:
+    """The generators' states that a tile began with, if it drew."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._states = self._now()
+
+    def _now(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        if self._device.type != "cpu":
+            states.append(torch.get_device_module(self._device).get_rng_state(self._device))
+        return states
+
+    def have_been_used(self) -> bool:
+        return any(not torch.equal(a, b) for a, b in zip(self._states, self._now(), strict=True))
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._states[0])
+        if len(self._states) > 1:
+            torch.get_device_module(self._device).set_rng_state(self._states[1], self._device)
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shell: _Shell, cut: Cut, names: tuple[str, ...], x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.shell, ctx.cut, ctx.names = shell, cut, names
+        ctx.autocast = AutocastState.now(x.device)
+        ctx.save_for_backward(x, *parameters)
+        ctx.draws = []
+        results = []
+        for begin, end in cut.bounds(x.shape[-2]):
+            draws = _Draws(x.device)
+            results.append(shell(x[..., begin:end, :]))
+            ctx.draws.append(draws if draws.have_been_used() else None)
+        return torch.cat(results, -2) if len(results) > 1 else results[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, *parameters = ctx.saved_tensors
+        needed = ctx.needs_input_grad[3:]
+        with ctx.autocast():
+            found = _whole(ctx, gradient) if torch.is_grad_enabled() else _tiles(ctx, x, parameters, gradient, needed)
+        return None, None, None, *found
+
+
+def _tiles(
+    ctx: Any, x: Tensor, parameters: list[Tensor], gradient: Tensor, needed: tuple[bool, ...]
+) -> list[Tensor | None]:
+    leaves = [each.detach().requires_grad_(is_needed) for each, is_needed in zip(parameters, needed[1:], strict=True)]
+    trained = [each for each in leaves if each.requires_grad]
+    sums = [GradientSum(each) for each in trained]
+    of_input = torch.empty_like(x) if needed[0] else None
+    call = _with_parameters(ctx.shell, ctx.names, leaves)
+    after = _Draws(x.device)
+    for (begin, end), draws in zip(ctx.cut.bounds(x.shape[-2]), ctx.draws, strict=True):
+        if begin == end:
+            continue
+        if draws is not None:
+            draws.restore()
+        tile = x[..., begin:end, :].detach().requires_grad_(needed[0])
+        with torch.enable_grad():
+            result = call(tile)
+        wanted = [tile, *trained] if needed[0] else trained
+        found = list(torch.autograd.grad(result, wanted, gradient[..., begin:end, :], allow_unused=True))
+        del result
+        if of_input is not None:
+            of_tile = found.pop(0)
+            of_input[..., begin:end, :] = 0 if of_tile is None else of_tile
+        for total, one in zip(sums, found, strict=True):
+            if one is not None:
+                total.add(one)
+        del found
+    after.restore()
+    gradients = iter([total.result() for total in sums])
+    return [of_input, *(next(gradients) if is_needed else None for is_needed in needed[1:])]
+
+
+def _whole(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
+    """Where the gradient is differentiated again: autograd's own, of all tokens at once."""
+    x, *parameters = ctx.saved_tensors
+    if any(draws is not None for draws in ctx.draws):
+        raise RuntimeError(
+            "A module with dropout that runs in tiles cannot be differentiated twice: its masks were drawn tile by "
+            "tile. Leave it out: gf.tile(model, exclude=[...])."
+        )
+    wanted = [each for each, is_needed in zip((x, *parameters), ctx.needs_input_grad[3:], strict=True) if is_needed]
+    result = _with_parameters(ctx.shell, ctx.names, parameters)(x)
+    found = iter(torch.autograd.grad(result, wanted, gradient, create_graph=True, allow_unused=True))
+    return [next(found) if is_needed else None for is_needed in ctx.needs_input_grad[3:]]
+
+
+def _with_parameters(shell: _Shell, names: tuple[str, ...], tensors: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    given = dict(zip(names, tensors, strict=True))
+    return lambda x: functional_call(shell, given, (x,))

@@ -1,0 +1,172 @@
+"""The smallest budget that `fit` names is enough, for measuring and for every step; noticeably less is not."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gradfit as gf
+
+Case = tuple[nn.Module, Callable[[nn.Module, Any], torch.Tensor], Any]
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def chain() -> Case:
+    """Large values of one size."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(48, 48), nn.Tanh())]
+    return nn.Sequential(*layers), squares, torch.randn(6, 16, 48)
+
+
+def wide_activations() -> Case:
+    """Two rows of a forward alone take more than one row of a step does."""
+    model = nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 8), nn.LayerNorm(8))
+    return model, squares, torch.randn(8, 64, 8)
+
+
+def one_row() -> Case:
+    layers = [layer for _ in range(5) for layer in (nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))]
+    return nn.Sequential(*layers), squares, torch.randn(1, 128, 32)
+
+
+class Routed(nn.Module):
+    """Which rows go through which layer is decided by the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.layers = nn.Linear(12, 2), nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen, out = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for number, layer in enumerate(self.layers):
+            rows = (chosen == number).nonzero().flatten()
+            out = out.index_add(0, rows, layer(x[rows]).tanh())
+        return out
+
+
+def routed() -> Case:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x.flatten(0, 1)).square().mean()
+
+    return nn.Sequential(Routed(), Routed()), loss_fn, torch.randn(4, 8, 12)
+
+
+def classes() -> Case:
+    """Two means that ignore different rows."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 16))
+            self.first, self.second = nn.Linear(16, 5), nn.Linear(16, 5)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            h = self.body(x)
+            return self.first(h), self.second(h)
+
+    def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+        x, first, second = batch
+        one, other = model(x)
+        return F.cross_entropy(one, first) + F.cross_entropy(other, second)
+
+    first, second = torch.randint(0, 5, (12,)), torch.randint(0, 5, (12,))
+    first[:5], second[3::2] = -100, -100
+    return Heads(), loss_fn, (torch.randn(12, 8), first, second)
+
+
+CASES = {case.__name__: case for case in (chain, wide_activations, one_row, routed, classes)}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda tensors: torch.optim.SGD(tensors, lr=0.01),
+    "AdamW": lambda tensors: torch.optim.AdamW(tensors, lr=0.001),
+}
+
+
+def attempt(make: Callable[[], Case], optimizer_of: Any, memory: int, *, steps: int = 3) -> tuple[int, int]:
+    """`fit` and some steps at a budget: the peak of everything, and the least that was named, or 0 if it fitted."""
+    torch.manual_seed(0)
+    model, loss_fn, batch = make()
+    optimizer = optimizer_of(model.parameters())
+    gc.collect()
+    with gf.meter(model, optimizer, batch) as live:
+        try:
+            step = gf.fit(model, optimizer, loss_fn, batch, memory=memory)
+        except gf.BudgetInfeasible as refusal:
+            return live.peak_bytes, refusal.min_bytes
+        for _ in range(steps):
+            step(batch)
+    return live.peak_bytes, 0
+
+
+def check(make: Callable[[], Case], optimizer_of: Any, *, is_clocked: bool = False) -> None:
+    taken, least = attempt(make, optimizer_of, 1000)
+    assert least > 1000
+    assert taken <= least, "to find the number more was taken than it says"
+    taken, refused = attempt(make, optimizer_of, least)
+    assert not refused, f"{least} was named, and then {refused}"
+    assert taken <= least
+    less = int(least * (0.85 if is_clocked else 0.96))
+    taken, refused = attempt(make, optimizer_of, less)
+    assert refused, f"{least} was named, and {less} is enough"
+    assert taken <= max(less, refused)
+
+
+QUICK = {("chain", "AdamW"), ("wide_activations", "SGD"), ("one_row", "AdamW"), ("classes", "SGD")}
+PAIRS = [
+    pytest.param(name, optimizer, marks=() if (name, optimizer) in QUICK else pytest.mark.slow)
+    for name in CASES
+    for optimizer in OPTIMIZERS
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "optimizer"), PAIRS)
+def test_the_smallest_budget_is_enough_and_less_is_not(name: str, optimizer: str) -> None:
+    check(CASES[name], OPTIMIZERS[optimizer], is_clocked=name == "routed")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_at_its_smallest_budget_is_planned_once() -> None:
+    """A real step holds some numbers that a trial does not: that alone is no reason to plan again."""
+    _, least = attempt(chain, OPTIMIZERS["AdamW"], 1000)
+    torch.manual_seed(0)
+    model, loss_fn, batch = chain()
+    step = gf.fit(model, OPTIMIZERS["AdamW"](model.parameters()), loss_fn, batch, memory=least)
+    profile = step.profile
+    for _ in range(4):
+        step(batch)
+    assert step.profile is profile
+
+
+BLOCKS: list[Callable[[int], nn.Module]] = [
+    lambda width: nn.Linear(width, width),
+    lambda width: nn.Sequential(nn.Linear(width, 8 * width), nn.GELU(), nn.Linear(8 * width, width)),
+    lambda width: nn.Sequential(nn.LayerNorm(width), nn.Dropout(0.2), nn.SiLU()),
+    lambda width: nn.Sequential(nn.Tanh(), nn.Softmax(-1)),
+    lambda width: nn.Sequential(nn.Linear(width, width // 2), nn.ReLU(inplace=True), nn.Linear(width // 2, width)),
+]
+
+
+def random_case(seed: int) -> Callable[[], Case]:
+    def make() -> Case:
+        dice = random.Random(seed)
+        width = dice.choice([8, 16, 32])
+        layers = [dice.choice(BLOCKS)(width) for _ in range(dice.randrange(2, 7))]
+        rows, length = dice.choice([1, 2, 5, 8]), dice.choice([1, 8, 64])
+        return nn.Sequential(nn.Linear(width, width), *layers), squares, torch.randn(rows, length, width)
+
+    return make
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
+def test_random_models_at_their_smallest_budget(seed: int) -> None:
+    check(random_case(seed), OPTIMIZERS["AdamW" if seed % 2 else "SGD"])
