@@ -19,19 +19,19 @@ from gradfit._torch_listen import _thread
 from gradfit.batches.snapshot import untouched
 from gradfit.profiling.meter import tensors_in
 from gradfit.profiling.optimizer_bytes import optimizer_cost
-from gradfit.tape.listener import Listener
+from gradfit.tape.listener import OperationListener
 from gradfit.tape.mask import MASK
 from gradfit.tree import leaves, map_tensors
 
 
-class Log(Listener):
+class Log(OperationListener):
     """The names of the operations that compute something; it knows them by their schemas alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
-    def hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         aliases = [argument.alias_info for argument in schema_of(func).arguments if argument.alias_info is not None]
         is_view = aliases and not any(alias.is_write for alias in aliases)

@@ -19,7 +19,7 @@ from gradfit._torch import FakeTensor, inside_fake_mode, storage_key
 from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.arguments import read_device, read_flag
 from gradfit.errors import MisuseError
-from gradfit.tape.listener import Listener
+from gradfit.tape.listener import OperationListener
 from gradfit.units import format_bytes
 
 
@@ -28,7 +28,7 @@ class _Storage(StorageWatch):
     nbytes: int
 
 
-class Meter(Listener):
+class Meter(OperationListener):
     """Counts live tensor bytes while it is entered. See `meter`.
 
     Args:
@@ -89,7 +89,7 @@ class Meter(Listener):
             return None
         return int(torch.accelerator.max_memory_allocated())
 
-    def hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and count what it returns."""
         out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor):

@@ -135,13 +135,13 @@ class _FakeTrace(Trace):
         self._roofline = roofline
         self._aside = False
 
-    def hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """As for a trace of a real run."""
         if func is torch.ops.prim.device.default:  # a fake tensor asks for its device like this, again and again
             return args[0].fake_device
         if self._aside:
             return func(*args, **kwargs)
-        return super().hear(func, args, kwargs)
+        return super()._hear(func, args, kwargs)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
         out = func(*args, **kwargs)

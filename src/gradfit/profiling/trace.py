@@ -28,7 +28,7 @@ from gradfit.tape import replay
 from gradfit.tape.allocate import without_content
 from gradfit.tape.drop import DropAll
 from gradfit.tape.graph import Segment
-from gradfit.tape.listener import Listener
+from gradfit.tape.listener import OperationListener
 from gradfit.tape.mask import MASK, draws_mask, pack, packed_bytes, packing_bytes
 from gradfit.tape.ops import info_of
 from gradfit.tape.record import Recorder
@@ -82,7 +82,7 @@ class _Storage(StorageWatch):
     storage: int
 
 
-class Trace(Listener):
+class Trace(OperationListener):
     """What one forward and backward did. Enter `watching(...)`, run them, read the lists."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -110,7 +110,7 @@ class Trace(Listener):
 
     # ------------------------------------------------------------------------------------------ operations
 
-    def hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and note what it does."""
         if graph_task_id() != -1:
             return self._backward_op(func, args, kwargs)
@@ -394,8 +394,9 @@ class Trace(Listener):
 def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
     """Record what runs inside, forward and backward."""
     trace = Trace(model)
-    policy = DropAll(quota_bytes)
-    recorder = policy.recorder = Recorder(Segment(Segment(None)), policy)
+    around = Segment(None)
+    recorder = Recorder(Segment(around))
+    recorder.policy = DropAll(quota_bytes, recorder.tape, around)
 
     def pack(tensor: torch.Tensor) -> Any:
         return trace.pack(tensor), recorder.pack(tensor)

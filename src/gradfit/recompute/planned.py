@@ -11,19 +11,20 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit._torch_listen import untraced
+from gradfit.choices import KEEP, OFFLOAD, PACK, REBUILD
 from gradfit.planning.plan import Plan
 from gradfit.recompute.offload import Store
 from gradfit.tape.graph import Handle, Segment
-from gradfit.tape.listener import Listener
-from gradfit.tape.mask import MASK, draws_mask, pack
+from gradfit.tape.listener import OperationListener
+from gradfit.tape.mask import MASK, draws_mask
 from gradfit.tape.ops import info_of
-from gradfit.tape.policy import DROP, KEEP, KEPT, OFFLOAD
+from gradfit.tape.policy import ALL_KEPT, Decision
 from gradfit.tape.record import Recorder
 from gradfit.tape.save import unpack
 from gradfit.tape.stream import new_bytes
 
 _DECIDED_BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_CHOICES = {"keep": KEEP, "rebuild": DROP, "offload": OFFLOAD}
+_CHOICES = {"keep": KEEP, "rebuild": REBUILD, "offload": OFFLOAD}
 
 
 class Diverged(Exception):
@@ -52,7 +53,7 @@ class Script:
         self.sizes = None if sizes is None else [sizes[value] for value in made]
         self.heard = plan.heard
         self.last = max((value for value, choice in enumerate(self.choices) if choice != KEEP), default=-1)
-        self._ways: dict[tuple[int, int], list[int]] = {}
+        self._decisions: dict[tuple[int, int], Decision] = {}
         self._shared: dict[int, tuple[Script, int, int]] = {}
 
     def shared(self, other: Script) -> tuple[int, int]:
@@ -81,12 +82,14 @@ class Script:
         sizes = self.sizes
         return sizes is None or all(new_bytes(r) <= sizes[n] for n, r in enumerate(results, first) if sizes[n])
 
-    def chosen(self, first: int, after: int) -> list[int]:
-        """What becomes of these values, which one operation makes; `KEPT` if all are kept."""
-        found = self._ways.get((first, after))
+    def decision(self, operation: int, first: int, after: int) -> Decision:
+        """What becomes of these values, which one operation makes, made once; the segment is each recording's own."""
+        found = self._decisions.get((first, after))
         if found is None:
-            some = self.choices[first:after]
-            found = self._ways[first, after] = some if some.count(KEEP) < after - first else KEPT
+            choices = tuple(self.choices[first:after])
+            kept = all(choice is KEEP for choice in choices)
+            last = after > self.last and operation + 1 >= self.heard
+            found = self._decisions[first, after] = Decision(None if kept else choices, None, last)
         return found
 
 
@@ -110,7 +113,6 @@ class PlanPolicy:
         self._made_bytes: list[int] = []  # of each value so far, if there are others
         self._operation = 0
         self._value = 0
-        self._packing = False  # what is moved out next is a mask's bits
         self._segments: list[Segment] = []
         self._recorder: PlannedRecorder | None = None
 
@@ -148,33 +150,30 @@ class PlanPolicy:
                 return True
         return False
 
-    def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int] | None:
-        """Asked once for each operation, after it ran: pass it, and say what becomes of its results."""
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
+        """Pass an operation, and say what becomes of its results."""
         if self.diverged is not None:
-            return KEPT
-        choices = self._next(func, results)
-        if choices is not None:
-            return choices
-        if self._is_at_bits(func, results):
-            kept = self._script.choices[self._value] == KEEP
+            return ALL_KEPT
+        decision = self._next(func, results)
+        if decision is None and self._is_at_bits(func, results):
+            kept = self._script.choices[self._value] is KEEP
             if self._others:
                 self._made_bytes.append(0)  # it is an eighth of the mask that follows
             self._operation, self._value = self._operation + 1, self._value + 1
-            choices = self._next(func, results)
-            if choices is not None and kept and choices[0] == DROP:
-                self._packing = True
-                return [OFFLOAD]
-        if choices is None:
-            if self._others and self._switch(func, results):
-                return self.choose(func, results, *call)
-            position, names = self._operation, self._script.names
-            expected = names[position] if position < len(names) else "the end"
-            said = f"operation {position} is {name_of(func)}, the plan has {expected}"
-            self.leave(said, position, name_of(func))
-            return KEPT
-        return choices
+            decision = self._next(func, results)
+            if decision is not None and kept and decision.choices == (REBUILD,):
+                return decision._replace(choices=(PACK,))
+        if decision is not None:
+            return decision
+        if self._others and self._switch(func, results):
+            return self.decide(func, results, *call)
+        position, names = self._operation, self._script.names
+        expected = names[position] if position < len(names) else "the end"
+        said = f"operation {position} is {name_of(func)}, the plan has {expected}"
+        self.leave(said, position, name_of(func))
+        return ALL_KEPT
 
-    def _next(self, func: Any, results: Sequence[torch.Tensor]) -> list[int] | None:
+    def _next(self, func: Any, results: Sequence[torch.Tensor]) -> Decision | None:
         """Pass the next operation, if it is this one."""
         script, position, first = self._script, self._operation, self._value
         after = first + len(results)
@@ -183,7 +182,6 @@ class PlanPolicy:
         name = script.names[position]
         if _called.get(name) is not func and not _is_called(func, name):
             return None
-        choices = script.chosen(first, after)
         if script.sizes is not None:
             for number, result in enumerate(results, first):
                 size = script.sizes[number]  # 0 where the result is not new: its bytes are another's
@@ -195,13 +193,10 @@ class PlanPolicy:
         if self._others:
             self._made_bytes += [new_bytes(result) for result in results]
         self._operation, self._value = position + 1, after
-        recorder = self._recorder
-        if recorder is not None:
-            if choices is not KEPT:
-                recorder.segment = self._segments[script.segments[first]]
-            if after > script.last and position + 1 >= script.heard:
-                recorder.begin_tail()
-        return choices
+        decision = script.decision(position, first, after)
+        if decision.choices is None:
+            return decision
+        return Decision(decision.choices, self._segments[script.segments[first]], decision.last)
 
     def _is_at_bits(self, func: Any, results: list[torch.Tensor]) -> bool:
         """Whether the plan has a mask's bits as an operation of their own before this one."""
@@ -216,9 +211,6 @@ class PlanPolicy:
 
     def offload(self, tensor: torch.Tensor) -> Any:
         """Copy a value out; returns the function that brings it back."""
-        if self._packing:
-            self._packing = False
-            return pack(tensor)
         if self.store is None:
             raise RuntimeError("gradfit: the plan offloads nothing")
         return self.store.put(tensor)
@@ -281,8 +273,8 @@ class PlannedRecorder(Recorder):
             self.tail.asked = self.tail.saves
         return packed
 
-    def begin_tail(self) -> None:
-        """Nothing will be rebuilt that comes now."""
+    def after_last(self) -> None:
+        """Nothing that comes now will be rebuilt."""
         if not self._units and self._listening is not None:  # FSDP2 writes to parameters as it goes
             self._in_tail, self.saving = True, self._see
             if self._known is not None:
@@ -344,14 +336,14 @@ class Unrecorded:
         return (tensor.detach(), None if tensor.is_inference() else tensor._version)  # its graph would hold itself
 
 
-class LooksAtData(Listener):
+class LooksAtData(OperationListener):
     """Tells whether what runs inside takes numbers out of tensors, or makes tensors whose size the data decide."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found = False
 
-    def hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and look at what kind it is."""
         if not self.found and not _DECIDED_BY_DATA.isdisjoint(func.tags):
             self.found = True

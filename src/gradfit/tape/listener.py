@@ -19,7 +19,7 @@ class _Open(threading.local):
 _open = _Open()
 
 
-class Listener:
+class OperationListener:
     """Hears this thread's operators, below autograd, while it is entered; in a backward pass, the engine's threads too.
 
     Views need not be heard. What it runs itself is heard by those who were entered before.
@@ -30,12 +30,12 @@ class Listener:
     def __init__(self) -> None:
         self._contexts: list[Any] = []
 
-    def hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run `func(*args, **kwargs)`, and return what it returned."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:
-        context = listening(self.hear, view_names, in_engine=True, as_mode=self.about_fakes)
+        context = listening(self._hear, view_names, in_engine=True, as_mode=self.about_fakes)
         try:
             process.recording_begins(context)  # generated code would not tell of its operations
             _open.contexts.append(context)

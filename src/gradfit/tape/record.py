@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,13 +26,14 @@ from torch.autograd.graph import increment_version
 
 from gradfit._torch import graph_task_id, storage_key
 from gradfit._torch_listen import listening, pop_hooks, push_hooks, stop_tracing, trace_again, untraced
+from gradfit.choices import Choice
 from gradfit.tape import process, replay, rng
 from gradfit.tape.allocate import without_content
 from gradfit.tape.graph import Operation, Segment, Slice, Value, geometry_of
 from gradfit.tape.known import ATOMS, FEW, NO_KWARGS, Fresh, choices_for, each_once, next_index
 from gradfit.tape.ops import OpInfo, info_of, infos, view_names
-from gradfit.tape.policy import KEPT, Policy
-from gradfit.tape.save import unpack
+from gradfit.tape.policy import Policy
+from gradfit.tape.save import ALL, unpack
 from gradfit.tape.storage import Untrackable, flatten, place_of, written_tensors
 from gradfit.tape.stream import results_of
 from gradfit.tape.units import watch_units
@@ -138,9 +140,16 @@ class Recorder(Writer):
             results = [out] if type(out) is _Tensor else results_of(info, args, kwargs, out)
             if not results:
                 return out
-            choices = policy.choose(func, results, args, kwargs)
-            if choices is not KEPT:
-                self._record(func, info, args, kwargs, out, None, choices, results)
+            decision = policy.decide(func, results, args, kwargs)
+            if decision is None:
+                self._record(func, info, args, kwargs, out, None, None)
+                return out
+            if decision.segment is not None:
+                self.segment = decision.segment
+            if decision.choices is not None:
+                self._record(func, info, args, kwargs, out, None, decision.choices, results)
+            if decision.last:
+                self.after_last()
             return out
         if info.view:  # rule 2
             return info.call(*args, **kwargs)
@@ -169,7 +178,7 @@ class Recorder(Writer):
         if info.chunks:
             self._add_chunks(out)
         results, choices = self._ask(func, info, args, kwargs, out)
-        if choices is KEPT or not info.recordable:  # rule 5
+        if choices is ALL or not info.recordable:  # rule 5
             return out
         if info.scratch and _in_training(args):
             args = [_scratch(each) if at in info.scratch else each for at, each in enumerate(args)]
@@ -182,7 +191,7 @@ class Recorder(Writer):
         return out
 
     def _record(
-        self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any, state: Any, choices: list[int] | None,
+        self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any, state: Any, choices: Sequence[Choice] | None,
         results: list[torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         """Every microsecond here is paid hundreds of times per step: what is common is written out.

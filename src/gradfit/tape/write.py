@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from gradfit._torch import base_of, storage_key
+from gradfit.choices import HOLD, KEEP, OFFLOAD, PACK, Choice
 from gradfit.errors import UnsupportedOp
 from gradfit.tape.graph import Operation, Value, nothing
 from gradfit.tape.known import (
@@ -23,9 +25,10 @@ from gradfit.tape.known import (
     version_of,
 )
 from gradfit.tape.ops import LOAD, OpInfo
-from gradfit.tape.policy import HOLD, KEEP, OFFLOAD
 from gradfit.tape.save import Saver
 from gradfit.tape.storage import Untrackable, fills_storage, fresh_results, key_of, written_tensors
+
+_NOT_WRITTEN_DOWN = frozenset({KEEP, OFFLOAD, PACK})  # how such a result was written need not be known
 
 
 class Writer(Saver):
@@ -65,14 +68,14 @@ class Writer(Saver):
         _, choices = self._ask(func, info, args, kwargs, out)
         key, watcher, natural = old.key, old.gone, old.natural
         old.gone, old.natural = None, nothing
-        if op is None or (choices is not None and choices[0] in (KEEP, OFFLOAD)):
+        if op is None or (choices is not None and choices[0] in _NOT_WRITTEN_DOWN):
             self._made.pop(key, None)
             self._offload([target], choices)
             return out
         op.rng = state
         op.written = (old,)
         value = Value(key, old.geometry, self.segment, op, -1, WRITTEN - target._version, natural, watcher)
-        if choices is not None and choices[0] == HOLD:
+        if choices is not None and choices[0] is HOLD:
             value.evictable = True
         self._made[key] = value
         op.outputs.append(weakref.ref(value))
@@ -122,7 +125,7 @@ class Writer(Saver):
             if old is not None:
                 old.gone = None
                 old.natural = nothing
-        if op is None or (choices is not None and (KEEP in choices or OFFLOAD in choices)):
+        if op is None or (choices is not None and not _NOT_WRITTEN_DOWN.isdisjoint(choices)):
             self._offload(targets, choices)
             return out  # rule 5: from here on it is a root, or lies elsewhere
         op.rng = state
@@ -135,13 +138,13 @@ class Writer(Saver):
         self._written(targets, keys, olds)
         return out
 
-    def _offload(self, targets: list[torch.Tensor], choices: list[int] | None) -> None:
+    def _offload(self, targets: list[torch.Tensor], choices: Sequence[Choice] | None) -> None:
         """What was written moves out, if the policy says so; how it was written need not be known."""
         for target, choice in zip(targets, choices or (), strict=False):
-            if choice == OFFLOAD and fills_storage(target):
+            if choice in (OFFLOAD, PACK) and fills_storage(target):
                 key = storage_key(target)
                 self._roots.pop(key, None)
-                self._adopt(Operation(next_index(), None, LOAD, [], NO_KWARGS, []), [(0, target, key)], [OFFLOAD])
+                self._adopt(Operation(next_index(), None, LOAD, [], NO_KWARGS, []), [(0, target, key)], [choice])
                 self._written([target], [key], [None])
 
     def _written(self, targets: list[torch.Tensor], keys: list[int], olds: list[Value | None]) -> None:
