@@ -821,6 +821,7 @@ def _() -> Good:
             "memory": is_one_of(is_none, is_positive),
             "micro_batch": is_one_of(is_none, is_equal_to(3)),
             "exact": is_flag,
+            "planning_share": is_not_negative,
             "batch_size": is_one_of(is_none, is_count),
             "split": is_split,
             "clip": is_one_of(is_none, is_positive),

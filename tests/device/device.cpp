@@ -183,7 +183,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (e) event(e)->synchronize();
   }
   double elapsedTime(void* a, void* b, const c10::DeviceIndex) const override {
-    return std::chrono::duration<double, std::milli>(event(b)->wait_marked() - event(a)->wait_marked()).count();
+    return (event(b)->wait_marked() - event(a)->wait_marked()) / 1e6;
   }
   bool queryStream(const S& s) const override { return of(s).idle(); }
   void synchronizeStream(const S& s) const override {
@@ -281,6 +281,7 @@ class Call {
     stream_.spend();
     ++counters().kernels;
   }
+  ~Call() { the_time().in_kernels += Time::processor() - begun_; }
 
   Tensor alias(const Tensor& t) {
     if (!is_sim(t)) return t;
@@ -360,6 +361,7 @@ class Call {
     stream_.later([content, p] { std::memcpy(p, content->data(), content->size()); });
   }
 
+  int64_t begun_ = Time::processor();
   int device_;
   Stream& stream_;
   std::unique_lock<std::recursive_mutex> lock_;
@@ -735,7 +737,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     delays().probability = probability;
     delays().longest_us = longest_us;
   });
-  m.def("set_kernel_time", [](int us) { delays().kernel_us = us; });
+  m.def("set_kernel_time", [](int us) { the_time().kernel_us = us; });
+  m.def("now", [] { return the_time().now() / 1e9; });
   m.def("set_cap", [](int d, size_t bytes) { memory(d).settings.cap_bytes = bytes; });
   m.def("cap", [](int d) { return std::min(memory(d).settings.cap_bytes, memory(d).settings.total_bytes); });
   m.def("set_total", [](int d, size_t bytes) { memory(d).settings.total_bytes = bytes; });

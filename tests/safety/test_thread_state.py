@@ -31,7 +31,7 @@ def test_what_is_left_behind_is_taken_away(what: str) -> None:
     with untouched(model):
         LEAVE[what]()
     after = ThreadState()
-    names = ("_gradients", "_hooks", "_modes", "_ear", "_excluded")
+    names = ("_gradients", "_hooks", "_modes", "_listener", "_excluded")
     assert [getattr(after, name) for name in names] == [getattr(before, name) for name in names]
     assert not inside_scope()
     assert not process._recordings

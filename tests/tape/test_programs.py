@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -41,6 +42,18 @@ class RandomPolicy:
         return [self.random.choice(self.among) for _ in results]
 
 
+class PartialPolicy(RandomPolicy):
+    """Keeps all results of every other operation."""
+
+    def __init__(self, seed: int, recorder: Partial) -> None:
+        super().__init__(seed, [DROP, KEEP])
+        self.recorder = weakref.proxy(recorder)
+
+    def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int]:
+        self.recorder.pass_one()
+        return KEPT if self.random.random() < 0.5 else super().choose(func, results, *call)
+
+
 class Partial(Recorder):
     """Does not write down every other operation, and listens to none after a random number of them.
 
@@ -48,18 +61,17 @@ class Partial(Recorder):
     """
 
     def __init__(self, seed: int, *, rests: bool) -> None:
-        super().__init__(Segment(None), RandomPolicy(seed, [DROP, KEEP]))
-        self.draw, self.decide = random.Random(seed), self.skip
-        self.left = self.draw.randrange(30) if rests else 1000
-        self.saves = self.draw.randrange(20)
+        super().__init__(Segment(None), PartialPolicy(seed, self))
+        draw = random.Random(seed)
+        self.left = draw.randrange(30) if rests else 1000
+        self.saves = draw.randrange(20)
         self.lost = False
 
-    def skip(self, func: Any, out: Any) -> list[int] | None:
+    def pass_one(self) -> None:
         self.left -= 1
         if not self.left:
             self._listening.rest()
             self.saving = self.see
-        return KEPT if self.draw.random() < 0.5 else None
 
     def see(self, tensor: torch.Tensor) -> None:
         self.saves -= 1

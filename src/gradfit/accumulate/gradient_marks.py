@@ -67,8 +67,6 @@ class GradientMarks:
         if any(tensor.grad is not None for tensor in self.missing):
             return False
         self.versions = versions
-        if self._parameters:
-            self._written = [*map(version_of, self._parameters)]
         return True
 
     @property

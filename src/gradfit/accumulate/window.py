@@ -491,7 +491,7 @@ class Window:
         """Refuse to add to sums that somebody else has changed since (rule 5)."""
         marks, before = self.marks, self.state.unscaled_before
         unscaled = before is not None and times_unscaled(self.scaler, self.optimizer) != before
-        if marks is None or (marks.untouched() and not marks.parameters_changed and not unscaled):
+        if marks is None or (marks.untouched() and not self._parameters_written and not unscaled):
             return
         steps = f"{self.accumulation_steps} of {self.target_steps} micro-batches"
         touch = marks.touch()
@@ -519,12 +519,17 @@ class Window:
         """Whether somebody else's optimizer could update them unseen."""
         return self.optimizer is None and not self.bare
 
+    @property
+    def _parameters_written(self) -> bool:
+        """Whether anybody has written to a parameter since the window began; never, if that is not watched."""
+        return self._written is not None and [*map(version_of, self.tensors)] != self._written
+
     def _note_parameters(self) -> None:
         self._written = [*map(version_of, self.tensors)] if self.watches_parameters else None
 
     def require_parameters_unwritten(self) -> None:
         """After a pass: refuse if parameters were updated while it ran."""
-        if self._written is not None and [*map(version_of, self.tensors)] != self._written:
+        if self._parameters_written:
             self.break_off(
                 "The parameters were updated while a backward pass ran, by an optimizer that steps in a hook, say. It "
                 "steps at every micro-batch, with sums for gradients: take the hooks away and step it when is_ready "
@@ -539,7 +544,7 @@ class Window:
             return
         marks = self.last_marks
         if marks is None or not marks.refresh():
-            marks = self.last_marks = GradientMarks(self.tensors, parameters=self.watches_parameters)
+            marks = self.last_marks = GradientMarks(self.tensors)
         self.marks = marks
         if self.scaler is not None:
             self._note_unscaled()
@@ -560,21 +565,28 @@ class Window:
             state = self.state
             if state.phase is BROKEN:
                 return None
-            self._require_scaled(one)
+            if self.scaler is not None:
+                self._require_scaled(one)
             if self.transaction is not None:
                 return self._require_exact(self.transaction.add_plain())
-            if any(tensor.grad is not None for tensor in self.follow()):
+            if self.follows_optimizer and any(tensor.grad is not None for tensor in self.follow()):
                 raise MisuseError(
                     "New parameters of the optimizer have gradients of passes that nobody has counted. Add them by "
                     "optimizer.add_param_group, which is noticed at once, and call reset() to begin a new window."
                 )
-            if state.phase is FINAL:
-                self._leave_final(plain=True)
-            self._require_filling(plain=True)
-            state = self.state
-            if state.main.divisor is None:
-                state.main.divisor = 1.0
-            factor = self._require_exact(self.plain_factor())
+            marks = self.marks
+            if marks is None or state.phase is not FILLING or not (state.micro_batches or state.open):
+                if state.phase is FINAL:
+                    self._leave_final(plain=True)
+                self._require_filling(plain=True)
+                state = self.state
+            elif not marks.untouched() or self._parameters_written or self.scaler is not None:
+                self.require_untouched()
+            main = state.main
+            if main.divisor is None:
+                main.divisor = 1.0
+            usual = main.divisor == 1.0 and not state.rescaled
+            factor = 1.0 if usual else self._require_exact(self.plain_factor())
             self._book_plain(one)
             self.marks = None  # until it has ended
             return factor
@@ -611,9 +623,10 @@ class Window:
     def end_plain(self, *, complete: bool) -> None:
         """A plain pass has added all of its gradients."""
         with self.lock:
-            self.require_parameters_unwritten()
+            if self._parameters_written:
+                self.require_parameters_unwritten()
             self.take_marks()
-            if complete and self.apart is None:
+            if complete and self.optimizer is None and self.apart is None:
                 self.finalise_by_itself()
 
     def finalise_by_itself(self) -> None:
@@ -773,7 +786,7 @@ class Window:
             new = marks is not None and not marks.untouched()
             self._require_not_of_others(new)
             if marks is not None and (
-                marks.parameters_changed or (new and (state.had_pass or marks.touch() is not Touch.CHANGED))
+                self._parameters_written or (new and (state.had_pass or marks.touch() is not Touch.CHANGED))
             ):
                 self.require_untouched()
         if not new and self.ranks.size == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
 import traceback
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_distributed import local_part
 from gradfit._torch_fsdp import drop_gradients, units_of
@@ -18,10 +20,11 @@ from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.snapshot import untouched
 from gradfit.devices import counted_device, devices_of, free_cached_memory, wait_for
 from gradfit.errors import BudgetInfeasible, MisuseError
+from gradfit.fitting.families import MOST_PLANS, PlanningTime, covering, grown, may_be_slow, with_slack
 from gradfit.fitting.fixed_cost import nominal
-from gradfit.fitting.tested_plan import Fitted, Shape, covered, covers, shape_of, smaller
+from gradfit.fitting.tested_plan import Fitted, Shape, covered, shape_of, smaller
 from gradfit.fitting.update_rollback import UpdateSnapshot
-from gradfit.planning.api import plain_plan, recomputing_plan
+from gradfit.planning.api import beginning_like, plain_plan, recomputing_plan
 from gradfit.planning.api import plan as make_plan
 from gradfit.planning.microbatch import even
 from gradfit.planning.plan import Plan
@@ -77,6 +80,7 @@ class Planner:
         whole: bool = False,
         exact: bool = True,
         tile: bool = True,
+        planning_share: float = 0.05,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.exact = exact  # what does not add up is not cut
@@ -97,7 +101,12 @@ class Planner:
         self._offload = offload
         self._reproducible = reproducible
         self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
+        self.time = PlanningTime(planning_share)
+        self._left = ""  # where the last trial left its plan
+        self._counted: tuple[Any, int] | None = None  # a step's batch, and its rows
         self._fitted: list[Fitted] = []
+        self._used: dict[int, int] = {}  # by a plan's address: when it was last used
+        self._clock = 0
         self.take_up(known)
 
     @property
@@ -107,7 +116,7 @@ class Planner:
 
     def take_up(self, plans: Iterable[Fitted]) -> None:
         """Go by these plans from now on, and by what was measured of the loss when they were made."""
-        self._fitted = list(plans)
+        self._fitted = [with_slack(plan, self.limit_bytes) for plan in plans]
         if self._fitted:
             self.additivity = self._fitted[0].profile.additivity
 
@@ -117,29 +126,93 @@ class Planner:
 
     def rows(self, batch: Any) -> int:
         """How many rows the batch has."""
+        if self._counted is not None and self._counted[0] is batch:
+            return self._counted[1]
         return check_batch(batch, self.split)
+
+    @contextlib.contextmanager
+    def counted(self, batch: Any) -> Iterator[int]:
+        """The rows of the batch, which inside are not counted again: `split=` has to cut it for that."""
+        rows = check_batch(batch, self.split)
+        self._counted = batch, rows
+        try:
+            yield rows
+        finally:
+            self._counted = None
+
+    def shape(self, batch: Any) -> Shape:
+        """By which a batch's plans are found."""
+        return shape_of(batch, rows=self.split is not None)
 
     def fitted(self, batch: Any, batch_size: int) -> Fitted:
         """A plan for batches of this shape: one made before for this shape or a larger one, or a new one."""
-        shape = shape_of(batch)
+        shape = self.shape(batch)
         if self._fitted and self.additivity is None:  # plans from a version that did not measure it
             with untouched(self._model):
                 self.additivity = additivity_within(self._model, self._loss_fn, batch, self.split, self.limit_bytes)
-        for known in self._fitted:
-            fits = self._holds(known)  # it may come from a step with a larger budget
-            may_cut = not self.exact or self.additivity is None or self.additivity.adds_up
-            fits = fits and (may_cut or known.plan.steps == 1)
-            if fits and known.plan.batch_size >= batch_size and covers(known.shape, shape):
-                return known
-        found = self._fit(batch, batch_size, shape, self.limit_bytes)
-        found = self._covered(found, self.limit_bytes)
-        found = dataclasses.replace(found, plan=dataclasses.replace(found.plan, budget_bytes=self.budget_bytes))
-        self._fitted = [known for known in self._fitted if known.shape != shape]
-        self._fitted.append(found)
-        self._fitted.sort(key=lambda known: known.plan.peak_bytes)
+        serving = [known for known in self._fitted if self._holds(known)]
+        larger = covering(serving, shape, batch_size)
+        found = larger[0] if larger else None
+        if not distributed.is_running():  # where ranks run forwards together, and so plan together
+            if found is None and (by_size := grown(serving, shape, batch_size, self.limit_bytes)) is not None:
+                found = self._remember(by_size)
+            wanted = larger and may_be_slow(larger[0], shape, batch_size) and self.time.is_left
+            found = None if wanted and not self._reproducible else found
+        if found is None:
+            with self.time.planning() if self._fitted else contextlib.nullcontext():
+                found = self._add(self._fit(batch, batch_size, shape, self.limit_bytes))
+        self._used[id(found)] = self._clock = self._clock + 1
         return found
 
+    def outgrown(self, fitted: Fitted, batch: Any) -> Fitted:
+        """A plan of its own for a batch that is too large for one that arithmetic had found for it."""
+        self._fitted = [known for known in self._fitted if known is not fitted]
+        with self.time.planning():
+            return self._add(self._fit(batch, self.rows(batch), self.shape(batch), self.limit_bytes))
+
     def _holds(self, known: Fitted) -> bool:
+        """Whether a plan is one for this budget: it may come from a step with a larger one, or from another loss."""
+        may_cut = not self.exact or self.additivity is None or self.additivity.adds_up
+        return self._within_budget(known) and (may_cut or known.plan.steps == 1)
+
+    def _add(self, found: Fitted) -> Fitted:
+        """Take in a plan that was tried out, in the place of one for the same shape and the same operations."""
+        found = with_slack(dataclasses.replace(found, tested_bytes=found.peak_bytes), self.limit_bytes)
+        found = self._covered(found, self.limit_bytes)
+        found = dataclasses.replace(found, plan=dataclasses.replace(found.plan, budget_bytes=self.budget_bytes))
+        return self._remember(found)
+
+    def _remember(self, found: Fitted) -> Fitted:
+        kept = [
+            known
+            for known in self._fitted
+            if known.shape != found.shape or (known.steady and known.plan.operations != found.plan.operations)
+        ]
+        if len(kept) >= MOST_PLANS:
+            oldest = min(kept, key=lambda known: self._used.get(id(known), 0))
+            kept = [known for known in kept if known is not oldest]
+        self._fitted = sorted([*kept, found], key=lambda known: known.plan.peak_bytes)
+        self._used = {id(known): self._used.get(id(known), 0) for known in self._fitted}
+        return found
+
+    def plan_of_part(self, part: Any, fitted: Fitted) -> Fitted | None:
+        """A plan for what this micro-batch does, where another one of its size was planned for; None if there is none.
+
+        Raises:
+            BudgetInfeasible: only a smaller micro-batch could do that.
+        """
+        plan = fitted.plan
+        found = self._profile(part, rows=self.rows(part), tiles=plan.tiles)
+        made = self._plan(found, self.limit_bytes, plan.batch_size, plan.micro_batch)
+        # Best one that begins as the other does, so that a forward can go over from one to the other.
+        for candidate in (beginning_like(found, made, plan), made):
+            if candidate is not None:
+                tried = self._try_out(Fitted(candidate, found, fitted.shape, 0, steady=True), part)
+                if tried is not None and tried.peak_bytes <= self.limit_bytes:
+                    return self._add(tried)
+        return None
+
+    def _within_budget(self, known: Fitted) -> bool:
         """Whether its measured peak is within the budget. A real step's has in it what a trial does not hold."""
         has_stepped = known.seen_bytes > 0
         return known.peak_bytes <= (self.budget_bytes - self.reserved_bytes if has_stepped else self.limit_bytes)
@@ -165,8 +238,9 @@ class Planner:
             if smallest.min_bytes < plan.peak_bytes:
                 plan = self._plan(fitted.profile, smallest.min_bytes, plan.batch_size)
         made = dataclasses.replace(
-            fitted, plan=plan, peak_bytes=plan.peak_bytes, saved_bytes=None, seen=False, copied=False
-        )
+            fitted, plan=plan, peak_bytes=plan.peak_bytes, saved_bytes=None, seen=False, copied=False,
+            slack=1.0, tested_bytes=0,
+        )  # fmt: skip
         return self.replace(fitted, **vars(self._covered(made, limit)))
 
     def _covered(self, fitted: Fitted, limit_bytes: int) -> Fitted:
@@ -196,6 +270,7 @@ class Planner:
     def replace(self, old: Fitted, **changes: Any) -> Fitted:
         """Remember what a step has taught about a plan."""
         new = dataclasses.replace(old, **changes)
+        self._used[id(new)] = self._used.pop(id(old), 0)
         self._fitted = [new if known is old else known for known in self._fitted]
         return new
 
@@ -358,7 +433,8 @@ class Planner:
 
     def _fit_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted:
         """The operations depend on the data, so no plan can name them: evict online, in micro-batches that fit."""
-        made = dataclasses.replace(made, steady=False)
+        plan = dataclasses.replace(made.plan, online=f"{self._left}. The data decide what the forward does")
+        made = dataclasses.replace(made, plan=plan, steady=False)
         while (
             tried := self._try_out_online(made, batch, limit_bytes)
         ).peak_bytes > limit_bytes or made.profile.measuring_bytes > limit_bytes:
@@ -431,6 +507,8 @@ class Planner:
                     raise
                 if isinstance(error, _PastLimit):
                     past = error.needed_bytes
+                if isinstance(error, Diverged):
+                    self._left = str(error)
                 traceback.clear_frames(error.__traceback__)  # they hold every tensor of the trial
             finally:
                 drop_gradients(self._model)

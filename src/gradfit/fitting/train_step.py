@@ -32,16 +32,17 @@ from gradfit.devices import free_cached_memory
 from gradfit.errors import BudgetInfeasible, MisuseError, StateError
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.plan_state import read_plan, write_plan
-from gradfit.fitting.tested_plan import Fitted, PartShape, part_shape
+from gradfit.fitting.sequences import Sequences
+from gradfit.fitting.tested_plan import Fitted
 from gradfit.fitting.trained_optimizer import count_step
 from gradfit.fitting.update_rollback import UpdateSnapshot
 from gradfit.interrupts import uninterrupted
 from gradfit.not_copied import NotCopied
 from gradfit.planning.plan import Plan
 from gradfit.profiling.measure import LossFunction, run_part
-from gradfit.profiling.meter import Meter, meter
+from gradfit.profiling.meter import Meter
 from gradfit.profiling.profile import Profile
-from gradfit.recompute.evict import Online
+from gradfit.recompute.evict import Evictor, Online
 from gradfit.recompute.planned import Diverged
 from gradfit.tree import leaves
 
@@ -73,6 +74,8 @@ class TrainResult(NamedTuple):
     """More than 1 if memory ran out and the step was repeated with a tighter plan."""
     logs: Mapping[str, float] = {}
     """What `loss_fn` returned to be logged, each the mean over all items of the batch."""
+    online: str = ""
+    """Why some micro-batches of this step did not follow a plan, and which operation differed; empty if all did."""
 
     def __bool__(self) -> bool:
         return self.stepped
@@ -128,8 +131,9 @@ class TrainStep(NotCopied):
         self._loss_fn, self._planner, self._fitted = loss_fn, planner, fitted
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._eager = False  # compiled functions are run as they were written
+        self._sequences = Sequences(planner)
+        self._online = ""  # why a micro-batch of the step that runs did not follow a plan
         self._reads_each = False  # each part's weight is read when it comes, also from a device
-        self._astray: set[PartShape] = set()  # parts that left their plan: what to drop is decided online
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
         self._before: Snapshot | None = None  # what an attempt goes back to
         self._counts_first = False  # the loss was seen to be divided by what may not be its items
@@ -215,17 +219,25 @@ class TrainStep(NotCopied):
             MisuseError: the model is in evaluation mode, or what this batch's loss was divided by does not go together
                 with what was measured of the loss. Nothing is changed.
         """
-        rows = self._planner.rows(batch)
         if progress is not None:
             read_instance(progress, "progress", Progress, "what after_micro_batch was given")
         if after_micro_batch is not None:
             read_callable(after_micro_batch, "after_micro_batch", "a function of a Progress", arguments=1)
         if not self.model.training:
             raise MisuseError("The model is in evaluation mode. Call model.train() before step(batch).")
+        with self._planner.counted(batch) as rows, self._planner.time.training():
+            return self._run(batch, rows, progress, after_micro_batch)
+
+    def _run(
+        self, batch: Any, rows: int, progress: Progress | None, after_micro_batch: AfterMicroBatch | None
+    ) -> TrainResult:
+        """Attempt by attempt, until the step has happened as a whole."""
         self._clear_gradients()
         with trials_end(), self.accumulator.rehearsal():  # a new shape is profiled and tried out
             fitted = self._fitted = self._planner.fitted(batch, rows)
         before = self._before = self._snapshot()
+        self._sequences.begin()
+        self._online = ""
         if after_micro_batch is not None:
             self._buffers = before.buffers if progress is None else progress.buffers
         self._reads_each = False
@@ -245,6 +257,7 @@ class TrainStep(NotCopied):
                 # Compiled functions say nothing of what they divided by: then they are run as they were written.
                 compiled = isinstance(error, UnreadableLoss) and not self._eager
                 self._eager = self._eager or compiled
+                outgrown = fitted.by_size and isinstance(error, BudgetInfeasible)
                 self._counts_first = self._counts_first or isinstance(error, CountFirst)
                 astray = isinstance(error, Diverged | ZeroWeight | CountFirst) or compiled
                 self._reads_each = isinstance(error, ZeroWeight)
@@ -256,7 +269,11 @@ class TrainStep(NotCopied):
             _forget(failure)
             del failure
             share = shares.pop(0)
-            if not astray and share < 1.0:
+            if astray or outgrown:
+                with trials_end(), self.accumulator.rehearsal():
+                    replan = self._planner.outgrown if outgrown else self._sequences.recover
+                    fitted = self._fitted = replan(fitted, batch)
+            elif share < 1.0:
                 fitted = self._fitted = self._planner.tighter(self._fitted, share)
         raise AssertionError("unreachable")
 
@@ -336,7 +353,12 @@ class TrainStep(NotCopied):
         if fitted.seen and fitted.steady and batch_bytes <= fitted.seen_bytes:
             return self._update(batch, fitted, attempt, None, progress, after)
         whole = self._planner.has_optimizer_state(fitted)  # else it comes on top in the next step
-        with meter(self.model, self.optimizer, batch, device=self._planner.device) as live:
+        # What arithmetic has found may not even begin to pass the budget; later batches are little larger.
+        first = fitted.by_size and not fitted.seen_bytes
+        device, limit = self._planner.device, self._planner.limit_bytes
+        watching = Evictor(limit, device=device) if first else Meter(device=device)
+        watching.watch(self.model, self.optimizer, batch)
+        with watching as live:
             result = self._update(batch, fitted, attempt, live, progress, after)
         peak = max(live.peak_bytes, fitted.peak_bytes) if fitted.seen else live.peak_bytes
         size = max(batch_bytes, fitted.seen_bytes)
@@ -378,7 +400,7 @@ class TrainStep(NotCopied):
                 with unseen():  # what a save copies is not the step's memory
                     after(reached)
             with contextlib.ExitStack() as around:
-                found = self._forward(fitted, part, batch, around, first=position == done)
+                found = self._forward(fitted, part, batch, around, position, first=position == done)
                 found = weights.shared(found, position)
                 if position == done and after is None and shares is None and self._may_weigh_late(found.loss):
                     late = LateWeights(weights, whole=rows <= plan.micro_batch)
@@ -406,6 +428,7 @@ class TrainStep(NotCopied):
             reason=result.reason,
             attempts=attempt,
             logs=logs,
+            online=self._online,
         )
 
     def _count(self, fitted: Fitted, parts: list[Any], first: int) -> list[PartShare] | None:
@@ -436,18 +459,17 @@ class TrainStep(NotCopied):
         if math.isfinite(norm):  # else the update looks closer
             window.norm_ahead = norm
 
-    def _forward(self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, *, first: bool) -> PartLoss:
+    def _forward(
+        self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, position: int, *, first: bool
+    ) -> PartLoss:
         """The loss of one micro-batch, as planned, or with values evicted as memory fills up."""
         rows = self._planner.rows(part)
         if self._eager:
             around.enter_context(eager_functions())
-        if fitted.steady and not (self._astray and part_shape(part) in self._astray):
-            try:
-                with fitted.following(first=first):
-                    return run_part(fitted.tiled(self._loss_fn), self.model, part, rows)
-            except Diverged:
-                self._astray.add(part_shape(part))
-                raise
+        if fitted.steady and not self._sequences.runs_online(part):
+            with self._sequences.following(fitted, part, position, first=first):
+                return run_part(fitted.tiled(self._loss_fn), self.model, part, rows)
+        self._online = self._sequences.runs_online(part) or fitted.plan.online
         online = around.enter_context(Online(self._planner.limit_bytes, device=self._planner.device))
         online.evictor.watch(self.model, self.optimizer, batch)
         return run_part(fitted.tiled(self._loss_fn), self.model, part, rows)

@@ -45,6 +45,7 @@ LossFunction = Callable[[torch.nn.Module, Any], Any]
 _Cut = Callable[[Any, int], Iterable[Any]]
 _ROUNDS, _MORE_ROUNDS = 2, 5  # the least of so many measurements: a machine is never alone
 _SHORT_SECONDS = 0.1  # what takes less than this is measured more often
+_LONG_SECONDS = 0.25  # passes that take so long are timed twice
 _FEW_OPERATIONS = 1000  # in all those measurements; where there are more, operations alike measure each other
 
 
@@ -281,9 +282,9 @@ def _timed_in_turn(
     model: torch.nn.Module, loss_fn: LossFunction, batch: Any, cut: _Cut, samples: list[Sample]
 ) -> list[Sample]:
     """Plain passes once more, of all sizes in turn: what disturbed one must not make it look the slower size."""
-    for _ in range(_ROUNDS):
+    for turn in range(_ROUNDS):
         for place, one in enumerate(samples):
-            if one.plain_seconds is not None:
+            if one.plain_seconds is not None and (turn == 0 or one.plain_seconds < _LONG_SECONDS):
                 again = _time_plain(model, loss_fn, next(iter(cut(batch, one.size))))
                 samples[place] = dataclasses.replace(one, plain_seconds=min(one.plain_seconds, again))
     return samples
@@ -403,7 +404,10 @@ def _sample(
     peak = 0 if live is None else live.peak_bytes
     plain = None
     if _plain_bytes(trace) < 0.95 * room_bytes:
-        plain = min(_time_plain(model, loss_fn, batch) for _ in range(_rounds(trace)))
+        # What is long is timed once more in turn with the other sizes, and that is enough.
+        plain = _time_plain(model, loss_fn, batch)
+        for _ in range(_rounds(trace) - 1 if plain < _LONG_SECONDS else 0):
+            plain = min(plain, _time_plain(model, loss_fn, batch))
     return Sample(size, trace, plain, peak_bytes=peak)
 
 

@@ -166,6 +166,7 @@ class Profile:
         host_bandwidth: bytes per second for offloading; 0: not offered.
         device: that it was measured on.
         predicted: whether it was made on fake tensors.
+        measuring_bytes: most bytes that were live while it was measured; 0: not known.
         tiles: what was cut along tokens when it was measured; None: nothing.
         tiled: profiles of the same step with tiles, which a plan may choose.
         versions: of torch and Python.

@@ -64,7 +64,8 @@ class Evictor(Meter):
         self._lock, self._tape = recorder.tape.lock, weakref.ref(recorder.tape)
         return recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Make room for an operation, run it, and count what it returns."""
         now = time.perf_counter()
         self.refused = None
         for argument in _tensors_in(args):
@@ -74,14 +75,14 @@ class Evictor(Meter):
             except (RuntimeError, NotImplementedError):
                 continue
         info = info_of(func)
-        key, need = self._need(func, args, kwargs or {}) if info.recordable and not info.view else (None, 0)
+        key, need = self._need(func, args, kwargs) if info.recordable and not info.view else (None, 0)
         if self.current_bytes + need > self._start:
             self._evict(self.current_bytes + need - self._start, args)
             if self.current_bytes + need > self.limit_bytes and key is None:
                 raise self._infeasible(func, need)
         before = self.current_bytes
         started = time.perf_counter()
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        out = super().hear(func, args, kwargs)
         self._last_seconds = time.perf_counter() - started
         if key is not None:  # it was a guess: now we know
             self._sizes[key] = max(0, self.current_bytes - before)

@@ -8,6 +8,7 @@ import torch
 
 from gradfit.tape.graph import Segment
 from gradfit.tape.record import Recorder
+from gradfit.tape.stream import new_bytes
 
 _FEW = 300  # operations that can be rebuilt one by one: their replays grow with the square
 
@@ -28,7 +29,7 @@ class DropAll:
         self._bytes = self._large_bytes = 0
 
     def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int] | None:
-        made = sum(result.untyped_storage().nbytes() for result in results)
+        made = sum(new_bytes(result) for result in results)
         self._filled += made
         self._operations += 1
         self._bytes += made

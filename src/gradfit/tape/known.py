@@ -70,7 +70,6 @@ class Known:
         self.segment = segment
         self.policy = policy
         self.planned = False  # segments come from a plan and are not to be widened
-        self.decide: Any = None  # a plan's choice for what an operation returned, before it is written down
         self.watching: Any = None  # called with every operation that is recorded
         self._made: dict[int, Value] = {}  # made by a recorded operation
         self._roots: dict[int, weakref.ref[Value]] = {}  # made by somebody else, and read
@@ -423,6 +422,12 @@ def _copy_leaves(leaves: Iterable[Leaf], early: int) -> None:
         if copy is None:
             copy = copy_storage(leaf.content, geometry_of(leaf.content))
         leaf.content, leaf.source = shaped(copy, geometry_of(leaf.content)), None
+
+
+def choices_for(fresh: Fresh, choices: list[int], results: list[torch.Tensor]) -> list[int]:
+    """Of the choices for all results, those for the ones that are new."""
+    chosen = {id(tensor): choice for tensor, choice in zip(results, choices, strict=True)}
+    return [chosen[id(tensor)] for _, tensor, _ in fresh]
 
 
 def each_once(inputs: list[Value]) -> list[Value]:

@@ -11,7 +11,17 @@ from torch.autograd.graph import increment_version
 from gradfit._torch import base_of, storage_key
 from gradfit.errors import UnsupportedOp
 from gradfit.tape.graph import Operation, Value, nothing
-from gradfit.tape.known import NO_KWARGS, UNCOUNTED, WRITTEN, Chunk, each_once, expected, next_index, version_of
+from gradfit.tape.known import (
+    NO_KWARGS,
+    UNCOUNTED,
+    WRITTEN,
+    Chunk,
+    choices_for,
+    each_once,
+    expected,
+    next_index,
+    version_of,
+)
 from gradfit.tape.ops import LOAD, OpInfo
 from gradfit.tape.policy import HOLD, KEEP, OFFLOAD
 from gradfit.tape.save import Saver
@@ -30,8 +40,7 @@ class Writer(Saver):
                 self._save_leaves(key)
             self._write_unknown(target, key)
             out = info.call(*args, **kwargs)  # unknown before, unknown after: a counter of batches, mostly
-            if self.policy is not None and (choices := self.policy.choose(func, [target], args, kwargs)) is not None:
-                self._offload([target], choices)
+            self._offload([target], self._ask(func, info, args, kwargs, out)[1])
             return out
         if (
             old is None
@@ -53,7 +62,7 @@ class Writer(Saver):
         if old.tensor is not None:
             self._save_value(old)
         out = info.call(*args, **kwargs)
-        choices = None if self.policy is None else self.policy.choose(func, [target], args, kwargs)
+        _, choices = self._ask(func, info, args, kwargs, out)
         key, watcher, natural = old.key, old.gone, old.natural
         old.gone, old.natural = None, nothing
         if op is None or (choices is not None and choices[0] in (KEEP, OFFLOAD)):
@@ -79,9 +88,11 @@ class Writer(Saver):
             keys = [key_of(target) for target in targets]
         except Untrackable:
             self._lose(targets)
-            return info.call(*args, **kwargs)
+            targets = []
         if not targets:
-            return info.call(*args, **kwargs)
+            out = info.call(*args, **kwargs)
+            self._ask(func, info, args, kwargs, out)
+            return out
         early = int(info.counts_first)
         olds = [self._present(key, target, early) for key, target in zip(keys, targets, strict=True)]
         op: Operation | None = None
@@ -104,9 +115,7 @@ class Writer(Saver):
         if out is not targets[0]:
             written_to = set(keys)
             fresh = [entry for entry in fresh_results(out, args) if entry[2] not in written_to]
-        choices = None
-        if self.policy is not None:
-            choices = self.policy.choose(func, [*targets, *(t for _, t, _ in fresh)], args, kwargs)
+        results, choices = self._ask(func, info, args, kwargs, out)
         for key, old in zip(keys, olds, strict=True):
             self._made.pop(key, None)
             self._roots.pop(key, None)
@@ -119,7 +128,10 @@ class Writer(Saver):
         op.rng = state
         op.written = tuple(olds)  # type: ignore[arg-type]
         written = [(-1 - number, target, key) for number, (target, key) in enumerate(zip(targets, keys, strict=True))]
-        self._adopt(op, [*written, *fresh], choices)
+        entries = [*written, *fresh]
+        if choices is not None and len(choices) != len(entries):
+            choices = choices_for(entries, choices, results)
+        self._adopt(op, entries, choices)
         self._written(targets, keys, olds)
         return out
 
