@@ -100,7 +100,7 @@ class DispatchMode(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         # After Ctrl-C a `ThreadState` may have taken it away already. A context that is closed
         # later, by the collector say, must not take somebody else's mode instead.
-        if any(mode is self for mode in _get_current_dispatch_mode_stack()):
+        if id(self) in map(id, _get_current_dispatch_mode_stack()):
             super().__exit__(*error)  # type: ignore[no-untyped-call]
 
 
