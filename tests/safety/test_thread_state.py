@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_what_is_left_behind_is_taken_away(what: str) -> None:
 def test_a_context_that_is_closed_late_takes_nobody_elses_mode() -> None:
     """Ctrl-C can leave a generator's context open; it is closed when the generator is collected."""
 
-    def metered() -> Iterator[None]:
+    def metered() -> Generator[None, None, None]:
         with gf.meter():
             yield
 
