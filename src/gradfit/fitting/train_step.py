@@ -9,40 +9,35 @@ Where it has not, Ctrl-C waits until the optimizer has stepped.
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from gradfit._torch import is_out_of_memory
 from gradfit._torch_fsdp import drop_gradients
-from gradfit._torch_listen import eager_functions, unseen
+from gradfit._torch_listen import unseen
 from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.accumulate.step_result import StepResult
 from gradfit.arguments import read_callable, read_instance, read_mapping
 from gradfit.batches.loss import PartLoss
-from gradfit.batches.shares import PartCounter, PartShare
+from gradfit.batches.runner import LossFunction
 from gradfit.batches.snapshot import Snapshot
 from gradfit.batches.totals import LossTotals, logs_of, means_of
-from gradfit.batches.weights import BatchWeights, CountFirst, UnreadableLoss, must_count
-from gradfit.errors import BudgetInfeasible, MisuseError, StateError
+from gradfit.batches.weights import BatchWeights
+from gradfit.errors import MisuseError, StateError
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.plan_state import read_plan, write_plan
-from gradfit.fitting.tested_plan import Fitted, PartShape, part_shape
+from gradfit.fitting.recovery import Recovery
+from gradfit.fitting.tested_plan import Fitted
 from gradfit.fitting.trained_optimizer import count_step
 from gradfit.fitting.update_rollback import UpdateSnapshot
 from gradfit.interrupts import uninterrupted
 from gradfit.not_copied import NotCopied
 from gradfit.planning.plan import Plan
-from gradfit.profiling.measure import LossFunction, run_part
 from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.profile import Profile
-from gradfit.recompute.evict import Online
-from gradfit.recompute.planned import Diverged
 from gradfit.tree import leaves
 
-_MOST_ATTEMPTS = 6
 _VERSION = 1  # of the state's format
 
 
@@ -92,6 +87,16 @@ class Progress(NamedTuple):
 AfterMicroBatch = Callable[[Progress], object]
 
 
+class _Call(NamedTuple):
+    """One call of a step."""
+
+    batch: Any
+    rows: int
+    before: Snapshot
+    progress: Progress | None
+    after: AfterMicroBatch | None
+
+
 class TrainStep(NotCopied):
     """The step that `fit` returns: call it with a batch. `plan`, `profile` and `budget_bytes` say what it follows.
 
@@ -120,13 +125,10 @@ class TrainStep(NotCopied):
     ) -> None:
         self._given = given  # the optimizer as it was given to `fit`, perhaps inside of another library's wrapper
         self.model, self.optimizer, self.accumulator = model, optimizer, accumulator
-        self._loss_fn, self._planner, self._fitted = loss_fn, planner, fitted
+        self._planner, self._fitted = planner, fitted
         self._buffers: Mapping[str, torch.Tensor] = {}
-        self._eager = False  # compiled functions are run as they were written
-        self._astray: set[PartShape] = set()  # parts that left their plan: what to drop is decided online
+        self._recovery = Recovery(planner)
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
-        self._before: Snapshot | None = None  # what an attempt goes back to
-        self._counts_first = False  # the loss was seen to be divided by what may not be its items
 
     @property
     def plan(self) -> Plan:
@@ -209,7 +211,7 @@ class TrainStep(NotCopied):
             MisuseError: the model is in evaluation mode, or what this batch's loss was divided by does not go together
                 with what was measured of the loss. Nothing is changed.
         """
-        rows = self._planner.rows(batch)
+        rows = self._planner.runner.rows(batch)
         if progress is not None:
             read_instance(progress, "progress", Progress, "what after_micro_batch was given")
         if after_micro_batch is not None:
@@ -219,33 +221,17 @@ class TrainStep(NotCopied):
         self._clear_gradients()
         with self.accumulator.rehearsal():  # a new shape is profiled and tried out
             fitted = self._fitted = self._planner.fitted(batch, rows)
-        before = self._before = Snapshot(self.model, self.accumulator.window.tensors)
+        before = Snapshot(self.model, self.accumulator.window.tensors)
         if after_micro_batch is not None:
             self._buffers = before.buffers if progress is None else progress.buffers
-        for attempt in range(1, _MOST_ATTEMPTS + 1):
-            self._changing = None
-            try:
-                with self._open_window():
-                    return self._attempt(batch, fitted, attempt, progress, after_micro_batch)
-            except BaseException as error:
-                if not self._take_back(before):
-                    raise  # interrupted when all was done
-                short = is_out_of_memory(error) or isinstance(error, BudgetInfeasible)
-                # Compiled functions say nothing of what they divided by: then they are run as they were written.
-                compiled = isinstance(error, UnreadableLoss) and not self._eager
-                self._eager = self._eager or compiled
-                self._counts_first = self._counts_first or isinstance(error, CountFirst)
-                astray = isinstance(error, Diverged | CountFirst) or compiled
-                if not (short or astray) or attempt == _MOST_ATTEMPTS:
-                    self.accumulator.ranks.failed(error)
-                    raise
-                failure: BaseException = error
-            # Outside of the handler: the traceback holds every tensor of the failed attempt.
-            _forget(failure)
-            del failure
-            if not astray:
-                fitted = self._fitted = self._planner.tighter(self._fitted)
-        raise AssertionError("unreachable")
+        call = _Call(batch, rows, before, progress, after_micro_batch)
+
+        def attempt(tested: Fitted, number: int) -> TrainResult:
+            self._fitted, self._changing = tested, None
+            with self._open_window():
+                return self._attempt(call, tested, number)
+
+        return self._recovery.repeat(fitted, attempt, lambda: self._take_back(before), self.accumulator.ranks.failed)
 
     def _clear_gradients(self) -> None:
         """A step's gradients are those of its batch alone, and its budget has no room for others."""
@@ -305,60 +291,21 @@ class TrainStep(NotCopied):
             count_step(self._given)
         return (result, *means_of(self.accumulator.notes))
 
-    def _attempt(
-        self, batch: Any, fitted: Fitted, attempt: int, progress: Progress | None, after: AfterMicroBatch | None
-    ) -> TrainResult:
-        batch_bytes = sum(tensor.nbytes for tensor in leaves(batch))
+    def _attempt(self, call: _Call, fitted: Fitted, attempt: int) -> TrainResult:
+        batch_bytes = sum(tensor.nbytes for tensor in leaves(call.batch))
         if fitted.seen and fitted.steady and batch_bytes <= fitted.seen_bytes:
-            return self._update(batch, fitted, attempt, None, progress, after)
+            return self._update(call, fitted, attempt, None)
         whole = self._planner.has_optimizer_state(fitted)  # else it comes on top in the next step
-        with meter(self.model, self.optimizer, batch) as live:
-            result = self._update(batch, fitted, attempt, live, progress, after)
+        with meter(self.model, self.optimizer, call.batch) as live:
+            result = self._update(call, fitted, attempt, live)
         peak = max(live.peak_bytes, fitted.peak_bytes) if fitted.seen else live.peak_bytes
         size = max(batch_bytes, fitted.seen_bytes)
         self._fitted = self._planner.replace(self._fitted, peak_bytes=peak, seen=whole, seen_bytes=size)
         return result
 
-    def _update(
-        self,
-        batch: Any,
-        fitted: Fitted,
-        attempt: int,
-        live: Meter | None,
-        progress: Progress | None,
-        after: AfterMicroBatch | None,
-    ) -> TrainResult:
-        accumulator, plan, planner = self.accumulator, fitted.plan, self._planner
-        rows = planner.rows(batch)
-        accumulator.accumulation_count = max(1, -(-rows // plan.micro_batch))
-        parts = list(planner.parts(batch, plan.micro_batch))
-        shares = self._count(fitted, parts, 0 if progress is None else progress.done)
-        weights = BatchWeights(
-            planner.additivity,
-            rows,
-            ranks=accumulator.ranks.size,
-            exact=planner.exact,
-            shares=shares,
-            may_repeat=shares is None,
-        )
-        done, totals = self._go_on(progress, plan) if progress is not None else (0, LossTotals())
-        for position, part in enumerate(parts):
-            if position < done:
-                continue
-            if after is not None and position > done:
-                sums = totals.read()
-                reached = Progress(
-                    position, plan.micro_batch, sums["loss"], sums["items"], logs_of(sums), buffers=self._buffers
-                )
-                with unseen():  # what a save copies is not the step's memory
-                    after(reached)
-            with contextlib.ExitStack() as around:
-                found = self._forward(fitted, part, batch, around, first=position == done)
-                found = weights.shared(found, position)
-                weight = weights.of(found)
-                totals.add(found, weight)
-                accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
-                del found
+    def _update(self, call: _Call, fitted: Fitted, attempt: int, live: Meter | None) -> TrainResult:
+        accumulator, planner = self.accumulator, self._planner
+        totals = self._run_parts(call, fitted)
         self._changing = UpdateSnapshot(self.model, self.optimizer, taken=fitted.copied)
         alone = accumulator.ranks.size == 1  # else it may have to wait for another rank
         # Without a copy to go back to, the optimizer is not interrupted.
@@ -376,34 +323,43 @@ class TrainStep(NotCopied):
             logs=logs,
         )
 
-    def _count(self, fitted: Fitted, parts: list[Any], first: int) -> list[PartShare] | None:
-        """Each part's share in the batch, where one weight for a part cannot be right: found by forwards alone."""
-        additivity = self._planner.additivity
-        if additivity is None or len(parts) == 1 or not (must_count(additivity, len(parts)) or self._counts_first):
-            return None
-        loss_fn = fitted.tiled(self._loss_fn)
-        shares = PartCounter(self.model, loss_fn, self._planner.split, additivity.roles).shares(parts, first)
-        if self._before is not None:
-            self._before.restore(thread=False)  # there may be a meter around it
-        return shares
+    def _run_parts(self, call: _Call, fitted: Fitted) -> LossTotals:
+        """Both passes of each micro-batch, into the window."""
+        accumulator, planner, progress, size = self.accumulator, self._planner, call.progress, fitted.plan.micro_batch
+        parts = planner.runner.parts(call.batch, size, call.rows)
+        accumulator.accumulation_count = len(parts)
+        done = 0 if progress is None else progress.done
+        shares = self._recovery.count(fitted, parts, call.before, done)
+        weights = BatchWeights(
+            planner.additivity,
+            call.rows,
+            ranks=accumulator.ranks.size,
+            exact=planner.exact,
+            shares=shares,
+            may_repeat=shares is None,
+        )
+        totals = LossTotals() if progress is None else self._go_on(progress, fitted.plan)
+        for part in parts[done:]:
+            if call.after is not None and part.position > done:
+                self._pause(call.after, part.position, size, totals)
 
-    def _forward(self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, *, first: bool) -> PartLoss:
-        """The loss of one micro-batch, as planned, or with values evicted as memory fills up."""
-        rows = self._planner.rows(part)
-        if self._eager:
-            around.enter_context(eager_functions())
-        if fitted.steady and not (self._astray and part_shape(part) in self._astray):
-            try:
-                with fitted.following(first=first):
-                    return run_part(fitted.tiled(self._loss_fn), self.model, part, rows)
-            except Diverged:
-                self._astray.add(part_shape(part))
-                raise
-        online = around.enter_context(Online(self._planner.limit_bytes))
-        online.evictor.watch(self.model, self.optimizer, batch)
-        return run_part(fitted.tiled(self._loss_fn), self.model, part, rows)
+            def backward(found: PartLoss, position: int = part.position) -> None:
+                found = weights.shared(found, position)
+                weight = weights.of(found)
+                totals.add(found, weight)
+                accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
 
-    def _go_on(self, progress: Progress, plan: Plan) -> tuple[int, LossTotals]:
+            self._recovery.run(fitted, part, call.batch, backward, first=part.position == done)
+        return totals
+
+    def _pause(self, after: AfterMicroBatch, position: int, size: int, totals: LossTotals) -> None:
+        """Tell how far the step has come."""
+        sums = totals.read()
+        reached = Progress(position, size, sums["loss"], sums["items"], logs_of(sums), buffers=self._buffers)
+        with unseen():  # what a save copies is not the step's memory
+            after(reached)
+
+    def _go_on(self, progress: Progress, plan: Plan) -> LossTotals:
         """Take up a window that was left in the middle."""
         if progress.micro_batch != plan.micro_batch:
             raise StateError(
@@ -412,12 +368,4 @@ class TrainStep(NotCopied):
             )
         if progress.window is not None:
             self.accumulator.load_state_dict(progress.window)
-        return progress.done, LossTotals(progress.total, progress.items, progress.logs)
-
-
-def _forget(failure: BaseException) -> None:
-    failure.__traceback__ = None
-    failure.__context__ = failure.__cause__ = None
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+        return LossTotals(progress.total, progress.items, progress.logs)
