@@ -10,7 +10,7 @@ TORCH ?= 2.10.0
 TORCH_VENV := .venv-torch-$(TORCH)
 TORCH_STAMP := $(TORCH_VENV)/.installed
 
-.PHONY: setup demo test test-all test-cpu test-torch lint bench docs figures clean
+.PHONY: setup demo test test-all test-cpu test-device test-torch lint bench docs figures clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,15 @@ test-all: setup
 
 test-cpu: setup
 	$(BIN)/python tests/every_cpu.py
+
+# The suite on the simulated device of tests/device, which is built first (about a minute, then cached). With delays:
+# `make test-device DELAYS=--delays=1`.
+DEVICE_ROOMS := tests/device tests/tape tests/recompute tests/batches tests/profiling tests/planning tests/accumulate \
+	tests/fitting tests/toolbox
+
+test-device: setup
+	$(BIN)/python tests/device/simulated.py
+	$(BIN)/python -m pytest -n 2 --dist worksteal --device sim $(DELAYS) $(DEVICE_ROOMS)
 
 test-torch: $(TORCH_STAMP)
 	$(TORCH_VENV)/bin/python -m pytest -n 2 --dist worksteal

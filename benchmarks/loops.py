@@ -155,7 +155,7 @@ class GraphBatch:
         self.content = content
 
     def __getattr__(self, name: str) -> torch.Tensor:
-        if name == "content":
+        if name == "content" or name not in self.content:
             raise AttributeError(name)
         return self.content[name]
 

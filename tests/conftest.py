@@ -41,14 +41,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is about the CPU alone says so; `tests/device` is about the simulated device, where there is one."""
+    """What is about the CPU alone is left out on a device; `tests/device` is about the simulated one."""
     name = config.getoption("--device") or ""
+    if name.startswith("sim"):
+        _leave_out(items)
     for item in items:
-        only = item.get_closest_marker("cpu_only")
-        if only is not None and name:
-            item.add_marker(pytest.mark.skip(reason=f"the CPU alone: {only.args[0]}"))
         if item.get_closest_marker("on_device") is not None and not name.startswith("sim"):
             item.add_marker(pytest.mark.skip(reason="needs --device sim: make test-device"))
+
+
+def _leave_out(items: list[pytest.Item]) -> None:
+    from not_on_device import CPU_ALONE, KNOWN_GAPS, reason_in
+
+    for item in items:
+        if reason := reason_in(CPU_ALONE, item.nodeid):
+            item.add_marker(pytest.mark.skip(reason=f"the CPU alone: {reason}"))
+        elif reason := reason_in(KNOWN_GAPS, item.nodeid):
+            item.add_marker(pytest.mark.xfail(reason=reason))
 
 
 def pytest_collection_finish() -> None:

@@ -44,6 +44,7 @@ from gradfit.errors import (
     UnsupportedOp,
 )
 from gradfit.fitting.audit import AuditReport, audit
+from gradfit.fitting.estimate import Estimate, Lever, estimate
 from gradfit.fitting.fit import fit
 from gradfit.fitting.train_step import TrainResult, TrainStep
 from gradfit.planning.api import frontier, plan
@@ -101,6 +102,9 @@ __all__ = [  # noqa: RUF022
     "Hardware",
     "Plan",
     "frontier",
+    "estimate",
+    "Estimate",
+    "Lever",
     "AppliedPlan",
     "StepResult",
     # tiling

@@ -161,11 +161,27 @@ def below_autograd() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(_UPPER_KEYS)
 
 
+# The CPU's allocator, and what allocates beside torch's own allocator on a device (a driver, cuBLAS, cuDNN), have no
+# exception type of their own, only a text.
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "HIP error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED",
+    "CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+    "CUSPARSE_STATUS_ALLOC_FAILED",
+    "CUSOLVER_STATUS_ALLOC_FAILED",
+    "CUFFT_ALLOC_FAILED",
+)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out; the CPU's allocator has no exception type of its own, only a text."""
+    """Whether memory ran out, on the CPU or on a device."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
 def storage_owners(tensor: torch.Tensor) -> int:

@@ -10,12 +10,14 @@ from typing import Any
 
 import torch
 
+from gradfit.devices import memory_of
+
 
 def available_bytes(device: torch.device) -> int | None:
     """Bytes that can still be had on a device; on the CPU within the process's and the container's limits too."""
     if device.type != "cpu":
-        free = getattr(torch.get_device_module(device), "mem_get_info", None)
-        return int(free(device)[0]) if free is not None else None
+        memory = memory_of(device)
+        return None if memory is None else memory[0]
     found = [_meminfo(), _control_group(), _data_limit()]
     known = [count for count in found if count is not None]
     return min(known) if known else None
@@ -24,8 +26,8 @@ def available_bytes(device: torch.device) -> int | None:
 def total_bytes(device: torch.device) -> int | None:
     """Bytes that a device has in all; on the CPU no more than the process and its container may have."""
     if device.type != "cpu":
-        counters = getattr(torch.get_device_module(device), "mem_get_info", None)
-        return int(counters(device)[1]) if counters is not None else None
+        memory = memory_of(device)
+        return None if memory is None else memory[1]
     limits = [_meminfo("MemTotal:"), _group_limit(), _data_rlimit()]
     there = [count for count in limits if count is not None]
     return min(there) if there else None

@@ -807,11 +807,11 @@ def test_own_passes_in_threads_of_the_engine(monkeypatch: pytest.MonkeyPatch) ->
     w = weight()
     acc = gf.GradientAccumulator(sgd(w), steps=2)
     monkeypatch.setattr(plain_backwards.threading, "get_ident", lambda: -7)
-    plain_backwards.OWN_PASSES.add(threading.main_thread().ident or 0)
+    plain_backwards.OWN_PASSES[threading.main_thread().ident or 0] = acc.window.plain.token
     try:
         loss(w, 1.0).backward()
     finally:
-        plain_backwards.OWN_PASSES.discard(threading.main_thread().ident or 0)
+        plain_backwards.OWN_PASSES.pop(threading.main_thread().ident or 0)
     assert acc.window.state.is_empty
 
 
@@ -922,3 +922,72 @@ def test_a_dropped_window_leaves_no_sizes_behind() -> None:
     assert strategy.required_batch_size > 16
     acc.reset()
     assert strategy.required_batch_size == 16
+
+
+# -- several hands on one parameter -----------------------------------------------------------------------------------
+
+
+def halves() -> tuple[nn.Parameter, gf.GradientAccumulator, nn.Parameter, gf.GradientAccumulator]:
+    v, w = weight(), weight()
+    return v, gf.GradientAccumulator(sgd(v), steps=2), w, gf.GradientAccumulator(sgd(w), steps=2)
+
+
+def test_a_pass_of_another_accumulator_is_not_taken_for_put_by_hand() -> None:
+    v, first, w, second = halves()
+    first.backward(loss(v, 1.0) + loss(w, 2.0))
+    first.step()
+    with pytest.raises(gf.MisuseError, match=r"Another accumulator's backward.*loss\.backward\(\).*reset\(\)"):
+        second.step()
+    second.reset()
+    for x in (1.0, 3.0):
+        (loss(v, x) + loss(w, x)).backward()
+        first.step()
+        second.step()
+    assert w.item() == -2.0
+
+
+def test_a_plain_pass_does_not_add_to_another_accumulator_s() -> None:
+    v, first, w, second = halves()
+    first.backward(loss(v, 1.0) + loss(w, 2.0))
+    with pytest.raises(gf.MisuseError, match="from before this window"):
+        loss(w, 1.0).backward()
+    second.reset()
+    loss(w, 1.0).backward()
+    second.step()
+    loss(w, 3.0).backward()
+    second.step()
+    assert w.item() == -2.0
+
+
+def test_both_accumulators_count_plain_passes() -> None:
+    v, first, w, second = halves()
+    for x in (1.0, 3.0):
+        (loss(v, x) + loss(w, 2 * x)).backward()
+        first.step()
+        second.step()
+    assert (v.item(), w.item()) == (-2.0, -4.0)
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("isolate", [False, True])
+def test_an_optimizer_that_steps_in_a_hook_is_refused(plain: bool, isolate: bool) -> None:
+    w = weight()
+    optimizer = sgd(w)
+    acc = gf.GradientAccumulator(steps=2, parameters=[w], isolate=isolate)
+
+    def step(_: torch.Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    w.register_post_accumulate_grad_hook(step)  # type: ignore[no-untyped-call]
+    one = loss(w, 1.0)
+    with pytest.raises(gf.MisuseError, match=r"in a hook.*is_ready"):
+        one.backward() if plain else acc.backward(one)
+
+
+def test_the_optimizer_scaler_and_type_stay() -> None:
+    w = weight()
+    acc = gf.GradientAccumulator(sgd(w), steps=2)
+    for name in ("optimizer", "scaler", "dtype"):
+        with pytest.raises(AttributeError):
+            setattr(acc, name, None)

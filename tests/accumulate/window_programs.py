@@ -28,6 +28,7 @@ DISTURBANCES = [
     "zero_grad", "zero_grad_filled", "clip", "optimizer.step", "step", "is_ready", "look", "garbage", "reset", "flush",
     "resume", "add_param_group", "dying_pass", "dying_in_thread", "failing_block", "call_in_block", "interrupt",
     "second", "weightless", "nan", "unscaled", "parallel", "grad", "evaluate", "failing_hook",
+    "foreign_pass",
 ]  # fmt: skip
 
 
@@ -648,6 +649,18 @@ class Program:
         if self.handed:
             return gf.GradientAccumulator(self.optimizer, steps=1, dtype=self.options["dtype"])
         return gf.GradientAccumulator(parameters=self.tensors, steps=1, dtype=self.options["dtype"])
+
+    def do_foreign_pass(self) -> None:
+        """An accumulator of other parameters runs a pass that reaches these, too."""
+        if not self.holds or self.acc.window.is_final:
+            return
+        other = self.new_tensor()
+        foreign = gf.GradientAccumulator(torch.optim.SGD([other], lr=0.0), steps=8)
+        reached = [one for one in self.tensors if one.requires_grad]
+        foreign.backward(sum((one.sum() for one in reached), other.sum()))
+        foreign.close()
+        if reached:
+            self.poison = self.poison or "another accumulator's pass has added to the sums"
 
     def do_weightless(self) -> None:
         loss, gradients = self.loss()

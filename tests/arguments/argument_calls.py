@@ -713,6 +713,17 @@ def _() -> Good:
     )
 
 
+@good("estimate")
+def _() -> Good:
+    module = model()
+    return Good(
+        gf.estimate,
+        {"model": module, "loss_fn": loss_fn, "batch": BATCH, "optimizer": sgd(*module.parameters()), "hardware": "t4"},
+        {"model": is_module, "batch": is_rows, "optimizer": is_optimizer_or_none, "split": is_split},
+        [module],
+    )
+
+
 for _method in ("forward_seconds", "backward_seconds", "plain_seconds", "saved_bytes"):
 
     @good(f"Profile.{_method}")
@@ -720,7 +731,16 @@ for _method in ("forward_seconds", "backward_seconds", "plain_seconds", "saved_b
         return Good(getattr(a_profile(), method), {"batch_size": 4}, {"batch_size": is_count})
 
 
-for _record in ("AuditReport", "AutogradGraph", "GradientReport", "Hardware", "MemoryStats", "Plan", "Profile"):
+for _record in (
+    "AuditReport",
+    "AutogradGraph",
+    "Estimate",
+    "GradientReport",
+    "Hardware",
+    "MemoryStats",
+    "Plan",
+    "Profile",
+):
 
     @good(f"{_record}.from_json")
     def _(record: str = _record) -> Good:
@@ -733,6 +753,8 @@ def a_record(name: str) -> Any:
         return a_plan()
     if name == "Profile":
         return a_profile()
+    if name == "Estimate":
+        return gf.estimate(model(), loss_fn, BATCH, hardware="t4")
     if name == "Hardware":
         return gf.Hardware("1 GiB")
     if name == "AuditReport":
@@ -799,6 +821,7 @@ def _() -> Good:
             "memory": is_one_of(is_none, is_positive),
             "micro_batch": is_one_of(is_none, is_equal_to(3)),
             "exact": is_flag,
+            "planning_share": is_not_negative,
             "batch_size": is_one_of(is_none, is_count),
             "split": is_split,
             "clip": is_one_of(is_none, is_positive),

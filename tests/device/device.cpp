@@ -183,7 +183,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (e) event(e)->synchronize();
   }
   double elapsedTime(void* a, void* b, const c10::DeviceIndex) const override {
-    return std::chrono::duration<double, std::milli>(event(b)->wait_marked() - event(a)->wait_marked()).count();
+    return (event(b)->wait_marked() - event(a)->wait_marked()) / 1e6;
   }
   bool queryStream(const S& s) const override { return of(s).idle(); }
   void synchronizeStream(const S& s) const override {
@@ -281,6 +281,7 @@ class Call {
     stream_.spend();
     ++counters().kernels;
   }
+  ~Call() { the_time().in_kernels += Time::processor() - begun_; }
 
   Tensor alias(const Tensor& t) {
     if (!is_sim(t)) return t;
@@ -360,6 +361,7 @@ class Call {
     stream_.later([content, p] { std::memcpy(p, content->data(), content->size()); });
   }
 
+  int64_t begun_ = Time::processor();
   int device_;
   Stream& stream_;
   std::unique_lock<std::recursive_mutex> lock_;
@@ -649,6 +651,14 @@ int64_t attention_choice(
   return static_cast<int64_t>(sdp::SDPBackend::math);
 }
 
+// Accelerators count whole numbers, too; the CPU does not.
+Tensor histc(const Tensor& self, int64_t bins, const at::Scalar& min, const at::Scalar& max) {
+  Call call(self.device().index());
+  Tensor a = call.alias(self);
+  bool whole = at::isIntegralType(a.scalar_type(), true);
+  return call.result(at::histc(whole ? a.to(at::kDouble) : a, bins, min, max).to(a.scalar_type()));
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -663,6 +673,10 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar_dense);
   m.impl("native_dropout", native_dropout);
+  m.impl("histc", histc);
+  // Without a kernel of the device's own torch calls `out=`, which warns here of a shape it has chosen itself.
+  for (const char* name : {"mse_loss", "smooth_l1_loss"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   m.impl("_thnn_fused_gru_cell", gru_cell);
@@ -723,7 +737,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     delays().probability = probability;
     delays().longest_us = longest_us;
   });
-  m.def("set_kernel_time", [](int us) { delays().kernel_us = us; });
+  m.def("set_kernel_time", [](int us) { the_time().kernel_us = us; });
+  m.def("now", [] { return the_time().now() / 1e9; });
   m.def("set_cap", [](int d, size_t bytes) { memory(d).settings.cap_bytes = bytes; });
   m.def("cap", [](int d) { return std::min(memory(d).settings.cap_bytes, memory(d).settings.total_bytes); });
   m.def("set_total", [](int d, size_t bytes) { memory(d).settings.total_bytes = bytes; });

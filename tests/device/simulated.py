@@ -164,3 +164,7 @@ def set_delays(seed: int = 0, probability: float = 0.0, longest_us: int = 0) -> 
 def counters() -> dict[str, int]:
     """How many kernels ran, numbers were read and waits made since the process began."""
     return dict(_native.counters())
+
+
+if __name__ == "__main__":  # build it, so that tests that run side by side find it built
+    print(why_missing() or load().settings().__name__)

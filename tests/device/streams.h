@@ -14,6 +14,8 @@
 #include <random>
 #include <thread>
 
+#include <time.h>
+
 #include <c10/core/Stream.h>
 #include <c10/util/Exception.h>
 
@@ -22,15 +24,36 @@ namespace sim {
 constexpr int kDevices = 2;
 constexpr int kStreams = 9;  // per device: the default one and eight that are handed out in turn
 
-using Clock = std::chrono::steady_clock;
 using Micro = std::chrono::microseconds;
+
+// Time in nanoseconds. With a fixed time per kernel (`set_kernel_time`) it is simulated: the host's is the processor time
+// of this process without what it spends on computing kernels, and waiting for the device only moves it on. So what is
+// measured does not depend on what else the machine does.
+struct Time {
+  std::atomic<int> kernel_us{0};  // what each kernel takes; 0: as long as it takes
+  std::atomic<int64_t> in_kernels{0}, waited{0};
+
+  static int64_t clock(clockid_t which) {
+    timespec t;
+    clock_gettime(which, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+  }
+  static int64_t processor() { return clock(CLOCK_PROCESS_CPUTIME_ID); }
+  int64_t now() const { return kernel_us == 0 ? clock(CLOCK_MONOTONIC) : processor() - in_kernels + waited; }
+  void wait_until(int64_t time) {
+    if (kernel_us != 0) waited += std::max<int64_t>(0, time - now());
+  }
+};
+inline Time& the_time() {
+  static Time* time = new Time;
+  return *time;
+}
 
 struct Delays {
   std::mutex mutex;
   std::mt19937_64 random{0};
   std::atomic<double> probability{0};
   std::atomic<int> longest_us{0};
-  std::atomic<int> kernel_us{0};  // what each kernel is said to take; 0: as long as it takes
 
   bool late() {
     if (probability <= 0) return false;
@@ -62,17 +85,9 @@ inline Counters& counters() {
   return *all;
 }
 
-inline void wait_until(Clock::time_point time) {
-  for (;;) {
-    auto left = time - Clock::now();
-    if (left <= Clock::duration::zero()) return;
-    if (left > Micro(200)) std::this_thread::sleep_for(left - Micro(100));
-  }
-}
-
 class Event {
  public:
-  void mark(Clock::time_point time) {
+  void mark(int64_t time) {
     std::lock_guard<std::mutex> lock(mutex_);
     time_ = time;
     marked_ = true;
@@ -80,20 +95,20 @@ class Event {
   }
   bool happened() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return marked_ && Clock::now() >= time_;
+    return marked_ && the_time().now() >= time_;
   }
-  Clock::time_point wait_marked() {
+  int64_t wait_marked() {
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [this] { return marked_; });
     return time_;
   }
-  void synchronize() { wait_until(wait_marked()); }
+  void synchronize() { the_time().wait_until(wait_marked()); }
 
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
   bool marked_ = false;
-  Clock::time_point time_;
+  int64_t time_ = 0;
 };
 
 class Stream {
@@ -128,24 +143,24 @@ class Stream {
   }
   bool idle() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return queue_.empty() && !busy_ && Clock::now() >= free_at_.load();
+    return queue_.empty() && !busy_ && the_time().now() >= free_at_.load();
   }
   void synchronize() {
     drain();
-    wait_until(free_at_);
+    the_time().wait_until(free_at_);
   }
 
-  // A kernel was put on the stream: with a fixed time per kernel, the stream is busy so much longer.
+  // A kernel was put on the stream: with a fixed time per kernel, it is busy so much longer.
   void spend() {
-    int us = delays().kernel_us;
+    int us = the_time().kernel_us;
     if (us == 0) return;
     std::lock_guard<std::mutex> lock(mutex_);
-    free_at_ = std::max(free_at_.load(), Clock::now()) + Micro(us);
+    free_at_ = std::max(free_at_.load(), the_time().now()) + us * 1000LL;
   }
 
   std::shared_ptr<Event> record() {
     auto event = std::make_shared<Event>();
-    in_order([this, event] { event->mark(std::max(free_at_.load(), Clock::now())); });
+    in_order([this, event] { event->mark(std::max(free_at_.load(), the_time().now())); });
     return event;
   }
   void wait_for(std::shared_ptr<Event> event) {
@@ -183,7 +198,7 @@ class Stream {
   std::condition_variable changed_, idle_;
   std::deque<Task> queue_;
   bool started_ = false, busy_ = false;
-  std::atomic<Clock::time_point> free_at_{Clock::time_point{}};
+  std::atomic<int64_t> free_at_{0};
 };
 
 inline Stream& stream_of(int device, int64_t id) {

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from test_snippets import FENCE, page_id, pages
 
 import gradfit as gf
@@ -84,3 +86,18 @@ def test_the_glossary_is_short_and_its_words_are_used() -> None:
     sources = "".join(path.read_text(encoding="utf-8") for path in sorted((DOCS.parent / "src").rglob("*.py")))
     everything = (rest + guides + sources).lower()
     assert not [word for entry in words for word in entry.split(", ") if word.split()[0] not in everything]
+
+
+def test_every_page_is_in_the_site_s_navigation() -> None:
+    listed: list[str] = []
+
+    def collect(entry: Any) -> None:
+        if isinstance(entry, str):
+            listed.append(entry)
+        else:
+            for one in entry.values() if isinstance(entry, dict) else entry:
+                collect(one)
+
+    collect(yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    made = {"contributing.md", "changelog.md"}  # from the files at the root, by docs/site/hooks.py
+    assert sorted(listed) == sorted({path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | made)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from page_setups import CHECKS, IN_A_PROCESS_OF_ITS_OWN, SETUPS
+from page_setups import CHECKS, IN_PROCESSES_OF_THEIR_OWN, SETUPS
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w*).*?\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -40,21 +40,31 @@ def run(page: Path) -> None:
     names: dict[str, Any] = {"__name__": "page"}
     for name, code in program(page):
         exec(compile(code, name, "exec"), names)
+    if "accelerate" in sys.modules:  # all accelerators of a process share one state: the next page begins anew
+        state: Any = sys.modules["accelerate.state"]
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()
 
 
 def page_id(page: Path) -> str:
     return page.relative_to(ROOT).as_posix() if page.is_relative_to(ROOT) else page.name
 
 
-@pytest.mark.parametrize("page", [page for page in pages() if snippets(page)], ids=page_id)
+APART = {name for names in IN_PROCESSES_OF_THEIR_OWN for name in names}
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in pages() if snippets(page) and page_id(page) not in APART], ids=page_id
+)
 def test_the_snippets_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    if page_id(page) not in IN_A_PROCESS_OF_ITS_OWN:
-        run(page)
-        return
-    child = subprocess.run(
-        [sys.executable, __file__, str(page)], capture_output=True, text=True, timeout=300, check=False
-    )
+    run(page)
+
+
+@pytest.mark.parametrize("names", IN_PROCESSES_OF_THEIR_OWN, ids=lambda names: names[0])
+def test_the_snippets_of_pages_run_in_a_process(names: tuple[str, ...], tmp_path: Path) -> None:
+    command = [sys.executable, __file__, *(str(ROOT / name) for name in names)]
+    child = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False)
     assert child.returncode == 0, child.stderr
 
 
@@ -69,7 +79,7 @@ def test_no_python_hides_behind_another_fence() -> None:
 
 
 def test_set_ups_are_of_pages_that_exist() -> None:
-    for name in {*SETUPS, *CHECKS, *IN_A_PROCESS_OF_ITS_OWN}:
+    for name in {*SETUPS, *CHECKS, *APART}:
         assert snippets(ROOT / name), name
 
 
@@ -81,4 +91,5 @@ def test_a_page_that_fails_is_noticed(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(Path(sys.argv[1]))
+    for argument in sys.argv[1:]:
+        run(Path(argument))

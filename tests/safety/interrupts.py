@@ -362,7 +362,7 @@ def main(kind: str, count: int, number: int) -> None:
             if after != before:
                 break
     except BaseException:
-        wrong.append(traceback.format_exc())
+        wrong += [traceback.format_exc(), WHERE[0]]
     print(json.dumps({"interrupts": interrupts, "tries": tries, "wrong": wrong}))
 
 

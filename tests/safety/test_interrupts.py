@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from interrupts import AtLine, interrupted
+from interrupts import WHERE, AtLine, interrupted
 
+from gradfit._torch_listen import DispatchMode, unseen
+from gradfit.batches.snapshot import trials_end, untouched
 from gradfit.interrupts import uninterrupted
 from gradfit.tape import rng
 
@@ -87,3 +90,67 @@ def test_ctrl_c_while_a_generator_is_rewound_waits_and_leaves_no_lock() -> None:
         if tracer.lines < lines:
             break
     assert lines > 20
+
+
+class Looks(DispatchMode):
+    """Looks at each result, as audits do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        with unseen():
+            torch.isfinite(out)
+        return out
+
+
+def test_ctrl_c_at_every_line_while_a_mode_looks_leaves_autograd_on() -> None:
+    weight = torch.ones(2, requires_grad=True)
+
+    def look() -> None:
+        with untouched(torch.nn.Identity()), Looks():
+            weight.sin().sum()
+
+    look()  # what is imported in the first call is half imported after an interrupt
+    for line in itertools.count(1):
+        moment = AtLine(line)
+        interrupted(look, moment)
+        assert weight.sin().requires_grad, WHERE[0]
+        if moment.lines < line:
+            break
+    assert line > 50
+
+
+class Counts(torch.nn.Module):
+    """Counts its calls in a buffer that it replaces."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self) -> None:
+        self.count = self.count + 1
+
+
+def test_ctrl_c_at_every_line_of_a_trial_leaves_no_trace() -> None:
+    """As `__exit__` begins, too, before its first line."""
+    model = Counts()
+    first = model.count
+
+    def tried() -> None:
+        with trials_end(), untouched(model), torch.no_grad():
+            model()
+            torch.rand(1)
+
+    tried()
+    drawn = torch.get_rng_state()
+    for line in itertools.count(1):
+        moment = AtLine(line)
+        interrupted(tried, moment)
+        assert model.count is first, WHERE[0]
+        assert int(first) == 0, WHERE[0]
+        assert torch.is_grad_enabled(), WHERE[0]
+        assert torch.equal(torch.get_rng_state(), drawn), WHERE[0]
+        if moment.lines < line:
+            break
+    assert line > 100

@@ -19,6 +19,7 @@ LEAVE: dict[str, Callable[[], object]] = {
     "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t).__enter__(),
     "modes": lambda: gf.meter().__enter__(),
     "recorder": lambda: gf.CheckpointScope("left").__enter__(),
+    "eager functions": lambda: process.recording_begins(LEAVE),
 }
 
 
@@ -29,9 +30,10 @@ def test_what_is_left_behind_is_taken_away(what: str) -> None:
     with untouched(model):
         LEAVE[what]()
     after = ThreadState()
-    names = ("_gradients", "_hooks", "_modes", "_ear", "_excluded")
+    names = ("_gradients", "_hooks", "_modes", "_listener", "_excluded")
     assert [getattr(after, name) for name in names] == [getattr(before, name) for name in names]
     assert not inside_scope()
     assert not process._recordings
+    assert torch._dynamo.eval_frame._stance.stance == "default"
     model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from typing import Any
 
@@ -156,3 +157,21 @@ def test_automatic_weights_are_those_of_plain_losses(tokens: Tensor) -> None:
         found = step([slice(0, 1), slice(1, 3)])
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-11, atol=1e-13)
+
+
+def test_nothing_is_left_to_the_garbage_collector(tokens: Tensor) -> None:
+    """A cycle would hold hidden states from one micro-batch to the next."""
+    model = LanguageModel(heads=2)
+    with gf.tile(model, size=16):
+        loss_of(model, tokens).backward()  # finds the modules
+        model.zero_grad()
+        gc.collect()
+        gc.disable()
+        try:
+            with gf.meter(model, tokens) as live:
+                before = live.current_bytes
+                loss_of(model, tokens).backward()
+                model.zero_grad()
+                assert live.current_bytes == before
+        finally:
+            gc.enable()

@@ -83,8 +83,8 @@ class GradientAccumulator(NotCopied):
     ) -> None:
         stepper, steps = options.read_optimizer_or_steps(optimizer, steps)
         options.check(stepper, steps, strategy, dtype, scaler, clip, on_nonfinite, isolate)
-        self.optimizer: AnyOptimizer | None = stepper
-        self.scaler, self.dtype = scaler, dtype
+        self._optimizer: AnyOptimizer | None = stepper
+        self._scaler, self._dtype = scaler, dtype
         tensors = options.choose_parameters(stepper, parameters)
         self.window = self._window_kind(steps, strategy=strategy, optimizer=stepper, scaler=scaler, dtype=dtype)
         skip = on_nonfinite == "skip"
@@ -103,6 +103,21 @@ class GradientAccumulator(NotCopied):
         self.window.follows_optimizer = parameters is None and stepper is not None
 
     # -- state ----------------------------------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> AnyOptimizer | None:
+        """Steps when the window is full; None if that is the caller's business."""
+        return self._optimizer
+
+    @property
+    def scaler(self) -> Any:
+        """Scales the losses; None if nobody does."""
+        return self._scaler
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What the gradients add up in, if it is wider than the parameters' own type."""
+        return self._dtype
 
     @property
     def accumulation_count(self) -> int:
@@ -159,6 +174,7 @@ class GradientAccumulator(NotCopied):
         self.window.require_outside_micro_batch("enabled")
         if read_flag(value, "enabled") != self.enabled and self.window.accumulation_steps:
             raise MisuseError(f"enabled={value!r} in the middle of a window. Call flush() or reset() first.")
+        self.window.settled = None
         self.window.enabled = value
 
     def __repr__(self) -> str:
@@ -248,34 +264,50 @@ class GradientAccumulator(NotCopied):
             reduction: "mean" or "sum": what the loss is of its items.
             terms: `{name: (loss_sum, count)}`, in the place of `loss` and `weight`.
         """
+        settled = self.window.settled
+        if settled is not None and terms is None and self._backward_usual(loss, weight, reduction):
+            return
         if isinstance(weight, str):
             weight = read_auto_weight(weight, loss, reduction)
-        window, passes = self.window, self._passes
         if terms is not None:
-            read = options.read_terms(terms, loss, weight, reduction)
-            if not window.enabled:
-                self._require_open()
-                live = [term / number for term, number in read.values() if number]
-                if live:
-                    _plain_backward(self.scaler, torch.stack(live).sum())
-                return
-            with window.turn:
-                self._begin()
-                passes.backward_terms(read)
-            return
+            self._backward_terms(options.read_terms(terms, loss, weight, reduction))
+        else:
+            self._backward_one(loss, weight, reduction)
+
+    def _backward_usual(self, loss: Any, weight: Any, reduction: str) -> bool:
+        """The short way; False if anything about this pass, or its window, is not usual."""
+        if type(weight) is not int or not 0 < weight < _USUAL_WEIGHT or reduction != "mean":
+            return False
+        if type(loss) is not Tensor or not loss.requires_grad:
+            return False
+        window = self.window
+        with window.turn:
+            return window.settled is not None and window.settled.backward(loss, weight)
+
+    def _backward_one(self, loss: Tensor | None, weight: Number | Tensor, reduction: str) -> None:
         read_choice(reduction, "reduction", ("mean", "sum"))
-        number = weight if type(weight) is int and 0 < weight < _USUAL_WEIGHT else read_weight(weight)
+        number = read_weight(weight)
         loss = check_loss(loss) if number else loss
-        if not window.enabled:
+        if not self.window.enabled:
             self._require_open()
             if loss is not None:
                 _plain_backward(self.scaler, loss)
             return
-        with window.turn:
+        with self.window.turn:
             self._begin()
-            passes.backward(loss, number, reduction)
-            if self.optimizer is None:
-                window.finalise_by_itself()
+            self._passes.backward(loss, number, reduction)
+            self.window.finalise_by_itself()
+
+    def _backward_terms(self, terms: dict[str, tuple[Tensor, Number]]) -> None:
+        if not self.window.enabled:
+            self._require_open()
+            means = [loss / number for loss, number in terms.values() if number]
+            if means:
+                _plain_backward(self.scaler, torch.stack(means).sum())
+            return
+        with self.window.turn:
+            self._begin()
+            self._passes.backward_terms(terms)
 
     def _begin(self) -> None:
         if not self.window.tensors:
@@ -339,15 +371,37 @@ class GradientAccumulator(NotCopied):
             return self._update.finish()
         if not window.tensors:
             raise MisuseError(_NO_PARAMETERS)
+        if window.settled is not None and window.turn.acquire(blocking=False):
+            try:
+                full = window.end_settled_micro_batch()
+                if full is False:
+                    return self._accumulating()
+                if full:
+                    return self._finish_settled()
+            finally:
+                window.turn.release()
         with window.alone("step()"):
             if window.ranks.size == 1:
                 window.require_intact()
             window.follow()
             if window.end_micro_batch():
                 return self._update.finish()
-            state = window.state
-            taken = state.micro_batches - state.skipped
-            return StepResult(False, "accumulating", None, window.weight, taken, state.skipped)
+            return self._accumulating()
+
+    def _accumulating(self) -> StepResult:
+        window, state = self.window, self.window.state
+        taken = state.micro_batches - state.skipped
+        return StepResult(False, "accumulating", None, window.weight, taken, state.skipped)
+
+    def _finish_settled(self) -> StepResult:
+        """Update with a full window that is as its last pass left it: there is nothing more to ask."""
+        window = self.window
+        window.settled = None
+        window.set_apart("step()")
+        try:
+            return self._update.finish()
+        finally:
+            window.apart = None
 
     def flush(self) -> StepResult:
         """Update with what there is: the partial last window, divided by what it really holds.

@@ -2,8 +2,6 @@
 
 Whoever writes a loop may clear, clip or replace gradients at any moment. While a window fills they are sums, divided by
 a number that nobody outside knows, so this must be noticed before the next pass adds to them.
-
-It is asked several times per micro-batch, so the loops over all tensors are left to `map`.
 """
 
 from __future__ import annotations
@@ -11,15 +9,11 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Container, Iterable
-from itertools import repeat
-from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor
 
 from gradfit._torch import version_of
-
-_gradient_of = attrgetter("grad")
 
 
 class Touch(enum.Enum):
@@ -44,82 +38,87 @@ class GradientMarks:
     (True, tensor([0., 0.]), 'cleared')
     """
 
-    __slots__ = ("_missing", "_parameters", "_references", "_tensors", "_versions", "_written")
+    __slots__ = ("_parameters", "_references", "_written", "missing", "tensors", "versions")
 
     def __init__(self, tensors: Iterable[Any], *, parameters: bool = False) -> None:
-        self._tensors: list[Any] = []  # those with a gradient
-        self._missing: list[Any] = []
+        self.tensors: list[Any] = []  # those with a gradient
+        self.missing: list[Any] = []
+        self._references: list[Any] = []
+        self.versions: list[int] = []
         for tensor in tensors:
-            (self._missing if tensor.grad is None else self._tensors).append(tensor)
-        gradients = [*map(_gradient_of, self._tensors)]
-        self._references = [*map(weakref.ref, gradients)]
-        self._versions = [*map(version_of, gradients)]
-        self._parameters: list[Any] = [*self._tensors, *self._missing] if parameters else []
+            gradient = tensor.grad
+            if gradient is None:
+                self.missing.append(tensor)
+            else:
+                self.tensors.append(tensor)
+                self._references.append(weakref.ref(gradient))
+                self.versions.append(version_of(gradient))
+        self._parameters: list[Any] = [*self.tensors, *self.missing] if parameters else []
         self._written = [*map(version_of, self._parameters)]
 
     def refresh(self) -> bool:
         """Take the gradients for marked as they are now; False if that needs new marks: they are other tensors."""
-        versions = self._versions_if_marked()
-        if versions is None:
+        versions = []
+        for tensor, reference in zip(self.tensors, self._references, strict=True):
+            gradient = tensor.grad
+            if gradient is None or gradient is not reference():
+                return False
+            versions.append(version_of(gradient))
+        if any(tensor.grad is not None for tensor in self.missing):
             return False
-        self._versions = versions
-        if self._parameters:
-            self._written = [*map(version_of, self._parameters)]
+        self.versions = versions
         return True
 
-    def _versions_if_marked(self) -> list[int] | None:
-        """The versions of the gradients that are there; None if they are others than the marked ones."""
-        gradients = [*map(_gradient_of, self._tensors)]
-        if not all(map(is_, gradients, [reference() for reference in self._references])):
-            return None
-        if self._missing and not all(map(is_, map(_gradient_of, self._missing), repeat(None))):
-            return None
-        try:
-            return [*map(version_of, gradients)]
-        except AttributeError:  # of None, which took the place of a gradient that is dead
-            return None
+    @property
+    def gradients(self) -> list[Any]:
+        """The marked gradients; None for one that is not there any more."""
+        return [reference() for reference in self._references]
 
     @property
     def any(self) -> bool:
         """Whether there was any gradient."""
-        return bool(self._tensors)
+        return bool(self.tensors)
 
     def change(self, members: Container[int], new: Iterable[Any]) -> None:
         """Only those with these identities are of interest from now on; new ones are expected to have no gradient."""
-        kept = [at for at, tensor in enumerate(self._tensors) if id(tensor) in members]
-        self._tensors = [self._tensors[at] for at in kept]
+        kept = [at for at, tensor in enumerate(self.tensors) if id(tensor) in members]
+        self.tensors = [self.tensors[at] for at in kept]
         self._references = [self._references[at] for at in kept]
-        self._versions = [self._versions[at] for at in kept]
-        self._missing = [*(one for one in self._missing if id(one) in members), *new]
+        self.versions = [self.versions[at] for at in kept]
+        self.missing = [*(one for one in self.missing if id(one) in members), *new]
         self._parameters = [one for one in self._parameters if id(one) in members]
         self._written = [*map(version_of, self._parameters)]
 
     def untouched(self) -> bool:
         """Whether all gradients are the same tensors with the same content, and no other was put beside them."""
-        return self._versions_if_marked() == self._versions
+        for tensor, reference, version in zip(self.tensors, self._references, self.versions, strict=True):
+            gradient = tensor.grad
+            if gradient is None or gradient is not reference() or version_of(gradient) != version:
+                return False
+        return all(tensor.grad is None for tensor in self.missing)
 
     def _as_before(self) -> list[bool]:
         """For each gradient, whether it is exactly as it was."""
         marked = [reference() for reference in self._references]
         return [
             one is not None and one is tensor.grad and version_of(one) == version
-            for tensor, one, version in zip(self._tensors, marked, self._versions, strict=True)
+            for tensor, one, version in zip(self.tensors, marked, self.versions, strict=True)
         ]
 
     def touch(self) -> Touch:
         """What happened to them; looks at the content of those that were changed in place."""
         changed = cleared = 0
-        for tensor, reference, same in zip(self._tensors, self._references, self._as_before(), strict=True):
+        for tensor, reference, same in zip(self.tensors, self._references, self._as_before(), strict=True):
             if not same:
                 now: Tensor | None = tensor.grad
                 changed += 1
                 cleared += now is None or (now is reference() and is_clear(now))
-        changed += sum(tensor.grad is not None for tensor in self._missing)
+        changed += sum(tensor.grad is not None for tensor in self.missing)
         if not changed:
             return Touch.NONE
         if not cleared:
             return Touch.CHANGED
-        return Touch.CLEARED if cleared == len(self._tensors) else Touch.PARTLY_CLEARED
+        return Touch.CLEARED if cleared == len(self.tensors) else Touch.PARTLY_CLEARED
 
     @property
     def still_there(self) -> int:
@@ -129,7 +128,7 @@ class GradientMarks:
     @property
     def leftovers(self) -> bool:
         """Whether any marked tensor still has a gradient other than zero."""
-        return any(not is_clear(tensor.grad) for tensor in self._tensors)
+        return any(not is_clear(tensor.grad) for tensor in self.tensors)
 
     @property
     def parameters_changed(self) -> bool:
@@ -138,7 +137,7 @@ class GradientMarks:
 
     def clear(self) -> None:
         """Take those gradients away that are still the ones that were marked."""
-        for tensor, reference in zip(self._tensors, self._references, strict=True):
+        for tensor, reference in zip(self.tensors, self._references, strict=True):
             if tensor.grad is reference():
                 tensor.grad = None
 

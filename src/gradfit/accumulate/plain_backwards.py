@@ -5,7 +5,8 @@
 2. A pass inside another pass (reentrant checkpointing) belongs to the outer one.
 3. A pass that keeps its graph (`retain_graph=True`) shares its micro-batch with the next pass of the same thread, if
    that starts from another tensor: two losses of one forward are one micro-batch, one loss differentiated twice is two.
-4. Passes that any window starts itself (`OWN_PASSES`) are its own business, and no other's.
+4. Passes that any window starts itself (`OWN_PASSES`) are its own business, and no other's; that they have reached
+   another's tensors is remembered there.
 5. A pass that has begun and not ended, though its thread is in no backward pass, has died half-way.
 6. The hooks hold the counter weakly: tensors do not keep accumulators alive.
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -30,8 +31,9 @@ from gradfit import _torch
 _Handles = dict[int, torch.utils.hooks.RemovableHandle]
 _Hook = Callable[[Tensor | None], Tensor | None]
 
-OWN_PASSES: set[int] = set()
-"""Threads that run a backward pass which a window has started; it puts them here itself."""
+OWN_PASSES: dict[int, object] = {}
+"""Threads that run a backward pass which a window has started, and its `token`; the window puts them here itself."""
+_NOBODY = object()
 
 
 @contextlib.contextmanager
@@ -39,12 +41,12 @@ def own_pass() -> Iterator[None]:
     """What this thread does inside is the business of whoever starts it: no plain pass (rule 4)."""
     thread = threading.get_ident()
     outermost = thread not in OWN_PASSES
-    OWN_PASSES.add(thread)
+    OWN_PASSES.setdefault(thread, _NOBODY)
     try:
         yield
     finally:
         if outermost:
-            OWN_PASSES.discard(thread)
+            OWN_PASSES.pop(thread, None)
 
 
 class PlainPass(NamedTuple):
@@ -80,6 +82,16 @@ class NoPlainBackwards:
     """Counts nothing: for a window that no outside pass can reach."""
 
     passes: Mapping[int, int] = {}
+    reached_by_others: Collection[int] = ()
+    """Tensors, by identity, that another window's own passes have added to (rule 4)."""
+
+    @property
+    def token(self) -> object:
+        """What tells this window's own passes from another's."""
+        return self
+
+    def forget_others(self) -> None:
+        """What another window's passes have added is not there any more."""
 
     def watch(self, tensor: Tensor) -> None:
         """Begin to watch a tensor; a frozen one too, for the day it is not."""
@@ -111,9 +123,17 @@ class PlainBackwards(NoPlainBackwards):
         self._lock = threading.Lock()
         self._retained: dict[int, weakref.ref[object] | None] = {}  # rule 3: thread → where its last pass started
         self._nested: dict[int, weakref.ref[object] | None] = {}  # rule 2: thread → an outer pass that was counted
+        self.reached_by_others: set[int] = set()
         self._handles: _Handles = {}
-        self._hook_for = _make_hooks(weakref.ref(self), self._factors)
+        self._hook_for = _make_hooks(weakref.ref(self), self._factors, self.reached_by_others)
         weakref.finalize(self, _remove_all, self._handles)
+
+    @property
+    def token(self) -> object:
+        return self._factors  # which the hooks hold, too
+
+    def forget_others(self) -> None:
+        self.reached_by_others.clear()
 
     def watch(self, tensor: Tensor) -> None:
         if id(tensor) not in self._handles:
@@ -152,27 +172,38 @@ class PlainBackwards(NoPlainBackwards):
         thread = threading.get_ident() if running is None else running.thread
         if task == -1 or window is None:
             return 1.0
-        if running is not None and (not running.accumulates or thread in OWN_PASSES):
+        owner = OWN_PASSES.get(thread)
+        if running is not None and (not running.accumulates or owner is not None):
+            if owner not in (None, _NOBODY) and owner is not self._factors:
+                self.reached_by_others.add(first)
             return self._follow(task, 1.0)
         with self._lock:
             if task in self._factors:
                 return self._factors[task]
-            nested = running is not None and running.nested
-            if not nested and self._drop_dead(thread):
-                window.break_off()
-            root = running.roots[0] if running is not None and running.roots else None
-            if self._is_part(thread, nested, root):
-                self.passes[task] = thread
-                return self._follow(task, window.plain_factor(), complete=not nested)
-            retained = self._retained.get(thread)
-            joins = retained is not None and (root is None or retained() is not root)
-            factor = self._admit(window, task, PlainPass(thread, first, joins, running and running.roots))
-            if factor is None:
-                return self._follow(task, 1.0)
-            retains = running is not None and running.retains_graph
-            self._nested[thread] = _reference(root) if nested else None
-            self._retained[thread] = _reference(root) if retains else None
-            return self._follow(task, factor, complete=not (nested or retains))
+            if running is None:
+                return self._begin_plain(window, task, PlainPass(thread, first, False, None), None)
+            one = PlainPass(thread, first, False, running.roots)
+            return self._begin_plain(window, task, one, running)
+
+    def _begin_plain(self, window: Counts, task: int, one: PlainPass, running: _torch.RunningBackward | None) -> float:
+        """A pass that no window has started; `running` is None if its call cannot be told."""
+        thread = one.thread
+        nested = running is not None and running.nested
+        if not nested and self._drop_dead(thread):
+            window.break_off()
+        root = one.roots[0] if one.roots else None
+        if self._is_part(thread, nested, root):
+            self.passes[task] = thread
+            return self._follow(task, window.plain_factor(), complete=not nested)
+        retained = self._retained.get(thread)
+        joins = retained is not None and (root is None or retained() is not root)
+        factor = self._admit(window, task, one._replace(joins=joins))
+        if factor is None:
+            return self._follow(task, 1.0)
+        retains = running is not None and running.retains_graph
+        self._nested[thread] = _reference(root) if nested else None
+        self._retained[thread] = _reference(root) if retains else None
+        return self._follow(task, factor, complete=not (nested or retains))
 
     def _admit(self, window: Counts, task: int, one: PlainPass) -> float | None:
         """Ask the window; the pass counts as running from here on, unless it is refused."""
@@ -230,13 +261,20 @@ class PlainBackwards(NoPlainBackwards):
 _MOST_REMEMBERED = 64
 
 
-def _make_hooks(counter: weakref.ref[PlainBackwards], factors: dict[int, float]) -> Callable[[int], _Hook]:
+def _make_hooks(
+    counter: weakref.ref[PlainBackwards], factors: dict[int, float], reached_by_others: set[int]
+) -> Callable[[int], _Hook]:
     """The hooks for tensors; they run for each tensor of each pass, so the usual cases come first."""
-    thread_id, task_id, own = threading.get_ident, _torch.graph_task_id, OWN_PASSES
+    thread_id, task_id, owner_of = threading.get_ident, _torch.graph_task_id, OWN_PASSES.get
 
     def hook_for(identity: int) -> _Hook:
         def hook(gradient: Tensor | None) -> Tensor | None:
-            if thread_id() in own or gradient is None:
+            owner = owner_of(thread_id())
+            if owner is not None:
+                if owner is not factors and owner is not _NOBODY:
+                    reached_by_others.add(identity)
+                return None
+            if gradient is None:
                 return None
             task = task_id()
             factor = factors.get(task)

@@ -91,6 +91,11 @@ def gradient_norm(gradients: list[Tensor]) -> float:
     return value
 
 
+def norm_on_device(gradients: list[Tensor]) -> Tensor:
+    """The norm of all gradients together, not read yet; infinite also where only the squares have overflowed."""
+    return total_norm(gradients)
+
+
 def scale_gradients(tensors: Iterable[Tensor], factor: float) -> None:
     """Multiply the tensors' `.grad` in place; nothing is read or written for a factor of 1."""
     if factor == 1.0:

@@ -55,7 +55,7 @@ class Update:
 
         `flushing`: this one has no more to give; `joined`: it had none to begin with, and only keeps up.
         """
-        window, optimizer = self.window, self.optimizer
+        window = self.window
         self.narrow_again()
         scaler = self.scaler
         if scaler is not None and not scaler.is_enabled():
@@ -70,30 +70,40 @@ class Update:
         if not any(whole.weights.values()):
             self._end(None)
             return StepResult(False, "no weight" if taken or skipped else "empty window", None, 0, taken, skipped)
-        window.ranks.share_options(optimizer, whole, joined)
+        window.ranks.share_options(self.optimizer, whole, joined)
+        return self._apply(scaler, whole, StepResult(False, "", None, weight, taken, skipped))
+
+    def _apply(self, scaler: Any, whole: Whole, result: StepResult) -> StepResult:
+        """Unscale, check, normalise and clip the gradients, then step with them."""
+        window = self.window
         factor = window.combine()
         gradients = [one for tensor in window.tensors if (one := tensor.grad) is not None]
         if scaler is not None:
             factor *= self._unscale(scaler, whole, gradients)
-        norm = window.ranks.norm(gradients) * factor
+        norm = (window.ranks.norm(gradients) if window.norm_ahead is None else window.norm_ahead) * factor
         if not math.isfinite(norm):
-            return self._refuse_nonfinite(scaler, factor, StepResult(False, "", norm, weight, taken, skipped))
+            return self._refuse_nonfinite(scaler, factor, result._replace(grad_norm=norm))
         if self.max_norm is not None and norm > self.max_norm:
             factor *= self.max_norm / norm
         window.in_doubt = True
         scale_gradients(window.tensors, factor)
+        if self.clipper is not None:
+            self._clip_or_keep(self.clipper, scaler)
+        if self.optimizer is None:
+            self._hand_out()
+            return result._replace(reason="no optimizer", grad_norm=norm)
+        stepped = self._step_or_keep(self.optimizer, scaler, norm)
+        self._end(norm**2)
+        reason = _reason(stepped, scaler)
+        return StepResult(stepped, reason, norm, result.weight, result.micro_batches, result.skipped)
+
+    def _clip_or_keep(self, clipper: Any, scaler: Any) -> None:
+        """Clip; if that fails, leave the gradients so that the caller can try again."""
         try:
-            if self.clipper is not None:
-                self.clipper.clip_grads(window.tensors)
-            if optimizer is None:
-                self._hand_out()
-                return StepResult(False, "no optimizer", norm, weight, taken, skipped)
+            clipper.clip_grads(self.window.tensors)
         except BaseException:
             self._keep(scaler)
             raise
-        stepped = self._step_or_keep(optimizer, scaler, norm)
-        self._end(norm**2)
-        return StepResult(stepped, _reason(stepped, scaler), norm, weight, taken, skipped)
 
     def _unscale(self, scaler: Any, whole: Whole, gradients: list[Tensor]) -> float:
         """Divide the gradients by the loss scale, once; gives the factor that a changed scale leaves to do."""

@@ -16,12 +16,13 @@ from gradfit.accumulate.numbers import Number
 from gradfit.accumulate.plain_backwards import OWN_PASSES
 from gradfit.accumulate.scaling import back_off, gradient_norm, nonfinite_gradient
 from gradfit.accumulate.transaction import Transaction, zero
+from gradfit.accumulate.usual_pass import UsualPass
 from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_state import Phase, Total, add_scaled
 from gradfit.errors import MisuseError
 
 _NARROW = (torch.float16, torch.bfloat16)
-_SEEDS_KEPT = 256
+_INITIAL_KEPT = 256
 
 
 class Backpropagator:
@@ -39,6 +40,7 @@ class Backpropagator:
         self.window, self.scaler, self.isolate = window, scaler, isolate
         self.skip_nonfinite = skip_nonfinite or scaler is not None
         self.can_take_back = isolate or dtype is not None
+        self._settles = scaler is None and not self.can_take_back and window.optimizer is not None
         self._initial: dict[tuple[float, torch.dtype, torch.device, torch.Size], Tensor] = {}
 
     def backward(self, loss: Tensor | None, weight: Number, reduction: str) -> None:
@@ -75,6 +77,13 @@ class Backpropagator:
             window.add(weight)
             window.take_marks()
             window.in_doubt = False
+            self._settle(loss, weight)
+
+    def _settle(self, loss: Tensor, weight: Number) -> None:
+        """The next pass can go the short way if nothing else happens until then."""
+        window = self.window
+        if self._settles and window.marks is not None and not window.state.terms:
+            window.settled = UsualPass(window, self._initial_for, loss, weight)
 
     def _is_rounded(self, factor: float) -> bool:
         """Whether a factor must be multiplied in at the sums, because the parameters' own type would round it.
@@ -139,19 +148,15 @@ class Backpropagator:
                 window.take_marks()
 
     def _run(self, loss: Tensor, factor: float, retain_graph: bool = False) -> None:
-        """One pass with a factor, which is the loss's gradient: made once per value."""
+        """One pass with a factor, which is the loss's own gradient."""
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
-        key = (factor, loss.dtype, loss.device, loss.shape)
-        initial = self._initial.get(key)
-        if initial is None:
-            if len(self._initial) >= _SEEDS_KEPT:
-                self._initial.clear()
-            initial = self._initial[key] = torch.full(loss.shape, factor, dtype=loss.dtype, device=loss.device)
+        initial = self._initial_for(loss, factor)
         own, thread = OWN_PASSES, threading.get_ident()
         outermost = thread not in own
-        own.add(thread)
         try:
+            if outermost:
+                own[thread] = self.window.plain.token
             if type(loss) is Tensor:
                 _torch.run_backward(loss, initial, retain_graph)
             else:  # a subclass has its own say
@@ -163,7 +168,18 @@ class Backpropagator:
             raise
         finally:
             if outermost:
-                own.discard(thread)
+                own.pop(thread, None)
+        self.window.require_parameters_unwritten()
+
+    def _initial_for(self, loss: Tensor, factor: float) -> Tensor:
+        """A loss's own gradient, made once per value."""
+        key = (factor, loss.dtype, loss.device, loss.shape)
+        initial = self._initial.get(key)
+        if initial is None:
+            if len(self._initial) >= _INITIAL_KEPT:
+                self._initial.clear()
+            initial = self._initial[key] = torch.full(loss.shape, factor, dtype=loss.dtype, device=loss.device)
+        return initial
 
     def _rescale(self) -> float:
         """What brings gradients at the present loss scale to the scale the window began with; 1 but after a skip."""

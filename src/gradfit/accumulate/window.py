@@ -15,20 +15,23 @@ Who may do what:
    any thread: waiting for it could mean waiting for oneself.
 4. What is half done is `in_doubt`. Whoever comes next, after an interrupt say, finds the window broken.
 5. Before anything is added, the gradients must be as they were left (`GradientMarks`).
+6. `settled` is the short way round these questions for the next usual pass. It is taken away by whoever takes a turn
+   for something else, brings a plain pass or changes the members, so that they are asked again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from operator import is_
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from gradfit._torch import version_of
 from gradfit.accumulate.accumulator_options import read_members
 from gradfit.accumulate.gradient_marks import GradientMarks, Touch, is_clear
 from gradfit.accumulate.marks import belongs_to_another, claim, disown, mark, unmark
@@ -46,6 +49,16 @@ from gradfit.errors import MisuseError
 FILLING, REDUCED, FINAL, BROKEN = Phase.FILLING, Phase.REDUCED, Phase.FINAL, Phase.BROKEN
 _FLOAT16_IN_FLOAT32 = 2.0**96  # how often float16's largest number fits into float32's, with room to spare
 _LOOK_SECONDS = 0.05  # how often somebody who waits for a turn looks whether it can come at all
+
+
+class ShortWay(Protocol):
+    """Brings the usual pass in (rule 6)."""
+
+    def backward(self, loss: Tensor, weight: Number) -> bool:
+        """Backpropagate a mean over `weight` items; False, and nothing done, if that needs the long way."""
+
+    def is_as_left(self) -> bool:
+        """Whether the optimizer has the same parameters, and those the same gradients, as after the last pass."""
 
 
 class Window:
@@ -81,6 +94,7 @@ class Window:
         self.apart: int | None = None  # rule 2
         self.block: int | None = None  # rule 3
         self.in_doubt = False  # rule 4
+        self.settled: ShortWay | None = None  # rule 6
         self.plain = NoPlainBackwards()
         self.delimited = False  # step() ends micro-batches here, so passes between two calls are one
         self.enabled = True
@@ -88,7 +102,8 @@ class Window:
         self.narrow = self.widened_float16 = False
         self.state = WindowState()
         self._is_first = True  # no window has begun since the tensors were registered
-        self._last_marks: GradientMarks | None = None  # to be taken anew after each pass
+        self.last_marks: GradientMarks | None = None  # to be taken anew after each pass
+        self._written: list[int] | None = None  # the parameters' versions when the window began; None: not watched
         self.left: GradientMarks | None = None  # gradients of the last window that were left in `.grad` when it ended
         self._left_to_drop = False  # nobody needs them once the next window begins
         self._clear()
@@ -96,10 +111,13 @@ class Window:
     def _clear(self) -> None:
         self.state = WindowState(updates=self.state.updates)
         self.notes: dict[str, float] = {}  # for whoever ends the window: numbers to be added up over all processes
+        self.norm_ahead: float | None = None  # of the sums, for whoever has read it together with other numbers
         self.whole: Whole | None = None  # what all processes hold, once they have met
         self.marks: GradientMarks | None = None
+        self.settled = None
         self.in_doubt = False
         self.plain.end_micro_batch()
+        self.plain.forget_others()
         self.ranks.release()
         if self.bare:
             disown(self, self.tensors)
@@ -139,6 +157,8 @@ class Window:
     @property
     def is_ready(self) -> bool:
         """Whether the window is full; if it is, its gradients are normalised from here on."""
+        if self._is_filling_quietly():
+            return False
         with self.alone("is_ready"):
             self.require_intact()
             self.notice_use()
@@ -147,6 +167,19 @@ class Window:
             if self.is_full:
                 self.finalise()
             return self.is_full
+
+    def _is_filling_quietly(self) -> bool:
+        """Whether there is nothing to do and nothing to refuse, seen in few calls; ends a micro-batch."""
+        if self.block is not None or not self.turn.acquire(blocking=False):
+            return False
+        try:
+            state = self.state
+            if state.phase is not FILLING or self.in_doubt or self.plain.passes or self.is_full:
+                return False
+            self.plain.end_micro_batch()
+            return True
+        finally:
+            self.turn.release()
 
     @property
     def in_use(self) -> bool:
@@ -212,7 +245,7 @@ class Window:
         if not self.follows_optimizer or (now := parameters_of(self.optimizer)) is None:
             return []
         before = self.tensors
-        if len(now) == len(before) and all(map(operator.is_, now, before)):
+        if len(now) == len(before) and all(map(is_, now, before)):
             return []
         was = {id(tensor): position for position, tensor in enumerate(before)}
         ids = {id(tensor) for tensor in now}
@@ -245,11 +278,12 @@ class Window:
             tensor.grad = None if gradient is None else gradient.to(wide)
 
     def _find_ranks(self) -> None:
-        self._last_marks = None  # of other tensors
+        self.last_marks = self.settled = None  # of other tensors
         self.ranks.close()
         self.ranks = ranks_of(self.tensors, self) if self.tensors else ALONE
         self.sources = self.ranks.sources(self.tensors)
         self._found_alone = self.ranks is ALONE
+        self._note_parameters()
 
     def close(self) -> None:
         """Stop counting; the tensors and their `.grad` are left as they are."""
@@ -305,6 +339,7 @@ class Window:
 
     def break_off(self, fault: str = "") -> None:
         """Part of something is in the gradients, and cannot be told from the rest."""
+        self.settled = None
         if self.state.phase is not BROKEN:
             self.state.phase = BROKEN
             self.state.fault = fault or (
@@ -336,11 +371,13 @@ class Window:
         self.require_outside_micro_batch(call)
         while not self.turn.acquire(timeout=_LOOK_SECONDS):
             self.require_outside_micro_batch(call)
+        self.settled = None
 
     # -- what comes in --------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Before a contribution of the owner's: the window must be whole, as it was left, and ours. Needs `turn`."""
+        self.settled = None
         if self.transaction is not None:
             return
         self.require_intact()
@@ -377,12 +414,14 @@ class Window:
             if self.bare:
                 for source in self.sources:
                     source.grad = None
-            elif not (plain and self._is_first) and not all(is_clear(source.grad) for source in self.sources):
+            elif not self._may_add_to_earlier(plain) and not all(is_clear(source.grad) for source in self.sources):
                 raise MisuseError(
                     "There are gradients in `.grad` from before this window. Call optimizer.zero_grad() after "
                     "optimizer.step(), or reset() to drop them."
                 )
         self._is_first, self.left = False, None
+        self.plain.forget_others()
+        self._note_parameters()
         types = {tensor.dtype for tensor in self.tensors}
         wide = self.dtype
         changed = {one for one in types if wide is not None and one != torch.promote_types(one, wide)}
@@ -390,6 +429,10 @@ class Window:
         self.widened_float16 = torch.float16 in changed
         if self.scaler is not None:
             self.state.loss_scale = self.scaler.get_scale()
+
+    def _may_add_to_earlier(self, plain: bool) -> bool:
+        """Whether gradients from before this window are the user's own, and meant."""
+        return plain and self._is_first and not self.plain.reached_by_others
 
     def leave_gradients(self) -> None:
         """A window has ended, and what is in `.grad` is for the user to clear."""
@@ -448,7 +491,7 @@ class Window:
         """Refuse to add to sums that somebody else has changed since (rule 5)."""
         marks, before = self.marks, self.state.unscaled_before
         unscaled = before is not None and times_unscaled(self.scaler, self.optimizer) != before
-        if marks is None or (marks.untouched() and not marks.parameters_changed and not unscaled):
+        if marks is None or (marks.untouched() and not self._parameters_written and not unscaled):
             return
         steps = f"{self.accumulation_steps} of {self.target_steps} micro-batches"
         touch = marks.touch()
@@ -471,15 +514,40 @@ class Window:
         self.break_off(fault)  # what is there now is nobody's sum
         self.require_intact()
 
+    @property
+    def watches_parameters(self) -> bool:
+        """Whether somebody else's optimizer could update them unseen."""
+        return self.optimizer is None and not self.bare
+
+    @property
+    def _parameters_written(self) -> bool:
+        """Whether anybody has written to a parameter since the window began; never, if that is not watched."""
+        return self._written is not None and [*map(version_of, self.tensors)] != self._written
+
+    def _note_parameters(self) -> None:
+        self._written = [*map(version_of, self.tensors)] if self.watches_parameters else None
+
+    def require_parameters_unwritten(self) -> None:
+        """After a pass: refuse if parameters were updated while it ran."""
+        if self._parameters_written:
+            self.break_off(
+                "The parameters were updated while a backward pass ran, by an optimizer that steps in a hook, say. It "
+                "steps at every micro-batch, with sums for gradients: take the hooks away and step it when is_ready "
+                "is true, or use no accumulator."
+            )
+            self.require_intact()
+
     def take_marks(self) -> None:
         """The gradients are as we left them; unless a plain pass is adding to them at the moment."""
         if self.sources is not self.tensors or self.plain.passes:
             self.marks = None  # FSDP moves unreduced gradients about by itself
             return
-        if self._last_marks is None or not self._last_marks.refresh():
-            self._last_marks = GradientMarks(self.tensors, parameters=self.optimizer is None and not self.bare)
-        self.marks = self._last_marks
-        self._note_unscaled()
+        marks = self.last_marks
+        if marks is None or not marks.refresh():
+            marks = self.last_marks = GradientMarks(self.tensors)
+        self.marks = marks
+        if self.scaler is not None:
+            self._note_unscaled()
 
     # -- plain passes ---------------------------------------------------------------------------------------------
 
@@ -488,6 +556,7 @@ class Window:
         if not self.enabled or belongs_to_another(self, self.tensors):
             return None
         with self.lock:
+            self.settled = None
             if self.apart is not None and self.apart != one.thread:
                 raise MisuseError(
                     "A plain backward() while another thread is inside micro_batch, or updates. Use "
@@ -496,24 +565,32 @@ class Window:
             state = self.state
             if state.phase is BROKEN:
                 return None
-            self._require_scaled(one)
+            if self.scaler is not None:
+                self._require_scaled(one)
             if self.transaction is not None:
                 return self._require_exact(self.transaction.add_plain())
-            if any(tensor.grad is not None for tensor in self.follow()):
+            if self.follows_optimizer and any(tensor.grad is not None for tensor in self.follow()):
                 raise MisuseError(
                     "New parameters of the optimizer have gradients of passes that nobody has counted. Add them by "
                     "optimizer.add_param_group, which is noticed at once, and call reset() to begin a new window."
                 )
-            if state.phase is FINAL:
-                self._leave_final(plain=True)
-            self._require_filling(plain=True)
-            state = self.state
-            if state.main.divisor is None:
-                state.main.divisor = 1.0
+            self._begin_plain()
             factor = self._require_exact(self.plain_factor())
             self._book_plain(one)
             self.marks = None  # until it has ended
             return factor
+
+    def _begin_plain(self) -> None:
+        """As `begin`, for a plain pass: gradients that were there before the first one are added to."""
+        state, marks = self.state, self.marks
+        if marks is None or state.phase is not FILLING or state.is_empty:
+            if state.phase is FINAL:
+                self._leave_final(plain=True)
+            self._require_filling(plain=True)
+        elif not marks.untouched() or self._parameters_written or self.scaler is not None:
+            self.require_untouched()
+        main = self.state.main
+        main.divisor = main.divisor or 1.0
 
     def _book_plain(self, one: PlainPass) -> None:
         present = self.state.open.get(one.thread)
@@ -547,8 +624,10 @@ class Window:
     def end_plain(self, *, complete: bool) -> None:
         """A plain pass has added all of its gradients."""
         with self.lock:
+            if self._parameters_written:
+                self.require_parameters_unwritten()
             self.take_marks()
-            if complete and self.apart is None:
+            if complete and self.optimizer is None and self.apart is None:
                 self.finalise_by_itself()
 
     def finalise_by_itself(self) -> None:
@@ -609,11 +688,11 @@ class Window:
 
     def add(self, weight: Number, *, squared_norm: float | None = None, thread: int | None = None) -> None:
         """A micro-batch of that weight is in the gradients now."""
-        one = self._open(thread)
-        if not (self.state.terms and _joins(one, {""})):
+        state, one = self.state, self._open(thread)
+        if not (state.terms and _joins(one, {""})):
             one.passes += 1
-        self.state.main.weight += weight
-        self.state.had_pass = True
+        state.main.weight += weight
+        state.had_pass = True
         self.strategy.observe(weight, squared_norm)
 
     def add_terms(self, weight: Number, names: set[str]) -> None:
@@ -662,6 +741,23 @@ class Window:
             self.require_untouched()
         return full
 
+    def end_settled_micro_batch(self) -> bool | None:
+        """End a micro-batch of one usual pass; gives whether the window is full, None if it goes the long way (rule 6).
+
+        Needs `turn`. A full window is left as it is if its gradients are not.
+        """
+        state, settled, thread = self.state, self.settled, threading.get_ident()
+        one = state.open.get(thread)
+        if settled is None or not self.delimited or one is None or one.passes != 1:
+            return None
+        taken = state.micro_batches + 1
+        full = self.strategy.is_complete(taken, state.main.weight)
+        if full and not settled.is_as_left():
+            return None
+        state.micro_batches = taken
+        del state.open[thread]
+        return full
+
     def _close(self, thread: int) -> None:
         state = self.state
         one = state.open[thread]
@@ -689,8 +785,9 @@ class Window:
             new = self._put_into_empty()
         else:
             new = marks is not None and not marks.untouched()
+            self._require_not_of_others(new)
             if marks is not None and (
-                marks.parameters_changed or (new and (state.had_pass or marks.touch() is not Touch.CHANGED))
+                self._parameters_written or (new and (state.had_pass or marks.touch() is not Touch.CHANGED))
             ):
                 self.require_untouched()
         if not new and self.ranks.size == 1:
@@ -711,10 +808,21 @@ class Window:
                     f"{old} of {present} gradients in `.grad` are those of the last window, which were used. Call "
                     "optimizer.zero_grad() after optimizer.step(), or reset() to drop them."
                 )
+            self._require_not_of_others(True)
             claim(self, self.tensors)
             self._drop_left()
             self.left = None
+            self._note_parameters()
         return present > old
+
+    def _require_not_of_others(self, new: bool) -> None:
+        """Refuse to take for put by hand what another window's pass has added."""
+        if new and self.plain.reached_by_others:
+            raise MisuseError(
+                f"Another accumulator's backward() has reached {len(self.plain.reached_by_others)} of these "
+                f"{len(self.tensors)} parameters, with gradients that are divided by a number of its own. Call "
+                "loss.backward(), which both accumulators count, or reset() on this one to drop them."
+            )
 
     # -- ending ---------------------------------------------------------------------------------------------------
 
@@ -765,6 +873,15 @@ class Window:
                 for name, total in self.whole.weights.items():
                     (state.terms.setdefault(name, Total()) if name else state.main).weight = total
         return self.whole
+
+    def settle_weight(self, weight: Number, *, whole: bool) -> None:
+        """The weights that came in stood for others, which were on a device: this is what they add up to.
+
+        `whole`: there was one micro-batch, a mean, which is its own divisor.
+        """
+        self.state.main.weight = weight
+        if whole and weight:
+            self.state.main.divisor = float(weight)
 
     def combine(self) -> float:
         """Bring every sum of every process into `.grad`; gives the factor that is still to be multiplied by."""

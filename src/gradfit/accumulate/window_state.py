@@ -27,7 +27,7 @@ class Phase(enum.Enum):
     """Part of a micro-batch, or of an update: only `reset()` leads out."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Total:
     """One denominator: what was weighed so far, and what the gradients are divided by meanwhile."""
 
@@ -62,7 +62,7 @@ class Total:
         self.gradients = {}
 
 
-@dataclass
+@dataclass(slots=True)
 class OpenMicroBatch:
     """What one thread has put in since its last `step()`."""
 
@@ -74,7 +74,7 @@ class OpenMicroBatch:
     """The loss terms among them; "" is the main loss."""
 
 
-@dataclass
+@dataclass(slots=True)
 class WindowState:
     """A window's counters and denominators."""
 

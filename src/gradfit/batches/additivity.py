@@ -466,11 +466,11 @@ def _slightly_changed(model: nn.Module) -> Iterator[None]:
         if chosen and room < 0:
             break
         chosen.append((parameter, parameter.detach().clone()))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     try:
         with torch.no_grad():
             for parameter, content in chosen:
-                noise = torch.randn(content.shape, generator=generator).to(content)
+                noise = torch.randn(content.shape, generator=generator, device="cpu").to(content)
                 parameter.add_(noise * (0.05 * content.abs().mean() + 0.01))
         yield
     finally:

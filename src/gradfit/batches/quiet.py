@@ -104,8 +104,8 @@ class QuietRandomness(TorchFunctionMode):
         shaped, first = _DRAWS[func]
         result = func(*args, **kwargs)
         self.draws += 1
-        generator = torch.Generator().manual_seed(self.draws)
-        drawn = torch.rand(result.shape[1:], generator=generator).to(result.device)
+        generator = torch.Generator("cpu").manual_seed(self.draws)
+        drawn = torch.rand(result.shape[1:], generator=generator, device="cpu").to(result.device)
         given = [*args[first:], *(value for name, value in kwargs.items() if name in _NAMES)]
         parameters = [value for value in given if isinstance(value, int | float | Tensor)]  # and no sizes
         with torch.no_grad():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -168,8 +169,7 @@ class Snapshot:
             thread: what contexts have set for the thread, too; False inside of contexts that were entered since.
         """
         with uninterrupted():
-            if thread:
-                self._thread.restore()
+            self.restore_settings(thread=thread)
             for module in self._modules:
                 module.restore()
             self.clear_gradients()
@@ -177,12 +177,18 @@ class Snapshot:
                 holder.grad = gradient
             for kept, gradient in self._unreduced:
                 set_unsharded_gradient(kept, gradient)
+            self._generators.restore()
+
+    def restore_settings(self, *, thread: bool = True) -> None:
+        """Only what is set for this thread, and for the process: where the rest has changed for good."""
+        with uninterrupted():
+            if thread:
+                self._thread.restore()
             for hooks, before in self._hooks:
                 for key in [key for key in hooks if key not in before]:
                     del hooks[key]
             if gc.get_threshold() != self._thresholds:
                 gc.set_threshold(*self._thresholds)
-            self._generators.restore()
 
 
 class untouched:  # noqa: N801  (as torch.no_grad)
@@ -202,16 +208,47 @@ class untouched:  # noqa: N801  (as torch.no_grad)
     def __enter__(self) -> Snapshot:
         before = self._before = Snapshot(self._model, self._tensors)
         try:
+            _open.trials.append(before)
             before.clear_gradients()
         except BaseException:  # Ctrl-C: `__exit__` is not called
-            before.restore()
+            self.__exit__()
             raise
         return before
 
     def __exit__(self, *error: Any) -> None:
-        if self._before is not None:
-            self._before.restore()
-            self._before = None
+        before = self._before
+        if before is not None:
+            with uninterrupted():
+                before.restore()
+                _open.trials = [trial for trial in _open.trials if trial is not before]
+                self._before = None
+
+
+class _Open(threading.local):
+    """The trials that this thread is in, outer ones first."""
+
+    def __init__(self) -> None:
+        self.trials: list[Snapshot] = []
+
+
+_open = _Open()
+
+
+class trials_end:  # noqa: N801  (as torch.no_grad)
+    """A context around trials (`untouched`): none of them is left open, whatever ended the block.
+
+    Ctrl-C can come as `__exit__` of a trial begins, before its first line. Then only somebody
+    around it can put things back.
+    """
+
+    def __enter__(self) -> None:
+        self._outer = len(_open.trials)
+
+    def __exit__(self, *error: Any) -> None:
+        if len(_open.trials) > self._outer:
+            with uninterrupted():
+                while len(_open.trials) > self._outer:
+                    _open.trials.pop().restore()
 
 
 def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradfit.batches.additivity import go_together, is_close
 from gradfit.batches.additivity_record import Additivity
-from gradfit.batches.denominator import Number
+from gradfit.batches.denominator import Denominator, Number
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.shares import PartShare, scale_terms
 from gradfit.errors import MisuseError
@@ -98,8 +98,24 @@ class BatchWeights:
             )
         return dataclasses.replace(part, loss=scale_terms(part, share, read))
 
-    def of(self, part: PartLoss) -> Weight:
+    def asks(self, part: PartLoss, *, is_empty: bool) -> bool:
+        """Whether it matters what this part's loss was divided by. Multiplied by 0 (`is_empty`) it has no terms."""
+        roles, over = self._additivity.roles, self._additivity.over
+        return bool(roles) and not is_empty and (part.rows < self._rows or over == "divisor")
+
+    def adding_divisor(self, read: Denominator) -> Number | None:
+        """The divisor that grows with the items; None if there is none, or the terms are not those of the sample."""
+        roles = self._additivity.roles
+        if self._additivity.over == "sum" or "adds" not in roles or len(read.terms) != len(roles):
+            return None
+        return read.terms[roles.index("adds")].divisor
+
+    def of(self, part: PartLoss, denominator: Denominator | None = None) -> Weight:
         """What this part weighs.
+
+        Args:
+            part: the part's loss.
+            denominator: what it was divided by, if that was read before; else it is read from the loss.
 
         Raises:
             MisuseError: what this part's loss was divided by does not go together with the parts before it.
@@ -107,20 +123,23 @@ class BatchWeights:
         """
         if self._shares is not None:
             return Weight(part.rows / self._rows / self._ranks, "sum")
-        roles, over = self._additivity.roles, self._additivity.over
         is_empty = part.count is not None and not int(part.count)  # multiplied by 0, a loss has no terms to read
-        is_asked = roles and not is_empty and (part.rows < self._rows or over == "divisor")
-        divisors = self._read(part) if is_asked else None
+        divisors = self._read(part, denominator) if self.asks(part, is_empty=is_empty) else None
         if divisors == ():
             return Weight(0, "mean")  # multiplied by 0, as is written where a part has no items
+        if divisors is not None and self._may_be_clamped(part, divisors):
+            raise CountFirst
+        return self.weigh(part, divisors)
+
+    def weigh(self, part: PartLoss, divisors: tuple[Number, ...] | None) -> Weight:
+        """What this part weighs, if its terms were divided by these numbers; whether they fit is not asked."""
+        roles, over = self._additivity.roles, self._additivity.over
         if part.count is not None:
             return Weight(_count_or_trace(part.count, part.loss), "sum")
         if over == "sum":  # all weights together are 1, so that nothing is divided by
             return Weight(part.rows / self._rows / self._ranks, "sum")
         if divisors is not None and "adds" in roles:
             number = divisors[roles.index("adds")]
-            if self._may_be_clamped(part, number):
-                raise CountFirst
             if not isinstance(number, Tensor) and not number and bool(part.loss.detach().isinf()):
                 raise MisuseError(
                     f"A micro-batch's loss is {read_text(part)}: what was divided by 0 is lost, so nothing was "
@@ -129,15 +148,17 @@ class BatchWeights:
             return Weight(int(number) if isinstance(number, float) and number.is_integer() else number, "mean")
         return Weight(part.rows, "mean")
 
-    def _may_be_clamped(self, part: PartLoss, number: Number) -> bool:
-        if not self._may_repeat or not self._additivity.by_hand or part.rows == self._rows:
+    def _may_be_clamped(self, part: PartLoss, divisors: tuple[Number, ...]) -> bool:
+        """Whether the divisor that grows with the items may be the least that it can be, and not their number."""
+        roles, may_repeat = self._additivity.roles, self._may_repeat and self._additivity.by_hand
+        if not may_repeat or part.count is not None or part.rows == self._rows or "adds" not in roles:
             return False
-        value = float(part.loss.detach())
-        return float(number) > 0 and (value == 0.0 or float(number) <= self._additivity.floor)
+        number = float(divisors[roles.index("adds")])
+        return number > 0 and (float(part.loss.detach()) == 0.0 or number <= self._additivity.floor)
 
-    def _read(self, part: PartLoss) -> tuple[Number, ...] | None:
+    def _read(self, part: PartLoss, denominator: Denominator | None) -> tuple[Number, ...] | None:
         """The divisors of the part's terms, if they are as they were measured to be."""
-        read = part.denominator
+        read = part.denominator if denominator is None else denominator
         roles = self._additivity.roles
         if read is not None and read.is_nothing and part.rows < self._rows and not float(part.loss.detach()):
             return ()

@@ -16,8 +16,10 @@ from gradfit import __version__
 from gradfit.cli.audit_command import audit
 from gradfit.cli.console import results_at_the_end
 from gradfit.cli.demo_command import demo
+from gradfit.cli.estimate_command import estimate
 from gradfit.cli.plan_command import plan
 from gradfit.cli.profile_command import profile
+from gradfit.cli.selftest_command import selftest
 from gradfit.cli.train_command import train
 from gradfit.errors import BudgetInfeasible, GradfitError, MisuseError, StateNotWritten
 
@@ -53,8 +55,10 @@ def _top(
 _EXAMPLES: dict[Callable[..., None], str] = {
     profile: "gradfit profile gpt --report profile.html",
     plan: "gradfit plan examples/huggingface_job.py:make_job --memory '64 MiB'",
+    estimate: "gradfit estimate gpt --hardware t4 --batch-size 512",
     train: "gradfit train gpt --memory '200 MiB' --steps 100 --out runs/gpt",
     audit: "gradfit audit gpt --memory '200 MiB'",
+    selftest: "gradfit selftest --out .",
     demo: "gradfit demo --report demo.html",
 }
 

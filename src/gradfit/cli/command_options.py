@@ -43,6 +43,10 @@ MicroBatch = Annotated[
         show_default=False,
     ),
 ]
+Tile = Annotated[
+    bool,
+    typer.Option("--tile/--no-tile", help="Whether plans may cut along tokens (lazy logits), too."),
+]
 MOST_SEED = 2**63 - 1
 Seed = Annotated[
     int, typer.Option("--seed", min=0, max=MOST_SEED, help="Seeds the model, the data's order and all randomness.")

@@ -13,6 +13,7 @@ from gradfit.cli.command_options import (
     Page,
     Seed,
     Target,
+    Tile,
     read_micro_batch,
 )
 from gradfit.cli.console import note, print_result, warnings_as_notes, working
@@ -30,6 +31,7 @@ def plan(
     memory: MemoryToPlan = None,
     batch_size: BatchSize = None,
     micro_batch: MicroBatch = None,
+    tile: Tile = True,
     seed: Seed = 0,
     json: Json = False,
     report: Page = None,
@@ -43,7 +45,7 @@ def plan(
     budget = None if memory is None else work.budget(memory)
     with warnings_as_notes():
         batch = work.batch()
-        found = work.profile(batch)
+        found = work.profile(batch, tile=tile)
         made: Plan | None = None
         plans: list[Plan] = []
         if budget is not None:

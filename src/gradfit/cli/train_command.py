@@ -53,6 +53,10 @@ def train(
     memory: MemoryToTrain = None,
     batch_size: BatchSize = None,
     micro_batch: MicroBatch = None,
+    tile: Annotated[
+        bool | None,
+        typer.Option("--tile/--no-tile", help="May plans cut along tokens, too? Default: yes.", show_default=False),
+    ] = None,
     steps: Annotated[int | None, typer.Option("--steps", min=1, help="Updates to make in all.")] = None,
     epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Passes over the data. Default: 1.")] = None,
     out: Annotated[
@@ -90,6 +94,7 @@ def train(
         steps=steps,
         epochs=epochs,
         micro_batch=_first(read_micro_batch(micro_batch), before.get("micro_batch")),
+        tile=_first(tile, before.get("tile"), True),
     )
     ranks.require_same({name: value for name, value in vars(settings).items() if name != "memory_bytes"})
     folder.begin(settings)

@@ -73,7 +73,7 @@ class Work:
             raise MisuseError(f"How much memory {self.device} has free is not known. Pass --memory.")
         return int(free * _SHARE / (1 if ranks is None or self.device.type != "cpu" else ranks.size_here))
 
-    def profile(self, batch: Any) -> Profile:
+    def profile(self, batch: Any, *, tile: bool = True) -> Profile:
         """Measure, in no more memory than there is."""
         free = available_bytes(self.device)
         limit = None if free is None else int(free * _SHARE)
@@ -85,6 +85,7 @@ class Work:
                 self.job.optimizer,
                 memory_bytes=limit,
                 split=self.job.split,
+                tile=tile,
             )
 
     def plan(self, found: Profile, budget: int | None, micro_batch: int | str | None = None) -> Plan:

@@ -31,7 +31,7 @@ _MOST_RANKS = 2**16
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class Part(NamedTuple):
+class SavedPart(NamedTuple):
     """A part of a tensor in a file: of which shape the whole is, and where the part begins."""
 
     file: Any
@@ -59,7 +59,7 @@ class WindowFiles:
                     "first. Load one that was written to its end."
                 )
             files.append((file, other))
-        self.parts: dict[str, list[Part]] = {}
+        self.parts: dict[str, list[SavedPart]] = {}
         for file, one in files:
             for name, (shape, offset) in one["parts"].items():
                 self.parts.setdefault(name, []).append(_part(file, name, shape, offset))
@@ -71,7 +71,7 @@ class WindowFiles:
         """Fill a tensor, or this rank's shard of one, with what the files have of it."""
         shard = shard_of(target)
         local, start = (target, (0,) * target.dim()) if shard is None else shard
-        missing = torch.ones(local.shape, dtype=torch.bool)
+        missing = torch.ones(local.shape, dtype=torch.bool, device="cpu")
         for part in self.parts[name]:
             ends = [(a, a + n, b, b + m) for a, n, b, m in zip(start, local.shape, part.offset, part.size, strict=True)]
             if any(min(here, there) <= max(a, b) for a, here, b, there in ends):
@@ -116,7 +116,7 @@ def _check_header(header: Any, path: str) -> None:
             raise StateError(f"{path!r} does not say where {name!r:.60} belongs.")
 
 
-def _part(file: Any, name: str, shape: list[int], offset: list[int]) -> Part:
+def _part(file: Any, name: str, shape: list[int], offset: list[int]) -> SavedPart:
     try:
         found = file.get_slice(name)
         size, dtype = tuple(found.get_shape()), _DTYPES[found.get_dtype()]
@@ -127,7 +127,7 @@ def _part(file: Any, name: str, shape: list[int], offset: list[int]) -> Part:
     )
     if not inside:
         raise StateError(f"The state's {name!r:.60} reaches beyond its tensor: {size} at {offset} of {shape}.")
-    return Part(file, name, tuple(shape), tuple(offset), size, dtype)
+    return SavedPart(file, name, tuple(shape), tuple(offset), size, dtype)
 
 
 def file_of(folder: Path, rank: int) -> Path:

@@ -18,7 +18,7 @@ from gradfit._torch_listen import unseen
 from gradfit.arguments import check_arguments, read_callable, read_instance
 from gradfit.batches.additivity import batch_norms
 from gradfit.batches.runner import LossFunction, count_rows, run_part
-from gradfit.batches.snapshot import Snapshot, generator_states, untouched
+from gradfit.batches.snapshot import Snapshot, generator_states, trials_end, untouched
 from gradfit.errors import MisuseError
 from gradfit.fitting.audit_digests import Digests, as_bytes
 from gradfit.fitting.batch_norms import batch_norm_note
@@ -150,7 +150,7 @@ def audit(
     parts, micro_batch = _parts(batch, plan, split)
     inputs = [tensor for tensor in leaves(batch) if tensor.requires_grad]
     untiled, loss_fn = loss_fn, with_tiles(loss_fn, None if plan is None else plan.tiles)
-    with untouched(model, inputs):
+    with trials_end(), untouched(model, inputs):
         start = Snapshot(model, inputs)
         before, after = Digests(), Digests()
         with suspended() as scopes:

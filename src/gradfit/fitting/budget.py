@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from gradfit.devices import counted_device
 from gradfit.errors import MisuseError
 from gradfit.machine import available_bytes, total_bytes
 from gradfit.profiling.meter import meter
@@ -29,7 +30,7 @@ def read_budget(memory: Any, model: torch.nn.Module, optimizer: Any) -> int:
     device = next(model.parameters()).device
     if memory == "auto":
         free = _required(available_bytes(device), device)
-        return int(_AUTO * free) + meter(model, optimizer).current_bytes
+        return int(_AUTO * free) + meter(model, optimizer, device=counted_device(model)).current_bytes
     share = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*%\s*", memory) if isinstance(memory, str) else None
     if share is None:
         return parse_bytes(memory)

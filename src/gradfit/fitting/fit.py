@@ -9,9 +9,18 @@ import torch
 
 from gradfit._torch_fsdp import drop_gradients
 from gradfit.accumulate.accumulator import BareAccumulator
-from gradfit.arguments import check_arguments, check_optimizer, read_count, read_flag, read_instance, read_list
+from gradfit.arguments import (
+    check_arguments,
+    check_optimizer,
+    read_count,
+    read_flag,
+    read_instance,
+    read_list,
+    read_number,
+)
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.runner import LossFunction, count_rows
+from gradfit.batches.snapshot import trials_end
 from gradfit.distributed.same_model import require_same_model, require_same_update
 from gradfit.distributed.shared_window import Together
 from gradfit.errors import MisuseError, RankFailed
@@ -43,6 +52,7 @@ def fit(
     micro_batch: int | str | None = None,
     exact: bool = True,
     tile: bool = True,
+    planning_share: float = 0.05,
 ) -> TrainStep:
     """Profile the model, plan for the budget, try the plan, and return the step that follows it.
 
@@ -76,6 +86,8 @@ def fit(
         exact: False cuts a loss that does not add up all the same, with a warning that says the measured error.
         tile: where memory is short, plans may cut along tokens, too, as `gf.tile` does: where one row does not fit,
             nothing else can help. False leaves that out.
+        planning_share: of the time trained so far, how much may be spent on plans that are not necessary: where a plan
+            for larger batches would do, but may be slower. 0 makes only those without which a batch cannot be run.
 
     Raises:
         MisuseError: an argument cannot be right; nothing was changed.
@@ -90,6 +102,7 @@ def fit(
     check_arguments(model, loss_fn, split=split, offload=offload, reproducible=reproducible, exact=exact)
     read_flag(tile, "tile")
     check_optimizer(optimizer)
+    read_number(planning_share, "planning_share", minimum=0, like=0.05)
     known = [read_instance(one, "known", Fitted, "step.known") for one in read_list(known, "known", "step.known")]
     given, optimizer = optimizer, unwrap_optimizer(optimizer)
     budget = read_budget(memory, model, optimizer)
@@ -125,6 +138,7 @@ def fit(
         whole=micro_batch == "whole",
         exact=exact,
         tile=tile,
+        planning_share=planning_share,
     )
     ranks = accumulator.ranks
     try:
@@ -134,7 +148,7 @@ def fit(
                 options = {"clip": clip, "scaler": scaler, "dtype": dtype, "on_nonfinite": on_nonfinite, "exact": exact}
                 require_same_update(optimizer, options, ranks.group.exchange)
                 ranks.warm_up()
-            with accumulator.rehearsal():
+            with trials_end(), accumulator.rehearsal():
                 fitted = planner.fitted(sample_batch, batch_size)
         except Exception as error:
             if isinstance(ranks, Together) and not isinstance(error, RankFailed):

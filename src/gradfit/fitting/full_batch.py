@@ -13,7 +13,7 @@ from gradfit._torch import is_out_of_memory
 from gradfit.batches.additivity import measure_additivity
 from gradfit.batches.runner import LossFunction, count_rows, run_part
 from gradfit.batches.shares import PartCounter
-from gradfit.batches.snapshot import Generators, untouched
+from gradfit.batches.snapshot import Generators, trials_end, untouched
 from gradfit.batches.weights import BatchWeights, may_count
 from gradfit.errors import MisuseError
 from gradfit.fitting.same_draws import CannotShare, WholeDraws
@@ -70,7 +70,7 @@ def compare_with_full_batch(
     tolerance = max((math.sqrt(torch.finfo(p.dtype).eps) for p in parameters), default=0.0)
     weighted_by = "rows"
     try:
-        with untouched(model):
+        with trials_end(), untouched(model):
             additivity = measure_additivity(model, loss_fn, batch, split=split, rewind=Generators().restore)
         weighted_by = _WEIGHTED_BY.get(additivity.over or "", "rows")
         whole, draws = _whole_gradients(model, parameters, loss_fn, batch, count_rows(batch, split))
@@ -99,7 +99,7 @@ def _whole_gradients(
     model: torch.nn.Module, parameters: list[torch.nn.Parameter], loss_fn: LossFunction, batch: Any, rows: int
 ) -> tuple[Gradients, WholeDraws]:
     draws = WholeDraws()
-    with untouched(model):
+    with trials_end(), untouched(model):
         with draws:
             found = run_part(loss_fn, model, batch, rows)
         torch.autograd.backward(found.loss)
@@ -116,7 +116,7 @@ def _added_gradients(
 ) -> tuple[Gradients, bool]:
     total, by_rows = 0.0, True
     generators = Generators()  # Python's and NumPy's draws are for the batch: each part gets the same
-    with untouched(model):
+    with trials_end(), untouched(model):
         for position, (part, rows) in enumerate(parts):
             generators.restore()
             with draws.for_part():
@@ -141,8 +141,8 @@ def _relative_error(added: Gradients, whole: Gradients) -> float:
     for a, b in zip(added, whole, strict=True):
         if a is None and b is None:
             continue
-        one = torch.zeros(()) if a is None else a.to_dense() if a.layout is not torch.strided else a
-        other = torch.zeros(()) if b is None else b.to_dense() if b.layout is not torch.strided else b
+        one = torch.zeros((), device="cpu") if a is None else a.to_dense() if a.layout is not torch.strided else a
+        other = torch.zeros((), device="cpu") if b is None else b.to_dense() if b.layout is not torch.strided else b
         difference += float((one.double() - other.double()).square().sum())
         norm += float(other.double().square().sum())
     if norm == 0.0:

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from gradfit.batches.runner import LossFunction, Mode
 from gradfit.fitting.tested_plan import Fitted
 from gradfit.recompute.evict import Online
@@ -49,16 +51,17 @@ class WithinLimit(Mode):
         tested: its tiles are used.
         limit_bytes: for all tensors.
         watched: what is there already, and counts.
+        device: whose memory the limit is about; None for the CPU's.
     """
 
-    def __init__(self, tested: Fitted, limit_bytes: int, *watched: Any) -> None:
-        self._tested, self._limit_bytes, self._watched = tested, limit_bytes, watched
+    def __init__(self, tested: Fitted, limit_bytes: int, *watched: Any, device: torch.device | None = None) -> None:
+        self._tested, self._limit_bytes, self._watched, self._device = tested, limit_bytes, watched, device
 
     def wrap(self, loss_fn: LossFunction) -> LossFunction:
         return self._tested.tiled(loss_fn)
 
     @contextlib.contextmanager
     def around_both(self) -> Iterator[None]:
-        with Online(self._limit_bytes) as online:
+        with Online(self._limit_bytes, device=self._device) as online:
             online.evictor.watch(*self._watched)
             yield

@@ -116,7 +116,7 @@ class Passes:
             before.restore()
             return True
 
-        self._recovery.repeat(tested, attempt, take_back)
+        self._recovery.repeat(tested, batch, attempt, take_back)
         before.add_gradients()
 
     def _tested(self, batch: Any, rows: int) -> Fitted:

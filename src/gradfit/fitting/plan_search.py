@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import gc
 import statistics
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -12,18 +12,21 @@ from typing import Any
 
 import torch
 
+from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_distributed import local_part
-from gradfit._torch_fsdp import drop_gradients
+from gradfit._torch_fsdp import drop_gradients, units_of
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.runner import LossFunction, MicroBatchRunner, Part
 from gradfit.batches.snapshot import untouched
+from gradfit.devices import counted_device, devices_of, free_cached_memory, wait_for
 from gradfit.errors import BudgetInfeasible, MisuseError
+from gradfit.fitting.families import MOST_PLANS, PlanningTime, covering, grown, may_be_slow, with_slack
 from gradfit.fitting.fixed_cost import nominal
 from gradfit.fitting.modes import Planned, WithinLimit
-from gradfit.fitting.tested_plan import Fitted, Shape, covered, covers, shape_of, smaller
+from gradfit.fitting.tested_plan import Fitted, Shape, covered, shape_of, smaller
 from gradfit.fitting.update_rollback import UpdateSnapshot
-from gradfit.planning.api import plain_plan, recomputing_plan
+from gradfit.planning.api import beginning_like, plain_plan, recomputing_plan
 from gradfit.planning.api import plan as make_plan
 from gradfit.planning.microbatch import even
 from gradfit.planning.plan import Plan
@@ -78,6 +81,7 @@ class Planner:
         whole: bool = False,
         exact: bool = True,
         tile: bool = True,
+        planning_share: float = 0.05,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.exact = exact  # what does not add up is not cut
@@ -94,10 +98,17 @@ class Planner:
         self.runner = MicroBatchRunner(model, loss_fn, split)
         self.resident = (model, optimizer)  # whose tensors are there all the time
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
+        self.device = counted_device(model)  # whose memory the budget is about
+        self._devices = devices_of(model.parameters())
         self._offload = offload
         self._reproducible = reproducible
         self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
+        self.time = PlanningTime(planning_share)
+        self._left = ""  # where the last trial left its plan
+        self._counted: tuple[Any, int] | None = None  # a step's batch, and its rows
         self._fitted: list[Fitted] = []
+        self._used: dict[int, int] = {}  # by a plan's address: when it was last used
+        self._clock = 0
         self.take_up(known)
 
     @property
@@ -107,56 +118,133 @@ class Planner:
 
     def take_up(self, plans: Iterable[Fitted]) -> None:
         """Go by these plans from now on, and by what was measured of the loss when they were made."""
-        self._fitted = list(plans)
+        self._fitted = [with_slack(plan, self.limit_bytes) for plan in plans]
         if self._fitted:
             self.additivity = self._fitted[0].profile.additivity
 
+    def parts(self, batch: Any, micro_batch: int) -> Iterable[Any]:
+        """The batch in micro-batches."""
+        return self.runner.cut(batch, micro_batch)
+
+    def rows(self, batch: Any) -> int:
+        """How many rows the batch has."""
+        if self._counted is not None and self._counted[0] is batch:
+            return self._counted[1]
+        return self.runner.rows(batch)
+
+    @contextlib.contextmanager
+    def counted(self, batch: Any) -> Iterator[int]:
+        """The rows of the batch, which inside are not counted again: `split=` has to cut it for that."""
+        rows = self.runner.rows(batch)
+        self._counted = batch, rows
+        try:
+            yield rows
+        finally:
+            self._counted = None
+
+    def shape(self, batch: Any) -> Shape:
+        """By which a batch's plans are found."""
+        return shape_of(batch, rows=self.runner.split is not None)
+
     def fitted(self, batch: Any, batch_size: int) -> Fitted:
         """A plan for batches of this shape: one made before for this shape or a larger one, or a new one."""
-        shape = shape_of(batch)
+        shape = self.shape(batch)
         if self._fitted and self.additivity is None:  # plans from a version that did not measure it
             with untouched(self._model):
                 self.additivity = additivity_within(
                     self._model, self._loss_fn, batch, self.runner.split, self.limit_bytes
                 )
-        for known in self._fitted:
-            fits = self._holds(known)  # it may come from a step with a larger budget
-            may_cut = not self.exact or self.additivity is None or self.additivity.adds_up
-            fits = fits and (may_cut or known.plan.steps == 1)
-            if fits and known.plan.batch_size >= batch_size and covers(known.shape, shape):
-                return known
-        found = self._fit(batch, batch_size, shape, self.limit_bytes)
-        found = self._covered(found, self.limit_bytes)
-        found = dataclasses.replace(found, plan=dataclasses.replace(found.plan, budget_bytes=self.budget_bytes))
-        self._fitted = [known for known in self._fitted if known.shape != shape]
-        self._fitted.append(found)
-        self._fitted.sort(key=lambda known: known.plan.peak_bytes)
+        serving = [known for known in self._fitted if self._holds(known)]
+        larger = covering(serving, shape, batch_size)
+        found = larger[0] if larger else None
+        if not distributed.is_running():  # where ranks run forwards together, and so plan together
+            if found is None and (by_size := grown(serving, shape, batch_size, self.limit_bytes)) is not None:
+                found = self._remember(by_size)
+            wanted = larger and may_be_slow(larger[0], shape, batch_size) and self.time.is_left
+            found = None if wanted and not self._reproducible else found
+        if found is None:
+            with self.time.planning() if self._fitted else contextlib.nullcontext():
+                found = self._add(self._fit(batch, batch_size, shape, self.limit_bytes))
+        self._used[id(found)] = self._clock = self._clock + 1
         return found
 
+    def outgrown(self, fitted: Fitted, batch: Any) -> Fitted:
+        """A plan of its own for a batch that is too large for one that arithmetic had found for it."""
+        self._fitted = [known for known in self._fitted if known is not fitted]
+        with self.time.planning():
+            return self._add(self._fit(batch, self.rows(batch), self.shape(batch), self.limit_bytes))
+
     def _holds(self, known: Fitted) -> bool:
+        """Whether a plan is one for this budget: it may come from a step with a larger one, or from another loss."""
+        may_cut = not self.exact or self.additivity is None or self.additivity.adds_up
+        return self._within_budget(known) and (may_cut or known.plan.steps == 1)
+
+    def _add(self, found: Fitted) -> Fitted:
+        """Take in a plan that was tried out, in the place of one for the same shape and the same operations."""
+        found = with_slack(dataclasses.replace(found, tested_bytes=found.peak_bytes), self.limit_bytes)
+        found = self._covered(found, self.limit_bytes)
+        found = dataclasses.replace(found, plan=dataclasses.replace(found.plan, budget_bytes=self.budget_bytes))
+        return self._remember(found)
+
+    def _remember(self, found: Fitted) -> Fitted:
+        kept = [
+            known
+            for known in self._fitted
+            if known.shape != found.shape or (known.steady and known.plan.operations != found.plan.operations)
+        ]
+        if len(kept) >= MOST_PLANS:
+            oldest = min(kept, key=lambda known: self._used.get(id(known), 0))
+            kept = [known for known in kept if known is not oldest]
+        self._fitted = sorted([*kept, found], key=lambda known: known.plan.peak_bytes)
+        self._used = {id(known): self._used.get(id(known), 0) for known in self._fitted}
+        return found
+
+    def plan_of_part(self, part: Any, fitted: Fitted) -> Fitted | None:
+        """A plan for what this micro-batch does, where another one of its size was planned for; None if there is none.
+
+        Raises:
+            BudgetInfeasible: only a smaller micro-batch could do that.
+        """
+        plan = fitted.plan
+        found = self._profile(part, rows=self.rows(part), tiles=plan.tiles)
+        made = self._plan(found, self.limit_bytes, plan.batch_size, plan.micro_batch)
+        # Best one that begins as the other does, so that a forward can go over from one to the other.
+        for candidate in (beginning_like(found, made, plan), made):
+            if candidate is not None:
+                tried = self._try_out(Fitted(candidate, found, fitted.shape, 0, steady=True), part)
+                if tried is not None and tried.peak_bytes <= self.limit_bytes:
+                    return self._add(tried)
+        return None
+
+    def _within_budget(self, known: Fitted) -> bool:
         """Whether its measured peak is within the budget. A real step's has in it what a trial does not hold."""
         has_stepped = known.seen_bytes > 0
         return known.peak_bytes <= (self.budget_bytes - self.reserved_bytes if has_stepped else self.limit_bytes)
 
-    def tighter(self, fitted: Fitted) -> Fitted:
+    def tighter(self, fitted: Fitted, share: float = 0.9) -> Fitted:
         """A plan that needs less than this one did, at the same micro-batch while there is one.
 
         Where this one is the smallest there is, it is that one again: memory may have run out for another's sake.
+
+        Args:
+            fitted: the plan that memory ran out with.
+            share: of what it needed.
         """
         plan = fitted.plan
         if not fitted.steady:
             if self._may_cut(fitted.profile):
                 plan = smaller(plan, fitted.profile.min_batch)
             return self.replace(fitted, plan=plan, seen=False)
-        limit = int(min(fitted.peak_bytes, self.limit_bytes) * 0.9)
+        limit = int(min(fitted.peak_bytes, self.limit_bytes) * share)
         try:
             plan = self._plan_at(fitted.profile, limit, plan.batch_size, plan.micro_batch)
         except BudgetInfeasible as smallest:
             if smallest.min_bytes < plan.peak_bytes:
                 plan = self._plan(fitted.profile, smallest.min_bytes, plan.batch_size)
         made = dataclasses.replace(
-            fitted, plan=plan, peak_bytes=plan.peak_bytes, saved_bytes=None, seen=False, copied=False
-        )
+            fitted, plan=plan, peak_bytes=plan.peak_bytes, saved_bytes=None, seen=False, copied=False,
+            slack=1.0, tested_bytes=0,
+        )  # fmt: skip
         return self.replace(fitted, **vars(self._covered(made, limit)))
 
     def _covered(self, fitted: Fitted, limit_bytes: int) -> Fitted:
@@ -173,8 +261,10 @@ class Planner:
         return dataclasses.replace(made, plan=made.plan.later(copied * self._copy_pace))
 
     def _copy_seconds(self) -> float:
+        wait_for(self._devices)
         started = seconds_now()
         with UpdateSnapshot(self._model, self._optimizer, taken=True):
+            wait_for(self._devices)
             return seconds_now() - started
 
     def has_optimizer_state(self, fitted: Fitted) -> bool:
@@ -184,6 +274,7 @@ class Planner:
     def replace(self, old: Fitted, **changes: Any) -> Fitted:
         """Remember what a step has taught about a plan."""
         new = dataclasses.replace(old, **changes)
+        self._used[id(new)] = self._used.pop(id(old), 0)
         self._fitted = [new if known is old else known for known in self._fitted]
         return new
 
@@ -213,6 +304,8 @@ class Planner:
         return [*choices.tiles] if choices.tiles and least > self.limit_bytes else [None, *choices.tiles]
 
     def _tile_choices(self, batch: Any) -> TileChoices:
+        if units_of(self._model):
+            return TileChoices()  # ranks would have to choose alike: their forwards wait for each other
         return choose_tiles(self._model, self._loss_fn, batch, self.runner.split)
 
     def _with_tiles_named(self, error: BudgetInfeasible, batch: Any, batch_size: int) -> BudgetInfeasible:
@@ -240,7 +333,7 @@ class Planner:
             made = Fitted(plan, found, shape, 0, steady=True)
             tried = self._try_out(made, batch)
             if tried is None:
-                if plan.micro_batch == found.batch_size or plan.micro_batch > self.runner.rows(batch):
+                if plan.micro_batch == found.batch_size or plan.micro_batch > self.rows(batch):
                     return self._fit_online(made, batch, limit_bytes)
                 size = plan.micro_batch  # a batch of one row need not do what larger ones do: look at this very size
                 found = self._profile(batch, rows=size, tiles=tiles)
@@ -345,7 +438,8 @@ class Planner:
 
     def _fit_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted:
         """The operations depend on the data, so no plan can name them: evict online, in micro-batches that fit."""
-        made = dataclasses.replace(made, steady=False)
+        plan = dataclasses.replace(made.plan, online=f"{self._left}. The data decide what the forward does")
+        made = dataclasses.replace(made, plan=plan, steady=False)
         while (
             tried := self._try_out_online(made, batch, limit_bytes)
         ).peak_bytes > limit_bytes or made.profile.measuring_bytes > limit_bytes:
@@ -418,10 +512,12 @@ class Planner:
                     raise
                 if isinstance(error, _PastLimit):
                     past = error.needed_bytes
+                if isinstance(error, Diverged):
+                    self._left = str(error)
                 traceback.clear_frames(error.__traceback__)  # they hold every tensor of the trial
             finally:
                 drop_gradients(self._model)
-            gc.collect()
+            free_cached_memory()
             # Where memory ran out before the budget did: as if the trial had taken a tenth more than there is.
             if short and online_bytes is None:
                 return dataclasses.replace(made, peak_bytes=self.limit_bytes * 11 // 10)
@@ -437,8 +533,9 @@ class Planner:
             content = repeat_rows(cut, plan.micro_batch) if self.runner.split is None else cut
             part = Part(0, plan.micro_batch, content)
             # A part is a view: it holds the whole batch it was cut from, which may still be less than a step's.
-            rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - meter(content).current_bytes)
-            with meter(self._model, self._optimizer, content) as live:
+            held = meter(content, device=self.device).current_bytes
+            rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - held)
+            with meter(self._model, self._optimizer, content, device=self.device) as live:
                 if online_bytes is not None:
                     self._run_online(made, part, online_bytes, beside=waiting + rest)
                 else:
@@ -455,7 +552,7 @@ class Planner:
 
     def _run_online(self, made: Fitted, part: Part, limit_bytes: int, *, beside: int) -> None:
         """Both passes of one micro-batch, evicting, where so many bytes are taken by what is not there yet."""
-        mode = WithinLimit(made, limit_bytes - beside, *self.resident, part.content)
+        mode = WithinLimit(made, limit_bytes - beside, *self.resident, part.content, device=self.device)
         try:
             self.runner.run(part, mode, lambda found: torch.autograd.backward(found.loss))
         except BudgetInfeasible as refusal:
@@ -477,7 +574,7 @@ class Planner:
                     raise
                 traceback.clear_frames(error.__traceback__)
             drop_gradients(self._model)
-        gc.collect()
+        free_cached_memory()
         return ways[0]
 
     def _plain(self, made: Fitted, batch: Any, target: int, limit_bytes: int) -> list[Fitted]:
@@ -534,8 +631,7 @@ class Planner:
         started = seconds_now()
         loss = self.runner.forward(Part(0, 0, part), Planned(made, first=alone)).loss
         torch.autograd.backward(loss)
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
+        wait_for(self._devices)
         return seconds_now() - started
 
 

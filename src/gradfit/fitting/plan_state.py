@@ -15,8 +15,9 @@ from gradfit.profiling.profile import Profile
 from gradfit.state_checks import MANY, boolean, fields, integer, list_of, number, optional, text, wrong
 
 _DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
-_FLAGS = ("steady", "seen", "looks", "copied")
-_PLAIN_FIELDS = [field for field in dataclasses.fields(Fitted) if field.name not in ("plan", "profile", "shape")]
+_FLAGS = ("steady", "seen", "looks", "copied", "by_size")
+_RECORDS = ("plan", "profile", "shape", "slack")
+_PLAIN_FIELDS = [field for field in dataclasses.fields(Fitted) if field.name not in _RECORDS]
 _NUMBERS = {
     field.name: boolean if field.name in _FLAGS else optional(integer(0)) if field.default is None else integer(0)
     for field in _PLAIN_FIELDS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,6 +19,7 @@ from gradfit.tiling.tile import with_tiles
 from gradfit.tree import leaves
 
 Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of each tensor of a batch, without the rows
+_DEPTH = 3  # objects inside of objects, as a Geometric batch has its store
 PartShape = tuple[tuple[int, ...], ...]  # of each tensor of a micro-batch
 
 
@@ -37,11 +38,27 @@ class Fitted:
     asked: int = 0  # after so many of these saves, in the trial, nothing was saved that is rebuilt
     looks: bool = True  # the forward looks at the data, which may so decide what it does
     copied: bool = False  # what the optimizer changes is copied before, so that its step can be taken back
+    by_size: bool = False  # it was tested with smaller batches, and is by arithmetic one for these
+    tested_bytes: int = 0  # the peak that was measured in the trial
+    slack: float = 1.0  # all values may be so many times as large as in the profile, and the budget still holds
 
     @cached_property
     def script(self) -> Script:
         """The plan with the bytes that it reckons with for each value: more, and it is another computation."""
-        return Script(self.plan, [round(value.nbytes.at(self.plan.micro_batch)) for value in self.profile.values])
+        rows = self.plan.micro_batch
+        return Script(self.plan, [round(value.nbytes.at(rows) * self.slack) for value in self.profile.values])
+
+    @property
+    def saved_limit(self) -> float:
+        """Bytes that autograd may save, of what need not be listened to, and the budget holds."""
+        return math.inf if self.saved_bytes is None else self.saved_bytes * self.slack
+
+    @property
+    def tail(self) -> Tail | None:
+        """What is known of the forward's rest, after the plan's last decision; None if it must be heard."""
+        if self.looks or self.saved_bytes is None:
+            return None
+        return Tail(int(self.saved_limit), asked=self.asked)
 
     def tiled(self, loss_fn: Callable[[torch.nn.Module, Any], Any]) -> Callable[[torch.nn.Module, Any], Any]:
         """`loss_fn` in the plan's tiles, if it has any."""
@@ -55,10 +72,9 @@ class Fitted:
         thing in each call, by Python's own randomness, is noticed late.
         """
         if not self.plan.keeps_everything:
-            known = None if self.looks or self.saved_bytes is None else Tail(self.saved_bytes, asked=self.asked)
-            return recording(self.script, known, watched=first)[0]
+            return recording(self.script, self.tail, watched=first)[0]
         if self.looks or first:
-            return Unrecorded(math.inf if self.saved_bytes is None else self.saved_bytes)
+            return Unrecorded(self.saved_limit)
         return contextlib.nullcontext()
 
 
@@ -81,14 +97,30 @@ def smaller(plan: Plan, min_batch: int) -> Plan:
     return dataclasses.replace(plan, micro_batch=micro, steps=-(-plan.batch_size // micro))
 
 
-def shape_of(batch: Any) -> Shape:
-    """What a plan depends on beside the number of rows."""
-    return tuple((tuple(tensor.shape[1:]), tensor.dtype) for tensor in leaves(batch))
+def shape_of(batch: Any, *, rows: bool = False) -> Shape:
+    """What a plan depends on beside the number of rows; with them, where it is not dim 0 that is cut (`split=`)."""
+    return tuple((tuple(tensor.shape[0 if rows else 1 :]), tensor.dtype) for tensor in tensors_of(batch))
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """The tensors of a batch; of an object that only `split=` can cut, those that it and what it holds have."""
+    found = list(leaves(batch))
+    left = [] if found else [batch]
+    for _ in range(_DEPTH):
+        fields = [field for holder in left for field in _fields(holder)]
+        inside = [list(leaves(field)) for field in fields]
+        found += [tensor for tensors in inside for tensor in tensors]
+        left = [field for field, tensors in zip(fields, inside, strict=True) if not tensors and not callable(field)]
+    return found
+
+
+def _fields(holder: Any) -> list[Any]:
+    return list(holder.values()) if isinstance(holder, Mapping) else list(getattr(holder, "__dict__", {}).values())
 
 
 def part_shape(part: Any) -> PartShape:
     """By which a step remembers the micro-batches that left their plan."""
-    return tuple(tuple(tensor.shape) for tensor in leaves(part))
+    return tuple(tuple(tensor.shape) for tensor in tensors_of(part))
 
 
 def covers(large: Shape, small: Shape) -> bool:
@@ -97,3 +129,17 @@ def covers(large: Shape, small: Shape) -> bool:
         a_type == b_type and len(a) == len(b) and all(x >= y for x, y in zip(a, b, strict=True))
         for (a, a_type), (b, b_type) in zip(large, small, strict=True)
     )
+
+
+def growth(known: Shape, new: Shape) -> float:
+    """By how much the one shape is larger than the other where it is most; infinite if it is of another kind."""
+    if len(known) != len(new):
+        return math.inf
+    most = 1.0
+    for (a, a_type), (b, b_type) in zip(known, new, strict=True):
+        if a_type != b_type or len(a) != len(b):
+            return math.inf
+        for old, size in zip(a, b, strict=True):
+            if size > old:
+                most = max(most, size / old) if old else math.inf
+    return most

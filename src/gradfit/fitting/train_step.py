@@ -9,21 +9,27 @@ Where it has not, Ctrl-C waits until the optimizer has stepped.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
+from gradfit._torch import is_out_of_memory
 from gradfit._torch_fsdp import drop_gradients
 from gradfit._torch_listen import unseen
 from gradfit.accumulate.accumulator import GradientAccumulator
+from gradfit.accumulate.scaling import norm_on_device
 from gradfit.accumulate.step_result import StepResult
 from gradfit.arguments import read_callable, read_instance, read_mapping
+from gradfit.batches.late_weights import LateWeights
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.runner import LossFunction
-from gradfit.batches.snapshot import Snapshot
+from gradfit.batches.snapshot import Snapshot, trials_end
 from gradfit.batches.totals import LossTotals, logs_of, means_of
 from gradfit.batches.weights import BatchWeights
+from gradfit.devices import free_cached_memory
 from gradfit.errors import MisuseError, StateError
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.plan_state import read_plan, write_plan
@@ -34,8 +40,9 @@ from gradfit.fitting.update_rollback import UpdateSnapshot
 from gradfit.interrupts import uninterrupted
 from gradfit.not_copied import NotCopied
 from gradfit.planning.plan import Plan
-from gradfit.profiling.meter import Meter, meter
+from gradfit.profiling.meter import Meter
 from gradfit.profiling.profile import Profile
+from gradfit.recompute.evict import Evictor
 from gradfit.tree import leaves
 
 _VERSION = 1  # of the state's format
@@ -63,6 +70,8 @@ class TrainResult(NamedTuple):
     """More than 1 if memory ran out and the step was repeated with a tighter plan."""
     logs: Mapping[str, float] = {}
     """What `loss_fn` returned to be logged, each the mean over all items of the batch."""
+    online: str = ""
+    """Why some micro-batches of this step did not follow a plan, and which operation differed; empty if all did."""
 
     def __bool__(self) -> bool:
         return self.stepped
@@ -127,7 +136,7 @@ class TrainStep(NotCopied):
         self.model, self.optimizer, self.accumulator = model, optimizer, accumulator
         self._planner, self._fitted = planner, fitted
         self._buffers: Mapping[str, torch.Tensor] = {}
-        self._recovery = Recovery(planner)
+        self._recovery = Recovery(planner, accumulator.rehearsal)
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
 
     @property
@@ -211,17 +220,23 @@ class TrainStep(NotCopied):
             MisuseError: the model is in evaluation mode, or what this batch's loss was divided by does not go together
                 with what was measured of the loss. Nothing is changed.
         """
-        rows = self._planner.runner.rows(batch)
         if progress is not None:
             read_instance(progress, "progress", Progress, "what after_micro_batch was given")
         if after_micro_batch is not None:
             read_callable(after_micro_batch, "after_micro_batch", "a function of a Progress", arguments=1)
         if not self.model.training:
             raise MisuseError("The model is in evaluation mode. Call model.train() before step(batch).")
+        with self._planner.counted(batch) as rows, self._planner.time.training():
+            return self._run(batch, rows, progress, after_micro_batch)
+
+    def _run(
+        self, batch: Any, rows: int, progress: Progress | None, after_micro_batch: AfterMicroBatch | None
+    ) -> TrainResult:
+        """Attempt by attempt, until the step has happened as a whole."""
         self._clear_gradients()
-        with self.accumulator.rehearsal():  # a new shape is profiled and tried out
+        with trials_end(), self.accumulator.rehearsal():  # a new shape is profiled and tried out
             fitted = self._fitted = self._planner.fitted(batch, rows)
-        before = Snapshot(self.model, self.accumulator.window.tensors)
+        before = self._snapshot()
         if after_micro_batch is not None:
             self._buffers = before.buffers if progress is None else progress.buffers
         call = _Call(batch, rows, before, progress, after_micro_batch)
@@ -231,7 +246,20 @@ class TrainStep(NotCopied):
             with self._open_window():
                 return self._attempt(call, tested, number)
 
-        return self._recovery.repeat(fitted, attempt, lambda: self._take_back(before), self.accumulator.ranks.failed)
+        def take_back() -> bool:
+            return self._take_back(before)
+
+        return self._recovery.repeat(fitted, batch, attempt, take_back, self.accumulator.ranks.failed)
+
+    def _snapshot(self) -> Snapshot:
+        """What to go back to; copying the buffers may be what there is no memory for, until the cache is given back."""
+        try:
+            return Snapshot(self.model, self.accumulator.window.tensors)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        free_cached_memory()
+        return Snapshot(self.model, self.accumulator.window.tensors)
 
     def _clear_gradients(self) -> None:
         """A step's gradients are those of its batch alone, and its budget has no room for others."""
@@ -246,6 +274,7 @@ class TrainStep(NotCopied):
         with uninterrupted():
             if self._changing is not None:
                 if self._changing.done:
+                    before.restore_settings()
                     return False
                 self._changing.undo()
             self.accumulator.reset()
@@ -296,7 +325,12 @@ class TrainStep(NotCopied):
         if fitted.seen and fitted.steady and batch_bytes <= fitted.seen_bytes:
             return self._update(call, fitted, attempt, None)
         whole = self._planner.has_optimizer_state(fitted)  # else it comes on top in the next step
-        with meter(self.model, self.optimizer, call.batch) as live:
+        # What arithmetic has found may not even begin to pass the budget; later batches are little larger.
+        first = fitted.by_size and not fitted.seen_bytes
+        device, limit = self._planner.device, self._planner.limit_bytes
+        watching = Evictor(limit, device=device) if first else Meter(device=device)
+        watching.watch(self.model, self.optimizer, call.batch)
+        with watching as live:
             result = self._update(call, fitted, attempt, live)
         peak = max(live.peak_bytes, fitted.peak_bytes) if fitted.seen else live.peak_bytes
         size = max(batch_bytes, fitted.seen_bytes)
@@ -321,6 +355,7 @@ class TrainStep(NotCopied):
             reason=result.reason,
             attempts=attempt,
             logs=logs,
+            online=self._recovery.online,
         )
 
     def _run_parts(self, call: _Call, fitted: Fitted) -> LossTotals:
@@ -339,17 +374,27 @@ class TrainStep(NotCopied):
             may_repeat=shares is None,
         )
         totals = LossTotals() if progress is None else self._go_on(progress, fitted.plan)
+        late: LateWeights | None = None
+
+        def backward(found: PartLoss, position: int) -> None:
+            nonlocal late
+            found = weights.shared(found, position)
+            if position == done and call.after is None and shares is None and self._may_weigh_late(found.loss):
+                late = LateWeights(weights, whole=len(parts) == 1)
+            if late is not None:
+                accumulator.backward(*late.take(found))
+                return
+            weight = weights.of(found)
+            totals.add(found, weight)
+            accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
+
         for part in parts[done:]:
             if call.after is not None and part.position > done:
                 self._pause(call.after, part.position, size, totals)
-
-            def backward(found: PartLoss, position: int = part.position) -> None:
-                found = weights.shared(found, position)
-                weight = weights.of(found)
-                totals.add(found, weight)
-                accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
-
-            self._recovery.run(fitted, part, call.batch, backward, first=part.position == done)
+            place = part.position
+            self._recovery.run(fitted, part, call.batch, partial(backward, position=place), first=place == done)
+        if late is not None:
+            self._weigh(late, totals, whole=len(parts) == 1)
         return totals
 
     def _pause(self, after: AfterMicroBatch, position: int, size: int, totals: LossTotals) -> None:
@@ -358,6 +403,23 @@ class TrainStep(NotCopied):
         reached = Progress(position, size, sums["loss"], sums["items"], logs_of(sums), buffers=self._buffers)
         with unseen():  # what a save copies is not the step's memory
             after(reached)
+
+    def _may_weigh_late(self, loss: torch.Tensor) -> bool:
+        """Whether the weights can stay on an accelerator until all parts are in: sums must have room for them."""
+        window = self.accumulator.window
+        wide = loss.dtype in (torch.float32, torch.float64) and not window.narrow and window.scaler is None
+        return loss.device.type != "cpu" and wide and window.ranks.size == 1 and not self._recovery.reads_each
+
+    def _weigh(self, late: LateWeights, totals: LossTotals, *, whole: bool) -> None:
+        """Read all weights, losses and the norm at once, and put them where they are looked for."""
+        window = self.accumulator.window
+        gradients = [one for tensor in window.tensors if (one := tensor.grad) is not None]
+        weighed, (norm,) = late.read(norm_on_device(gradients))
+        for part, weight in weighed:
+            totals.add(part, weight)
+        window.settle_weight(sum(float(weight.number) for _, weight in weighed), whole=whole)
+        if math.isfinite(norm):  # else the update looks closer
+            window.norm_ahead = norm
 
     def _go_on(self, progress: Progress, plan: Plan) -> LossTotals:
         """Take up a window that was left in the middle."""

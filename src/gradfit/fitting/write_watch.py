@@ -7,7 +7,6 @@ same, for whoever writes without an operator that could be watched.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from gradfit._torch import is_operator, is_out_of_memory, storage_key, version_of
 from gradfit._torch_distributed import local_part
 from gradfit._torch_listen import DispatchMode
+from gradfit.devices import free_cached_memory
 from gradfit.tape.ops import info_of
 from gradfit.tape.storage import flatten, written_tensors
 
@@ -60,9 +60,7 @@ class WriteWatch(DispatchMode):
 
 
 def _once_more(func: Any, args: Any, kwargs: Any) -> Any:
-    gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    free_cached_memory()
     return func(*args, **kwargs)
 
 

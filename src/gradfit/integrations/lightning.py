@@ -33,6 +33,7 @@ class Fit(Callback):  # type: ignore[misc]
         count: Says of how many items a part's loss is the mean, where that cannot be read: `count(part) -> int`.
         micro_batch: Rows that run at once, or "whole" never to cut a batch; None chooses.
         exact: False cuts a loss that does not add up all the same, with a warning that says the measured error.
+        tile: Where memory is short, cut along tokens, too, as `gf.tile` does; False leaves that out.
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class Fit(Callback):  # type: ignore[misc]
         count: Callable[[Any], int] | None = None,
         micro_batch: int | str | None = None,
         exact: bool = True,
+        tile: bool = True,
     ) -> None:
         self._memory, self._count = parse_bytes(memory), count
-        self._cutting: dict[str, Any] = {"micro_batch": micro_batch, "exact": exact}
+        self._cutting: dict[str, Any] = {"micro_batch": micro_batch, "exact": exact, "tile": tile}
         self._passes: Passes | None = None
         self._whole: Any = None  # the module's own training_step
         self._logs: BatchLogs | None = None

@@ -65,6 +65,7 @@ class FitTrainer(transformers.Trainer):  # type: ignore[misc]
         memory: The budget for all tensors of a step, as bytes or text such as "8 GiB".
         micro_batch: Rows that run at once, or "whole" never to cut a batch; None chooses.
         exact: False cuts a loss that does not add up all the same, with a warning that says the measured error.
+        tile: Where memory is short, cut along tokens, too, as `gf.tile` does; False leaves that out.
         kwargs: The Trainer's.
 
     Raises:
@@ -77,10 +78,11 @@ class FitTrainer(transformers.Trainer):  # type: ignore[misc]
         memory: int | float | str,
         micro_batch: int | str | None = None,
         exact: bool = True,
+        tile: bool = True,
         **kwargs: Any,
     ) -> None:
         self._memory = parse_bytes(memory)
-        self._cutting: dict[str, Any] = {"micro_batch": micro_batch, "exact": exact}
+        self._cutting: dict[str, Any] = {"micro_batch": micro_batch, "exact": exact, "tile": tile}
         self._passes: Passes | None = None
         self._items: Any = None
         self._window: MeanInProgress | None = None  # of the batches since the last update

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from gradfit.arguments import invalid, read_count, read_flag, read_instance
 from gradfit.errors import BudgetInfeasible, MisuseError
@@ -168,12 +169,47 @@ def predicted(profile: Profile, plan: Plan) -> tuple[int, float]:
     A plan that was tried out holds measured seconds, and perhaps the bytes of a copy beside the optimizer's step. To be
     compared with plans that were not, it must be predicted as they were.
     """
-    profile = next((one for one in _variants(profile, True) if one.tiles == plan.tiles), profile)
+    profile = profile.in_tiles(plan.tiles)
     search = MicrobatchSearch(profile, plan.batch_size, split=True, micro_batch=plan.micro_batch)
     numbers = {name: number for number, name in enumerate(ACTION_NAMES)}
     actions = [numbers.get(action, KEEP) for action in plan.actions]
     choice = search.of_plan(plan.micro_batch, actions, Segments(plan.segments, plan.segment_parents))
     return choice.solution.peak_bytes, choice.step_seconds
+
+
+def beginning_like(profile: Profile, plan: Plan, other: Plan) -> Plan | None:
+    """The plan with the choices of another one in all operations that both begin with; None if that cannot be.
+
+    A forward can then go over from the other plan to this one where it leaves that.
+    """
+    pairs = _shared_values(profile, plan, other)
+    if any(other.segments[theirs] for _, theirs in pairs):
+        return None
+    numbers = {name: number for number, name in enumerate(ACTION_NAMES)}
+    actions = [numbers.get(action, KEEP) for action in plan.actions]
+    segments = list(plan.segments)
+    for mine, theirs in pairs:
+        actions[mine], segments[mine] = numbers[other.actions[theirs]], 0
+    search = MicrobatchSearch(profile, plan.batch_size, split=True, micro_batch=plan.micro_batch)
+    choice = search.of_plan(plan.micro_batch, actions, Segments(segments, plan.segment_parents))
+    if not math.isfinite(choice.solution.extra_seconds) or choice.solution.peak_bytes > plan.budget_bytes:
+        return None
+    found = _plan(profile, search, choice, plan.budget_bytes)
+    names = list(found.actions)  # where nothing asks for a value it was made a kept one, which it need not be
+    for mine, theirs in pairs:
+        names[mine] = other.actions[theirs]
+    return dataclasses.replace(found, actions=tuple(names))
+
+
+def _shared_values(profile: Profile, plan: Plan, other: Plan) -> list[tuple[int, int]]:
+    """The values of the operations that two plans begin with, by their numbers in each; the profile is the first's."""
+    names = zip(plan.operations, other.operations, strict=False)
+    length = min(len(plan.operations), len(other.operations))
+    operations = next((place for place, (mine, theirs) in enumerate(names) if mine != theirs), length)
+    made = [
+        value for value, one in enumerate(profile.values) if one.operation is not None and one.operation < operations
+    ]
+    return list(zip(made, [v for v, action in enumerate(other.actions) if action != "external"], strict=False))
 
 
 def _batch_size(profile: Profile, batch_size: int | None) -> int:

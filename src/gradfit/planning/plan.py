@@ -71,6 +71,7 @@ class Plan:
         predicted: whether the profile was made on fake tensors.
         seconds_measured: whether `step_seconds` was measured by running the plan.
         versions: of torch and Python, where the profile was made.
+        online: why micro-batches do not follow the plan, and what to drop is decided while they run; "" if they do.
         tiles: what is cut along tokens, so that gradients are equal up to the rounding of a sum; None: nothing.
     """
 
@@ -99,6 +100,7 @@ class Plan:
     seconds_measured: bool = False  # `step_seconds` is of passes that were run; the other numbers are predicted
     versions: dict[str, str] = field(default_factory=dict)
     tiles: Tiles | None = None  # what is cut along tokens; gradients are then equal up to the rounding of a sum
+    online: str = ""  # why micro-batches do not follow the plan, and what to drop is decided while they run
 
     @cached_property
     def memo(self) -> dict[str, Any]:
@@ -186,6 +188,8 @@ class Plan:
         ]
         if self.tiles is not None:
             lines.append(f"{self.tiles}: gradients are equal to the untiled ones up to the rounding of a float sum")
+        if self.online:
+            lines.append(f"not followed by all micro-batches, which run online, more slowly: {self.online}")
         if self.decisions:
             lines.append("most expensive decisions, predicted:")
             lines += [

@@ -26,7 +26,8 @@ from gradfit.arguments import (
 from gradfit.batches.additivity import MOST_ROWS, batch_norms, measure_additivity
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.runner import LossFunction, count_rows, run_part
-from gradfit.batches.snapshot import Generators, untouched
+from gradfit.batches.snapshot import Generators, trials_end, untouched
+from gradfit.devices import counted_device, devices_of, wait_for
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.profiling.assemble import Sample, assemble
 from gradfit.profiling.clock import seconds_now
@@ -43,6 +44,7 @@ from gradfit.tree import leaves, split_batch, unmarked
 _Cut = Callable[[Any, int], Iterable[Any]]
 _ROUNDS, _MORE_ROUNDS = 2, 5  # the least of so many measurements: a machine is never alone
 _SHORT_SECONDS = 0.1  # what takes less than this is measured more often
+_LONG_SECONDS = 0.25  # passes that take so long are timed twice
 _FEW_OPERATIONS = 1000  # in all those measurements; where there are more, operations alike measure each other
 
 
@@ -127,7 +129,7 @@ def choose_tiles(
 ) -> TileChoices:
     """Which tiles are worth measuring, by running so many rows without gradients; nothing stays changed."""
     part = next(iter((split or split_batch)(batch, rows)))
-    with untouched(model):
+    with trials_end(), untouched(model):
         return tile_choices(model, loss_fn, part)
 
 
@@ -137,7 +139,7 @@ def _measure(
 ) -> Profile:  # fmt: skip
     total = count_rows(sample_batch, split, "sample_batch")
     cut = split or split_batch
-    with untouched(model):  # the optimizer's probe too: Ctrl-C could leave its `no_grad` on
+    with trials_end(), untouched(model):  # the optimizer's probe too: Ctrl-C could leave its `no_grad` on
         cost = optimizer_cost(optimizer) if optimizer is not None else OptimizerCost(0, 0, 0.0)
         resident = (model, optimizer, sample_batch)
         measuring_bytes = 0
@@ -188,7 +190,7 @@ def _rows_within(
     few = 2 if batch_norms(model) else 1
     part = next(iter((split or split_batch)(batch, few)))
     try:
-        with meter(model, batch) as live, torch.no_grad():
+        with meter(model, batch, device=counted_device(model)) as live, torch.no_grad():
             before = live.current_bytes
             loss_fn(model, unmarked(part))
     except Exception:  # the user's code, which may need gradients or more rows: measured it will be said
@@ -237,9 +239,9 @@ def _timed_in_turn(
     model: torch.nn.Module, loss_fn: LossFunction, batch: Any, cut: _Cut, samples: list[Sample]
 ) -> list[Sample]:
     """Plain passes once more, of all sizes in turn: what disturbed one must not make it look the slower size."""
-    for _ in range(_ROUNDS):
+    for turn in range(_ROUNDS):
         for place, one in enumerate(samples):
-            if one.plain_seconds is not None:
+            if one.plain_seconds is not None and (turn == 0 or one.plain_seconds < _LONG_SECONDS):
                 again = _time_plain(model, loss_fn, next(iter(cut(batch, one.size))))
                 samples[place] = dataclasses.replace(one, plain_seconds=min(one.plain_seconds, again))
     return samples
@@ -311,7 +313,9 @@ def _room(model: torch.nn.Module, batch: Any, memory_bytes: int | None, cost: Op
     if memory_bytes is None:
         return math.inf
     static = storage_bytes(model.parameters()) + gradient_bytes(model)
-    static += sum(t.untyped_storage().nbytes() for t in leaves(batch)) + cost.state_bytes
+    device = counted_device(model)
+    there = [tensor for tensor in leaves(batch) if device is None or tensor.device.type == device.type]
+    static += sum(tensor.untyped_storage().nbytes() for tensor in there) + cost.state_bytes
     return max(1.0, float(memory_bytes - static))
 
 
@@ -357,7 +361,10 @@ def _sample(
     peak = 0 if live is None else live.peak_bytes
     plain = None
     if _plain_bytes(trace) < 0.95 * room_bytes:
-        plain = min(_time_plain(model, loss_fn, batch) for _ in range(_rounds(trace)))
+        # What is long is timed once more in turn with the other sizes, and that is enough.
+        plain = _time_plain(model, loss_fn, batch)
+        for _ in range(_rounds(trace) - 1 if plain < _LONG_SECONDS else 0):
+            plain = min(plain, _time_plain(model, loss_fn, batch))
     return Sample(size, trace, plain, peak_bytes=peak)
 
 
@@ -407,8 +414,7 @@ def _time_plain(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) -> fl
     started = seconds_now()
     loss = run_part(loss_fn, model, batch).loss
     torch.autograd.backward(loss)
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
+    wait_for(devices_of(model.parameters()))
     seconds = seconds_now() - started
     drop_gradients(model)
     return seconds

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gradfit._torch import storage_key
+from gradfit.devices import devices_of, wait_for
 from gradfit.errors import MisuseError
 from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.meter import meter, tensors_in
@@ -117,7 +118,7 @@ def _step_alone(
             live.reset_peak()
             probe.step()  # … and the second shows what a step takes beside it
         with torch.no_grad():
-            seconds = min(_seconds(probe.step, clock) for _ in range(2))
+            seconds = min(_seconds(probe.step, clock, devices_of(stand_ins)) for _ in range(2))
     except TypeError as error:
         raise MisuseError(
             f"{type(optimizer).__name__}.step() cannot be called without arguments ({error}); an optimizer that needs "
@@ -129,9 +130,11 @@ def _step_alone(
     )
 
 
-def _seconds(step: Callable[[], Any], clock: Callable[[], float]) -> float:
+def _seconds(step: Callable[[], Any], clock: Callable[[], float], devices: set[torch.device]) -> float:
+    wait_for(devices)
     started = clock()
     step()
+    wait_for(devices)
     return clock() - started
 
 

@@ -3,6 +3,10 @@
 The step runs as it is written, once at the batch's size and once at eight times that, on shapes (see `shapes`): its
 operations, values, bytes and lifetimes are those of a real run. Only the seconds are a model's (see `roofline`).
 
+Fake tensors need a dispatch mode, and torch takes other operators for a few functions where one looks, or where a
+tensor is a fake one: an attention mask is not added in place, and `max_pool1d` finds indices. A real profile has what
+really runs.
+
 Autograd is given descriptions of what it saves, so that Python alone decides when a value dies, and gets another fake
 tensor of the same description back when it asks.
 
@@ -132,12 +136,13 @@ class _FakeTrace(Trace):
         self._roofline = roofline
         self._aside = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """As for a trace of a real run."""
         if func is torch.ops.prim.device.default:  # a fake tensor asks for its device like this, again and again
             return args[0].fake_device
         if self._aside:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+            return func(*args, **kwargs)
+        return super()._hear(func, args, kwargs)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
         out = func(*args, **kwargs)

@@ -166,9 +166,12 @@ class Profile:
         host_bandwidth: bytes per second for offloading; 0: not offered.
         device: that it was measured on.
         predicted: whether it was made on fake tensors.
+        measuring_bytes: most bytes that were live while it was measured; 0: not known.
         tiles: what was cut along tokens when it was measured; None: nothing.
         tiled: profiles of the same step with tiles, which a plan may choose.
         versions: of torch and Python.
+        tiles: what was cut along tokens when it was measured.
+        tiled: profiles of the same step with tiles.
     """
 
     values: tuple[Value, ...]
@@ -280,6 +283,14 @@ class Profile:
             op_gathered=[op.gathered_bytes for op in self.operations],
             plain_needs=self.plain_needs,
         )
+
+    def in_tiles(self, tiles: Tiles | None) -> Profile:
+        """The profile of the same step with these tiles, if it was measured; else this one.
+
+        Args:
+            tiles: of a plan; None for none.
+        """
+        return next((one for one in self.tiled if one.tiles == tiles), self)
 
     @cached_property
     def plain_needs(self) -> list[tuple[int, ...]] | None:

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from gradfit._torch import output_bytes, storage_key, storage_owners
+from gradfit.choices import HOLD
 from gradfit.errors import BudgetInfeasible
 from gradfit.interrupts import uninterrupted
 from gradfit.profiling.meter import Meter
 from gradfit.tape.graph import Operation, Segment, Tape, Value
 from gradfit.tape.ops import info_of
-from gradfit.tape.policy import HOLD
+from gradfit.tape.policy import Decision
 from gradfit.tape.record import Recorder
 from gradfit.units import format_bytes
 
@@ -39,8 +40,8 @@ class Evictor(Meter):
     `threshold` is where dropping starts, as a fraction of the limit; above the limit itself nothing may go.
     """
 
-    def __init__(self, limit_bytes: int, *, threshold: float = 1.0) -> None:
-        super().__init__()
+    def __init__(self, limit_bytes: int, *, threshold: float = 1.0, device: torch.device | None = None) -> None:
+        super().__init__(device=device)
         self.limit_bytes = limit_bytes
         self.evictions = 0
         self.refused: BudgetInfeasible | None = None  # what was raised, if nothing has run since
@@ -64,7 +65,8 @@ class Evictor(Meter):
         self._lock, self._tape = recorder.tape.lock, weakref.ref(recorder.tape)
         return recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Make room for an operation, run it, and count what it returns."""
         now = time.perf_counter()
         self.refused = None
         for argument in _tensors_in(args):
@@ -74,14 +76,14 @@ class Evictor(Meter):
             except (RuntimeError, NotImplementedError):
                 continue
         info = info_of(func)
-        key, need = self._need(func, args, kwargs or {}) if info.recordable and not info.view else (None, 0)
+        key, need = self._need(func, args, kwargs) if info.recordable and not info.view else (None, 0)
         if self.current_bytes + need > self._start:
             self._evict(self.current_bytes + need - self._start, args)
             if self.current_bytes + need > self.limit_bytes and key is None:
                 raise self._infeasible(func, need)
         before = self.current_bytes
         started = time.perf_counter()
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        out = super()._hear(func, args, kwargs)
         self._last_seconds = time.perf_counter() - started
         if key is not None:  # it was a guess: now we know
             self._sizes[key] = max(0, self.current_bytes - before)
@@ -201,8 +203,8 @@ class Evictor(Meter):
 class Online:
     """Recording and evicting, as one context manager around forward and backward."""
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.evictor = Evictor(limit_bytes)
+    def __init__(self, limit_bytes: int, *, device: torch.device | None = None) -> None:
+        self.evictor = Evictor(limit_bytes, device=device)
         self._recorder = self.evictor.recorder()
         self._counted: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -235,8 +237,8 @@ class Online:
 class _HoldAll:
     """Keep everything, for as long as there is room."""
 
-    def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int] | None:
-        return [HOLD] * len(results)
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
+        return Decision((HOLD,) * len(results))
 
     def offload(self, tensor: torch.Tensor) -> Any:
         raise RuntimeError("gradfit: nothing is offloaded online")

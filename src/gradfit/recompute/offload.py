@@ -11,6 +11,8 @@ from typing import Any, cast
 
 import torch
 
+from gradfit.devices import devices_of, wait_for
+
 
 class Store:
     """Takes tensors that fill their storage out, and gives back functions that bring them in again.
@@ -25,12 +27,7 @@ class Store:
 
     def put(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Copy out; the returned function makes the same tensor, layout included."""
-        if tensor.device.type != "cpu":
-            host = torch.empty_like(tensor, device="cpu", pin_memory=True)
-            host.copy_(tensor, non_blocking=False)
-            device = tensor.device
-            return lambda: host.to(device, non_blocking=False)
-        return self._to_file(tensor)
+        return _to_host(tensor) if tensor.device.type != "cpu" else self._to_file(tensor)
 
     def _to_file(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         if self._file is None:
@@ -48,6 +45,24 @@ class Store:
         return load
 
 
+def _to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """To pinned memory, in the order of the stream that made the tensor: nobody waits, and its memory is free at once.
+
+    A stream of its own would copy while the device computes, but hold the tensor's memory until it has.
+    """
+    device = tensor.device
+    host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    copied = torch.Event(device)
+    copied.record(torch.accelerator.current_stream(device))
+
+    def load() -> torch.Tensor:
+        torch.accelerator.current_stream(device).wait_event(copied)  # a backward pass may run on another stream
+        return torch.empty_like(host, device=device, pin_memory=False).copy_(host, non_blocking=True)
+
+    return load
+
+
 class _File:
     """An unnamed temporary file that is closed when nobody refers to it any more."""
 
@@ -60,12 +75,16 @@ class _File:
 def measure_bandwidth(device: torch.device, nbytes: int = 16 << 20) -> float:
     """Bytes per second out and back, the slower of the two."""
     content = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    devices = devices_of([content])
     slowest = float("inf")
     for _ in range(2):
+        wait_for(devices)
         started = time.perf_counter()
         load = Store().put(content)
+        wait_for(devices)
         middle = time.perf_counter()
         load()
+        wait_for(devices)
         slowest = min(slowest, max(middle - started, time.perf_counter() - middle))
     return nbytes / slowest
 

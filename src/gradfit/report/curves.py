@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from gradfit.batches.runner import LossFunction, run_part
-from gradfit.batches.snapshot import untouched
+from gradfit.batches.snapshot import trials_end, untouched
 from gradfit.planning.plan import Plan
 from gradfit.planning.simulate import KEEP, REBUILD, simulate
 from gradfit.profiling.meter import Meter, meter
@@ -55,7 +55,7 @@ def measure_curve(
     """
     parts = [batch] if plan is None else (split or split_batch)(batch, plan.micro_batch)
     live = meter(model, optimizer, batch, timeline=True)
-    with untouched(model), live:
+    with trials_end(), untouched(model), live:
         for part in parts:
             if plan is None:
                 loss = run_part(loss_fn, model, part).loss

@@ -59,13 +59,13 @@ def render(report: Report) -> str:
         _section(
             "modules",
             "Memory by module",
-            memory_bars(report.profile, report.plan, "module"),
+            memory_bars(report.planned_profile, report.plan, "module"),
             "Activations held for the backward pass, predicted. Layers of one stack are taken together.",
         ),
         _section(
             "lines",
             "Memory by source line",
-            memory_bars(report.profile, report.plan, "source"),
+            memory_bars(report.planned_profile, report.plan, "source"),
             "The same by the line of code that made them.",
         ),
         _plan(report),
@@ -121,6 +121,8 @@ def _headline(report: Report) -> str:
             ("extra time, predicted", percent(plan.extra_fraction)),
             ("values kept", f"{plan.kept_values} of {plan.saved_values}"),
         ]
+        if plan.tiles is not None:
+            facts.append(("tiles", str(plan.tiles)))
     else:
         facts += [
             ("activations saved, measured", format_bytes(profile.saved_bytes(profile.batch_size))),
@@ -196,7 +198,7 @@ def _plan(report: Report) -> str:
     )
     text = f"{escape(str(report.plan).splitlines()[0])}. The predicted peak is {escape(report.plan.peak_at)}."
     text += " Bytes and seconds of the values are predicted from the profile."
-    return _section("plan", "The plan, value by value", tools + plan_table(report.profile, report.plan), text)
+    return _section("plan", "The plan, value by value", tools + plan_table(report.planned_profile, report.plan), text)
 
 
 def _audit(report: Report) -> str:

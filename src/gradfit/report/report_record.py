@@ -45,3 +45,8 @@ class Report:
     audit: Any = None  # an AuditReport
     environment: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def planned_profile(self) -> Profile:
+        """The profile that the plan is for: that of the step with its tiles, if it has any."""
+        return self.profile if self.plan is None else self.profile.in_tiles(self.plan.tiles)

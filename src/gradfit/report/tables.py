@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from gradfit.planning.plan import Plan
@@ -26,25 +26,18 @@ def fold(module: str) -> str:
 
 
 def memory_bars(profile: Profile, plan: Plan | None, attribute: str) -> str:
-    """A table with a bar in each cell: what plain autograd saves for the whole batch, and what the plan keeps."""
+    """A table with a bar in each cell: what plain autograd saves of a batch, and what the plan keeps.
+
+    Args:
+        profile: Of the step.
+        plan: For a column of what it keeps; None for plain autograd alone.
+        attribute: What a row is for: "module" or "source", as operations have it.
+    """
     batch = plan.batch_size if plan is not None else profile.batch_size
-    name: Callable[[str], str] = fold if attribute == "module" else (lambda source: source or "(no source line)")
-    plain: dict[str, int] = defaultdict(int)
-    planned: dict[str, int] = defaultdict(int)
-    members: dict[str, set[str]] = defaultdict(set)
-    for value in saved_values(profile):
-        place = getattr(profile.operations[profile.values[value].operation or 0], attribute)
-        plain[name(place)] += round(profile.values[value].nbytes.at(batch))
-        members[name(place)].add(place)
-    for value in kept_values(profile, plan) if plan is not None else ():
-        place = getattr(profile.operations[profile.values[value].operation or 0], attribute)
-        planned[name(place)] += round(profile.values[value].nbytes.at(plan.micro_batch if plan else 1))
-        members[name(place)].add(place)
-    order = sorted(members, key=lambda n: (-max(plain[n], planned[n]), n))
-    shown, rest = order[:_ROWS], order[_ROWS:]
-    rows = [(n + (f" (×{len(members[n])})" if len(members[n]) > 1 else ""), plain[n], planned[n]) for n in shown]
-    if rest:
-        rows.append((f"{len(rest)} others", sum(plain[n] for n in rest), sum(planned[n] for n in rest)))
+    places = _Places(profile, attribute)
+    plain = places.bytes_of(saved_values(profile), batch)
+    planned = {} if plan is None else places.bytes_of(kept_values(profile, plan), plan.micro_batch)
+    rows = _largest_rows(places, plain, planned)
     top = max((max(a, b) for _, a, b in rows), default=0) or 1
     title = "module" if attribute == "module" else "source line"
     head = f'<th scope="col">{title}</th><th scope="col">plain, batch {batch}</th>'
@@ -57,6 +50,40 @@ def memory_bars(profile: Profile, plan: Plan | None, attribute: str) -> str:
         for label, a, b in rows
     )
     return f'<table class="bars"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+class _Places:
+    """Where values are made: layers of a stack under one name, and how many they are."""
+
+    def __init__(self, profile: Profile, attribute: str) -> None:
+        self._profile, self._attribute = profile, attribute
+        self.members: dict[str, set[str]] = defaultdict(set)
+
+    def bytes_of(self, values: Iterable[int], batch_size: int) -> dict[str, int]:
+        """Bytes by place of these values, at so many rows."""
+        found: dict[str, int] = defaultdict(int)
+        for number in values:
+            value = self._profile.values[number]
+            place = getattr(self._profile.operations[value.operation or 0], self._attribute)
+            name = fold(place) if self._attribute == "module" else place or "(no source line)"
+            found[name] += round(value.nbytes.at(batch_size))
+            self.members[name].add(place)
+        return found
+
+    def label(self, name: str) -> str:
+        count = len(self.members[name])
+        return f"{name} (×{count})" if count > 1 else name
+
+
+def _largest_rows(places: _Places, plain: dict[str, int], planned: dict[str, int]) -> list[tuple[str, int, int]]:
+    """Label and bytes of the largest places, and the others together in a last row."""
+    pairs = {name: (plain.get(name, 0), planned.get(name, 0)) for name in places.members}
+    order = sorted(pairs, key=lambda name: (-max(pairs[name]), name))
+    rows = [(places.label(name), *pairs[name]) for name in order[:_ROWS]]
+    if rest := order[_ROWS:]:
+        sums = (sum(column) for column in zip(*(pairs[name] for name in rest), strict=True))
+        rows.append((f"{len(rest)} others", *sums))
+    return rows
 
 
 def kept_values(profile: Profile, plan: Plan) -> list[int]:

@@ -70,7 +70,9 @@ class Batches:
     def _take_rows(self) -> Any:
         if self._order is None:
             draw = random.Random(f"{self.seed}:{self.epoch}").getrandbits(63)
-            self._order = torch.randperm(self.rows or 0, generator=torch.Generator().manual_seed(draw))
+            self._order = torch.randperm(
+                self.rows or 0, generator=torch.Generator("cpu").manual_seed(draw), device="cpu"
+            )
         index = self._order[self._position : self._position + self.batch_size]
         self._position += len(index)
         if not len(index):

@@ -28,7 +28,11 @@ def random_state(own: Sequence[torch.Generator] = ()) -> dict[str, Any]:
     numpy_state: Any = np.random.get_state(legacy=False)
     return {
         "torch": generator_states(),
-        "python": {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
+        "python": {
+            "version": version,
+            "numbers": torch.tensor(numbers, dtype=torch.int64, device="cpu"),
+            "gauss": gauss,
+        },
         "numpy": {
             "key": torch.from_numpy(numpy_state["state"]["key"].astype("int64")),
             "pos": int(numpy_state["state"]["pos"]),
@@ -72,7 +76,7 @@ def check_random(where: str, state: Any) -> None:
     _in_bounds(f"{where}.numpy.key", key, 2**32 - 1)
     for index, content in enumerate((*state["torch"][:1], *state["own"])):  # those of the CPU
         try:
-            torch.Generator().set_state(content)
+            torch.Generator("cpu").set_state(content)
         except (RuntimeError, ValueError, TypeError) as error:
             raise StateError(f"{where} has a state {index} that is no generator's ({error}).") from None
 

@@ -17,6 +17,7 @@ from gradfit.runs.random_state import check_random
 from gradfit.runs.state_codec import Shard
 from gradfit.state_checks import (
     any_number,
+    boolean,
     dict_of,
     fields,
     integer,
@@ -55,7 +56,7 @@ check_settings = fields(
         "steps": optional(integer(1)),
         "epochs": optional(integer(1)),
     },
-    {"micro_batch": optional(_size_or_whole)},
+    {"micro_batch": optional(_size_or_whole), "tile": boolean},
 )
 _DATA = fields(
     {

@@ -43,7 +43,7 @@ def flatten(nest: Any, *, name: str = "") -> tuple[Any, dict[str, torch.Tensor]]
     >>> flatten({"lr": (0.1, float("inf")), "state": {0: torch.ones(2)}})[0]
     {'lr': {'$tuple': [0.1, {'$float': 'inf'}]}, 'state': {'$items': [[0, {'$tensor': 'state.0'}]]}}
     """
-    tensors = _Tensors()
+    tensors = _NamedTensors()
     return _Encoder(tensors).encode(nest, name, 0), tensors.by_name
 
 
@@ -71,7 +71,7 @@ def unflatten(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 class _Encoder:
     """Writes one nest; its tensors are added to those given."""
 
-    def __init__(self, tensors: _Tensors) -> None:
+    def __init__(self, tensors: _NamedTensors) -> None:
         self._tensors = tensors
 
     def encode(self, value: Any, name: str, depth: int) -> Any:
@@ -144,13 +144,13 @@ def _as_numbers(values: list[Any]) -> torch.Tensor | None:
         return None
     kinds = set(map(type, values))
     if kinds == {float}:
-        return torch.tensor(values, dtype=torch.float64)
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
     if kinds == {int} and min(values) >= -(2**63) and max(values) < 2**63:
-        return torch.tensor(values, dtype=torch.int64)
+        return torch.tensor(values, dtype=torch.int64, device="cpu")
     return None
 
 
-class _Tensors:
+class _NamedTensors:
     """Tensors by name; one that is met again keeps its first name, so that it is one tensor again when it is read."""
 
     def __init__(self) -> None:

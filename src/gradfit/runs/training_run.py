@@ -54,6 +54,7 @@ class RunSettings:
         steps: Updates to make in all, if `epochs` do not say when to end.
         epochs: Passes over the data.
         micro_batch: Rows that run at once, "whole" never to cut a batch, None to choose.
+        tile: Whether plans may cut along tokens.
     """
 
     batch_size: int
@@ -62,6 +63,7 @@ class RunSettings:
     steps: int | None = None
     epochs: int | None = None
     micro_batch: int | str | None = None
+    tile: bool = True
 
 
 @dataclass
@@ -256,6 +258,7 @@ class TrainingRun:
             known=() if state is None else state["plans"],
             reproducible=True,
             micro_batch=self.settings.micro_batch,
+            tile=self.settings.tile,
             **self.job.fit_options,
         )
         del sample, batch
@@ -343,8 +346,9 @@ class TrainingRun:
 
 
 def _check_settings(saved: dict[str, Any], now: RunSettings) -> None:
-    for name, option in (("batch_size", "--batch-size"), ("seed", "--seed"), ("micro_batch", "--micro-batch")):
-        before = saved.get(name)
+    options = {"batch_size": "--batch-size", "seed": "--seed", "micro_batch": "--micro-batch", "tile": "--tile"}
+    for name, option in options.items():
+        before = saved.get(name, True if name == "tile" else None)  # which states of older versions do not have
         if before != getattr(now, name):
             raise StateError(
                 f"The run was begun with {name} {before}, not {getattr(now, name)}: that would be another run. "

@@ -13,29 +13,59 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Callable
 
-from gradfit._torch_listen import run_compiled_functions_again, run_compiled_functions_eagerly
+from gradfit._torch_listen import (
+    run_compiled_functions_again,
+    run_compiled_functions_eagerly,
+    thread_settings,
+)
 
 _PATIENCE = 100_000
 _lock = threading.RLock()  # a tape may die while one is being counted
 _tapes: set[int] = set()
 _threshold: tuple[int, int, int] | None = None
-_recordings: set[int] = set()
+_recordings: dict[int, int] = {}  # by the recorder's id: the thread that it records
 
 
 def recording_begins(recorder: object) -> None:
     """In this thread or another."""
     with _lock:
-        _recordings.add(id(recorder))
+        _recordings[id(recorder)] = threading.get_ident()
         run_compiled_functions_eagerly()
 
 
 def recording_ends(recorder: object) -> None:
     """After the last one, functions are compiled again. May be called twice: an interrupt can come at any time."""
+    _end([id(recorder)])
+
+
+def _end(recorders: list[int]) -> None:
     with _lock:
-        _recordings.discard(id(recorder))
+        for recorder in recorders:
+            _recordings.pop(recorder, None)
         if not _recordings:
             run_compiled_functions_again()
+
+
+def _recordings_here() -> set[int]:
+    here = threading.get_ident()
+    with _lock:
+        return {recorder for recorder, thread in _recordings.items() if thread == here}
+
+
+def _as_now() -> Callable[[], None]:
+    """Ends what this thread begins to record from now on, and Ctrl-C keeps from ending by itself."""
+    before = _recordings_here()
+
+    def take_back() -> None:
+        if begun := _recordings_here() - before:
+            _end(list(begun))
+
+    return take_back
+
+
+thread_settings.append(_as_now)
 
 
 def tape_begins(tape: object) -> None:

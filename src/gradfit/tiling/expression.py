@@ -81,6 +81,12 @@ class Projection:
 
     def check(self) -> None:
         """Refuse to go on if what the logits are made of is no longer what it was."""
+        if self.weight.numel() and not self.weight.untyped_storage().nbytes():
+            raise ActivationOverwritten(
+                "The weights of the projection were freed after these logits were returned: FSDP2 has resharded the "
+                "module around it. Compute the loss inside of that module, or pass fully_shard(..., "
+                "reshard_after_forward=False)."
+            )
         if self._versions() == self.versions:
             return
         same_hidden = self.hidden.is_inference() or self.versions[0] == self.hidden._version
@@ -202,28 +208,31 @@ def change_projections(expression: Any, change: Callable[[Projection], Projectio
     """The same expression of other projections; one that is read twice stays one."""
     changed: dict[int, Projection] = {}
 
-    def walk(item: Any) -> Any:
-        if isinstance(item, Projection):
-            if id(item) not in changed:
-                changed[id(item)] = change(item)
-            return changed[id(item)]
-        if isinstance(item, Applied):
-            args = tuple(walk(each) for each in item.args)
-            return Applied(item.function, args, {k: walk(v) for k, v in item.kwargs.items()}, item.autocast)
-        return item
+    def changed_leaf(item: Any) -> Any:
+        if not isinstance(item, Projection):
+            return item
+        if id(item) not in changed:
+            changed[id(item)] = change(item)
+        return changed[id(item)]
 
-    return walk(expression)
+    return _map_leaves(expression, changed_leaf)
 
 
 def detached(expression: Any) -> Any:
     """The same numbers without a graph."""
+    return _map_leaves(change_projections(expression, Projection.detach), _detached_leaf)
 
-    def walk(item: Any) -> Any:
-        if isinstance(item, Applied):
-            args = tuple(walk(each) for each in item.args)
-            return Applied(item.function, args, {k: walk(v) for k, v in item.kwargs.items()}, item.autocast)
-        if isinstance(item, Rows):
-            return Rows(item.tensor.detach())
-        return item.detach() if isinstance(item, Tensor) else item
 
-    return walk(change_projections(expression, Projection.detach))
+def _detached_leaf(item: Any) -> Any:
+    if isinstance(item, Rows):
+        return Rows(item.tensor.detach())
+    return item.detach() if isinstance(item, Tensor) else item
+
+
+def _map_leaves(item: Any, change: Callable[[Any], Any]) -> Any:
+    # Not a function inside of its callers: one that calls itself is a cycle, and holds hidden states until collected.
+    if not isinstance(item, Applied):
+        return change(item)
+    args = tuple(_map_leaves(each, change) for each in item.args)
+    kwargs = {name: _map_leaves(each, change) for name, each in item.kwargs.items()}
+    return Applied(item.function, args, kwargs, item.autocast)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradfit._torch import FakeTensor
+from gradfit._torch_fsdp import is_unit
 from gradfit._torch_listen import untraced
 from gradfit.not_copied import NotCopied
 from gradfit.tiling import lazy_functions  # noqa: F401  (what torch's functions do to lazy logits)
@@ -87,6 +88,7 @@ def _may_be_lazy(module: Any, input: Tensor) -> bool:
         and input.dtype.is_floating_point
         and input.device == weight.device
         and not (module._backward_hooks or module._backward_pre_hooks)
+        and not is_unit(module)  # FSDP2 frees its weights right after its forward
         and not torch.compiler.is_compiling()
     )
 

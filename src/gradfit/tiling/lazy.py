@@ -136,7 +136,9 @@ class LazyLogits(Tensor):
         made._origin, made._is_lazy_view = origin, family is not None
         made._family = family or _Family()
         made._grad_mode, made._autocast = torch.is_grad_enabled(), AutocastState.now(first.hidden.device)
-        made._dense, made._hooks = None, []
+        made._dense = None
+        parents = [each for each in leaves_of_nest(origin) if isinstance(each, LazyLogits)]
+        made._hooks = [hook for parent in parents for hook in parent._hooks]
         made._place = _place(made)
         return made
 

@@ -103,43 +103,72 @@ def check_gradients(fn: Callable[..., Any], *inputs: Any, eps: float | None = No
     read_callable(fn, "fn", "the function to check", arguments=len(inputs))
     if eps is not None:
         eps = float(read_number(eps, "eps", above=0, like=1e-3))
-    checked = [at for at, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
-    checked = checked or [at for at, v in enumerate(inputs) if isinstance(v, Tensor) and v.is_floating_point()]
-    if not checked:
-        raise MisuseError("inputs holds no floating-point tensor. Pass the tensors to differentiate in.")
-    for at in checked:
-        if not inputs[at].is_floating_point():
-            raise MisuseError(f"inputs[{at}] is {inputs[at].dtype}, expected a real floating-point tensor.")
-        if inputs[at].is_meta or inputs[at].layout != torch.strided or not inputs[at].numel():
-            raise invalid(f"inputs[{at}]", inputs[at], "has no elements that could be changed", "a dense tensor")
+    checked = _positions_to_check(inputs)
     probe = Probe(fn, inputs, checked)
-    analytic = probe.analytic()
-    wrong: list[ElementCheck] = []
-    worst: ElementCheck | None = None
-    unresolved = elements = 0
-    for at, gradient in zip(checked, analytic, strict=True):
-        precision = torch.finfo(inputs[at].dtype).eps
-        relative = max(1e-6, 3 * precision**0.5)
-        largest = gradient[gradient.isfinite()].abs().max().item() if gradient.isfinite().any() else 0.0
-        for flat in range(gradient.numel()):
-            elements += 1
-            value = gradient.flatten()[flat].item()
-            differences = probe.at(at, flat, eps)
-            # Beside the bar: the backward rounds too, in proportion to its own size and to its neighbours'.
-            tolerance = _SAFETY * differences.bar + relative * abs(value) + 64 * precision * largest
-            index = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), inputs[at].shape))
-            result = ElementCheck(at, index, value, differences.value, tolerance)
-            if result.excess > 1 and math.isfinite(value) and differences.kink_allows(value, tolerance):
-                unresolved += 1
-                continue
-            if result.excess > 1:
-                wrong.append(result)
-            elif math.isnan(differences.value) or differences.bar > max(abs(value), largest):
-                unresolved += 1
-            if worst is None or result.excess > worst.excess:
-                worst = result
-    report = GradientCheck(elements, unresolved, tuple(wrong), worst)
-    if wrong:
+    comparison = _Comparison(probe, eps)
+    for at, gradient in zip(checked, probe.analytic(), strict=True):
+        comparison.compare(at, inputs[at], gradient)
+    report = comparison.report()
+    if report.wrong:
         name = getattr(fn, "name", None) or getattr(fn, "__name__", type(fn).__name__)
         raise GradientMismatch(f"{name}: {report}", report=report)
     return report
+
+
+def _positions_to_check(inputs: tuple[Any, ...]) -> list[int]:
+    """The tensors that require a gradient, or all floating ones if none does."""
+    tensors = [at for at, value in enumerate(inputs) if isinstance(value, Tensor)]
+    checked = [at for at in tensors if inputs[at].requires_grad]
+    checked = checked or [at for at in tensors if inputs[at].is_floating_point()]
+    if not checked:
+        raise MisuseError("inputs holds no floating-point tensor. Pass the tensors to differentiate in.")
+    for at in checked:
+        one = inputs[at]
+        if not one.is_floating_point():
+            raise MisuseError(f"inputs[{at}] is {one.dtype}, expected a real floating-point tensor.")
+        if one.is_meta or one.layout != torch.strided or not one.numel():
+            problem = "has no elements that could be changed"
+            raise invalid(f"inputs[{at}]", one, problem, "a dense tensor")
+    return checked
+
+
+class _Comparison:
+    """Compares element by element, and remembers what differs."""
+
+    def __init__(self, probe: Probe, eps: float | None) -> None:
+        self._probe, self._eps = probe, eps
+        self._wrong: list[ElementCheck] = []
+        self._worst: ElementCheck | None = None
+        self._unresolved = self._elements = 0
+
+    def report(self) -> GradientCheck:
+        return GradientCheck(self._elements, self._unresolved, tuple(self._wrong), self._worst)
+
+    def compare(self, at: int, tensor: Tensor, gradient: Tensor) -> None:
+        """All elements of one input, with the gradient that the backward gave."""
+        finite = gradient[gradient.isfinite()]
+        largest = finite.abs().max().item() if finite.numel() else 0.0
+        for flat, value in enumerate(gradient.flatten().tolist()):
+            place = torch.unravel_index(torch.tensor(flat, device="cpu"), tensor.shape)
+            index = tuple(int(one) for one in place)
+            self._compare_element(at, flat, index, value, largest, torch.finfo(tensor.dtype).eps)
+
+    def _compare_element(
+        self, at: int, flat: int, index: tuple[int, ...], value: float, largest: float, precision: float
+    ) -> None:
+        self._elements += 1
+        differences = self._probe.at(at, flat, self._eps)
+        # Beside the bar: the backward rounds too, in proportion to its own size and to its
+        # neighbours'.
+        relative = max(1e-6, 3 * precision**0.5)
+        tolerance = _SAFETY * differences.bar + relative * abs(value) + 64 * precision * largest
+        result = ElementCheck(at, index, value, differences.value, tolerance)
+        if result.excess > 1:
+            if math.isfinite(value) and differences.kink_allows(value, tolerance):
+                self._unresolved += 1
+                return
+            self._wrong.append(result)
+        elif math.isnan(differences.value) or differences.bar > max(abs(value), largest):
+            self._unresolved += 1
+        if self._worst is None or result.excess > self._worst.excess:
+            self._worst = result

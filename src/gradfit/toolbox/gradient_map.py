@@ -396,32 +396,56 @@ def backward(loss: Tensor, inputs: Inputs | None = None, create_graph: bool = Fa
     """
     read_tensor(loss, "loss", "the tensor that the model's loss returned")
     read_flag(create_graph, "create_graph")
+    _require_graph(loss)
+    pairs = _differentiate_by(loss, inputs)
+    gradients = _differentiate(loss, [tensor for _, tensor in pairs], create_graph)
+    result = GradientMap()
+    for position, ((name, tensor), gradient) in enumerate(zip(pairs, gradients, strict=True)):
+        if gradient is not None:
+            result.bind(name or tensor, tensor, gradient)
+        elif not isinstance(inputs, nn.Module):
+            raise GraphError(
+                f"inputs[{position}], {label(name, tensor)}, has no gradient: the loss does not "
+                "depend on it. Leave it out, or pass the model, whose unused parameters are left out."
+            )
+    return result
+
+
+def _require_graph(loss: Tensor) -> None:
     if loss.numel() != 1:
         raise MisuseError(f"loss has shape {tuple(loss.shape)}, expected one number. Pass loss.mean() or loss.sum().")
     if not loss.requires_grad:
         raise GraphError(
-            "loss has no graph: it does not require a gradient. Compute it outside torch.no_grad() and without "
-            ".detach(), from tensors with requires_grad=True. If it is made of gradients, pass create_graph=True to "
-            "the backward that gave them."
+            "loss has no graph: it does not require a gradient. Compute it outside torch.no_grad() "
+            "and without .detach(), from tensors with requires_grad=True. If it is made of gradients, "
+            "pass create_graph=True to the backward that gave them."
         )
+
+
+def _differentiate_by(loss: Tensor, inputs: Inputs | None) -> list[tuple[str | None, Tensor]]:
+    """What to differentiate by, with names where there are any; each requires a gradient."""
+    pairs: list[tuple[str | None, Tensor]]
     if inputs is None:
-        pairs: list[tuple[str | None, Tensor]] = [(None, leaf) for leaf in _leaves(loss)]
+        pairs = [(None, leaf) for leaf in _leaves(loss)]
     else:
         pairs = named_tensors(inputs, argument="inputs")
-        if isinstance(inputs, nn.Module):
-            pairs = [(name, tensor) for name, tensor in pairs if tensor.requires_grad]
-        for position, (name, tensor) in enumerate(pairs):
-            if not tensor.requires_grad:
-                raise GraphError(
-                    f"inputs[{position}], {label(name, tensor)}, does not require a gradient. "
-                    "Call .requires_grad_() on it before the forward pass."
-                )
+    if isinstance(inputs, nn.Module):
+        pairs = [(name, tensor) for name, tensor in pairs if tensor.requires_grad]
+    for position, (name, tensor) in enumerate(pairs):
+        if not tensor.requires_grad:
+            raise GraphError(
+                f"inputs[{position}], {label(name, tensor)}, does not require a gradient. "
+                "Call .requires_grad_() on it before the forward pass."
+            )
     if not pairs:
         raise MisuseError("inputs holds no tensor that requires a gradient. Pass the model or its parameters.")
+    return pairs
+
+
+def _differentiate(loss: Tensor, tensors: list[Tensor], create_graph: bool) -> tuple[Tensor | None, ...]:
+    """`torch.autograd.grad`, which says in words that the graph is gone."""
     try:
-        gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-            loss, [tensor for _, tensor in pairs], create_graph=create_graph, allow_unused=True
-        )
+        return torch.autograd.grad(loss, tensors, create_graph=create_graph, allow_unused=True)
     except RuntimeError as error:
         if not _torch.says_freed(error):  # any other failure has freed what was behind it, too
             raise
@@ -429,19 +453,10 @@ def backward(loss: Tensor, inputs: Inputs | None = None, create_graph: bool = Fa
         if freed is None:
             raise
         raise GraphError(
-            f"The graph is already freed: {operation_name(freed)} has given back what it saved for its backward. "
-            "Compute the loss again, or keep the graph the first time with create_graph=True or retain_graph=True."
+            f"The graph is already freed: {operation_name(freed)} has given back what it saved for "
+            "its backward. Compute the loss again, or keep the graph the first time with "
+            "create_graph=True or retain_graph=True."
         ) from error
-    result = GradientMap()
-    for position, ((name, tensor), gradient) in enumerate(zip(pairs, gradients, strict=True)):
-        if gradient is not None:
-            result.bind(name or tensor, tensor, gradient)
-        elif not isinstance(inputs, nn.Module):
-            raise GraphError(
-                f"inputs[{position}], {label(name, tensor)}, has no gradient: the loss does not depend on it. "
-                "Leave it out, or pass the model, whose unused parameters are left out."
-            )
-    return result
 
 
 def _pairs(gradients: Any) -> list[tuple[Any, Any]]:

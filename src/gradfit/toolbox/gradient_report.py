@@ -123,7 +123,7 @@ def _named(key: object, position: int) -> str:
 
 def _histogram(gradients: Iterable[Tensor]) -> GradientHistogram:
     exponents = tuple(range(_LOWEST, _HIGHEST + _STEP, _STEP))
-    counts = torch.zeros(len(exponents) - 1, dtype=torch.int64)
+    counts = torch.zeros(len(exponents) - 1, dtype=torch.int64, device="cpu")
     zeros = 0
     for gradient in gradients:
         values = values_of(gradient).abs().double().flatten()

@@ -75,7 +75,7 @@ def total_norm(gradients: Iterable[Tensor], p: float = 2.0) -> Tensor:
         one = vector_norm(values_of(gradient), p, dtype=wide)
         norms.append(one.full_tensor() if hasattr(one, "full_tensor") else one)  # a DTensor's norm is over all ranks
     if not norms:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     widest = norms[0].dtype
     for one in norms[1:]:
         widest = torch.promote_types(widest, one.dtype)

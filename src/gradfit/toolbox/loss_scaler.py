@@ -227,4 +227,4 @@ def _read_scale(value: Any, name: str) -> float:
 
 def _float32(value: float) -> float:
     """Rounded as `torch.amp.GradScaler` keeps it, so that both give the same scales for any factors."""
-    return torch.tensor(value, dtype=torch.float64).to(torch.float32).item()
+    return torch.tensor(value, dtype=torch.float64, device="cpu").to(torch.float32).item()

@@ -78,16 +78,18 @@ class Probe:
         self.devices = {v.device for v in self.inputs if isinstance(v, Tensor) and v.device.type != "cpu"}
         with torch.no_grad():
             outputs = self.call([v.clone() if isinstance(v, Tensor) else v for v in self.inputs])
-            self.sizes = torch.cat([torch.full((o.numel(),), _typical(o), dtype=torch.float64) for o in outputs])
+            self.sizes = torch.cat(
+                [torch.full((o.numel(),), _typical(o), dtype=torch.float64, device="cpu") for o in outputs]
+            )
             self.center = self.values({})
         if not bool(self.center.isfinite().all()):
             raise NonFiniteGradient("check_gradients: fn itself gives NaN or Inf at these inputs. Pass finite ones.")
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
         # Bounded away from zero, so that no output is left out; irregular, so that no two errors cancel.
         # Numbers of bfloat16, so that they are the same in every precision.
         count = self.center.numel()
-        signs = 1 - 2 * torch.randint(0, 2, (count,), generator=generator)
-        self.weights = ((torch.rand(count, generator=generator) + 0.5) * signs).bfloat16().double()
+        signs = 1 - 2 * torch.randint(0, 2, (count,), generator=generator, device="cpu")
+        self.weights = ((torch.rand(count, generator=generator, device="cpu") + 0.5) * signs).bfloat16().double()
         if count == 1:
             self.weights.fill_(1.0)  # then the numbers in the report are the derivative itself
         self.noise = self._noise()
@@ -170,11 +172,11 @@ class Probe:
 
     def _noise(self) -> Tensor:
         """The rounding error of each output, from high differences along a line through neighbouring points."""
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator("cpu").manual_seed(1)
         directions = {}
         for at in self.checked:
             point = self.inputs[at]
-            direction = torch.rand(point.shape, generator=generator).to(point) + 0.5
+            direction = torch.rand(point.shape, generator=generator, device="cpu").to(point) + 0.5
             directions[at] = direction * point.abs().clamp_min(_typical(point)) * (64 * torch.finfo(point.dtype).eps)
         with torch.no_grad():
             line = torch.stack(

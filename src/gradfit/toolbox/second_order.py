@@ -13,6 +13,7 @@ from gradfit.errors import MisuseError
 from gradfit.toolbox.gradient_map import GradientMap, backward
 from gradfit.toolbox.inputs import Inputs, label, named_tensors
 
+_Pairs = list[tuple[str | None, Tensor]]
 Vector = Tensor | Sequence[Tensor] | Mapping[Any, Tensor]
 
 
@@ -39,21 +40,10 @@ def hessian_vector_product(loss: Tensor | Callable[..., Tensor], inputs: Inputs,
         pairs = [(name, tensor) for name, tensor in pairs if tensor.requires_grad]
     directions = _directions(pairs, vector)
     if not isinstance(loss, Tensor):
-        read_callable(loss, "loss", "a loss, or a function of the inputs", arguments=len(pairs))
-        if isinstance(inputs, nn.Module | Mapping):
-            raise MisuseError("loss is a function, inputs has names. Pass the loss it gives, or the tensors in a list.")
-        pairs = [(name, tensor.detach().requires_grad_()) for name, tensor in pairs]
-        with torch.enable_grad():
-            loss = loss(*(tensor for _, tensor in pairs))
+        loss, pairs = _evaluate(loss, inputs, pairs)
     tensors = [tensor for _, tensor in pairs]
     first = backward(loss, inputs if isinstance(inputs, nn.Module) else tensors, create_graph=True)
-    # A gradient that does not change (the loss is linear there) has no graph, and its part of the product is zero.
-    curved = [(first[t], v) for t, v in zip(tensors, directions, strict=True) if t in first and first[t].requires_grad]
-    products: Sequence[Tensor | None] = [None] * len(tensors)
-    if curved:
-        gradients, vectors = zip(*curved, strict=True)
-        products = torch.autograd.grad(gradients, tensors, vectors, allow_unused=True, retain_graph=True)
-    results = [torch.zeros_like(t) if p is None else p.detach() for t, p in zip(tensors, products, strict=True)]
+    results = _products(first, tensors, directions)
     if isinstance(inputs, Tensor):
         return results[0]
     if not isinstance(inputs, nn.Module | Mapping):
@@ -62,6 +52,35 @@ def hessian_vector_product(loss: Tensor | Callable[..., Tensor], inputs: Inputs,
     for (name, tensor), product in zip(pairs, results, strict=True):
         by_name.bind(name or tensor, tensor, product)
     return by_name
+
+
+def _evaluate(fn: Callable[..., Tensor], inputs: Inputs, pairs: _Pairs) -> tuple[Tensor, _Pairs]:
+    """A function's loss in inputs of its own, and those."""
+    read_callable(fn, "loss", "a loss, or a function of the inputs", arguments=len(pairs))
+    if isinstance(inputs, nn.Module | Mapping):
+        raise MisuseError("loss is a function, inputs has names. Pass the loss it gives, or the tensors in a list.")
+    own: _Pairs = [(name, tensor.detach().requires_grad_()) for name, tensor in pairs]
+    with torch.enable_grad():
+        return fn(*(tensor for _, tensor in own)), own
+
+
+def _products(first: GradientMap, tensors: list[Tensor], directions: list[Tensor]) -> list[Tensor]:
+    """The derivative of the first gradients along the directions."""
+    curved = [
+        (first[tensor], direction)
+        for tensor, direction in zip(tensors, directions, strict=True)
+        if tensor in first and first[tensor].requires_grad
+    ]
+    # A gradient that does not change (the loss is linear there) has no graph, and its part of the
+    # product is zero.
+    products: Sequence[Tensor | None] = [None] * len(tensors)
+    if curved:
+        gradients, vectors = zip(*curved, strict=True)
+        products = torch.autograd.grad(gradients, tensors, vectors, allow_unused=True, retain_graph=True)
+    return [
+        torch.zeros_like(tensor) if product is None else product.detach()
+        for tensor, product in zip(tensors, products, strict=True)
+    ]
 
 
 def _directions(pairs: list[tuple[str | None, Tensor]], vector: Vector) -> list[Tensor]:

@@ -1,0 +1,135 @@
+"""The weights of a batch's parts where the losses are on an accelerator: nothing is read before all parts are in.
+
+A number that is read from a device makes the host wait until the device has come so far, and the device then waits for
+the host. So each part is backpropagated as the sum over its items, which needs no number, and all weights, losses and
+logs are read together at the end, in one copy. Only then is it known whether they fit together: `BatchWeights` checks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradfit.batches.denominator import Denominator, Number, Term
+from gradfit.batches.loss import PartLoss
+from gradfit.batches.weights import BatchWeights, Weight
+
+
+class ZeroWeight(Exception):
+    """A part without items was added to the gradients with others: the batch must be run again, reading each weight."""
+
+
+class Backpropagated(NamedTuple):
+    """What goes into a backward pass: a loss, a weight for now, and how the loss was reduced."""
+
+    loss: Tensor
+    weight: Number
+    reduction: str
+
+
+class _Taken(NamedTuple):
+    part: PartLoss
+    denominator: Denominator | None
+
+
+class LateWeights:
+    """Takes the parts of one batch, and weighs them when all are in.
+
+    Args:
+        weights: what is asked in the end.
+        whole: the batch is one part, so that its weight does not matter for its gradient.
+    """
+
+    def __init__(self, weights: BatchWeights, *, whole: bool) -> None:
+        self._weights, self._whole = weights, whole
+        self._taken: list[_Taken] = []
+
+    def take(self, part: PartLoss) -> Backpropagated:
+        """What to backpropagate for this part. Nothing is read from its device."""
+        asked = self._weights.asks(part, is_empty=False)
+        read = part.denominator if asked else None
+        kept = dataclasses.replace(part, loss=part.loss.detach())
+        self._taken.append(_Taken(kept, read))
+        count: Number | None = part.count
+        if count is None and read is not None:
+            count = self._weights.adding_divisor(read)
+            if isinstance(count, Tensor):
+                rows = Backpropagated(part.loss, part.rows, "mean")
+                return rows if self._whole else Backpropagated(part.loss * count, part.rows, "sum")
+        if isinstance(count, Tensor):
+            if self._whole:
+                return Backpropagated(part.loss / count, part.rows, "mean")
+            return Backpropagated(part.loss, part.rows, "sum")
+        divisors = None if count is None or read is None else tuple(term.divisor for term in read.terms)
+        return Backpropagated(part.loss, *self._weights.weigh(part, divisors))
+
+    def read(self, *others: Tensor) -> tuple[list[tuple[PartLoss, Weight]], list[float]]:
+        """All parts and what they weigh, as numbers, and the numbers of `others`; one copy from each device.
+
+        Raises:
+            MisuseError: what the parts were divided by does not go together.
+            ZeroWeight: a part of several has no items, so its gradient should not be there.
+        """
+        numbers = _Numbers()
+        for part, read in self._taken:
+            numbers.add(part.loss, part.count, *part.logs.values())
+            for term in read.terms if read is not None else ():
+                numbers.add(term.count, term.scale)
+        numbers.add(*others)
+        numbers.read()
+        weighed = []
+        for part, read in self._taken:
+            part = _as_numbers(part, numbers)
+            weight = self._weights.of(part, None if read is None else _read_as_numbers(read, numbers))
+            if not weight.number and not self._whole:
+                raise ZeroWeight
+            weighed.append((part, weight))
+        return weighed, [numbers.of(one) for one in others]
+
+
+def _as_numbers(part: PartLoss, numbers: _Numbers) -> PartLoss:
+    count = None if part.count is None else int(numbers.of(part.count))
+    loss = torch.tensor(numbers.of(part.loss), dtype=torch.float64, device="cpu")
+    return PartLoss(loss, count, part.rows, {name: numbers.of(value) for name, value in part.logs.items()})
+
+
+def _read_as_numbers(read: Denominator, numbers: _Numbers) -> Denominator:
+    terms = (
+        Term(None if one.count is None else numbers.of(one.count), numbers.of(one.scale), one.reduction)
+        for one in read.terms
+    )
+    return Denominator(tuple(terms), read.unknown)
+
+
+class _Numbers:
+    """Scalars on devices, read in one copy per device."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Tensor] = []
+        self._read: dict[int, float] = {}
+
+    def add(self, *values: Any) -> None:
+        self._waiting += [value for value in values if isinstance(value, Tensor)]
+
+    def read(self) -> None:
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for one in self._waiting:
+            by_device.setdefault(one.device, []).append(one)
+        for ones in by_device.values():
+            for one, number in zip(ones, _together(ones).tolist(), strict=True):
+                self._read[id(one)] = number
+
+    def of(self, value: Any) -> float:
+        """The number behind a tensor that was added; any other number as it is."""
+        return self._read[id(value)] if isinstance(value, Tensor) else float(value)
+
+
+def _together(ones: Sequence[Tensor]) -> Tensor:
+    """One vector in double precision, which holds every float32 and every count; Apple's devices have none."""
+    wide = torch.float32 if ones[0].device.type == "mps" else torch.float64
+    with torch.no_grad():
+        return torch.stack([one.detach().reshape(()).to(wide) for one in ones])

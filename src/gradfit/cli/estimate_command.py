@@ -1,0 +1,39 @@
+"""`gradfit estimate`: will it fit on a machine that is not here?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from gradfit.cli.command_options import BatchSize, Debug, Json, Seed, Target
+from gradfit.cli.console import print_result, warnings_as_notes, working
+from gradfit.cli.work import Work
+from gradfit.fitting.estimate import estimate as make_estimate
+from gradfit.machines import MACHINES
+from gradfit.profiling.profile import Hardware
+from gradfit.units import parse_bytes
+
+_Machine = Annotated[
+    str,
+    typer.Option("--hardware", metavar="NAME", help=f"The machine: a size of memory such as '24 GiB', or one of "
+                 f"{', '.join(MACHINES)}."),
+]  # fmt: skip
+
+
+def estimate(
+    target: Target,
+    hardware: _Machine = "a100-80gb",
+    batch_size: BatchSize = None,
+    seed: Seed = 0,
+    json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Say whether a step would fit on a named machine, on shapes alone: the peak by part, and what each lever gives."""
+    work = Work.load(target, batch_size=batch_size, seed=seed)
+    named = hardware if not hardware[:1].isdigit() else Hardware(parse_bytes(hardware, name="--hardware"))
+    with warnings_as_notes():
+        batch, job = work.batch(), work.job
+        with working("following one step on shapes"):
+            found = make_estimate(job.model, job.loss_fn, batch, job.optimizer, named, split=job.split)
+        print_result(found.to_json() if json else str(found))

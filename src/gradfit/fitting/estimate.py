@@ -1,0 +1,271 @@
+"""`estimate`: will it fit on a machine that is not here, why not, and what each lever would give. On shapes alone."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from gradfit import records
+from gradfit.arguments import check_arguments
+from gradfit.batches.runner import LossFunction, count_rows
+from gradfit.errors import BudgetInfeasible, UnsupportedOp
+from gradfit.machines import find_machine
+from gradfit.planning.api import plain_plan, plan
+from gradfit.planning.plan import Plan
+from gradfit.planning.simulate import KEEP, REBUILD, Simulation, simulate
+from gradfit.profiling.measure import profile as make_profile
+from gradfit.profiling.profile import Hardware, Profile
+from gradfit.profiling.step_graph import Graph
+from gradfit.units import NO_BUDGET, format_bytes, format_seconds
+
+_Split = Callable[[Any, int], Iterable[Any]] | None
+_LARGEST = 6  # modules that are named at the peak
+
+
+@dataclass(frozen=True, slots=True)
+class Lever:
+    """One way to need less memory, by itself or with others.
+
+    Attributes:
+        name: what it is.
+        peak_bytes: of a step with it: within what was aimed at (the machine's memory, or half of what plain PyTorch
+            needs if that fits) if it can be, else the least there is.
+        step_seconds: of one update by the machine's data sheet; None where only the peak is known.
+        fits: whether the peak is within what was aimed at.
+        how: the call that pulls it.
+    """
+
+    name: str
+    peak_bytes: int
+    step_seconds: float | None
+    fits: bool
+    how: str
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one step would need on a machine, and what would make it less.
+
+    Attributes:
+        machine: its name.
+        memory_bytes: what it has.
+        batch_size: rows of one update.
+        peak_bytes: most bytes of live tensors, plain PyTorch with the whole batch at once.
+        parts: bytes at the peak, by what takes them.
+        peak_at: when the peak comes, in words.
+        alive: bytes of values that are alive at the peak, by the module that made them, the largest first.
+        step_seconds: of one plain update, by the machine's data sheet.
+        levers: what each would give.
+        kernels: the kind of device whose operators were followed on shapes; another one's may save other tensors.
+        versions: of torch and Python.
+    """
+
+    machine: str
+    memory_bytes: int
+    batch_size: int
+    peak_bytes: int
+    parts: dict[str, int]
+    peak_at: str
+    alive: dict[str, int]
+    step_seconds: float
+    levers: tuple[Lever, ...]
+    kernels: str
+    versions: dict[str, str]
+
+    @property
+    def fits(self) -> bool:
+        """Whether a plain step's tensors are within the machine's memory."""
+        return self.peak_bytes <= self.memory_bytes
+
+    def to_json(self) -> str:
+        """As JSON text."""
+        return records.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Estimate:
+        """Read what `to_json` wrote.
+
+        Args:
+            text: JSON.
+        """
+        return records.from_json(cls, text)
+
+    def __str__(self) -> str:
+        answer = "fits" if self.fits else "does not fit"
+        lines = [
+            f"A batch of {self.batch_size} {answer} on {self.machine or 'this hardware'}: plain PyTorch needs "
+            f"{format_bytes(self.peak_bytes)} of {format_bytes(self.memory_bytes)} "
+            f"({self.peak_bytes / self.memory_bytes:.0%}), and {format_seconds(self.step_seconds)} a step.",
+            f"The peak is {self.peak_at}:",
+        ]
+        lines += [f"  {name:<22}{format_bytes(count):>12}" for name, count in _by_size(self.parts)]
+        lines.append("Alive then, by the module that made it:")
+        lines += [f"  {name:<34}{format_bytes(count):>12}" for name, count in self.alive.items()]
+        lines.append("What would make it half of that:" if self.fits else "What would help:")
+        for lever in self.levers:
+            seconds = "" if lever.step_seconds is None else format_seconds(lever.step_seconds)
+            fits = ("yes" if self.fits else "fits") if lever.fits else "too large"
+            lines.append(f"  {lever.name:<34}{format_bytes(lever.peak_bytes):>12}  {seconds:>9}  {fits:<10}{lever.how}")
+        lines.append(
+            f"Followed on shapes with the operators of {self.kernels}. Bytes of tensors: what an allocator rounds, and "
+            "a driver takes, comes on top."
+        )
+        return "\n".join(lines)
+
+
+def estimate(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    optimizer: Any = None,
+    hardware: str | Hardware = "a100-80gb",
+    *,
+    split: _Split = None,
+) -> Estimate:
+    """Will it fit? What one update of this model with this batch would need on a machine that need not be here.
+
+    Nothing is run: the step is followed on shapes, as by `profile(..., fake=True)`. The model may be on the meta
+    device.
+
+    Args:
+        model: in training mode, on any device.
+        loss_fn: as for `fit`: `loss_fn(model, batch)`.
+        batch: of the size of one update.
+        optimizer: whose state and temporaries count; None leaves them out.
+        hardware: a name (`gradfit.machines.MACHINES`), or a `Hardware`.
+        split: how the batch is cut, as for `fit`.
+
+    Raises:
+        UnsupportedOp: the step asks what is in a tensor, or an operator of it has no shapes.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512))
+    >>> found = estimate(model, lambda m, x: m(x).square().mean(), torch.ones(64, 512), hardware="t4")
+    >>> found.fits, found.parts["parameters"]
+    (True, 8398848)
+    """
+    check_arguments(model, loss_fn, split=split)
+    count_rows(batch, split, "batch", fake=True)
+    machine = find_machine(hardware, _dtype_of(model))
+    try:
+        found = make_profile(model, loss_fn, batch, optimizer, fake=True, hardware=machine, split=split)
+    except UnsupportedOp as error:
+        raise UnsupportedOp(f"A step with this batch cannot be followed on shapes: {error}") from error
+    rows = count_rows(batch, split, "batch", fake=True)
+    graph = found.at(rows, accumulates=False)
+    result = simulate(graph, [KEEP if keepable else REBUILD for keepable in graph.keepable])
+    plain = plain_plan(found, memory=NO_BUDGET, batch_size=rows, micro_batch=rows)
+    assert plain is not None, "everything can be kept where there is no budget"
+    memory = int(machine.memory)
+    # Where plain PyTorch fits, too, the levers are shown for half of what it needs.
+    target = memory if plain.peak_bytes > memory else plain.peak_bytes // 2
+    levers = [*_levers(found, rows, target)]
+    levers += _optimizer_levers(model, loss_fn, batch, optimizer, machine, split, found, target)
+    return Estimate(
+        machine=machine.name,
+        memory_bytes=memory,
+        batch_size=rows,
+        peak_bytes=plain.peak_bytes,
+        parts={name: count for name, count in plain.breakdown.items() if count},
+        peak_at=plain.peak_at,
+        alive=_alive(found, graph, result),
+        step_seconds=plain.step_seconds,
+        levers=tuple(levers),
+        kernels=_kernels_of(model),
+        versions=dict(found.versions),
+    )
+
+
+def _dtype_of(model: torch.nn.Module) -> torch.dtype:
+    types = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
+    return types[0] if types else torch.float32
+
+
+def _kernels_of(model: torch.nn.Module) -> str:
+    """The kind of device that the shapes were on: that of the model, or for the meta device this machine's."""
+    kind = next(model.parameters()).device.type
+    here = torch.accelerator.current_accelerator(check_available=True)
+    return kind if kind != "meta" else "cpu" if here is None else here.type
+
+
+def _levers(found: Profile, rows: int, memory: int) -> Iterable[Lever]:
+    """What cutting, recomputing, offloading and tiling give, alone and together."""
+    at_hand = dataclasses.replace(found, host_bandwidth=0.0, tiled=())
+    if found.splittable and rows > found.min_batch:
+        yield _plain_lever(at_hand, rows, memory)
+    yield _lever("recomputing", at_hand, memory, None, "fit(..., micro_batch='whole', tile=False)")
+    if found.splittable and rows > found.min_batch:
+        yield _lever("micro-batches and recomputing", at_hand, memory, rows, "fit(..., tile=False)")
+    if found.host_bandwidth:
+        moved = dataclasses.replace(found, tiled=())
+        yield _lever("recomputing and offloading", moved, memory, None, "fit(..., micro_batch='whole', offload=True)")
+    if found.tiled:
+        tiled = dataclasses.replace(found, host_bandwidth=0.0)
+        yield _lever("all of these and tiles", tiled, memory, rows if found.splittable else None, "fit(...)")
+
+
+def _plain_lever(found: Profile, rows: int, memory: int) -> Lever:
+    """The largest micro-batch that needs no recomputation; the smallest there is, if none fits."""
+    made = plain_plan(found, memory=memory, batch_size=rows)
+    fits = made is not None
+    if made is None:
+        made = plain_plan(found, memory=NO_BUDGET, batch_size=rows, micro_batch=found.min_batch)
+    assert made is not None
+    name = f"micro-batches of {made.micro_batch}"
+    return Lever(name, made.peak_bytes, made.step_seconds, fits, f"fit(..., micro_batch={made.micro_batch})")
+
+
+def _lever(name: str, found: Profile, memory: int, batch_size: int | None, how: str) -> Lever:
+    made: Plan | None = None
+    try:
+        made = plan(found, memory=memory, batch_size=batch_size)
+    except BudgetInfeasible as smallest:
+        return Lever(name, smallest.min_bytes, None, False, how)
+    return Lever(name, made.peak_bytes, made.step_seconds, True, how)
+
+
+def _optimizer_levers(
+    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, optimizer: Any, machine: Hardware, split: _Split,
+    found: Profile, target: int,
+) -> list[Lever]:  # fmt: skip
+    """One parameter after the other instead of all at once: fewer temporaries, more launches."""
+    groups = getattr(optimizer, "param_groups", [])
+    if not found.optimizer_burst_bytes or not any("foreach" in group for group in groups):
+        return []
+    single = copy.copy(optimizer)
+    single.param_groups = [{**group, "foreach": False, "fused": None} for group in groups]
+    other = make_profile(model, loss_fn, batch, single, fake=True, hardware=machine, split=split)
+    made = plain_plan(other, memory=NO_BUDGET, batch_size=found.batch_size, micro_batch=found.batch_size)
+    assert made is not None
+    fits = made.peak_bytes <= target
+    how = f"{type(optimizer).__name__}(..., foreach=False)"
+    return [Lever("the optimizer, one by one", made.peak_bytes, made.step_seconds, fits, how)]
+
+
+def _alive(found: Profile, graph: Graph, result: Simulation) -> dict[str, int]:
+    """Bytes of the values that are alive at the peak, by module; the smaller ones together."""
+    taken: dict[str, int] = {}
+    for value, producer in enumerate(graph.producer):
+        if producer < 0 or not graph.held_bytes[value]:
+            continue
+        if result.phase == "forward":
+            needed = graph.last_need[value] >= 0 or graph.dies[value] >= result.index
+            lives = producer <= result.index and needed
+        else:
+            lives = result.phase != "optimizer" and graph.last_need[value] >= result.index
+        if lives:
+            module = found.operations[producer].module or "the model"
+            taken[module] = taken.get(module, 0) + graph.held_bytes[value]
+    named = _by_size(taken)
+    shown = dict(named[:_LARGEST])
+    if len(named) > _LARGEST:
+        shown[f"{len(named) - _LARGEST} others"] = sum(count for _, count in named[_LARGEST:])
+    return shown
+
+
+def _by_size(parts: dict[str, int]) -> list[tuple[str, int]]:
+    return sorted(((name, count) for name, count in parts.items() if count), key=lambda part: -part[1])

@@ -1,0 +1,172 @@
+"""A plan for each sequence of operations that the micro-batches of one shape run.
+
+A forward may do different things for batches of one shape: a mask that is all ones is dropped, a branch is taken. Each
+such sequence gets a plan of its own the first time it is met. A forward begins with the plan of the one before; where
+it leaves that, it goes on by another one that has come as far in the same way, and else the step is repeated with the
+right one. What fits no plan, because the data decide it anew each time, runs online, and that is said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+from gradfit import _torch_distributed as distributed
+from gradfit.errors import BudgetInfeasible
+from gradfit.fitting.families import covering
+from gradfit.fitting.plan_search import Planner
+from gradfit.fitting.tested_plan import Fitted, PartShape, part_shape
+from gradfit.recompute.planned import Diverged, Unrecorded, recording
+
+_MOST = 6  # sequences of one shape: what does another thing in each step would have a plan for each
+_MOST_REPEATS = 3  # of one step, for the sake of its plans
+
+
+@dataclasses.dataclass
+class _Left:
+    """A micro-batch that left its plan."""
+
+    position: int
+    shape: PartShape
+    plan: Fitted
+    error: Diverged
+
+
+class Sequences:
+    """Which plan each micro-batch of a step follows."""
+
+    def __init__(self, planner: Planner) -> None:
+        self._planner = planner
+        self._last: dict[tuple[Any, int], tuple[str, ...]] = {}  # by shape and size: the operations of the last one
+        self._learnt: dict[PartShape, int] = {}
+        self._tried: dict[int, list[Fitted]] = {}  # in this step, by position: plans that were left
+        self._left: _Left | None = None
+        self._repeats = 0
+        self._now = ""  # why this step is run online, if it was repeated too often
+        self.online: dict[PartShape, str] = {}  # micro-batches that no plan is for, and why
+
+    def begin(self) -> None:
+        """A new step."""
+        self._tried.clear()
+        self._left, self._repeats, self._now = None, 0, ""
+
+    def runs_online(self, part: Any) -> str:
+        """Why micro-batches like this one are not run by a plan; empty if they are."""
+        return self._now or (self.online.get(part_shape(part), "") if self.online else "")
+
+    @contextmanager
+    def following(self, fitted: Fitted, part: Any, position: int, *, first: bool) -> Iterator[None]:
+        """Around a forward: the plan that is most likely its own, and the others to go on with."""
+        plans = self._plans(fitted)
+        plans = [plan for plan in plans if plan not in self._tried.get(position, ())] or plans[:1]
+        lead, policy = plans[0], None
+        if len(plans) == 1:
+            around = lead.following(first=first)
+        elif lead.plan.keeps_everything:
+            kept = [plan for plan in plans if plan.plan.keeps_everything]
+            around = Unrecorded(max(plan.saved_limit for plan in kept))
+        else:
+            others = [(plan.script, plan.tail) for plan in plans[1:]]
+            around, policy = recording(lead.script, lead.tail, watched=first, others=others)
+        try:
+            with around:
+                yield
+        except Diverged as error:
+            self._left = _Left(position, part_shape(part), _followed(plans, policy), error)
+            raise
+        if len(plans) > 1:
+            self._last[self._key(fitted)] = _followed(plans, policy).plan.operations
+
+    def _plans(self, fitted: Fitted) -> list[Fitted]:
+        """All that may be this batch's, in the order in which they are tried."""
+        found, others = _IdentityList([fitted]), self._planner.known
+        if len(others) == 1:
+            return found
+        for known in others:
+            same = known.steady and _way(known) == _way(fitted)
+            other = same and known.plan.operations != fitted.plan.operations
+            if other and covering([known], fitted.shape, fitted.plan.batch_size):
+                found.append(known)
+        last = self._last.get(self._key(fitted))
+        return _IdentityList(sorted(found, key=lambda plan: plan.plan.operations != last))
+
+    @staticmethod
+    def _key(fitted: Fitted) -> tuple[Any, int]:
+        return fitted.shape, fitted.plan.micro_batch
+
+    def recover(self, fitted: Fitted, batch: Any) -> Fitted:
+        """After a micro-batch has left its plan: the plan with which the step is repeated."""
+        left, self._left = self._left, None
+        if left is None:
+            return fitted
+        if fitted.by_size:
+            return self._planner.outgrown(fitted, batch)
+        self._repeats += 1
+        tried = self._tried.setdefault(left.position, _IdentityList())
+        tried.append(left.plan)
+        if self._repeats > _MOST_REPEATS:
+            self._now = str(left.error)
+            return fitted
+        if any(_may_be(plan, left) for plan in self._plans(fitted) if plan not in tried):
+            return fitted
+        learnt = self._learnt[left.shape] = self._learnt.get(left.shape, 0) + 1
+        made = None if learnt > _MOST or distributed.is_running() else self._learn(fitted, batch, left)
+        if made is None:
+            return self._say(fitted, left)
+        return made if made.plan.operations == fitted.plan.operations else fitted
+
+    def _say(self, fitted: Fitted, left: _Left) -> Fitted:
+        """These micro-batches run online from now on: once as a warning, and in the plan's text."""
+        if not self.online:
+            warnings.warn(
+                f"Some micro-batches follow no plan: {left.error}. What is dropped of them is decided while they run, "
+                "so that the budget holds and gradients are the same, but more slowly. Pad or sort batches so that the "
+                "forward does the same for all, or raise `memory`.",
+                stacklevel=4,
+            )
+        self.online[left.shape] = str(left.error)
+        return self._planner.replace(fitted, plan=dataclasses.replace(fitted.plan, online=str(left.error)))
+
+    def _learn(self, fitted: Fitted, batch: Any, left: _Left) -> Fitted | None:
+        """A plan for what this micro-batch does; None if there is none, or not even a trial follows it."""
+        planner = self._planner
+        part = next(islice(planner.parts(batch, fitted.plan.micro_batch), left.position, None))
+        with planner.time.planning():
+            try:
+                made = planner.plan_of_part(part, fitted)
+            except BudgetInfeasible:
+                return None
+        if made is not None:
+            self._last[self._key(fitted)] = made.plan.operations
+        return made
+
+
+class _IdentityList(list[Fitted]):
+    """Plans are compared by what they are, not by what is in them: there is much in them."""
+
+    def __contains__(self, plan: object) -> bool:
+        return any(plan is one for one in self)
+
+
+def _way(fitted: Fitted) -> tuple[Any, ...]:
+    """How the batch is cut: what all plans of one step have in common."""
+    return fitted.plan.micro_batch, fitted.plan.tiles
+
+
+def _followed(plans: list[Fitted], policy: Any) -> Fitted:
+    """The plan that the forward has followed last."""
+    if policy is None:
+        return plans[0]
+    return next((plan for plan in plans if plan.script is policy.script), plans[0])
+
+
+def _may_be(plan: Fitted, left: _Left) -> bool:
+    """Whether a forward that left its plan there may be this one's."""
+    position, names, seen = left.error.operation, plan.plan.operations, left.plan.plan.operations
+    if position is None:
+        return not left.plan.plan.keeps_everything or not plan.plan.keeps_everything
+    return names[:position] == seen[:position] and names[position : position + 1] == (left.error.name,)

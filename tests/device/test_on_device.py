@@ -1,0 +1,376 @@
+"""What broke on a device, each with its test; the rest of the suite runs there by `make test-device`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradfit as gf
+
+pytestmark = pytest.mark.on_device
+MIB = 1 << 20
+
+
+@pytest.fixture
+def sim() -> Iterator[Any]:
+    import simulated
+
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    yield simulated
+    simulated.settings().fail_allocation(0, -1, 0)
+    for index in range(simulated.DEVICES):
+        simulated.settings().set_cap(index, 1 << 62)
+    simulated.set_delays()
+
+
+class Block(nn.Module):
+    """A residual block with two dropouts."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.first, self.second = nn.Dropout(0.2), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(self.down(self.first(torch.nn.functional.gelu(self.up(self.norm(x))))))
+
+
+def network(width: int = 32, blocks: int = 4) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width) for _ in range(blocks)), nn.Linear(width, 5))
+
+
+def mean_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def a_batch(rows: int = 16, width: int = 32, device: Any = None) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(7)
+    return torch.randn(rows, width, device=device), torch.randint(5, (rows,), device=device)
+
+
+def same(plain: Callable[[], Any], ours: Callable[[], Any]) -> None:
+    """Both give the same tensors, and leave every generator in the same state."""
+    results = []
+    for run in (plain, ours):
+        torch.manual_seed(3)
+        made = [t.detach().cpu() for t in run()]
+        states = [torch.get_rng_state(), *(torch.sim.get_rng_state(i) for i in range(2))]  # type: ignore[attr-defined]
+        results.append((made, [*states, torch.rand(3).cpu()]))
+    for (a, states_a), (b, states_b) in [(results[0], results[1])]:
+        assert len(a) == len(b)
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(states_a, states_b, strict=True))
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def test_several_dropouts_in_one_scope_leave_the_generator_where_it_was() -> None:
+    model, (x, y) = network(), a_batch()
+
+    def run(scope: bool) -> list[Tensor]:
+        for _ in range(2):
+            with gf.CheckpointScope("all", enabled=scope):
+                h = model[:-1](x)  # type: ignore[index]
+            torch.nn.functional.cross_entropy(model[-1](h), y).backward()  # type: ignore[index]
+        return gradients(model)
+
+    same(lambda: run(False), lambda: run(True))
+
+
+@pytest.mark.parametrize("draw", [torch.rand_like, torch.randn_like])
+def test_random_tensors_like_another_in_a_scope(draw: Callable[[Tensor], Tensor]) -> None:
+    w = torch.ones(8, requires_grad=True)
+
+    def run(scope: bool) -> list[Tensor]:
+        with gf.CheckpointScope("noise", enabled=scope):
+            h = (w * draw(w)).sin() * draw(w)
+        (g,) = torch.autograd.grad(h.sum(), w)
+        return [g]
+
+    same(lambda: run(False), lambda: run(True))
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_device_without_an_index_is_the_one_that_was_current(current: int) -> None:
+    w = torch.ones(8, device=f"sim:{current}", requires_grad=True)
+
+    def run(scope: bool) -> list[Tensor]:
+        with torch.sim.device(current), gf.CheckpointScope("noise", enabled=scope):  # type: ignore[attr-defined]
+            h = (w * torch.rand(8, device="sim")).sin() * torch.randn(8, device="sim")
+        (g,) = torch.autograd.grad(h.sum(), w)
+        assert g.device.index == current
+        return [g]
+
+    same(lambda: run(False), lambda: run(True))
+
+
+class TwoDevices(nn.Module):
+    """Layers placed by hand; what one makes moves to the other and back."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (Block(width).to(f"sim:{i}") for i in (0, 1, 0))
+        self.head = nn.Linear(width, 5).to("sim:1")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.c(self.b(self.a(x).to("sim:1")).to("sim:0")).to("sim:1"))
+
+
+def two_device_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1].to("sim:1"))
+
+
+@pytest.mark.parametrize("scope", [lambda: gf.CheckpointScope("all"), lambda: gf.CheckpointManager(
+    max_memory_mb=0.03, auto_checkpoint=True)], ids=["scope", "online"])  # fmt: skip
+def test_two_devices_in_one_model(sim: Any, scope: Callable[[], Any]) -> None:
+    sim.set_delays(5, 0.1, 200)
+    model, batch = TwoDevices(), a_batch(8, 16)
+
+    def run(inside: bool) -> list[Tensor]:
+        import contextlib
+
+        with scope() if inside else contextlib.nullcontext():
+            loss = two_device_loss(model, batch)
+        loss.backward()
+        return gradients(model)
+
+    same(lambda: run(False), lambda: run(True))
+
+
+def test_fit_over_two_devices(sim: Any) -> None:
+    model, batch = TwoDevices(), a_batch(8, 16)
+    other = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gf.fit(model, optimizer, two_device_loss, batch, memory="64 MiB", micro_batch="whole")
+    for number in range(2):
+        torch.manual_seed(number)
+        assert step(batch).stepped
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    for number in range(2):
+        torch.manual_seed(number)
+        plain.zero_grad()
+        two_device_loss(other, batch).backward()
+        plain.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_offloading_is_planned_and_exact(sim: Any) -> None:
+    model, batch = network(64, 6), a_batch(256, 64)
+    other = copy.deepcopy(model)
+    profile = gf.profile(model, mean_loss, batch)
+    whole = gf.plan(profile, memory="1 GiB", batch_size=256)
+    least = gf.frontier(profile)[0].peak_bytes
+    budget = (whole.peak_bytes + least) // 2
+    sim.set_delays(2, 0.1, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gf.fit(model, optimizer, mean_loss, batch, memory=budget + MIB, offload=True, micro_batch="whole")
+    for number in range(2):
+        torch.manual_seed(number)
+        result = step(batch)
+        assert result.peak_bytes <= budget + MIB
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    for number in range(2):
+        torch.manual_seed(number)
+        plain.zero_grad()
+        mean_loss(other, batch).backward()
+        plain.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_a_meter_counts_what_the_allocator_was_asked_for(sim: Any) -> None:
+    model, batch = network(), a_batch()
+    mean_loss(model, batch).backward()
+    model.zero_grad()
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    with gf.meter(model, batch, device="sim") as live:
+        others = torch.accelerator.memory_stats()["requested_bytes.all.current"] - live.current_bytes
+        mean_loss(model, batch).backward()
+    assert live.peak_bytes + others == torch.accelerator.memory_stats()["requested_bytes.all.peak"]
+
+
+@pytest.mark.parametrize("text", ["CUDA error: out of memory", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"])  # fmt: skip
+def test_every_way_to_say_that_memory_ran_out(text: str) -> None:
+    from gradfit._torch import is_out_of_memory
+
+    assert is_out_of_memory(RuntimeError(text))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+
+
+# -- reads: nothing waits between micro-batches --------------------------------------------------------------------
+
+
+def padded_batch(rows: int = 16) -> tuple[Tensor, Tensor]:
+    """Some rows' targets are ignored; of the last four rows, all."""
+    x, y = a_batch(rows)
+    return x, torch.where(torch.arange(rows) % 3 == 1, -100, y)
+
+
+def summed_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    loss = torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+    return loss, (batch[1] != -100).sum()
+
+
+def logged_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> gf.Loss:
+    loss, count = summed_loss(model, batch)
+    return gf.Loss(sum=loss, count=count, logs={"largest": model(batch[0]).detach().max()})
+
+
+LOSSES = [mean_loss, summed_loss, logged_loss]
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_a_step_reads_from_the_device_once(sim: Any, loss_fn: Any, micro_batch: int) -> None:
+    model, batch = network(), padded_batch() if micro_batch > 1 else a_batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gf.fit(model, optimizer, loss_fn, batch, memory="256 MiB", micro_batch=micro_batch)
+    step(batch)
+    step(batch)
+    before = sim.counters()
+    step(batch)
+    after = sim.counters()
+    assert after["reads"] - before["reads"] == 1
+    assert after["waits"] == before["waits"]
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("empty", [False, True])
+def test_weights_that_are_read_late_are_the_same(sim: Any, loss_fn: Any, empty: bool) -> None:
+    """`empty`: one micro-batch has no items at all, and its mean is NaN."""
+    x, y = padded_batch(16)
+    if empty:
+        y = torch.where(torch.arange(16) // 4 == 2, -100, y)
+    model = without_dropout(network())
+    other = copy.deepcopy(model).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gf.fit(model, optimizer, loss_fn, padded_batch(16), memory="256 MiB", micro_batch=4)
+    sim.set_delays(4, 0.1, 200)
+    result = step((x, y))
+    assert result.stepped
+    assert result.weight == int((y != -100).sum())
+    loss = torch.nn.functional.cross_entropy(other(x.double()), y)
+    loss.backward()
+    assert result.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter -= 0.1 * parameter.grad
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(a.double(), b, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
+def test_a_whole_batch_is_plain_bit_by_bit(loss_fn: Any) -> None:
+    model, batch = network(), padded_batch()
+    other = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = gf.fit(model, optimizer, loss_fn, batch, memory="256 MiB", micro_batch="whole")
+    plain = torch.optim.AdamW(other.parameters())
+    for number in range(2):
+        torch.manual_seed(number)
+        result = step(batch)
+        torch.manual_seed(number)
+        plain.zero_grad()
+        if loss_fn is mean_loss:
+            loss = mean_loss(other, batch)
+        else:
+            loss, count = summed_loss(other, batch)
+            if loss_fn is logged_loss:
+                other(batch[0])
+            loss = loss / count
+        loss.backward()
+        plain.step()
+        assert result.weight == int((batch[1] != -100).sum())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+# -- memory that runs out ------------------------------------------------------------------------------------------
+
+
+def fitted_step(sim: Any, optimizer: str = "AdamW", rows: int = 16) -> tuple[nn.Module, Any, Any]:
+    model, batch = network(16, 2), a_batch(rows, 16)
+    step = gf.fit(
+        model, getattr(torch.optim, optimizer)(model.parameters(), lr=0.01), mean_loss, batch,
+        memory="256 MiB", micro_batch=rows // 2,
+    )  # fmt: skip
+    for number in range(2):
+        torch.manual_seed(number)
+        step(batch)
+    return model, step, batch
+
+
+def everything(model: nn.Module, step: Any) -> list[Tensor]:
+    states = [t for s in step.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
+    generators = [torch.get_rng_state(), *(torch.sim.get_rng_state(i) for i in range(2))]  # type: ignore[attr-defined]
+    return [t.detach().cpu().clone() for t in (*model.parameters(), *model.buffers(), *states, *generators)]
+
+
+def copy_into(model: nn.Module, step: Any, saved: tuple[Any, Any, Any]) -> None:
+    model.load_state_dict(saved[0])
+    step.optimizer.load_state_dict(copy.deepcopy(saved[1]))  # which takes tensors over as they are
+    step.load_state_dict(saved[2])  # the plan: a tighter one may have no room for a copy to go back to
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "again"])
+@pytest.mark.parametrize("part", range(3))
+def test_memory_may_run_out_at_any_allocation_of_a_step(sim: Any, part: int, times: int) -> None:
+    """Every third point; the step is repeated from the state before it, and nothing is lost."""
+    model, step, batch = fitted_step(sim)
+    start = copy.deepcopy((model.state_dict(), step.optimizer.state_dict(), step.state_dict()))
+    torch.manual_seed(9)
+    before = sim.settings().allocations(0)
+    step(batch)
+    count = sim.settings().allocations(0) - before
+    expected = everything(model, step)
+    assert count > 50
+    for point in range(part, count, 3 if times == 1 else 12):
+        copy_into(model, step, start)
+        torch.manual_seed(9)
+        sim.settings().fail_allocation(0, point, times)
+        result = step(batch)
+        sim.settings().fail_allocation(0, -1, 0)
+        assert result.stepped, point
+        got = everything(model, step)
+        if result.micro_batches == 2:  # a tighter plan may cut the batch in other places
+            assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), point
+        else:
+            assert all(torch.allclose(a.double(), b.double(), atol=1e-6) for a, b in zip(got, expected, strict=True))
+
+
+def test_a_cap_that_stays_is_held_by_a_tighter_plan(sim: Any) -> None:
+    model, batch = network(64, 12), a_batch(2048, 64)
+    step = gf.fit(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss, batch, memory="1 GiB", micro_batch=2048
+    )
+    step(batch)
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    step(batch)
+    peak = torch.accelerator.max_memory_reserved()
+    torch.accelerator.empty_cache()
+    sim.settings().set_cap(0, int(0.45 * peak))
+    result = step(batch)
+    assert result.stepped
+    assert result.attempts > 1
+    assert torch.accelerator.memory_reserved() <= 0.45 * peak

@@ -1,0 +1,174 @@
+"""Tiles as a planner's choice: below one row, measured, exact, and none where memory is not short."""
+
+from __future__ import annotations
+
+import functools
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gradfit as gf
+from gradfit.profiling.profile import Profile
+from gradfit.tiling.tiles import Tiles
+
+WORDS, WIDTH, LENGTH = 4000, 16, 256
+
+
+class Decoder(nn.Module):
+    """A residual layer of attention and MLP between an embedding and a projection to many words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        y = self.mix(x)
+        x = x + F.scaled_dot_product_attention(y, y, y, is_causal=True)
+        return self.head(x + self.mlp(x))
+
+
+def make() -> tuple[Decoder, torch.optim.Optimizer, Tensor]:
+    torch.manual_seed(0)
+    model = Decoder()
+    tokens = torch.randint(0, WORDS, (2, LENGTH))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), tokens
+
+
+def loss_fn(model: nn.Module, tokens: Tensor) -> Tensor:
+    labels = tokens.roll(-1, 1).masked_fill(tokens % 5 == 0, -100)
+    return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+
+
+LOGITS = LENGTH * WORDS * 4  # of one row
+STATIC = 2 * (2 * WORDS * WIDTH + WIDTH * WIDTH * 9) * 4  # parameters and gradients
+SHORT = STATIC + 2 * LOGITS  # plain needs five times one row's logits beside them
+
+
+def plain_update() -> dict[str, Tensor]:
+    model, optimizer, tokens = make()
+    loss_fn(model, tokens).backward()
+    optimizer.step()
+    return model.state_dict()
+
+
+def test_a_budget_below_one_row_is_held() -> None:
+    model, optimizer, tokens = make()
+    with gf.meter(model, tokens) as live:
+        step = gf.fit(model, optimizer, loss_fn, tokens, memory=SHORT)
+        result = step(tokens)
+    assert step.plan.tiles is not None
+    assert step.plan.tiles.heads == ("head",)
+    assert result.peak_bytes <= SHORT
+    assert live.peak_bytes <= 1.05 * SHORT
+    assert step.plan.peak_bytes == pytest.approx(result.peak_bytes, rel=0.05)
+    for name, value in plain_update().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+    assert "forward" not in model.head.__dict__  # outside of its steps the model is as it was
+    assert "tiles of head: gradients are equal to the untiled ones up to the rounding" in str(step.plan)
+
+
+def test_without_tiles_the_error_says_what_they_would_give() -> None:
+    model, optimizer, tokens = make()
+    with pytest.raises(gf.BudgetInfeasible, match=r"With tile=True, about .* would be enough") as without:
+        gf.fit(model, optimizer, loss_fn, tokens, memory=SHORT, tile=False)
+    with pytest.raises(gf.BudgetInfeasible) as with_tiles:
+        gf.fit(model, optimizer, loss_fn, tokens, memory=STATIC // 2)
+    assert with_tiles.value.min_bytes < 0.5 * without.value.min_bytes
+    step = gf.fit(model, optimizer, loss_fn, tokens, memory=with_tiles.value.min_bytes)
+    assert step(tokens).peak_bytes <= with_tiles.value.min_bytes
+
+
+def test_no_tiles_where_memory_is_not_short() -> None:
+    model, optimizer, tokens = make()
+    step = gf.fit(model, optimizer, loss_fn, tokens, memory="1 GiB")
+    assert step.plan.tiles is None
+    assert step.plan.steps == 1
+
+
+@functools.cache
+def measured() -> Profile:
+    model, optimizer, tokens = make()
+    return gf.profile(model, loss_fn, tokens, optimizer)
+
+
+def test_plans_choose_between_tiled_profiles_and_the_plain_one() -> None:
+    profile = measured()
+    assert [one.tiles is not None and one.tiles.heads for one in profile.tiled] == [("head",), ("head",)]
+    assert profile.tiled[1].tiles is not None
+    assert profile.tiled[1].tiles.modules == ("mlp",)
+    again = Profile.from_json(profile.to_json())
+    assert again == profile
+    plan = gf.plan(profile, memory=SHORT, batch_size=2)
+    assert plan.tiles is not None
+    assert gf.Plan.from_json(plan.to_json()) == plan
+    assert gf.plan(profile, memory="1 GiB", batch_size=2).tiles is None
+    with pytest.raises(gf.BudgetInfeasible, match="With tile=True the smallest is"):
+        gf.plan(profile, memory=SHORT, batch_size=2, tile=False)
+    smallest = gf.frontier(profile, batch_size=2, points=3)[-1]
+    assert smallest.tiles is not None
+    assert all(one.tiles is None for one in gf.frontier(profile, batch_size=2, points=3, tile=False))
+    assert smallest.peak_bytes < gf.frontier(profile, batch_size=2, points=3, tile=False)[-1].peak_bytes
+
+
+def test_a_plan_with_tiles_is_applied_and_audited() -> None:
+    model, _, tokens = make()
+    plan = gf.plan(measured(), memory=SHORT, batch_size=2, micro_batch=1)
+    loss_fn(model, tokens[:1]).backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    with gf.meter(model, tokens) as live:
+        with gf.apply(model, plan):
+            loss = loss_fn(model, tokens[:1])
+        loss.backward()
+    assert live.peak_bytes <= SHORT
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    report = gf.audit(model, loss_fn, tokens, plan)
+    assert report.identical
+    assert report.full_batch is not None
+    assert report.full_batch.exact
+    assert report.full_batch.error is not None
+    assert report.full_batch.error < 1e-5
+    assert any("tiles of head" in note and "up to the rounding" in note for note in report.notes)
+
+
+def test_a_plan_with_tiles_is_saved_and_taken_up() -> None:
+    model, optimizer, tokens = make()
+    step = gf.fit(model, optimizer, loss_fn, tokens, memory=SHORT)
+    other, another, _ = make()
+    again = gf.fit(other, another, loss_fn, tokens, memory=SHORT, known=step.known)
+    state = step.state_dict()
+    again.load_state_dict(state)
+    assert again.plan.tiles == step.plan.tiles
+    step(tokens)
+    again(tokens)
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value)
+
+
+def test_the_example_runs() -> None:
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "long_sequences.py"), run_name="__main__")
+
+
+def test_tiles_say_what_they_are() -> None:
+    tiles = Tiles(8, ("head",), 4, tuple(f"layers.{n}.mlp" for n in range(5)))
+    assert str(tiles) == "8 tiles of head and 4 tiles of layers.0.mlp, layers.1.mlp, layers.2.mlp and 2 more"
+
+
+def test_a_model_the_user_has_tiled_keeps_his_tiles() -> None:
+    model, optimizer, tokens = make()
+    with gf.tile(model, size=64) as handle:
+        step = gf.fit(model, optimizer, loss_fn, tokens, memory="1 GiB")
+        result: Any = step(tokens)
+        assert result.stepped
+        assert step.plan.tiles is None
+        assert handle.heads["head"].reduced
