@@ -28,9 +28,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit._torch import FakeTensorMode, outside_fake_mode
+from gradfit.batches.runner import LossFunction, count_rows, run_part
 from gradfit.batches.snapshot import Generators
 from gradfit.profiling.assemble import Sample, assemble, same_structure
-from gradfit.profiling.measure import LossFunction, check_batch, check_model, run_loss
+from gradfit.profiling.measure import check_model
 from gradfit.profiling.optimizer_bytes import OptimizerCost, optimizer_cost
 from gradfit.profiling.profile import Hardware, Profile
 from gradfit.profiling.roofline import Roofline, Stopwatch, this_machine
@@ -63,7 +64,7 @@ def predict(
     >>> found.predicted, found.parameter_bytes
     (True, 10000400004)
     """
-    rows = check_batch(sample_batch, split, "sample_batch", fake=True)
+    rows = count_rows(sample_batch, split, "sample_batch", fake=True)
     check_model(model)
     device = _device_of(model)
     if hardware is None:
@@ -192,7 +193,7 @@ def _sample(
 ) -> Sample:
     trace = _FakeTrace(model, roofline)
     with shapes, trace.listening(model), trace, saved_tensors_hooks(trace.describe, trace.stand_in):
-        loss, _ = run_loss(loss_fn, model, batch)
+        loss = run_part(loss_fn, model, batch).loss
         trace.finish_forward()
         torch.autograd.backward(loss)
     trace.finish_backward()
