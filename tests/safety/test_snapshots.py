@@ -335,3 +335,15 @@ def test_a_hook_that_a_trial_sets_goes_with_it() -> None:
         model(torch.ones(1, 2))
     model(torch.ones(1, 2))
     assert len(model.collected) == 1
+
+
+def test_the_gradient_of_a_tied_parameter_is_added_once() -> None:
+    model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    model[1].weight = model[0].weight
+    weight = model[0].weight
+    weight.grad = torch.full_like(weight, 2.0)
+    before = Snapshot(model, [weight])
+    before.clear_gradients()
+    weight.grad = torch.ones_like(weight)
+    before.add_gradients()
+    assert torch.equal(weight.grad, torch.full_like(weight, 3.0))

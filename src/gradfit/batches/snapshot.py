@@ -130,7 +130,8 @@ class Snapshot:
         modules = _modules_of(model)
         self._modules = [_Module(module) for module in modules]
         holders = [p for module in modules for p in module._parameters.values() if p is not None]
-        self._gradients = [(holder, holder.grad) for holder in (*holders, *tensors)]
+        once = {id(holder): holder for holder in (*holders, *tensors)}.values()  # tied parameters have one gradient
+        self._gradients = [(holder, holder.grad) for holder in once]
         sharded = [kept for unit in units_of(model) for kept in unit.fsdp_params]
         self._unreduced = [(kept, unsharded_gradient(kept)) for kept in sharded]
         self._thresholds = gc.get_threshold()
