@@ -97,6 +97,25 @@ def test_two_that_exchange_their_storages_before_one_is_written_to(outer: str, k
     assert torch.equal(run(managers[outer](), inner), expected)
 
 
+def test_a_view_of_a_parameter_that_was_written_to_is_saved_as_itself() -> None:
+    """As plain autograd saves it: a write that nobody counts is seen by both, or by none."""
+
+    def run(scope: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        weight, p, q = (nn.Parameter(torch.randn(4, 4)) for _ in range(3))
+        with scope:
+            h = weight.sin() + p.data
+            with torch.no_grad():
+                p.mul_(0.5)  # of what was read through `.data`
+            loss = F.linear(h, p).sum()
+            p.data, q.data = q.data, p.data
+            with torch.no_grad():
+                q.mul_(0.5)
+        return torch.autograd.grad(loss, weight)[0]
+
+    assert torch.equal(run(gf.CheckpointScope("s")), run(contextlib.nullcontext()))
+
+
 def test_a_module_that_is_converted_inside_a_scope() -> None:
     def run(scoped: bool) -> torch.Tensor:
         torch.manual_seed(0)

@@ -75,7 +75,7 @@ class Saver(Known):
         if type(tensor) is not torch.Tensor and not isinstance(tensor, FakeTensor):
             return self._pack_subclass(tensor)
         value = self._made.get(key)
-        if value is None:
+        if value is None or (value.position < 0 and _is_of_a_parameter(tensor)):
             return self._pack_root(tensor)
         natural = value.natural()
         geometry = None
@@ -118,9 +118,8 @@ class Saver(Known):
             self.saving = saving
 
     def _pack_root(self, tensor: torch.Tensor) -> Any:
-        base = base_of(tensor)
-        if base is not None and base.is_leaf and base.requires_grad:
-            return (tensor, tensor._version)  # a parameter's view is no activation
+        if _is_of_a_parameter(tensor):
+            return (tensor, tensor._version)
         if self.segment.scope is None:
             return (detached(tensor), version_of(tensor))
         self._note_kept(tensor)
@@ -173,6 +172,12 @@ class Saver(Known):
             self._kept.add(key)
             if self.segment.scope is not None:
                 self.segment.scope.note_kept(tensor.untyped_storage().nbytes())
+
+
+def _is_of_a_parameter(tensor: torch.Tensor) -> bool:
+    """Whether it is a view of one: no activation, even if somebody has written to the parameter."""
+    base = base_of(tensor)
+    return base is not None and base.is_leaf and base.requires_grad
 
 
 def _whole(value: Value, tensor: torch.Tensor, forward_tensor: torch.Tensor | None) -> torch.Tensor:
