@@ -35,7 +35,7 @@ def loss_fn(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def a_model() -> nn.Module:
     torch.manual_seed(0)
-    model = Transformer(vocabulary=_VOCABULARY, length=_LENGTH, layers=6, width=32, heads=4, causal=True, dropout=0.1)
+    model = Transformer(vocabulary=_VOCABULARY, length=_LENGTH, layers=3, width=32, heads=4, causal=True, dropout=0.1)
     return model.to("sim")
 
 

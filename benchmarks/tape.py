@@ -18,9 +18,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gradfit as gf
+from gradfit.choices import HOLD
 from gradfit.tape.graph import Segment
 from gradfit.tape.ops import info_of
-from gradfit.tape.policy import HOLD
+from gradfit.tape.policy import Decision
 from gradfit.tape.record import Recorder
 
 Step = Callable[[], None]
@@ -65,8 +66,8 @@ class Bottleneck(nn.Module):
 class Hold:
     """Everything recorded, every tensor kept."""
 
-    def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int]:
-        return [HOLD] * len(results)
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
+        return Decision((HOLD,) * len(results))
 
 
 def steps_of(blocks: list[nn.Module], x: torch.Tensor) -> dict[str, Step]:

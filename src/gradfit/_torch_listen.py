@@ -1,11 +1,15 @@
 """How torch tells this thread's recorder of the operations that run: private torch API, as in `_torch.py`.
 
 torch's own way is a dispatch mode. It calls Python for every operator, and two thirds of a transformer's operators are
-views, which the tape does not record. So the recorder listens on a dispatch key of its own: it lies below autograd, as
-modes do, and each view is registered there as *fallthrough*, which the dispatcher passes over at no cost.
+views, which the tape does not record; and under a mode torch takes other operators for some functions (`max_pool1d`).
+So listeners are on a dispatch key of their own: it lies below autograd, as modes do, and each view is registered there
+as *fallthrough*, which the dispatcher passes over at no cost.
 
-The key is below `Python`, where modes and tensor subclasses live. Where a mode is at work already (a meter, fake
-tensors, another recorder), a mode is used after all: then what the recorder does itself is seen by that one too.
+Listeners form a chain, as modes do: the one that was entered last is called first, and what it runs, its own doings
+included, is heard by the one around it.
+
+The key is below `Python`, where modes and tensor subclasses live. Where somebody else's mode is at work already (fake
+tensors, a user's own), a mode is used after all.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -46,15 +51,29 @@ _ABOVE_MODES = not torch._C._dispatch_keyset_full_after(_PYTHON).has(_KEY)
 _EXCLUDED_IN_MODES = torch._C._dispatch_keyset_full() - torch._C._dispatch_keyset_full_after(_KEY) - _KEYS
 
 _libraries: list[torch.library.Library] = []
-_views: set[str] = set()  # operators that pass the key over
+_views: set[str] = set()  # operators that only make views: they pass the key over
+# But for this one: `torch.tensor(…)` has no operator but a view of what it has made.
+_HEARD_VIEWS = {"aten::lift_fresh"}
 _lock = threading.Lock()
 
 
+class _Link:
+    """A listener of the chain on the key."""
+
+    __slots__ = ("hear", "in_engine", "outer")
+
+    def __init__(self, hear: Ear, outer: _Link | None, in_engine: bool) -> None:
+        self.hear = hear
+        self.outer = outer  # the one around it, which hears what this one runs
+        self.in_engine = in_engine  # also in the threads of a backward pass that is called inside
+
+
 class _Thread(threading.local):
-    ear: Ear | None = None
+    innermost: _Link | None = None  # of those that are to be asked now
 
 
 _thread = _Thread()
+_IN_ENGINE = "gradfit.listeners"  # what torch hands over to the autograd engine's threads, by name
 
 
 class DispatchMode(TorchDispatchMode):
@@ -79,7 +98,10 @@ class DispatchMode(TorchDispatchMode):
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        # After Ctrl-C a `ThreadState` may have taken it away already. A context that is closed
+        # later, by the collector say, must not take somebody else's mode instead.
+        if id(self) in map(id, _get_current_dispatch_mode_stack()):
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
 
 
 class _Mode(DispatchMode):
@@ -112,21 +134,21 @@ class _CheckedMode(_Mode):
         super().__init__(ear)
         self._doubt = doubt
         self._ran: list[tuple[Any, Any]] = []
-        self._before: Ear | None = None
-        self._was_included = False
+        self._notes = _OnKey(self._note)
 
     def __enter__(self) -> Any:
-        self._before, _thread.ear = _thread.ear, self._note
-        self._was_included = _is_included(_KEY)  # not if the one before has stopped listening
-        _include(_KEY, True)
-        return super().__enter__()
+        self._notes.__enter__()
+        try:
+            return super().__enter__()
+        except BaseException:
+            self._notes.__exit__()
+            raise
 
     def __exit__(self, *error: Any) -> None:
         try:
             super().__exit__(*error)
         finally:
-            _include(_KEY, self._was_included)
-            _thread.ear = self._before
+            self._notes.__exit__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._ran.clear()
@@ -139,8 +161,7 @@ class _CheckedMode(_Mode):
         return out
 
     def _note(self, op: Any, args: Any, kwargs: Any) -> Any:
-        before = self._before if self._was_included else None
-        out = op(*args, **kwargs) if before is None else before(op, args, kwargs)
+        out = op(*args, **kwargs)
         self._ran.append((op, _storages((args, kwargs, out))))
         return out
 
@@ -156,46 +177,86 @@ def _storage(tensor: torch.Tensor) -> int | None:
         return None
 
 
-class _Key:
+class _OnKey:
     """Listens on the key."""
 
-    def __init__(self, ear: Ear) -> None:
-        self._ear = ear
+    def __init__(self, hear: Ear, *, in_engine: bool = False) -> None:
+        self._link = _Link(hear, None, in_engine)
 
     def __enter__(self) -> None:
         try:
-            _thread.ear = self._ear
+            self._link.outer, _thread.innermost = _thread.innermost, self._link
             _include(_KEY, True)
+            if self._link.in_engine:
+                _tell_engine()
         except BaseException:
             self.__exit__()
             raise
 
     def rest(self) -> None:
         """Listen no more."""
-        _include(_KEY, False)
+        self._link.hear = _run
+        if self._link.outer is None and _thread.innermost is self._link:
+            _include(_KEY, False)
 
     def __exit__(self, *_: object) -> None:
+        link = self._link
         try:
-            _include(_KEY, False)
+            if _thread.innermost is link:  # no call before this is done: Ctrl-C could keep it from being done
+                _thread.innermost = link.outer
+            else:
+                _unlink(link)
         finally:
-            _thread.ear = None
+            if _thread.innermost is None:
+                _include(_KEY, False)
+        if link.in_engine:
+            _tell_engine()
+
+
+def _unlink(link: _Link) -> None:
+    """Take one out that is left before one that was entered after it."""
+    inner = _thread.innermost
+    while inner is not None and inner.outer is not link:
+        inner = inner.outer
+    if inner is not None:
+        inner.outer = link.outer
+
+
+def _tell_engine() -> None:
+    """Let the threads of a backward pass that is called from here find those who listen there, too."""
+    links, link = [], _thread.innermost
+    while link is not None:
+        if link.in_engine:
+            links.append(link)
+        link = link.outer
+    chain: _Link | None = None
+    for link in reversed(links):
+        chain = _Link(link.hear, chain, True)
+    if chain is not None or torch._C._is_key_in_tls(_IN_ENGINE):
+        torch._C._stash_obj_in_tls(_IN_ENGINE, chain)
 
 
 def listening(
-    ear: Ear, views: Callable[[], Iterable[str]], doubt: Callable[[list[torch.Tensor]], None] | None = None
+    ear: Ear,
+    views: Callable[[], Iterable[str]],
+    doubt: Callable[[list[torch.Tensor]], None] | None = None,
+    *,
+    in_engine: bool = False,
+    as_mode: bool = False,
 ) -> Any:
     """A context: inside, `ear` is called for every operator of this thread, below autograd, and has to run it.
 
     Operators that are among `views` may or may not be heard, and after its `rest()` none is. What `ear` itself runs is
-    not. If somebody between `ear` and the kernels did something else than `ear` asked for, `doubt` gets the tensors
-    that he may have changed.
+    not, but by those who listened before. If somebody between `ear` and the kernels did something else than `ear` asked
+    for, `doubt` gets the tensors that he may have changed. With `in_engine`, the autograd engine's own threads are
+    listened to as well, where an accelerator's backward passes run. Fake tensors are heard `as_mode` only.
     """
     if not _libraries:
         _register(views())
-    if len(_libraries) == 1:
+    if len(_libraries) == 1 or as_mode:
         return _Mode(ear)
     if _modes() == 0:
-        return _Key(ear) if _thread.ear is None else _Mode(ear)
+        return _OnKey(ear, in_engine=in_engine)
     modes = _get_current_dispatch_mode_stack()
     own = all(isinstance(mode, DispatchMode) for mode in modes) or any(isinstance(m, FakeTensorMode) for m in modes)
     return _Mode(ear) if own or doubt is None else _CheckedMode(ear, doubt)
@@ -218,12 +279,40 @@ def unseen() -> Any:
 
 
 def _heard(op: Any, /, *args: Any, **kwargs: Any) -> Any:
-    ear = _thread.ear
+    link = _thread.innermost
+    if link is None or _is_excluded(_PYTHON):
+        return _heard_elsewhere(op, args, kwargs)
+    outer = link.outer
+    if outer is None:  # what it runs, nobody hears
+        try:
+            _exclude(_KEY, True)
+            return link.hear(op, args, kwargs)
+        finally:
+            _exclude(_KEY, False)
+    try:
+        _thread.innermost = outer
+        return link.hear(op, args, kwargs)
+    finally:
+        _thread.innermost = link
+
+
+def _heard_elsewhere(op: Any, args: Any, kwargs: Any) -> Any:
+    """In a thread that the autograd engine has started from one that listens.
+
+    Or where `Python` is switched off: there a fake tensor or another subclass asks kernels how they behave, which is no
+    operation of the forward.
+    """
+    if not _is_excluded(_PYTHON) and torch._C._is_key_in_tls(_IN_ENGINE):
+        link = torch._C._get_obj_in_tls(_IN_ENGINE)
+        if link is not None:
+            try:
+                _thread.innermost = link
+                return _heard(op, *args, **kwargs)
+            finally:
+                _thread.innermost = None
     try:
         _exclude(_KEY, True)
-        # None in a thread that the autograd engine started from one that listens. And where `Python` is switched off,
-        # a fake tensor or another subclass asks kernels how they behave: that is no operation of the forward.
-        return op(*args, **kwargs) if ear is None or _is_excluded(_PYTHON) else ear(op, args, kwargs)
+        return op(*args, **kwargs)
     finally:
         _exclude(_KEY, False)
 
@@ -277,7 +366,7 @@ def _register(views: Iterable[str]) -> None:
             namespace, _, name = full.partition("::")
             if namespace not in namespaces:
                 namespaces[namespace] = library(namespace, "IMPL")
-            passes = full in _views
+            passes = full in _views and full not in _HEARD_VIEWS
             kernel = torch.library.fallthrough_kernel if passes else _kernel(namespace, name)
             if kernel is not None:
                 namespaces[namespace].impl(name, kernel, _NAME, with_keyset=_ABOVE_MODES and not passes)
@@ -367,6 +456,18 @@ push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # those of `s
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
+# Whether there is a mode, as torch's own `__enter__` and `__exit__` note it for torch.compile (torch
+# 2.13, torch/utils/_python_dispatch.py); earlier versions have fewer.
+_MODE_FLAGS = [
+    name
+    for name in (
+        "_is_in_torch_dispatch_mode",
+        "_is_in_non_infra_torch_dispatch_mode",
+        "_is_in_any_mode_without_ignore_compile_internals",
+    )
+    if hasattr(_python_dispatch, name)
+]
+
 # Each is called when a `ThreadState` is made, and gives the function that takes back what was set since.
 thread_settings: list[Callable[[], Callable[[], None]]] = []
 
@@ -381,8 +482,9 @@ class ThreadState:
     def __init__(self) -> None:
         self._gradients, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._hooks, self._modes = _top_hooks(False), _modes()
-        self._ear, self._excluded = _thread.ear, _is_excluded(_KEY)
+        self._listener, self._excluded = _thread.innermost, _is_excluded(_KEY)
         self._others = [setting() for setting in thread_settings]
+        self._flags = {name: getattr(_python_dispatch, name) for name in _MODE_FLAGS}
 
     def restore(self) -> None:
         """Make it as it was."""
@@ -394,9 +496,11 @@ class ThreadState:
             pop_hooks()
         while _modes() > self._modes:
             torch._C._pop_torch_dispatch_stack(None)
-        if _thread.ear is not self._ear:
-            _include(_KEY, self._ear is not None)
-            _thread.ear = self._ear
+        vars(_python_dispatch).update(self._flags)
+        if _thread.innermost is not self._listener:
+            _include(_KEY, self._listener is not None)
+            _thread.innermost = self._listener
+            _tell_engine()
         if _is_excluded(_KEY) != self._excluded:
             _exclude(_KEY, self._excluded)
 

@@ -1,7 +1,8 @@
-"""Accelerators by name, for `estimate`: memory, bandwidth and arithmetic, from their makers' public data sheets.
+"""Accelerators by name, for `estimate`: memory, bandwidth and arithmetic, as their makers publish them.
 
-Rates are those of dense matrices (no structured sparsity), with sums in float32 where the sheet says so. Memory is what
-the device's driver reports, to a GiB; the driver's own context and libraries take some hundred MiB of it.
+None of these was measured here. Rates are nominal ones of dense matrices (no structured sparsity). Memory is a whole
+number of GiB that the driver leaves, rounded down, so that an estimate errs on the safe side; contexts and libraries
+take some hundred MiB of it. For a board that differs pass a `Hardware` of your own.
 """
 
 from __future__ import annotations
@@ -39,36 +40,36 @@ MACHINES: dict[str, Machine] = {
     "h100-80gb": Machine(79, 3.35, 67, 989, _PCIE5),
     "h100-pcie-80gb": Machine(79, 2.0, 51, 756, _PCIE5),
     "h100-nvl-94gb": Machine(93, 3.9, 60, 835, _PCIE5),
-    "a100-80gb": Machine(80, 2.039, 19.5, 312),
-    "a100-pcie-80gb": Machine(80, 1.935, 19.5, 312),
-    "a100-40gb": Machine(40, 1.555, 19.5, 312),
-    "a40": Machine(45, 0.696, 37.4, 150),
-    "a30": Machine(24, 0.933, 10.3, 165),
-    "a10": Machine(23, 0.6, 31.2, 125),
-    "a2": Machine(15, 0.2, 4.5, 18),
-    "l40s": Machine(45, 0.864, 91.6, 362),
-    "l40": Machine(45, 0.864, 90.5, 181),
-    "l4": Machine(23, 0.3, 30.3, 121),
-    "v100-32gb": Machine(32, 0.9, 15.7, 125, _PCIE3, has_bfloat16=False),
-    "v100-16gb": Machine(16, 0.9, 15.7, 125, _PCIE3, has_bfloat16=False),
-    "t4": Machine(15, 0.32, 8.1, 65, _PCIE3, has_bfloat16=False),
-    "p100-16gb": Machine(16, 0.732, 9.3, 18.7, _PCIE3, has_bfloat16=False),
+    "a100-80gb": Machine(79, 2.039, 19.5, 312),
+    "a100-pcie-80gb": Machine(79, 1.935, 19.5, 312),
+    "a100-40gb": Machine(39, 1.555, 19.5, 312),
+    "a40": Machine(44, 0.696, 37.4, 150),
+    "a30": Machine(23, 0.933, 10.3, 165),
+    "a10": Machine(22, 0.6, 31.2, 125),
+    "a2": Machine(14, 0.2, 4.5, 18),
+    "l40s": Machine(44, 0.864, 91.6, 362),
+    "l40": Machine(44, 0.864, 90.5, 181),
+    "l4": Machine(22, 0.3, 30.3, 121),
+    "v100-32gb": Machine(31, 0.9, 15.7, 125, _PCIE3, has_bfloat16=False),
+    "v100-16gb": Machine(15, 0.9, 15.7, 125, _PCIE3, has_bfloat16=False),
+    "t4": Machine(14, 0.32, 8.1, 65, _PCIE3, has_bfloat16=False),
+    "p100-16gb": Machine(15, 0.732, 9.3, 18.7, _PCIE3, has_bfloat16=False),
     # NVIDIA, for desks
-    "rtx-6000-ada": Machine(48, 0.96, 91.1, 364),
-    "rtx-a6000": Machine(48, 0.768, 38.7, 155),
-    "rtx-5090": Machine(32, 1.792, 104.8, 209, _PCIE5),
-    "rtx-4090": Machine(24, 1.008, 82.6, 165),
-    "rtx-4080": Machine(16, 0.717, 48.7, 97),
-    "rtx-3090": Machine(24, 0.936, 35.6, 71),
-    "rtx-3060-12gb": Machine(12, 0.36, 12.7, 25),
-    "rtx-2080-ti": Machine(11, 0.616, 13.4, 54, _PCIE3, has_bfloat16=False),
+    "rtx-6000-ada": Machine(47, 0.96, 91.1, 364),
+    "rtx-a6000": Machine(47, 0.768, 38.7, 155),
+    "rtx-5090": Machine(31, 1.792, 104.8, 209, _PCIE5),
+    "rtx-4090": Machine(23, 1.008, 82.6, 165),
+    "rtx-4080": Machine(15, 0.717, 48.7, 97),
+    "rtx-3090": Machine(23, 0.936, 35.6, 71),
+    "rtx-3060-12gb": Machine(11, 0.36, 12.7, 25),
+    "rtx-2080-ti": Machine(10, 0.616, 13.4, 54, _PCIE3, has_bfloat16=False),
     # AMD
-    "mi325x": Machine(256, 6.0, 163.4, 1307, _PCIE5),
-    "mi300x": Machine(192, 5.3, 163.4, 1307, _PCIE5),
-    "mi250x": Machine(64, 1.638, 23.9, 191),  # one of its two dies, which torch sees as a device of its own
-    "mi210": Machine(64, 1.638, 22.6, 181),
-    "mi100": Machine(32, 1.229, 23.1, 92),
-    "rx-7900-xtx": Machine(24, 0.96, 61.4, 123),
+    "mi325x": Machine(255, 6.0, 163.4, 1307, _PCIE5),
+    "mi300x": Machine(191, 5.3, 163.4, 1307, _PCIE5),
+    "mi250x": Machine(63, 1.638, 23.9, 191),  # one of its two dies, which torch sees as a device of its own
+    "mi210": Machine(63, 1.638, 22.6, 181),
+    "mi100": Machine(31, 1.229, 23.1, 92),
+    "rx-7900-xtx": Machine(23, 0.96, 61.4, 123),
     # Intel
     "gaudi3": Machine(128, 3.7, 229, 1835, _PCIE5),
     "gaudi2": Machine(96, 2.45, 27, 432),

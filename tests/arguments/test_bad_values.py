@@ -37,7 +37,7 @@ RESULTS = {
 }
 ENGINE = re.compile(
     r"AccumulationContext\.(?!register_tensor$)|CheckpointScope\.note_|CheckpointNode\.of$|Plan\.(later|taking)$|"
-    r"Profile\.at$|GradientAccumulationValidator\.incompatibility$|Strategy\.|"
+    r"Profile\.(at|in_tiles)$|Meter\.hear$|TiledModel\.add_modules$|GradientAccumulationValidator\.incompatibility$|Strategy\.|"
     r"\w+\.(is_complete|progress|expected_weight|observe|end_window)$"
 )
 # A number in the first place is the number of steps.

@@ -186,13 +186,13 @@ def test_time_for_plans_is_a_share_of_the_time_trained(monkeypatch: pytest.Monke
     now = [0.0]
     monkeypatch.setattr("gradfit.fitting.families.time.perf_counter", lambda: now[0])
     spent = PlanningTime(0.1)
-    assert spent.is_left
+    before = spent.is_left
     with spent.training():
         now[0] += 5
         with spent.planning():
             now[0] += 1
     assert (spent.training_seconds, spent.planning_seconds) == (5, 1)
-    assert not spent.is_left
+    after = spent.is_left
     with spent.training():
         now[0] += 5
-    assert spent.is_left
+    assert (before, after, spent.is_left) == (True, False, True)

@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 
 import gradfit as gf
-from gradfit.fitting import other_trainers as passes
+from gradfit.fitting import recovery
 from gradfit.integrations.transformers import FitTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
@@ -111,7 +111,7 @@ def test_the_smallest_budget_is_held_by_its_plan(tmp_path: Path, monkeypatch: py
 
     with pytest.raises(gf.BudgetInfeasible) as refused:
         trainer(10_000).train()
-    monkeypatch.setattr(passes, "Online", None)
+    monkeypatch.setattr(recovery, "WithinLimit", None)
     ours = trainer(refused.value.min_bytes)
     ours.train()
     assert peak_of(ours) <= refused.value.min_bytes

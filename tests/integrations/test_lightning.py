@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradfit as gf
-from gradfit.fitting import other_trainers as passes
+from gradfit.fitting import recovery
 from gradfit.integrations.lightning import Fit
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -97,7 +97,7 @@ def test_the_smallest_budget_is_held_by_its_plan(
     with pytest.raises(gf.BudgetInfeasible) as refused:
         train(Module(), tmp_path, [Fit("10 KiB")], **options)
     least = refused.value.min_bytes
-    monkeypatch.setattr(passes, "Online", None)  # what the forward logs is no reason to leave the plan
+    monkeypatch.setattr(recovery, "WithinLimit", None)  # what the forward logs is no reason to leave the plan
     plain, ours, after = Module(), Module(), Peak()
     train(plain, tmp_path, [], **options)
     train(ours, tmp_path, [after, Fit(least)], **options)

@@ -15,24 +15,25 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import gradfit as gf
 from gradfit._torch import schema_of, storage_key
-from gradfit._torch_listen import DispatchMode
+from gradfit._torch_listen import _thread
 from gradfit.batches.snapshot import untouched
 from gradfit.profiling.meter import tensors_in
 from gradfit.profiling.optimizer_bytes import optimizer_cost
 from gradfit.profiling.trace import Trace
+from gradfit.tape.listener import OperationListener
 from gradfit.tape.mask import MASK
 from gradfit.tree import leaves, map_tensors
 
 
-class Log(DispatchMode):
+class Log(OperationListener):
     """The names of the operations that compute something; it knows them by their schemas alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
         aliases = [argument.alias_info for argument in schema_of(func).arguments if argument.alias_info is not None]
         is_view = aliases and not any(alias.is_write for alias in aliases)
         if not is_view and isinstance(out, torch.Tensor | tuple | list) and "_unsafe_view" not in str(func):
@@ -247,6 +248,16 @@ def test_with_a_budget_only_what_surely_fits_is_run() -> None:
     assert part.saved_bytes(1024) == whole.saved_bytes(1024)
 
 
+def is_traced() -> bool:
+    """Whether a trace is among those who listen; meters listen, too."""
+    link = _thread.innermost
+    while link is not None:
+        if isinstance(getattr(link.hear, "__self__", None), Trace):
+            return True
+        link = link.outer
+    return False
+
+
 class Watched:
     """A loss that counts the passes of each size that are watched."""
 
@@ -255,8 +266,7 @@ class Watched:
         self._fails_at = fails_at  # so many rows, when they are watched again
 
     def __call__(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-        watched = any(isinstance(mode, Trace) for mode in modes)
+        watched = is_traced()
         self.passes[len(batch)] += watched
         if watched and len(batch) == self._fails_at and self.passes[len(batch)] > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB.")

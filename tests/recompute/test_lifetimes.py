@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import gradfit as gf
+from gradfit.choices import HOLD
 from gradfit.tape.graph import Handle, Operation, Segment, Value
-from gradfit.tape.policy import HOLD
+from gradfit.tape.policy import Decision
 from gradfit.tape.record import Recorder
 
 
@@ -101,8 +102,8 @@ def test_an_input_written_to_later_makes_no_cycle() -> None:
 @pytest.mark.parametrize("kind", ["drop", "hold", "keep"])
 def test_an_output_saved_by_its_own_node_makes_no_cycle(kind: str) -> None:
     class Holding:
-        def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int]:
-            return [HOLD] * len(results)
+        def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
+            return Decision((HOLD,) * len(results))
 
     before = objects_of_the_tape()
     x = torch.randn(4, requires_grad=True)

@@ -13,7 +13,7 @@ from torch.nn.modules.module import _global_forward_pre_hooks
 import gradfit as gf
 from gradfit.tree import leaves
 
-sys.path.append(str(Path(__file__).parents[1] / "train"))
+sys.path.append(str(Path(__file__).parents[1] / "fitting"))
 from train_models import MODELS, make
 
 MB = 1024 * 1024

@@ -28,7 +28,7 @@ def left_over() -> list[str]:
     found = {
         "included": torch._C._dispatch_tls_is_dispatch_key_included(_KEY),
         "excluded": torch._C._dispatch_tls_is_dispatch_key_excluded(_KEY),
-        "ear": _thread.ear is not None,
+        "ear": _thread.innermost is not None,
         "modes": torch._C._len_torch_dispatch_stack() > 0,
         "scope": inside_scope(),
         "recordings": bool(process._recordings),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from tape_programs import CONTROL, NAMES, OPERATIONS, Instruction, Run, run
 from torch.autograd.graph import saved_tensors_hooks
 
 import gradfit as gf
+from gradfit.choices import HOLD, KEEP, REBUILD, Choice
 from gradfit.tape.graph import Segment
-from gradfit.tape.policy import DROP, HOLD, KEEP, KEPT
+from gradfit.tape.policy import ALL_KEPT, Decision
 from gradfit.tape.record import Recorder
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, about what random programs do
@@ -25,7 +27,7 @@ instructions = st.tuples(
     st.one_of(st.sampled_from(NAMES), st.sampled_from(NAMES + list(CONTROL))), numbers, numbers, numbers
 )
 programs = st.lists(instructions, min_size=2, max_size=24)
-Choice = tuple[str, int]
+Way = tuple[str, int]
 KINDS = ["scopes", "one scope", "keep", "policy", "hold", "kept unheard", "tail"]
 choices = st.tuples(st.sampled_from(KINDS), st.integers(0, 10_000))
 
@@ -33,12 +35,24 @@ choices = st.tuples(st.sampled_from(KINDS), st.integers(0, 10_000))
 class RandomPolicy:
     """Draws for every result whether it is dropped, kept or held."""
 
-    def __init__(self, seed: int, among: list[int]) -> None:
+    def __init__(self, seed: int, among: list[Choice]) -> None:
         self.random = random.Random(seed)
         self.among = among
 
-    def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int]:
-        return [self.random.choice(self.among) for _ in results]
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
+        return Decision(tuple(self.random.choice(self.among) for _ in results))
+
+
+class PartialPolicy(RandomPolicy):
+    """Keeps all results of every other operation."""
+
+    def __init__(self, seed: int, recorder: Partial) -> None:
+        super().__init__(seed, [REBUILD, KEEP])
+        self.recorder = weakref.proxy(recorder)
+
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
+        self.recorder.pass_one()
+        return ALL_KEPT if self.random.random() < 0.5 else super().decide(func, results, *call)
 
 
 class Partial(Recorder):
@@ -48,18 +62,17 @@ class Partial(Recorder):
     """
 
     def __init__(self, seed: int, *, rests: bool) -> None:
-        super().__init__(Segment(None), RandomPolicy(seed, [DROP, KEEP]))
-        self.draw, self.decide = random.Random(seed), self.skip
-        self.left = self.draw.randrange(30) if rests else 1000
-        self.saves = self.draw.randrange(20)
+        super().__init__(Segment(None), PartialPolicy(seed, self))
+        draw = random.Random(seed)
+        self.left = draw.randrange(30) if rests else 1000
+        self.saves = draw.randrange(20)
         self.lost = False
 
-    def skip(self, func: Any, out: Any) -> list[int] | None:
+    def pass_one(self) -> None:
         self.left -= 1
         if not self.left:
             self._listening.rest()
             self.saving = self.see
-        return KEPT if self.draw.random() < 0.5 else None
 
     def see(self, tensor: torch.Tensor) -> None:
         self.saves -= 1
@@ -75,7 +88,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
-def replay(program: list[Instruction], dtype: torch.dtype, choice: Choice, **options: Any) -> Run:
+def replay(program: list[Instruction], dtype: torch.dtype, choice: Way, **options: Any) -> Run:
     kind, seed = choice
     draw = random.Random(seed)
     keep = (lambda op, output: draw.random() < 0.4) if kind == "keep" else None
@@ -87,7 +100,7 @@ def replay(program: list[Instruction], dtype: torch.dtype, choice: Choice, **opt
     if kind in ("one scope", "keep"):
         whole = gf.CheckpointScope("whole", keep=keep)
     elif kind == "policy":
-        whole = Recorder(Segment(None), RandomPolicy(seed, [DROP, KEEP, HOLD]))
+        whole = Recorder(Segment(None), RandomPolicy(seed, [REBUILD, KEEP, HOLD]))
     elif kind == "hold":
         whole = Recorder(Segment(None), RandomPolicy(seed, [HOLD]))
     elif kind in ("kept unheard", "tail"):
@@ -98,7 +111,7 @@ def replay(program: list[Instruction], dtype: torch.dtype, choice: Choice, **opt
     return ours
 
 
-def check(program: list[Instruction], dtype: torch.dtype, choice: Choice, **options: Any) -> None:
+def check(program: list[Instruction], dtype: torch.dtype, choice: Way, **options: Any) -> None:
     plain = run(program, dtype, lambda: torch.enable_grad(), lambda t: t, **options)
     ours = replay(program, dtype, choice, **options)
     assert ours.skipped == plain.skipped
@@ -136,7 +149,7 @@ def _property(count: int) -> Any:
 
 
 @_property(300)
-def test_random_programs(program: list[Instruction], dtype: torch.dtype, choice: Choice, twice: bool) -> None:
+def test_random_programs(program: list[Instruction], dtype: torch.dtype, choice: Way, twice: bool) -> None:
     check(program, dtype, choice, twice=twice)
 
 
@@ -152,7 +165,7 @@ def test_a_slice_of_a_result_that_is_written_to() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @_property(3000)
-def test_many_random_programs(program: list[Instruction], dtype: torch.dtype, choice: Choice, twice: bool) -> None:
+def test_many_random_programs(program: list[Instruction], dtype: torch.dtype, choice: Way, twice: bool) -> None:
     check(program, dtype, choice, twice=twice)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import runpy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,6 +153,10 @@ def test_a_plan_with_tiles_is_saved_and_taken_up() -> None:
     again(tokens)
     for name, value in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], value)
+
+
+def test_the_example_runs() -> None:
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "long_sequences.py"), run_name="__main__")
 
 
 def test_tiles_say_what_they_are() -> None:

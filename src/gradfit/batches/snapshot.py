@@ -155,6 +155,13 @@ class Snapshot:
         for holder, _ in self._gradients:
             holder.grad = None
 
+    def add_gradients(self) -> None:
+        """Add the gradients that were there then to those that are there now."""
+        with torch.no_grad():
+            for holder, gradient in self._gradients:
+                if gradient is not None:
+                    holder.grad = gradient if holder.grad is None else gradient + holder.grad
+
     def restore(self, *, thread: bool = True) -> None:
         """Make everything as it was.
 

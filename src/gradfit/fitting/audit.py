@@ -17,13 +17,13 @@ from gradfit import records
 from gradfit._torch_listen import unseen
 from gradfit.arguments import check_arguments, read_callable, read_instance
 from gradfit.batches.additivity import batch_norms
+from gradfit.batches.runner import LossFunction, count_rows, run_part
 from gradfit.batches.snapshot import Snapshot, generator_states, trials_end, untouched
 from gradfit.errors import MisuseError
 from gradfit.fitting.audit_digests import Digests, as_bytes
 from gradfit.fitting.batch_norms import batch_norm_note
 from gradfit.fitting.full_batch import FullBatchError, compare_with_full_batch
 from gradfit.planning.plan import Plan
-from gradfit.profiling.measure import LossFunction, check_batch, run_loss
 from gradfit.recompute.planned import Script, recording
 from gradfit.recompute.scope import suspended
 from gradfit.tape.graph import Handle, Operation, Segment
@@ -203,7 +203,7 @@ def _parts(batch: Any, plan: Plan | None, split: Callable[[Any, int], Iterable[A
     first = next(leaves(batch), None)
     if plan is None and split is None and (first is None or not first.dim()):
         return [batch], 1  # of a function of scalars
-    rows = check_batch(batch, split)
+    rows = count_rows(batch, split)
     if plan is None or plan.micro_batch >= rows:
         return [batch], rows
     return list((split or split_batch)(batch, plan.micro_batch)), plan.micro_batch
@@ -222,7 +222,7 @@ def _run(
     found: Results = {}
     for number, part in enumerate(parts):
         with around() if around is not None else contextlib.nullcontext():
-            loss, _ = run_loss(loss_fn, model, part)
+            loss = run_part(loss_fn, model, part).loss
         found["output", f"loss of micro-batch {number}"] = loss.detach().clone()
         torch.autograd.backward(loss)
         del loss

@@ -7,20 +7,22 @@ from typing import Any
 
 import torch
 
-from gradfit._torch_listen import DispatchMode, unseen
+from gradfit._torch_listen import unseen
+from gradfit.tape.listener import OperationListener
 from gradfit.tape.ops import info_of
 from gradfit.tape.storage import flatten
 
 
-class Digests(DispatchMode):
+class Digests(OperationListener):
     """Notes name, shape and digest of every result while it is entered."""
 
     def __init__(self) -> None:
         super().__init__()
         self._noted: list[tuple[str, bytes]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, and note what it returns."""
+        out = func(*args, **kwargs)
         if not info_of(func).uninitialised:
             with unseen():
                 for tensor in flatten([out]):

@@ -12,12 +12,12 @@ import torch
 
 from gradfit import records
 from gradfit.arguments import check_arguments
+from gradfit.batches.runner import LossFunction, count_rows
 from gradfit.errors import BudgetInfeasible, UnsupportedOp
 from gradfit.machines import find_machine
 from gradfit.planning.api import plain_plan, plan
 from gradfit.planning.plan import Plan
 from gradfit.planning.simulate import KEEP, REBUILD, Simulation, simulate
-from gradfit.profiling.measure import LossFunction, check_batch
 from gradfit.profiling.measure import profile as make_profile
 from gradfit.profiling.profile import Hardware, Profile
 from gradfit.profiling.step_graph import Graph
@@ -149,13 +149,13 @@ def estimate(
     (True, 8398848)
     """
     check_arguments(model, loss_fn, split=split)
-    check_batch(batch, split, "batch", fake=True)
+    count_rows(batch, split, "batch", fake=True)
     machine = find_machine(hardware, _dtype_of(model))
     try:
         found = make_profile(model, loss_fn, batch, optimizer, fake=True, hardware=machine, split=split)
     except UnsupportedOp as error:
         raise UnsupportedOp(f"A step with this batch cannot be followed on shapes: {error}") from error
-    rows = check_batch(batch, split, "batch", fake=True)
+    rows = count_rows(batch, split, "batch", fake=True)
     graph = found.at(rows, accumulates=False)
     result = simulate(graph, [KEEP if keepable else REBUILD for keepable in graph.keepable])
     plain = plain_plan(found, memory=NO_BUDGET, batch_size=rows, micro_batch=rows)

@@ -75,13 +75,17 @@ def _at(known: Fitted, shape: Shape, limit_bytes: int) -> Fitted | None:
     growing = max(1, known.tested_bytes - fixed)
     room = _ROOM * limit_bytes - fixed
     if not plan.keeps_everything:
-        return dataclasses.replace(known, shape=shape, seen=False, by_size=True) if size <= known.slack else None
+        return (
+            dataclasses.replace(known, shape=shape, seen=False, seen_bytes=0, by_size=True)
+            if size <= known.slack
+            else None
+        )
     kept = min(growing, plan.kept_bytes)
     most = (room - (growing - kept) * size**2) / max(1, kept)
     if most < size or known.saved_bytes is None:  # it grows at least as the batch does
         return None
     saved = int(known.saved_bytes + kept * (most - 1))
-    return dataclasses.replace(known, shape=shape, saved_bytes=saved, slack=1.0, seen=False, by_size=True)
+    return dataclasses.replace(known, shape=shape, saved_bytes=saved, slack=1.0, seen=False, seen_bytes=0, by_size=True)
 
 
 def _fixed_bytes(fitted: Fitted) -> int:

@@ -19,6 +19,7 @@ from gradfit.arguments import (
     read_number,
 )
 from gradfit.batches.additivity_record import Additivity
+from gradfit.batches.runner import LossFunction, count_rows
 from gradfit.batches.snapshot import trials_end
 from gradfit.distributed.same_model import require_same_model, require_same_update
 from gradfit.distributed.shared_window import Together
@@ -29,7 +30,7 @@ from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.tested_plan import Fitted
 from gradfit.fitting.train_step import TrainStep
 from gradfit.fitting.trained_optimizer import check_members, unwrap_optimizer
-from gradfit.profiling.measure import LossFunction, check_batch, check_model
+from gradfit.profiling.measure import check_model
 
 
 def fit(
@@ -105,7 +106,7 @@ def fit(
     known = [read_instance(one, "known", Fitted, "step.known") for one in read_list(known, "known", "step.known")]
     given, optimizer = optimizer, unwrap_optimizer(optimizer)
     budget = read_budget(memory, model, optimizer)
-    rows = check_batch(sample_batch, split, "sample_batch")
+    rows = count_rows(sample_batch, split, "sample_batch")
     if batch_size is None:
         batch_size = rows
     batch_size = read_count(batch_size, "batch_size")

@@ -11,12 +11,12 @@ import torch
 
 from gradfit._torch import is_out_of_memory
 from gradfit.batches.additivity import measure_additivity
+from gradfit.batches.runner import LossFunction, count_rows, run_part
 from gradfit.batches.shares import PartCounter
 from gradfit.batches.snapshot import Generators, trials_end, untouched
 from gradfit.batches.weights import BatchWeights, may_count
 from gradfit.errors import MisuseError
 from gradfit.fitting.same_draws import CannotShare, WholeDraws
-from gradfit.profiling.measure import LossFunction, check_batch, run_part
 
 _WEIGHTED_BY = {"rows": "rows", "items": "items", "divisor": "items", "terms": "items", "sum": "sum"}
 Gradients = list[torch.Tensor | None]
@@ -73,13 +73,13 @@ def compare_with_full_batch(
         with trials_end(), untouched(model):
             additivity = measure_additivity(model, loss_fn, batch, split=split, rewind=Generators().restore)
         weighted_by = _WEIGHTED_BY.get(additivity.over or "", "rows")
-        whole, draws = _whole_gradients(model, parameters, loss_fn, batch, check_batch(batch, split))
+        whole, draws = _whole_gradients(model, parameters, loss_fn, batch, count_rows(batch, split))
         shares = None
         if may_count(additivity, len(parts)):
             with untouched(model):
                 shares = PartCounter(model, part_loss_fn or loss_fn, split, additivity.roles).shares(parts)
-        weights = BatchWeights(additivity, check_batch(batch, split), exact=False, shares=shares)
-        sized = [(part, check_batch(part, split)) for part in parts]
+        weights = BatchWeights(additivity, count_rows(batch, split), exact=False, shares=shares)
+        sized = [(part, count_rows(part, split)) for part in parts]
         added, by_rows = _added_gradients(model, parameters, part_loss_fn or loss_fn, sized, weights, draws)
         weighted_by = "items" if weighted_by == "rows" and not by_rows else weighted_by
         error = _relative_error(added, whole)

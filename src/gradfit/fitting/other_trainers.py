@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -12,16 +11,15 @@ import torch
 from gradfit.arguments import read_count
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.loss import PartLoss
-from gradfit.batches.shares import PartCounter, PartShare
-from gradfit.batches.snapshot import Snapshot, untouched
-from gradfit.batches.weights import BatchWeights, Weight, may_count
+from gradfit.batches.runner import LossFunction
+from gradfit.batches.snapshot import Snapshot
+from gradfit.batches.weights import BatchWeights, Weight
 from gradfit.fitting.cut_warning import warn_about_cutting
 from gradfit.fitting.plan_search import Planner
-from gradfit.fitting.tested_plan import Fitted, PartShape, part_shape
+from gradfit.fitting.recovery import Recovery
+from gradfit.fitting.tested_plan import Fitted
 from gradfit.planning.plan import Plan
-from gradfit.profiling.measure import LossFunction, check_model, run_part
-from gradfit.recompute.evict import Online
-from gradfit.recompute.planned import Diverged
+from gradfit.profiling.measure import check_model
 from gradfit.units import parse_bytes
 
 
@@ -51,7 +49,7 @@ class Passes:
         tile: bool = True,
     ) -> None:
         check_model(model)
-        self._model, self._optimizer, self._loss_fn, self._exact = model, optimizer, loss_fn, exact
+        self._model, self._exact = model, exact
         self._planner = Planner(
             model,
             optimizer,
@@ -63,64 +61,70 @@ class Passes:
             exact=exact,
             tile=tile,
         )
-        self._off_plan: set[PartShape] = set()  # parts that left their plan: what to drop is decided as it comes
+        self._recovery = Recovery(self._planner)
         self._has_warned = False
 
     def plan(self, batch: Any) -> Plan:
         """The plan for batches like this one; the first such batch is profiled and tried out, which leaves no trace."""
-        return self._fitted(batch).plan
+        return self._tested(batch, self._planner.runner.rows(batch)).plan
 
     @property
     def additivity(self) -> Additivity | None:
         """How the parts of a batch make the whole, as measured with the first plan; None before it."""
         return self._planner.additivity
 
-    def run(self, batch: Any, backward: Callable[[PartLoss, Weight], object]) -> None:
-        """Run the passes: `backward(loss, weight)` is called for each micro-batch.
+    def run(
+        self,
+        batch: Any,
+        backward: Callable[[PartLoss, Weight], object],
+        begin: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Run the passes of a batch, all of them or, if one fails for good, none.
+
+        If memory runs out they are begun anew, with a plan that takes less. Gradients that were there are set aside,
+        so that those of a failed attempt can be dropped, and added at the end.
+
+        Args:
+            batch: any number of rows.
+            backward: `backward(loss, weight)` is called for each micro-batch.
+            begin: called before the first of them, also when they are begun anew.
 
         Raises:
             MisuseError: The batch has no rows, or its parts are divided by numbers that do not go together.
         """
-        fitted = self._fitted(batch)
-        rows = self._planner.rows(batch)
-        parts = list(self._planner.parts(batch, fitted.plan.micro_batch))
-        weights = BatchWeights(self.additivity, rows, exact=self._exact, shares=self._count(fitted, parts))
-        for number, part in enumerate(parts):
-            with contextlib.ExitStack() as around:
-                found = self._forward(fitted, part, batch, around, first=not number)
-                found = weights.shared(found, number)
-                backward(found, weights.of(found))
-                del found
+        runner = self._planner.runner
+        rows = runner.rows(batch)
+        tested = self._tested(batch, rows)
+        before = Snapshot(self._model)
 
-    def _count(self, fitted: Fitted, parts: list[Any]) -> list[PartShare] | None:
-        """Each part's share in the batch, where one weight for a part cannot be right. No pass is repeated here, so
-        that is found out before the first."""
-        additivity = self.additivity
-        if additivity is None or not may_count(additivity, len(parts)):
-            return None
-        with untouched(self._model):
-            return PartCounter(self._model, fitted.tiled(self._loss_fn), None, additivity.roles).shares(parts)
+        def attempt(tested: Fitted, _: int) -> None:
+            before.clear_gradients()
+            begin()
+            parts = runner.parts(batch, tested.plan.micro_batch, rows)
+            shares = self._recovery.count(tested, parts, before)
+            before.clear_gradients()
+            weights = BatchWeights(self.additivity, rows, exact=self._exact, shares=shares, may_repeat=shares is None)
+            for part in parts:
 
-    def _fitted(self, batch: Any) -> Fitted:
-        fitted = self._planner.fitted(batch, self._planner.rows(batch))
+                def weighed(found: PartLoss, position: int = part.position) -> None:
+                    found = weights.shared(found, position)
+                    backward(found, weights.of(found))
+
+                self._recovery.run(tested, part, batch, weighed, first=not part.position)
+
+        def take_back() -> bool:
+            before.restore()
+            return True
+
+        self._recovery.repeat(tested, batch, attempt, take_back)
+        before.add_gradients()
+
+    def _tested(self, batch: Any, rows: int) -> Fitted:
+        tested = self._planner.fitted(batch, rows)
         if not self._has_warned:
             self._has_warned = True
-            warn_about_cutting(fitted, self.additivity, exact=self._exact)
-        return fitted
-
-    def _forward(self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, *, first: bool) -> PartLoss:
-        rows = self._planner.rows(part)
-        if fitted.steady and not (self._off_plan and part_shape(part) in self._off_plan):
-            before = Snapshot(self._model)
-            try:
-                with fitted.following(first=first):
-                    return run_part(fitted.tiled(self._loss_fn), self._model, part, rows)
-            except Diverged:
-                self._off_plan.add(part_shape(part))
-            before.restore()  # the gradients are those of the parts before: no backward has begun
-        online = around.enter_context(Online(self._planner.limit_bytes, device=self._planner.device))
-        online.evictor.watch(self._model, self._optimizer, batch)
-        return run_part(fitted.tiled(self._loss_fn), self._model, part, rows)
+            warn_about_cutting(tested, self.additivity, exact=self._exact)
+        return tested
 
 
 class MeanInProgress:
@@ -134,11 +138,20 @@ class MeanInProgress:
         self._unit = 0.0  # the items that gradients are divided by until the end
         self._items = 0.0
         self._sum: torch.Tensor | float = 0.0
+        self._marked: tuple[float, float, torch.Tensor | float] = (0.0, 0.0, 0.0)
 
     @property
     def mean(self) -> torch.Tensor | float:
         """Of the losses so far; NaN if there were no items, as torch has it."""
         return self._sum / self._items if self._items else math.nan
+
+    def mark(self) -> None:
+        """A batch begins: `rewind` comes back to here."""
+        self._marked = self._unit, self._items, self._sum
+
+    def rewind(self) -> None:
+        """The batch that was begun at the mark is begun anew."""
+        self._unit, self._items, self._sum = self._marked
 
     def add(self, loss: torch.Tensor, weight: Weight, *, parts: float = 1.0) -> torch.Tensor | None:
         """Take in a part: what to call `backward` on; None for a part without items, which contributes nothing.

@@ -17,11 +17,13 @@ from gradfit._torch import is_out_of_memory
 from gradfit._torch_distributed import local_part
 from gradfit._torch_fsdp import drop_gradients, units_of
 from gradfit.batches.additivity_record import Additivity
+from gradfit.batches.runner import LossFunction, MicroBatchRunner, Part
 from gradfit.batches.snapshot import untouched
 from gradfit.devices import counted_device, devices_of, free_cached_memory, wait_for
 from gradfit.errors import BudgetInfeasible, MisuseError
 from gradfit.fitting.families import MOST_PLANS, PlanningTime, covering, grown, may_be_slow, with_slack
 from gradfit.fitting.fixed_cost import nominal
+from gradfit.fitting.modes import Planned, WithinLimit
 from gradfit.fitting.tested_plan import Fitted, Shape, covered, shape_of, smaller
 from gradfit.fitting.update_rollback import UpdateSnapshot
 from gradfit.planning.api import beginning_like, plain_plan, recomputing_plan
@@ -29,16 +31,15 @@ from gradfit.planning.api import plan as make_plan
 from gradfit.planning.microbatch import even
 from gradfit.planning.plan import Plan
 from gradfit.profiling.clock import seconds_now
-from gradfit.profiling.measure import LossFunction, additivity_within, check_batch, choose_tiles, profile, run_loss
+from gradfit.profiling.measure import additivity_within, choose_tiles, profile
 from gradfit.profiling.meter import meter
 from gradfit.profiling.profile import Profile
 from gradfit.profiling.tile_choices import TileChoices
-from gradfit.recompute.evict import Online
 from gradfit.recompute.offload import measure_bandwidth
 from gradfit.recompute.planned import Diverged, LooksAtData
 from gradfit.tiling.tile import with_tiles
 from gradfit.tiling.tiles import Tiles
-from gradfit.tree import repeat_rows, split_batch
+from gradfit.tree import repeat_rows
 from gradfit.units import format_bytes
 
 _TRIES = 5
@@ -94,10 +95,11 @@ class Planner:
         # A step holds copies of the buffers, to go back to, and a few numbers for the accumulator.
         self._own_bytes = sum(buffer.nbytes for buffer in model.buffers()) + _NUMBERS_BYTES
         self.limit_bytes = max(1, budget_bytes - reserved_bytes - self._own_bytes)
+        self.runner = MicroBatchRunner(model, loss_fn, split)
+        self.resident = (model, optimizer)  # whose tensors are there all the time
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self.device = counted_device(model)  # whose memory the budget is about
         self._devices = devices_of(model.parameters())
-        self.split = split
         self._offload = offload
         self._reproducible = reproducible
         self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
@@ -122,18 +124,18 @@ class Planner:
 
     def parts(self, batch: Any, micro_batch: int) -> Iterable[Any]:
         """The batch in micro-batches."""
-        return self.split(batch, micro_batch) if self.split is not None else split_batch(batch, micro_batch)
+        return self.runner.cut(batch, micro_batch)
 
     def rows(self, batch: Any) -> int:
         """How many rows the batch has."""
         if self._counted is not None and self._counted[0] is batch:
             return self._counted[1]
-        return check_batch(batch, self.split)
+        return self.runner.rows(batch)
 
     @contextlib.contextmanager
     def counted(self, batch: Any) -> Iterator[int]:
         """The rows of the batch, which inside are not counted again: `split=` has to cut it for that."""
-        rows = check_batch(batch, self.split)
+        rows = self.runner.rows(batch)
         self._counted = batch, rows
         try:
             yield rows
@@ -142,14 +144,16 @@ class Planner:
 
     def shape(self, batch: Any) -> Shape:
         """By which a batch's plans are found."""
-        return shape_of(batch, rows=self.split is not None)
+        return shape_of(batch, rows=self.runner.split is not None)
 
     def fitted(self, batch: Any, batch_size: int) -> Fitted:
         """A plan for batches of this shape: one made before for this shape or a larger one, or a new one."""
         shape = self.shape(batch)
         if self._fitted and self.additivity is None:  # plans from a version that did not measure it
             with untouched(self._model):
-                self.additivity = additivity_within(self._model, self._loss_fn, batch, self.split, self.limit_bytes)
+                self.additivity = additivity_within(
+                    self._model, self._loss_fn, batch, self.runner.split, self.limit_bytes
+                )
         serving = [known for known in self._fitted if self._holds(known)]
         larger = covering(serving, shape, batch_size)
         found = larger[0] if larger else None
@@ -302,7 +306,7 @@ class Planner:
     def _tile_choices(self, batch: Any) -> TileChoices:
         if units_of(self._model):
             return TileChoices()  # ranks would have to choose alike: their forwards wait for each other
-        return choose_tiles(self._model, self._loss_fn, batch, self.split)
+        return choose_tiles(self._model, self._loss_fn, batch, self.runner.split)
 
     def _with_tiles_named(self, error: BudgetInfeasible, batch: Any, batch_size: int) -> BudgetInfeasible:
         """What the smallest budget would be with tiles, if that is less."""
@@ -362,7 +366,7 @@ class Planner:
             self._optimizer,
             memory_bytes=self.limit_bytes,
             rows=rows,
-            split=self.split,
+            split=self.runner.split,
             host_bandwidth=bandwidth,
             additivity=self.additivity,
             tile=False,
@@ -426,8 +430,9 @@ class Planner:
         tried = self._try_out(made, batch)
         if tried is None:
             return self._fit_online(made, batch, limit_bytes)
-        least = max(tried.peak_bytes, found.measuring_bytes)
-        if least <= limit_bytes:
+        # Not less than what is planned for: below that, what the clock says could not choose among plans.
+        least = max(tried.peak_bytes, plan.peak_bytes, found.measuring_bytes)
+        if max(tried.peak_bytes, found.measuring_bytes) <= limit_bytes:
             return self._fastest([tried], batch)
         raise self._infeasible(plan, least, cut=found.splittable)
 
@@ -524,33 +529,32 @@ class Planner:
         waiting = max(0, found.optimizer_bytes - _state_bytes(self._optimizer))  # what its first step will allocate
         passes = update = saved = asked = 0
         looks = LooksAtData()
-        loss_fn = with_tiles(self._loss_fn, plan.tiles)
-        for cut in islice(self.parts(batch, plan.micro_batch), None if online_bytes is not None else 2):
-            part = repeat_rows(cut, plan.micro_batch) if self.split is None else cut
+        for cut in islice(self.runner.cut(batch, plan.micro_batch), None if online_bytes is not None else 2):
+            content = repeat_rows(cut, plan.micro_batch) if self.runner.split is None else cut
+            part = Part(0, plan.micro_batch, content)
             # A part is a view: it holds the whole batch it was cut from, which may still be less than a step's.
-            held = meter(part, device=self.device).current_bytes
+            held = meter(content, device=self.device).current_bytes
             rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - held)
-            with meter(self._model, self._optimizer, part, device=self.device) as live:
+            with meter(self._model, self._optimizer, content, device=self.device) as live:
                 if online_bytes is not None:
-                    self._run_online(loss_fn, part, online_bytes, beside=waiting + rest)
+                    self._run_online(made, part, online_bytes, beside=waiting + rest)
                 else:
-                    with made.following() as following, looks:
-                        loss, _ = run_loss(loss_fn, self._model, part)
-                    saved, asked = max(saved, following.tail.saved_bytes), max(asked, following.tail.asked)
+                    mode = Planned(made, inside=looks)
+                    loss = self.runner.forward(part, mode).loss
+                    tail = mode.followed.tail
+                    saved, asked = max(saved, tail.saved_bytes), max(asked, tail.asked)
                     torch.autograd.backward(loss)
-                    del loss
+                    del loss, mode
             passes = max(passes, live.peak_bytes + rest)
             update = live.current_bytes + rest + found.optimizer_burst_bytes
         peak = max(passes, update) + waiting
         return dataclasses.replace(made, peak_bytes=peak, saved_bytes=saved, asked=asked, looks=looks.found)
 
-    def _run_online(self, loss_fn: LossFunction, part: Any, limit_bytes: int, *, beside: int) -> None:
+    def _run_online(self, made: Fitted, part: Part, limit_bytes: int, *, beside: int) -> None:
         """Both passes of one micro-batch, evicting, where so many bytes are taken by what is not there yet."""
+        mode = WithinLimit(made, limit_bytes - beside, *self.resident, part.content, device=self.device)
         try:
-            with Online(limit_bytes - beside, device=self.device) as online:
-                online.evictor.watch(self._model, self._optimizer, part)
-                loss, _ = run_loss(loss_fn, self._model, part)
-                torch.autograd.backward(loss)
+            self.runner.run(part, mode, lambda found: torch.autograd.backward(found.loss))
         except BudgetInfeasible as refusal:
             raise _PastLimit(max(limit_bytes + 1, refusal.min_bytes + beside)) from refusal
 
@@ -560,7 +564,7 @@ class Planner:
         Plans with and without recomputation are too unlike for a prediction: one pays for recording and replaying, the
         other for more passes.
         """
-        parts = [next(iter(self.parts(batch, one.plan.micro_batch))) for one in ways]
+        parts = [next(iter(self.runner.cut(batch, one.plan.micro_batch))) for one in ways]
         with untouched(self._model):
             try:
                 return min(self._timed(list(zip(ways, parts, strict=True))), key=lambda one: one.plan.step_seconds)
@@ -616,7 +620,7 @@ class Planner:
                 times.append(self._pass_seconds(made, part))
         drop_gradients(self._model)
         for times, (made, part) in zip(taken, ways, strict=True):
-            seconds = statistics.median(times) * made.plan.batch_size / self.rows(part)
+            seconds = statistics.median(times) * made.plan.batch_size / self.runner.rows(part)
             yield dataclasses.replace(made, plan=made.plan.taking(seconds + made.profile.optimizer_seconds))
 
     def _pass_seconds(self, made: Fitted, part: Any) -> float:
@@ -625,8 +629,7 @@ class Planner:
         if alone:
             drop_gradients(self._model)
         started = seconds_now()
-        with made.following(first=alone):
-            loss, _ = run_loss(with_tiles(self._loss_fn, made.plan.tiles), self._model, part)
+        loss = self.runner.forward(Part(0, 0, part), Planned(made, first=alone)).loss
         torch.autograd.backward(loss)
         wait_for(self._devices)
         return seconds_now() - started

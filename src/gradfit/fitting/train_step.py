@@ -11,44 +11,40 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_fsdp import drop_gradients
-from gradfit._torch_listen import eager_functions, unseen
+from gradfit._torch_listen import unseen
 from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.accumulate.scaling import norm_on_device
 from gradfit.accumulate.step_result import StepResult
 from gradfit.arguments import read_callable, read_instance, read_mapping
-from gradfit.batches.late_weights import LateWeights, ZeroWeight
+from gradfit.batches.late_weights import LateWeights
 from gradfit.batches.loss import PartLoss
-from gradfit.batches.shares import PartCounter, PartShare
+from gradfit.batches.runner import LossFunction
 from gradfit.batches.snapshot import Snapshot, trials_end
 from gradfit.batches.totals import LossTotals, logs_of, means_of
-from gradfit.batches.weights import BatchWeights, CountFirst, UnreadableLoss, must_count
+from gradfit.batches.weights import BatchWeights
 from gradfit.devices import free_cached_memory
-from gradfit.errors import BudgetInfeasible, MisuseError, StateError
+from gradfit.errors import MisuseError, StateError
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.plan_state import read_plan, write_plan
-from gradfit.fitting.sequences import Sequences
+from gradfit.fitting.recovery import Recovery
 from gradfit.fitting.tested_plan import Fitted
 from gradfit.fitting.trained_optimizer import count_step
 from gradfit.fitting.update_rollback import UpdateSnapshot
 from gradfit.interrupts import uninterrupted
 from gradfit.not_copied import NotCopied
 from gradfit.planning.plan import Plan
-from gradfit.profiling.measure import LossFunction, run_part
 from gradfit.profiling.meter import Meter
 from gradfit.profiling.profile import Profile
-from gradfit.recompute.evict import Evictor, Online
-from gradfit.recompute.planned import Diverged
+from gradfit.recompute.evict import Evictor
 from gradfit.tree import leaves
 
-# Of what the plan needed, what it may need each time that memory runs out again. What a cap on the process, or a
-# neighbour on the device, leaves free is not known, so it soon becomes much less.
-_SHARES = (0.9, 0.9, 0.8, 0.7, 0.5)
 _VERSION = 1  # of the state's format
 
 
@@ -100,6 +96,16 @@ class Progress(NamedTuple):
 AfterMicroBatch = Callable[[Progress], object]
 
 
+class _Call(NamedTuple):
+    """One call of a step."""
+
+    batch: Any
+    rows: int
+    before: Snapshot
+    progress: Progress | None
+    after: AfterMicroBatch | None
+
+
 class TrainStep(NotCopied):
     """The step that `fit` returns: call it with a batch. `plan`, `profile` and `budget_bytes` say what it follows.
 
@@ -128,15 +134,10 @@ class TrainStep(NotCopied):
     ) -> None:
         self._given = given  # the optimizer as it was given to `fit`, perhaps inside of another library's wrapper
         self.model, self.optimizer, self.accumulator = model, optimizer, accumulator
-        self._loss_fn, self._planner, self._fitted = loss_fn, planner, fitted
+        self._planner, self._fitted = planner, fitted
         self._buffers: Mapping[str, torch.Tensor] = {}
-        self._eager = False  # compiled functions are run as they were written
-        self._sequences = Sequences(planner)
-        self._online = ""  # why a micro-batch of the step that runs did not follow a plan
-        self._reads_each = False  # each part's weight is read when it comes, also from a device
+        self._recovery = Recovery(planner, accumulator.rehearsal)
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
-        self._before: Snapshot | None = None  # what an attempt goes back to
-        self._counts_first = False  # the loss was seen to be divided by what may not be its items
 
     @property
     def plan(self) -> Plan:
@@ -235,47 +236,20 @@ class TrainStep(NotCopied):
         self._clear_gradients()
         with trials_end(), self.accumulator.rehearsal():  # a new shape is profiled and tried out
             fitted = self._fitted = self._planner.fitted(batch, rows)
-        before = self._before = self._snapshot()
-        self._sequences.begin()
-        self._online = ""
+        before = self._snapshot()
         if after_micro_batch is not None:
             self._buffers = before.buffers if progress is None else progress.buffers
-        self._reads_each = False
-        # An accelerator's allocator may say that memory has run out while a block that would do waits for an event, and
-        # the same step succeeds a moment later (https://github.com/pytorch/pytorch/issues/189504).
-        shares = list(_SHARES) if self._planner.device is None else [1.0, *_SHARES]
-        most = 1 + len(shares)
-        for attempt in range(1, most + 1):
-            self._changing = None
-            try:
-                with self._open_window():
-                    return self._attempt(batch, fitted, attempt, progress, after_micro_batch)
-            except BaseException as error:
-                if not self._take_back(before):
-                    raise  # interrupted when all was done
-                short = is_out_of_memory(error) or isinstance(error, BudgetInfeasible)
-                # Compiled functions say nothing of what they divided by: then they are run as they were written.
-                compiled = isinstance(error, UnreadableLoss) and not self._eager
-                self._eager = self._eager or compiled
-                outgrown = fitted.by_size and isinstance(error, BudgetInfeasible)
-                self._counts_first = self._counts_first or isinstance(error, CountFirst)
-                astray = isinstance(error, Diverged | ZeroWeight | CountFirst) or compiled
-                self._reads_each = isinstance(error, ZeroWeight)
-                if not (short or astray) or attempt == most:
-                    self.accumulator.ranks.failed(error)
-                    raise
-                failure: BaseException = error
-            # Outside of the handler: the traceback holds every tensor of the failed attempt.
-            _forget(failure)
-            del failure
-            share = shares.pop(0)
-            if astray or outgrown:
-                with trials_end(), self.accumulator.rehearsal():
-                    replan = self._planner.outgrown if outgrown else self._sequences.recover
-                    fitted = self._fitted = replan(fitted, batch)
-            elif share < 1.0:
-                fitted = self._fitted = self._planner.tighter(self._fitted, share)
-        raise AssertionError("unreachable")
+        call = _Call(batch, rows, before, progress, after_micro_batch)
+
+        def attempt(tested: Fitted, number: int) -> TrainResult:
+            self._fitted, self._changing = tested, None
+            with self._open_window():
+                return self._attempt(call, tested, number)
+
+        def take_back() -> bool:
+            return self._take_back(before)
+
+        return self._recovery.repeat(fitted, batch, attempt, take_back, self.accumulator.ranks.failed)
 
     def _snapshot(self) -> Snapshot:
         """What to go back to; copying the buffers may be what there is no memory for, until the cache is given back."""
@@ -346,73 +320,26 @@ class TrainStep(NotCopied):
             count_step(self._given)
         return (result, *means_of(self.accumulator.notes))
 
-    def _attempt(
-        self, batch: Any, fitted: Fitted, attempt: int, progress: Progress | None, after: AfterMicroBatch | None
-    ) -> TrainResult:
-        batch_bytes = sum(tensor.nbytes for tensor in leaves(batch))
+    def _attempt(self, call: _Call, fitted: Fitted, attempt: int) -> TrainResult:
+        batch_bytes = sum(tensor.nbytes for tensor in leaves(call.batch))
         if fitted.seen and fitted.steady and batch_bytes <= fitted.seen_bytes:
-            return self._update(batch, fitted, attempt, None, progress, after)
+            return self._update(call, fitted, attempt, None)
         whole = self._planner.has_optimizer_state(fitted)  # else it comes on top in the next step
         # What arithmetic has found may not even begin to pass the budget; later batches are little larger.
         first = fitted.by_size and not fitted.seen_bytes
         device, limit = self._planner.device, self._planner.limit_bytes
         watching = Evictor(limit, device=device) if first else Meter(device=device)
-        watching.watch(self.model, self.optimizer, batch)
+        watching.watch(self.model, self.optimizer, call.batch)
         with watching as live:
-            result = self._update(batch, fitted, attempt, live, progress, after)
+            result = self._update(call, fitted, attempt, live)
         peak = max(live.peak_bytes, fitted.peak_bytes) if fitted.seen else live.peak_bytes
         size = max(batch_bytes, fitted.seen_bytes)
         self._fitted = self._planner.replace(self._fitted, peak_bytes=peak, seen=whole, seen_bytes=size)
         return result
 
-    def _update(
-        self,
-        batch: Any,
-        fitted: Fitted,
-        attempt: int,
-        live: Meter | None,
-        progress: Progress | None,
-        after: AfterMicroBatch | None,
-    ) -> TrainResult:
-        accumulator, plan, planner = self.accumulator, fitted.plan, self._planner
-        rows = planner.rows(batch)
-        accumulator.accumulation_count = max(1, -(-rows // plan.micro_batch))
-        parts = list(planner.parts(batch, plan.micro_batch))
-        shares = self._count(fitted, parts, 0 if progress is None else progress.done)
-        weights = BatchWeights(
-            planner.additivity,
-            rows,
-            ranks=accumulator.ranks.size,
-            exact=planner.exact,
-            shares=shares,
-            may_repeat=shares is None,
-        )
-        done, totals = self._go_on(progress, plan) if progress is not None else (0, LossTotals())
-        late: LateWeights | None = None
-        for position, part in enumerate(parts):
-            if position < done:
-                continue
-            if after is not None and position > done:
-                sums = totals.read()
-                reached = Progress(
-                    position, plan.micro_batch, sums["loss"], sums["items"], logs_of(sums), buffers=self._buffers
-                )
-                with unseen():  # what a save copies is not the step's memory
-                    after(reached)
-            with contextlib.ExitStack() as around:
-                found = self._forward(fitted, part, batch, around, position, first=position == done)
-                found = weights.shared(found, position)
-                if position == done and after is None and shares is None and self._may_weigh_late(found.loss):
-                    late = LateWeights(weights, whole=rows <= plan.micro_batch)
-                if late is not None:
-                    accumulator.backward(*late.take(found))
-                else:
-                    weight = weights.of(found)
-                    totals.add(found, weight)
-                    accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
-                del found
-        if late is not None:
-            self._weigh(late, totals, whole=rows <= plan.micro_batch)
+    def _update(self, call: _Call, fitted: Fitted, attempt: int, live: Meter | None) -> TrainResult:
+        accumulator, planner = self.accumulator, self._planner
+        totals = self._run_parts(call, fitted)
         self._changing = UpdateSnapshot(self.model, self.optimizer, taken=fitted.copied)
         alone = accumulator.ranks.size == 1  # else it may have to wait for another rank
         # Without a copy to go back to, the optimizer is not interrupted.
@@ -428,25 +355,60 @@ class TrainStep(NotCopied):
             reason=result.reason,
             attempts=attempt,
             logs=logs,
-            online=self._online,
+            online=self._recovery.online,
         )
 
-    def _count(self, fitted: Fitted, parts: list[Any], first: int) -> list[PartShare] | None:
-        """Each part's share in the batch, where one weight for a part cannot be right: found by forwards alone."""
-        additivity = self._planner.additivity
-        if additivity is None or len(parts) == 1 or not (must_count(additivity, len(parts)) or self._counts_first):
-            return None
-        loss_fn = fitted.tiled(self._loss_fn)
-        shares = PartCounter(self.model, loss_fn, self._planner.split, additivity.roles).shares(parts, first)
-        if self._before is not None:
-            self._before.restore(thread=False)  # there may be a meter around it
-        return shares
+    def _run_parts(self, call: _Call, fitted: Fitted) -> LossTotals:
+        """Both passes of each micro-batch, into the window."""
+        accumulator, planner, progress, size = self.accumulator, self._planner, call.progress, fitted.plan.micro_batch
+        parts = planner.runner.parts(call.batch, size, call.rows)
+        accumulator.accumulation_count = len(parts)
+        done = 0 if progress is None else progress.done
+        shares = self._recovery.count(fitted, parts, call.before, done)
+        weights = BatchWeights(
+            planner.additivity,
+            call.rows,
+            ranks=accumulator.ranks.size,
+            exact=planner.exact,
+            shares=shares,
+            may_repeat=shares is None,
+        )
+        totals = LossTotals() if progress is None else self._go_on(progress, fitted.plan)
+        late: LateWeights | None = None
+
+        def backward(found: PartLoss, position: int) -> None:
+            nonlocal late
+            found = weights.shared(found, position)
+            if position == done and call.after is None and shares is None and self._may_weigh_late(found.loss):
+                late = LateWeights(weights, whole=len(parts) == 1)
+            if late is not None:
+                accumulator.backward(*late.take(found))
+                return
+            weight = weights.of(found)
+            totals.add(found, weight)
+            accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
+
+        for part in parts[done:]:
+            if call.after is not None and part.position > done:
+                self._pause(call.after, part.position, size, totals)
+            place = part.position
+            self._recovery.run(fitted, part, call.batch, partial(backward, position=place), first=place == done)
+        if late is not None:
+            self._weigh(late, totals, whole=len(parts) == 1)
+        return totals
+
+    def _pause(self, after: AfterMicroBatch, position: int, size: int, totals: LossTotals) -> None:
+        """Tell how far the step has come."""
+        sums = totals.read()
+        reached = Progress(position, size, sums["loss"], sums["items"], logs_of(sums), buffers=self._buffers)
+        with unseen():  # what a save copies is not the step's memory
+            after(reached)
 
     def _may_weigh_late(self, loss: torch.Tensor) -> bool:
         """Whether the weights can stay on an accelerator until all parts are in: sums must have room for them."""
         window = self.accumulator.window
         wide = loss.dtype in (torch.float32, torch.float64) and not window.narrow and window.scaler is None
-        return loss.device.type != "cpu" and wide and window.ranks.size == 1 and not self._reads_each
+        return loss.device.type != "cpu" and wide and window.ranks.size == 1 and not self._recovery.reads_each
 
     def _weigh(self, late: LateWeights, totals: LossTotals, *, whole: bool) -> None:
         """Read all weights, losses and the norm at once, and put them where they are looked for."""
@@ -459,22 +421,7 @@ class TrainStep(NotCopied):
         if math.isfinite(norm):  # else the update looks closer
             window.norm_ahead = norm
 
-    def _forward(
-        self, fitted: Fitted, part: Any, batch: Any, around: contextlib.ExitStack, position: int, *, first: bool
-    ) -> PartLoss:
-        """The loss of one micro-batch, as planned, or with values evicted as memory fills up."""
-        rows = self._planner.rows(part)
-        if self._eager:
-            around.enter_context(eager_functions())
-        if fitted.steady and not self._sequences.runs_online(part):
-            with self._sequences.following(fitted, part, position, first=first):
-                return run_part(fitted.tiled(self._loss_fn), self.model, part, rows)
-        self._online = self._sequences.runs_online(part) or fitted.plan.online
-        online = around.enter_context(Online(self._planner.limit_bytes, device=self._planner.device))
-        online.evictor.watch(self.model, self.optimizer, batch)
-        return run_part(fitted.tiled(self._loss_fn), self.model, part, rows)
-
-    def _go_on(self, progress: Progress, plan: Plan) -> tuple[int, LossTotals]:
+    def _go_on(self, progress: Progress, plan: Plan) -> LossTotals:
         """Take up a window that was left in the middle."""
         if progress.micro_batch != plan.micro_batch:
             raise StateError(
@@ -483,10 +430,4 @@ class TrainStep(NotCopied):
             )
         if progress.window is not None:
             self.accumulator.load_state_dict(progress.window)
-        return progress.done, LossTotals(progress.total, progress.items, progress.logs)
-
-
-def _forget(failure: BaseException) -> None:
-    failure.__traceback__ = None
-    failure.__context__ = failure.__cause__ = None
-    free_cached_memory()
+        return LossTotals(progress.total, progress.items, progress.logs)

@@ -116,7 +116,12 @@ class Fit(Callback):  # type: ignore[misc]
                 if share is not None:
                     share.backward()  # type: ignore[no-untyped-call]
 
-            self._passes.run(batch, backward)
+            def begin() -> None:
+                mean.rewind()
+                outputs.clear()
+                logs.drop_all()
+
+            self._passes.run(batch, backward, begin)
             loss = torch.as_tensor(mean.finish(parameters), device=module.device)
             gradients += [(p, p.grad) for p in parameters if p.grad is not None]
         logs.log_all()

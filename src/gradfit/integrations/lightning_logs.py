@@ -85,6 +85,10 @@ class BatchLogs:
         """The part is run again."""
         self._part = []
 
+    def drop_all(self) -> None:
+        """The batch is run again."""
+        self._part, self._totals = [], {}
+
     def log_all(self) -> None:
         """Log each name once."""
         totals, self._totals = self._totals, {}

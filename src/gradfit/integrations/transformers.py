@@ -105,7 +105,10 @@ class FitTrainer(transformers.Trainer):  # type: ignore[misc]
         self._items = num_items_in_batch
         if self._passes is None:
             optimizer = unwrap_optimizer(self.optimizer)
-            self._passes = Passes(model, optimizer, self._loss_of, self._memory, **self._cutting)
+            # While batches accumulate, this one's gradients lie beside those of the others.
+            several = self.args.gradient_accumulation_steps > 1
+            beside = sum(p.nbytes for p in model.parameters() if p.requires_grad) if several else 0
+            self._passes = Passes(model, optimizer, self._loss_of, self._memory, reserved_bytes=beside, **self._cutting)
         is_whole = self._passes.plan(inputs).steps == 1
         over = None if self._passes.additivity is None else self._passes.additivity.over
         if over == "sum" or (over is None and is_whole):
@@ -124,7 +127,8 @@ class FitTrainer(transformers.Trainer):  # type: ignore[misc]
             if share is not None:
                 self.accelerator.backward(share)
 
-        passes.run(inputs, backward)
+        window.mark()
+        passes.run(inputs, backward, window.rewind)
         if self.accelerator.sync_gradients:  # the last batch of the update
             self._window = None
             window.finish(model.parameters())
@@ -137,13 +141,17 @@ class FitTrainer(transformers.Trainer):  # type: ignore[misc]
         steps = 1 if self._is_scaled() else self.current_gradient_accumulation_steps
         total = torch.zeros((), device=self.args.device)
 
+        def begin() -> None:
+            nonlocal total
+            total = torch.zeros((), device=self.args.device)
+
         def backward(part: PartLoss, weight: Weight) -> None:
             nonlocal total
             share = part.loss / steps if steps > 1 else part.loss
             total = total + share.detach()
             self.accelerator.backward(share)
 
-        passes.run(inputs, backward)
+        passes.run(inputs, backward, begin)
         return total
 
     def _loss_of(self, model: torch.nn.Module, part: Any) -> torch.Tensor:

@@ -71,6 +71,7 @@ class Plan:
         predicted: whether the profile was made on fake tensors.
         seconds_measured: whether `step_seconds` was measured by running the plan.
         versions: of torch and Python, where the profile was made.
+        online: why micro-batches do not follow the plan, and what to drop is decided while they run; "" if they do.
         tiles: what is cut along tokens, so that gradients are equal up to the rounding of a sum; None: nothing.
     """
 

@@ -25,7 +25,7 @@ from gradfit.arguments import (
 )
 from gradfit.batches.additivity import MOST_ROWS, batch_norms, measure_additivity
 from gradfit.batches.additivity_record import Additivity
-from gradfit.batches.loss import PartLoss, read_loss
+from gradfit.batches.runner import LossFunction, count_rows, run_part
 from gradfit.batches.snapshot import Generators, trials_end, untouched
 from gradfit.devices import counted_device, devices_of, wait_for
 from gradfit.errors import MisuseError, UnsupportedOp
@@ -39,9 +39,8 @@ from gradfit.profiling.tile_choices import TileChoices, tile_choices
 from gradfit.profiling.trace import Trace, watching
 from gradfit.tiling.tile import with_tiles
 from gradfit.tiling.tiles import Tiles
-from gradfit.tree import leaves, size_of_batch, split_batch, unmarked
+from gradfit.tree import leaves, split_batch, unmarked
 
-LossFunction = Callable[[torch.nn.Module, Any], Any]
 _Cut = Callable[[Any, int], Iterable[Any]]
 _ROUNDS, _MORE_ROUNDS = 2, 5  # the least of so many measurements: a machine is never alone
 _SHORT_SECONDS = 0.1  # what takes less than this is measured more often
@@ -104,7 +103,7 @@ def profile(
         from gradfit.profiling.predict import predict
 
         return predict(model, loss_fn, sample_batch, optimizer, hardware=hardware, split=split)
-    total = check_batch(sample_batch, split, "sample_batch")
+    total = count_rows(sample_batch, split, "sample_batch")
     if memory_bytes is not None:
         read_count(memory_bytes, "memory_bytes")
     if rows is not None and read_count(rows, "rows") > total:
@@ -138,7 +137,7 @@ def _measure(
     model: torch.nn.Module, loss_fn: LossFunction, sample_batch: Any, optimizer: Any, memory_bytes: int | None,
     rows: int | None, split: _Cut | None, host_bandwidth: float, additivity: Additivity | None,
 ) -> Profile:  # fmt: skip
-    total = check_batch(sample_batch, split, "sample_batch")
+    total = count_rows(sample_batch, split, "sample_batch")
     cut = split or split_batch
     with trials_end(), untouched(model):  # the optimizer's probe too: Ctrl-C could leave its `no_grad` on
         cost = optimizer_cost(optimizer) if optimizer is not None else OptimizerCost(0, 0, 0.0)
@@ -211,48 +210,6 @@ def check_model(model: torch.nn.Module) -> None:
         raise MisuseError(
             "The model is in evaluation mode, so dropout and BatchNorm would not train. Call model.train() first."
         )
-
-
-def check_batch(
-    batch: Any, split: Callable[[Any, int], Iterable[Any]] | None, name: str = "batch", *, fake: bool = False
-) -> int:
-    """How many rows the batch has: the size of dim 0, or the number of parts of one row that `split` makes."""
-    tensors = list(leaves(batch))
-    if not fake and any(tensor.is_meta for tensor in tensors):
-        raise invalid(name, batch, "is on the meta device, where tensors have no values", "a batch with values")
-    if split is not None:
-        rows = sum(1 for _ in split(batch, 1))
-        if not rows:
-            raise MisuseError("split(batch, 1) gave no part, so there is nothing to train on. Pass a batch with rows.")
-        return rows
-    if not tensors:
-        raise invalid(name, batch, "holds no tensor", "a tensor, or a list, tuple, dict or dataclass of tensors")
-    rows = size_of_batch(batch, name)
-    if not rows:
-        raise invalid(name, batch, "has 0 rows", "at least one row")
-    return rows
-
-
-def run_loss(loss_fn: LossFunction, model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, Any]:
-    """Call `loss_fn` and check what it returns: `(loss, None)` for a mean, `(loss, count)` for a sum."""
-    part = run_part(loss_fn, model, batch, 0)
-    return part.loss, part.count
-
-
-def run_part(loss_fn: LossFunction, model: torch.nn.Module, batch: Any, rows: int) -> PartLoss:
-    """Call `loss_fn` with a batch of so many rows, and read what it returns.
-
-    A `loss_fn` that changes the batch would see another one in the next micro-batch or after an out-of-memory.
-    """
-    batch = unmarked(batch)
-    before = [(tensor, tensor._version) for tensor in leaves(batch)]
-    result = loss_fn(model, batch)
-    after = list(leaves(batch))
-    if len(after) != len(before) or any(
-        new is not old or new._version != version for new, (old, version) in zip(after, before, strict=True)
-    ):
-        raise MisuseError("loss_fn changed the batch it was given. Work on a copy: batch = dict(batch), x = x.clone().")
-    return read_loss(result, rows)
 
 
 def _sample_of(
@@ -438,7 +395,7 @@ def _rounds(trace: Trace) -> int:
 def _watch(model: torch.nn.Module, loss_fn: LossFunction, batch: Any, quota_bytes: float) -> Trace:
     with watching(model, quota_bytes) as trace:
         try:
-            loss, _ = run_loss(loss_fn, model, batch)
+            loss = run_part(loss_fn, model, batch).loss
         except RuntimeError as error:
             if not raised_by_functorch(error.__traceback__):
                 raise
@@ -455,7 +412,7 @@ def _watch(model: torch.nn.Module, loss_fn: LossFunction, batch: Any, quota_byte
 
 def _time_plain(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) -> float:
     started = seconds_now()
-    loss, _ = run_loss(loss_fn, model, batch)
+    loss = run_part(loss_fn, model, batch).loss
     torch.autograd.backward(loss)
     wait_for(devices_of(model.parameters()))
     seconds = seconds_now() - started

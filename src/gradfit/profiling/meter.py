@@ -16,10 +16,10 @@ import torch
 from gradfit import _torch_distributed as distributed
 from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import FakeTensor, inside_fake_mode, storage_key
-from gradfit._torch_listen import DispatchMode
 from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.arguments import read_device, read_flag
 from gradfit.errors import MisuseError
+from gradfit.tape.listener import OperationListener
 from gradfit.units import format_bytes
 
 
@@ -28,7 +28,7 @@ class _Storage(StorageWatch):
     nbytes: int
 
 
-class Meter(DispatchMode):
+class Meter(OperationListener):
     """Counts live tensor bytes while it is entered. See `meter`.
 
     Args:
@@ -45,7 +45,6 @@ class Meter(DispatchMode):
         self._live: dict[int, _Storage] = {}
         self._started = time.perf_counter()
         self._stop_hearing: list[Callable[[], None]] = []
-        self._counts_fakes = False  # which have no memory: only for whoever is about them
         live = self._live
         this = weakref.ref(self)
 
@@ -59,7 +58,7 @@ class Meter(DispatchMode):
         self._dead = dead
 
     def __enter__(self) -> Any:
-        self._counts_fakes |= inside_fake_mode()
+        self.about_fakes |= inside_fake_mode()
         self._stop_hearing.append(fsdp.hear_resizes(self._see))
         return super().__enter__()
 
@@ -77,7 +76,7 @@ class Meter(DispatchMode):
             tensors: what to count from now on, each storage once.
         """
         for tensor in tensors_in(tensors):
-            self._counts_fakes |= isinstance(tensor, FakeTensor)
+            self.about_fakes |= isinstance(tensor, FakeTensor)
             self._see(tensor)
 
     def reset_peak(self) -> None:
@@ -90,8 +89,9 @@ class Meter(DispatchMode):
             return None
         return int(torch.accelerator.max_memory_allocated())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, and count what it returns."""
+        out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor):
             self._see(out)
         elif isinstance(out, list | tuple):
@@ -107,7 +107,7 @@ class Meter(DispatchMode):
     def _see(self, tensor: torch.Tensor) -> None:
         if type(tensor) is not torch.Tensor:
             tensor = distributed.local_part(tensor)
-            if isinstance(tensor, FakeTensor) and not self._counts_fakes:
+            if isinstance(tensor, FakeTensor) and not self.about_fakes:
                 return
         try:
             key = storage_key(tensor)

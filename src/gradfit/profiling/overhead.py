@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gradfit.choices import KEEP, REBUILD, Choice
 from gradfit.profiling.clock import seconds_now
 from gradfit.tape.graph import Segment
-from gradfit.tape.policy import DROP, KEEP
+from gradfit.tape.policy import ALL_KEPT, Decision
 from gradfit.tape.record import Recorder
 
 _LINKS, _OPERATIONS_PER_LINK, _ROUNDS = 30, 3, 9
@@ -28,14 +29,13 @@ class Overhead(NamedTuple):
 
 
 class _Always:
-    def __init__(self, choice: int) -> None:
-        self.choice = choice
+    """Decides the same for every operation."""
 
-    def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int]:
-        return [self.choice] * len(results)
+    def __init__(self, choice: Choice) -> None:
+        self._choice = choice
 
-    def offload(self, tensor: torch.Tensor) -> Any:
-        raise RuntimeError("gradfit: nothing is offloaded here")
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
+        return ALL_KEPT if self._choice is KEEP else Decision((self._choice,) * len(results))
 
 
 @functools.cache
@@ -48,13 +48,13 @@ def tape_overhead() -> Overhead:
     for _ in range(_ROUNDS):
         plain = _least(plain, _passes(None, x, *parameters))
         kept = _least(kept, _passes(KEEP, x, *parameters))
-        dropped = _least(dropped, _passes(DROP, x, *parameters))
+        dropped = _least(dropped, _passes(REBUILD, x, *parameters))
     record = max(kept[0], dropped[0]) - plain[0]
     replay = dropped[1] - kept[1] - plain[0]  # the operations themselves, and Python's call of each, are in `plain`
     return Overhead(max(0.0, record) / operations, max(0.0, replay) / operations)
 
 
-def _passes(choice: int | None, x: torch.Tensor, *parameters: torch.Tensor) -> tuple[float, float]:
+def _passes(choice: Choice | None, x: torch.Tensor, *parameters: torch.Tensor) -> tuple[float, float]:
     """Seconds of a forward and a backward of a chain of short operations, each of which saves what it reads."""
     with torch.enable_grad():
         started = seconds_now()

@@ -3,6 +3,10 @@
 The step runs as it is written, once at the batch's size and once at eight times that, on shapes (see `shapes`): its
 operations, values, bytes and lifetimes are those of a real run. Only the seconds are a model's (see `roofline`).
 
+Fake tensors need a dispatch mode, and torch takes other operators for a few functions where one looks, or where a
+tensor is a fake one: an attention mask is not added in place, and `max_pool1d` finds indices. A real profile has what
+really runs.
+
 Autograd is given descriptions of what it saves, so that Python alone decides when a value dies, and gets another fake
 tensor of the same description back when it asks.
 
@@ -24,9 +28,10 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit._torch import FakeTensorMode, outside_fake_mode
+from gradfit.batches.runner import LossFunction, count_rows, run_part
 from gradfit.batches.snapshot import Generators
 from gradfit.profiling.assemble import Sample, assemble, same_structure
-from gradfit.profiling.measure import LossFunction, check_batch, check_model, run_loss
+from gradfit.profiling.measure import check_model
 from gradfit.profiling.optimizer_bytes import OptimizerCost, optimizer_cost
 from gradfit.profiling.profile import Hardware, Profile
 from gradfit.profiling.roofline import Roofline, Stopwatch, this_machine
@@ -59,7 +64,7 @@ def predict(
     >>> found.predicted, found.parameter_bytes
     (True, 10000400004)
     """
-    rows = check_batch(sample_batch, split, "sample_batch", fake=True)
+    rows = count_rows(sample_batch, split, "sample_batch", fake=True)
     check_model(model)
     device = _device_of(model)
     if hardware is None:
@@ -131,12 +136,13 @@ class _FakeTrace(Trace):
         self._roofline = roofline
         self._aside = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """As for a trace of a real run."""
         if func is torch.ops.prim.device.default:  # a fake tensor asks for its device like this, again and again
             return args[0].fake_device
         if self._aside:
-            return func(*args, **(kwargs or {}))
-        return super().__torch_dispatch__(func, types, args, kwargs)
+            return func(*args, **kwargs)
+        return super()._hear(func, args, kwargs)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
         out = func(*args, **kwargs)
@@ -187,7 +193,7 @@ def _sample(
 ) -> Sample:
     trace = _FakeTrace(model, roofline)
     with shapes, trace.listening(model), trace, saved_tensors_hooks(trace.describe, trace.stand_in):
-        loss, _ = run_loss(loss_fn, model, batch)
+        loss = run_part(loss_fn, model, batch).loss
         trace.finish_forward()
         torch.autograd.backward(loss)
     trace.finish_backward()

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from gradfit import _torch_distributed as distributed
 from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import after_accumulation, current_node, graph_task_id, storage_key
-from gradfit._torch_listen import DispatchMode, unseen
+from gradfit._torch_listen import unseen
 from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.devices import devices_of, wait_for
 from gradfit.interrupts import uninterrupted
@@ -28,11 +28,13 @@ from gradfit.tape import replay
 from gradfit.tape.allocate import without_content
 from gradfit.tape.drop import DropAll
 from gradfit.tape.graph import Segment
+from gradfit.tape.listener import OperationListener
 from gradfit.tape.mask import MASK, draws_mask, pack, packed_bytes, packing_bytes
 from gradfit.tape.ops import info_of
 from gradfit.tape.record import Recorder
 from gradfit.tape.save import unpack
 from gradfit.tape.storage import Untrackable, copying, flatten, fresh_results, key_of, written_tensors
+from gradfit.tape.stream import results_of
 from gradfit.tree import leaves
 
 
@@ -80,7 +82,7 @@ class _Storage(StorageWatch):
     storage: int
 
 
-class Trace(DispatchMode):
+class Trace(OperationListener):
     """What one forward and backward did. Enter `watching(...)`, run them, read the lists."""
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -108,56 +110,77 @@ class Trace(DispatchMode):
 
     # ------------------------------------------------------------------------------------------ operations
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, and note what it does."""
         if graph_task_id() != -1:
             return self._backward_op(func, args, kwargs)
         info = info_of(func)
         if info.view or copying.now:
             return func(*args, **kwargs)
+        inputs, trackable = self._inputs([args, list(kwargs.values())])
         targets = written_tensors(info, args, kwargs) if info.writes else []
-        try:
-            keys = [key_of(target) for target in targets]
-            before = [self._newest.get(key) for key in keys]
-            inputs, trackable = self._inputs([args, list(kwargs.values())]), True
-        except Untrackable:
-            inputs, trackable, keys, before = (), False, [], []
+        before = [self._present(target) for target in targets]
         out, seconds = self.run(func, args, kwargs)
-        made = [entry for entry in fresh_results(out, args) if entry[2] not in keys]
-        if not made and not keys:
+        results = results_of(info, args, kwargs, out)
+        if not results:
             return out
         if info.shape_only and without_content(info, args, kwargs, out) is not None:
             inputs = ()
         index, workspace = len(self.operations), 0
-        known = all(value is not None for value in before) and len(set(keys)) == len(keys)
         if trackable and draws_mask(info, targets):
             bits, seconds = self._mask(targets[0], seconds)
             inputs = (*inputs, bits)
             index += 1
             workspace = packing_bytes(targets[0])
+        known = None not in before and len(set(before)) == len(before)
         op = TracedOp(
             str(func), inputs, trackable and info.recordable and known, info.random, self._module(), source_line()
         )
         op.seconds = seconds
         op.gathered_bytes = self._other_bytes
         op.workspace_bytes = workspace
-        outputs = []
-        for key, old, target in zip(keys, before, targets, strict=True):
-            storage = self.values[old].storage if old is not None else self._external(key, target)
-            if old is not None:
-                self.values[old].overwritten = True
-            value = len(self.values)
-            # A write to a storage that the tape has not made cannot be replayed: it stays external.
-            self.values.append(TracedValue(target.untyped_storage().nbytes(), index, storage))
-            self._versions[storage].append(value)
-            self._newest[key] = value
-            outputs.append(value)
         op.overwrites = tuple(dict.fromkeys(old for old in before if old is not None))
-        for _, tensor, key in made:
-            outputs.append(self._new(key, tensor, index))
-        op.outputs = tuple(outputs)
+        written = [self._write(target, old, index) for target, old in zip(targets, before, strict=True)]
+        op.outputs = (*written, *(self._result(result, index) for result in results[len(targets) :]))
         self.operations.append(op)
         return out
+
+    def _present(self, tensor: torch.Tensor) -> int | None:
+        """The value that is in a tensor's storage now."""
+        try:
+            return self._newest.get(key_of(tensor))
+        except Untrackable:
+            return None
+
+    def _write(self, target: torch.Tensor, old: int | None, index: int) -> int:
+        """The value that an operation has written over another."""
+        try:
+            key = key_of(target)
+        except Untrackable:
+            return self._nothing(index)
+        # A write to a storage that the tape has not made cannot be replayed: it stays external.
+        storage = self._external(key, target) if old is None else self.values[old].storage
+        if old is not None:
+            self.values[old].overwritten = True
+        self._newest[key] = len(self.values)
+        self._versions[storage].append(len(self.values))
+        self.values.append(TracedValue(target.untyped_storage().nbytes(), index, storage))
+        return self._newest[key]
+
+    def _result(self, tensor: torch.Tensor, index: int) -> int:
+        """The value that an operation has returned."""
+        try:
+            key = key_of(tensor)
+        except Untrackable:
+            return self._nothing(index)
+        return self._nothing(index) if key in self._newest else self._new(key, tensor, index)
+
+    def _nothing(self, index: int) -> int:
+        """A result that is not new, or has no storage of its own: it has a number, and no bytes."""
+        storage, self._storages = self._storages, self._storages + 1
+        self._versions[storage] = [len(self.values)]
+        self.values.append(TracedValue(0, index, storage, dies=index))
+        return self._versions[storage][0]
 
     def _mask(self, target: torch.Tensor, seconds: float) -> tuple[int, float]:
         """The operation that makes a mask's bits: its value, and how long it takes to make the mask of them."""
@@ -183,17 +206,21 @@ class Trace(DispatchMode):
         wait_for(self._devices)
         return out, self._clock.since(started)
 
-    def _inputs(self, nests: Any) -> tuple[int, ...]:
+    def _inputs(self, nests: Any) -> tuple[tuple[int, ...], bool]:
+        """The values that an operation reads, and whether they are all that it reads."""
         found: dict[int, None] = {}
+        trackable = True
         for tensor in flatten(nests):
             if isinstance(tensor, torch.Tensor):
-                key = key_of(tensor)
-                value = self._newest.get(key)
-                if value is None:
+                try:
+                    key = key_of(tensor)
+                except Untrackable:
+                    trackable = False
+                    continue
+                if key not in self._newest:
                     self._external(key, tensor)
-                    value = self._newest[key]
-                found[value] = None
-        return tuple(found)
+                found[self._newest[key]] = None
+        return tuple(found), trackable
 
     def _external(self, key: int, tensor: torch.Tensor) -> int:
         return self.values[self._new(key, tensor, None)].storage
@@ -239,7 +266,7 @@ class Trace(DispatchMode):
     # ------------------------------------------------------------------------------------------ backward
 
     def _backward_op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if replay.replaying():
+        if replay.replaying() or info_of(func).view:
             return func(*args, **kwargs)
         self._enter_node()
         out, seconds = self.run(func, args, kwargs)
@@ -367,8 +394,9 @@ class Trace(DispatchMode):
 def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
     """Record what runs inside, forward and backward."""
     trace = Trace(model)
-    policy = DropAll(quota_bytes)
-    recorder = policy.recorder = Recorder(Segment(Segment(None)), policy)
+    around = Segment(None)
+    recorder = Recorder(Segment(around))
+    recorder.policy = DropAll(quota_bytes, recorder.tape, around)
 
     def pack(tensor: torch.Tensor) -> Any:
         return trace.pack(tensor), recorder.pack(tensor)

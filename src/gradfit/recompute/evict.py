@@ -21,12 +21,13 @@ from typing import Any
 import torch
 
 from gradfit._torch import output_bytes, storage_key, storage_owners
+from gradfit.choices import HOLD
 from gradfit.errors import BudgetInfeasible
 from gradfit.interrupts import uninterrupted
 from gradfit.profiling.meter import Meter
 from gradfit.tape.graph import Operation, Segment, Tape, Value
 from gradfit.tape.ops import info_of
-from gradfit.tape.policy import HOLD
+from gradfit.tape.policy import Decision
 from gradfit.tape.record import Recorder
 from gradfit.units import format_bytes
 
@@ -64,7 +65,8 @@ class Evictor(Meter):
         self._lock, self._tape = recorder.tape.lock, weakref.ref(recorder.tape)
         return recorder
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Make room for an operation, run it, and count what it returns."""
         now = time.perf_counter()
         self.refused = None
         for argument in _tensors_in(args):
@@ -74,14 +76,14 @@ class Evictor(Meter):
             except (RuntimeError, NotImplementedError):
                 continue
         info = info_of(func)
-        key, need = self._need(func, args, kwargs or {}) if info.recordable and not info.view else (None, 0)
+        key, need = self._need(func, args, kwargs) if info.recordable and not info.view else (None, 0)
         if self.current_bytes + need > self._start:
             self._evict(self.current_bytes + need - self._start, args)
             if self.current_bytes + need > self.limit_bytes and key is None:
                 raise self._infeasible(func, need)
         before = self.current_bytes
         started = time.perf_counter()
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        out = super()._hear(func, args, kwargs)
         self._last_seconds = time.perf_counter() - started
         if key is not None:  # it was a guess: now we know
             self._sizes[key] = max(0, self.current_bytes - before)
@@ -235,8 +237,8 @@ class Online:
 class _HoldAll:
     """Keep everything, for as long as there is room."""
 
-    def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int] | None:
-        return [HOLD] * len(results)
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
+        return Decision((HOLD,) * len(results))
 
     def offload(self, tensor: torch.Tensor) -> Any:
         raise RuntimeError("gradfit: nothing is offloaded online")

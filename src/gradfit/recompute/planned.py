@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -11,20 +10,21 @@ from typing import Any, cast
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradfit._torch_listen import DispatchMode, untraced
+from gradfit._torch_listen import untraced
+from gradfit.choices import KEEP, OFFLOAD, PACK, REBUILD
 from gradfit.planning.plan import Plan
 from gradfit.recompute.offload import Store
 from gradfit.tape.graph import Handle, Segment
-from gradfit.tape.mask import MASK, draws_mask, pack
+from gradfit.tape.listener import OperationListener
+from gradfit.tape.mask import MASK, draws_mask
 from gradfit.tape.ops import info_of
-from gradfit.tape.policy import DROP, KEEP, KEPT, OFFLOAD
+from gradfit.tape.policy import ALL_KEPT, Decision
 from gradfit.tape.record import Recorder
 from gradfit.tape.save import unpack
+from gradfit.tape.stream import new_bytes
 
 _DECIDED_BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_CHOICES = {"keep": KEEP, "rebuild": DROP, "offload": OFFLOAD}
-_Tensor = torch.Tensor
-_TENSORS = {torch.Tensor}
+_CHOICES = {"keep": KEEP, "rebuild": REBUILD, "offload": OFFLOAD}
 
 
 class Diverged(Exception):
@@ -53,7 +53,7 @@ class Script:
         self.sizes = None if sizes is None else [sizes[value] for value in made]
         self.heard = plan.heard
         self.last = max((value for value, choice in enumerate(self.choices) if choice != KEEP), default=-1)
-        self._ways: dict[tuple[int, int], list[int]] = {}
+        self._decisions: dict[tuple[int, int], Decision] = {}
         self._shared: dict[int, tuple[Script, int, int]] = {}
 
     def shared(self, other: Script) -> tuple[int, int]:
@@ -68,7 +68,8 @@ class Script:
 
     def has_room(self, made_bytes: Sequence[int]) -> bool:
         """Whether values of these sizes, from the first, are no larger than the plan reckons with."""
-        return self.sizes is None or all(map(operator.le, made_bytes, self.sizes))
+        sizes = self.sizes
+        return sizes is None or all(made <= size for made, size in zip(made_bytes, sizes, strict=False) if size)
 
     def takes(self, position: int, first: int, func: Any, results: Sequence[torch.Tensor]) -> bool:
         """Whether this may be the plan's next operation."""
@@ -79,14 +80,16 @@ class Script:
         if not _is_called(func, self.names[position]):
             return False
         sizes = self.sizes
-        return sizes is None or all(r.untyped_storage().nbytes() <= sizes[n] for n, r in enumerate(results, first))
+        return sizes is None or all(new_bytes(r) <= sizes[n] for n, r in enumerate(results, first) if sizes[n])
 
-    def chosen(self, first: int, after: int) -> list[int]:
-        """What becomes of these values, which one operation makes; `KEPT` if all are kept."""
-        found = self._ways.get((first, after))
+    def decision(self, operation: int, first: int, after: int) -> Decision:
+        """What becomes of these values, which one operation makes, made once; the segment is each recording's own."""
+        found = self._decisions.get((first, after))
         if found is None:
-            some = self.choices[first:after]
-            found = self._ways[first, after] = some if some.count(KEEP) < after - first else KEPT
+            choices = tuple(self.choices[first:after])
+            kept = all(choice is KEEP for choice in choices)
+            last = after > self.last and operation + 1 >= self.heard
+            found = self._decisions[first, after] = Decision(None if kept else choices, None, last)
         return found
 
 
@@ -110,7 +113,6 @@ class PlanPolicy:
         self._made_bytes: list[int] = []  # of each value so far, if there are others
         self._operation = 0
         self._value = 0
-        self._packing = False  # what is moved out next is a mask's bits
         self._segments: list[Segment] = []
         self._recorder: PlannedRecorder | None = None
 
@@ -148,33 +150,30 @@ class PlanPolicy:
                 return True
         return False
 
-    def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int] | None:
-        packs = self._passes_bits(func, results)
-        position, names = self._operation, self._script.names
-        if self.diverged is None:
-            choices = self._next(func, results)
-            if choices is not None:
-                if packs and choices[0] == DROP:
-                    self._packing = True
-                    return [OFFLOAD]
-                return choices if choices is not KEPT else [KEEP] * len(results)
-            if self._others and self._switch(func, results):
-                return self.choose(func, results, *call)
-            expected = names[position] if position < len(names) else "the end"
-            said = f"operation {position} is {name_of(func)}, the plan has {expected}"
-            self.leave(said, position, name_of(func))
-        return [KEEP] * len(results)
-
-    def decide(self, func: Any, out: Any) -> list[int] | None:
-        """The same for what an operation returned, before it is written down; None if `choose` must be asked."""
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
+        """Pass an operation, and say what becomes of its results."""
         if self.diverged is not None:
-            return None
-        results = (out,) if type(out) is _Tensor else out
-        if type(results) is not tuple or set(map(type, results)) != _TENSORS:
-            return None
-        return self._next(func, results)
+            return ALL_KEPT
+        decision = self._next(func, results)
+        if decision is None and self._is_at_bits(func, results):
+            kept = self._script.choices[self._value] is KEEP
+            if self._others:
+                self._made_bytes.append(0)  # it is an eighth of the mask that follows
+            self._operation, self._value = self._operation + 1, self._value + 1
+            decision = self._next(func, results)
+            if decision is not None and kept and decision.choices == (REBUILD,):
+                return decision._replace(choices=(PACK,))
+        if decision is not None:
+            return decision
+        if self._others and self._switch(func, results):
+            return self.decide(func, results, *call)
+        position, names = self._operation, self._script.names
+        expected = names[position] if position < len(names) else "the end"
+        said = f"operation {position} is {name_of(func)}, the plan has {expected}"
+        self.leave(said, position, name_of(func))
+        return ALL_KEPT
 
-    def _next(self, func: Any, results: Sequence[torch.Tensor]) -> list[int] | None:
+    def _next(self, func: Any, results: Sequence[torch.Tensor]) -> Decision | None:
         """Pass the next operation, if it is this one."""
         script, position, first = self._script, self._operation, self._value
         after = first + len(results)
@@ -183,39 +182,26 @@ class PlanPolicy:
         name = script.names[position]
         if _called.get(name) is not func and not _is_called(func, name):
             return None
-        choices = script.chosen(first, after)
         if script.sizes is not None:
             for number, result in enumerate(results, first):
-                if (found := result.untyped_storage().nbytes()) > (size := script.sizes[number]):
+                size = script.sizes[number]  # 0 where the result is not new: its bytes are another's
+                if size and (found := new_bytes(result)) > size:
                     if self._others and self._switch(func, results):
                         return self._next(func, results)
                     said = f"operation {position}, {name}, made {found} bytes, the plan has {size}"
                     self.leave(said, position, name_of(func))
         if self._others:
-            self._made_bytes += [result.untyped_storage().nbytes() for result in results]
+            self._made_bytes += [new_bytes(result) for result in results]
         self._operation, self._value = position + 1, after
-        recorder = self._recorder
-        if recorder is not None:
-            if choices is not KEPT:
-                recorder.segment = self._segments[script.segments[first]]
-            if after > script.last and position + 1 >= script.heard:
-                recorder.begin_tail()
-        return choices
+        decision = script.decision(position, first, after)
+        if decision.choices is None:
+            return decision
+        return Decision(decision.choices, self._segments[script.segments[first]], decision.last)
 
-    def _passes_bits(self, func: Any, results: list[torch.Tensor]) -> bool:
-        """Where the plan has a mask's bits as an operation of their own: pass it, and say whether it keeps them."""
-        position = self._operation
-        names = self._script.names
-        if self.diverged is not None or position >= len(names) or names[position] != MASK:
-            return False
-        if not draws_mask(info_of(func), results):
-            return False  # another operation than the plan's
-        choice = self._script.choices[self._value]
-        if self._others:
-            self._made_bytes.append(0)  # it is an eighth of the mask that follows
-        self._operation += 1
-        self._value += 1
-        return choice == KEEP
+    def _is_at_bits(self, func: Any, results: list[torch.Tensor]) -> bool:
+        """Whether the plan has a mask's bits as an operation of their own before this one."""
+        position, names = self._operation, self._script.names
+        return position < len(names) and names[position] == MASK and draws_mask(info_of(func), results)
 
     def leave(self, where: str, operation: int | None = None, name: str = "") -> None:
         """It is not the plan's forward any more; `where` says since when."""
@@ -225,9 +211,6 @@ class PlanPolicy:
 
     def offload(self, tensor: torch.Tensor) -> Any:
         """Copy a value out; returns the function that brings it back."""
-        if self._packing:
-            self._packing = False
-            return pack(tensor)
         if self.store is None:
             raise RuntimeError("gradfit: the plan offloads nothing")
         return self.store.put(tensor)
@@ -247,10 +230,10 @@ def name_of(func: Any) -> str:
 
 
 def _is_called(func: Any, name: str) -> bool:
-    """Whether an operation is the plan's. Some of torch's own code writes in place only where no dispatch mode looks.
+    """Whether an operation is the plan's. Some of torch's own code writes in place, but not to fake tensors.
 
-    Such a mode looks while a profile is made. The result is as large either way, and what it was made from lives no
-    longer, so the plan holds.
+    A prediction is made of those. The result is as large either way, and what it was made from lives no longer, so the
+    plan holds.
     """
     found = name_of(func)
     if found != name and found.replace("_.", ".", 1) != name.replace("_.", ".", 1):
@@ -281,7 +264,7 @@ class PlannedRecorder(Recorder):
         super().__init__(Segment(None), policy)
         self.tail = Tail()  # as this forward has it
         self._known, self._watched, self._in_tail = tail, watched, False
-        self.planned, self.decide = True, policy.decide
+        self.planned = True
         policy.attach(self)
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -290,8 +273,8 @@ class PlannedRecorder(Recorder):
             self.tail.asked = self.tail.saves
         return packed
 
-    def begin_tail(self) -> None:
-        """Nothing will be rebuilt that comes now."""
+    def after_last(self) -> None:
+        """Nothing that comes now will be rebuilt."""
         if not self._units and self._listening is not None:  # FSDP2 writes to parameters as it goes
             self._in_tail, self.saving = True, self._see
             if self._known is not None:
@@ -353,17 +336,18 @@ class Unrecorded:
         return (tensor.detach(), None if tensor.is_inference() else tensor._version)  # its graph would hold itself
 
 
-class LooksAtData(DispatchMode):
+class LooksAtData(OperationListener):
     """Tells whether what runs inside takes numbers out of tensors, or makes tensors whose size the data decide."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, and look at what kind it is."""
         if not self.found and not _DECIDED_BY_DATA.isdisjoint(func.tags):
             self.found = True
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def recording(

@@ -19,9 +19,10 @@ import torch
 from gradfit._torch import inside_functorch, raised_by_functorch, raised_by_swap_tensors
 from gradfit._torch_listen import thread_settings, untraced
 from gradfit.arguments import read_callable, read_flag, read_text
+from gradfit.choices import KEEP, REBUILD
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.tape.graph import Segment, Value
-from gradfit.tape.policy import DROP, KEEP
+from gradfit.tape.policy import ALL_KEPT, Decision
 from gradfit.tape.record import Recorder
 from gradfit.units import format_bytes, format_seconds
 
@@ -352,14 +353,15 @@ class _Keep:
     def __init__(self) -> None:
         self.scopes: list[CheckpointScope] = []
 
-    def choose(self, func: Any, results: list[torch.Tensor], args: Any, kwargs: Any) -> list[int] | None:
+    def decide(self, func: Any, results: list[torch.Tensor], args: Any, kwargs: Any) -> Decision | None:
         for scope in reversed(self.scopes):
             if not scope.use_recomputation:
-                return [KEEP] * len(results)
+                return ALL_KEPT
             if scope.keep_operation is not None:
-                return [KEEP if scope.keep_operation(func, results, args, kwargs) else DROP] * len(results)
+                return ALL_KEPT if scope.keep_operation(func, results, args, kwargs) else None
             if scope.keep is not None:
-                return [KEEP if scope.keep(func, result) else DROP for result in results]
+                choices = tuple(KEEP if scope.keep(func, result) else REBUILD for result in results)
+                return Decision(choices) if REBUILD in choices else ALL_KEPT
         return None
 
 

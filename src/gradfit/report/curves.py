@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from gradfit.batches.runner import LossFunction, run_part
 from gradfit.batches.snapshot import trials_end, untouched
 from gradfit.planning.plan import Plan
 from gradfit.planning.simulate import KEEP, REBUILD, simulate
-from gradfit.profiling.measure import LossFunction, run_loss
 from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.profile import Profile
 from gradfit.recompute.apply import apply
@@ -58,10 +58,10 @@ def measure_curve(
     with trials_end(), untouched(model), live:
         for part in parts:
             if plan is None:
-                loss, _ = run_loss(loss_fn, model, part)
+                loss = run_part(loss_fn, model, part).loss
             else:
                 with apply(model, plan):
-                    loss, _ = run_loss(loss_fn, model, part)
+                    loss = run_part(loss_fn, model, part).loss
             loss.backward()  # type: ignore[no-untyped-call]
             del loss
     return live

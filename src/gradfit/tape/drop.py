@@ -6,8 +6,10 @@ from typing import Any
 
 import torch
 
-from gradfit.tape.graph import Segment
-from gradfit.tape.record import Recorder
+from gradfit.choices import REBUILD
+from gradfit.tape.graph import Segment, Tape
+from gradfit.tape.policy import Decision
+from gradfit.tape.stream import new_bytes
 
 _FEW = 300  # operations that can be rebuilt one by one: their replays grow with the square
 
@@ -20,26 +22,21 @@ class DropAll:
     beginning whenever it is needed.
     """
 
-    def __init__(self, quota_bytes: float) -> None:
-        self.recorder: Recorder | None = None
+    def __init__(self, quota_bytes: float, tape: Tape, segment: Segment) -> None:
         self._quota = quota_bytes
+        self._tape, self._around = tape, segment
         self._filled = 0.0
         self._operations = 0
         self._bytes = self._large_bytes = 0
 
-    def choose(self, func: Any, results: list[torch.Tensor], *call: Any) -> list[int] | None:
-        made = sum(result.untyped_storage().nbytes() for result in results)
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision | None:
+        made = sum(new_bytes(result) for result in results)
         self._filled += made
         self._operations += 1
         self._bytes += made
         self._large_bytes += made if made > self._quota / 2 else 0
-        if self.recorder is not None:
-            self.recorder.tape.retains = self._operations > _FEW or self._large_bytes < self._bytes / 2
-        if self._filled > self._quota and self.recorder is not None:
-            self._filled = 0.0
-            segment = self.recorder.segment
-            self.recorder.segment = Segment(segment.parent or segment, segment.scope)
-        return None
-
-    def offload(self, tensor: torch.Tensor) -> Any:
-        raise RuntimeError("gradfit: what is dropped is not offloaded")
+        self._tape.retains = self._operations > _FEW or self._large_bytes < self._bytes / 2
+        if self._filled <= self._quota:
+            return None
+        self._filled = 0.0
+        return Decision((REBUILD,) * len(results), Segment(self._around))

@@ -8,17 +8,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
 
 from gradfit._torch import base_of, detached_in_dispatch, storage_key
 from gradfit._torch_storage import watch_storage
+from gradfit.choices import HOLD, KEEP, OFFLOAD, PACK, REBUILD, Choice
 from gradfit.source_line import source_line
 from gradfit.tape.graph import Geometry, Leaf, Operation, Segment, Slice, Value, geometry_of, nothing, shaped
+from gradfit.tape.mask import pack
 from gradfit.tape.ops import CONSTANT, LOAD, OpInfo
-from gradfit.tape.policy import DROP, HOLD, KEEP, OFFLOAD, OffloadingPolicy, Policy
+from gradfit.tape.policy import OffloadingPolicy, Policy
 from gradfit.tape.storage import (
     Untrackable,
     copy_storage,
@@ -70,7 +72,6 @@ class Known:
         self.segment = segment
         self.policy = policy
         self.planned = False  # segments come from a plan and are not to be widened
-        self.decide: Any = None  # a plan's choice for what an operation returned, before it is written down
         self.watching: Any = None  # called with every operation that is recorded
         self._made: dict[int, Value] = {}  # made by a recorded operation
         self._roots: dict[int, weakref.ref[Value]] = {}  # made by somebody else, and read
@@ -290,18 +291,18 @@ class Known:
             return None
         return Operation(next_index(), func, info, template, named, each_once(inputs))
 
-    def _adopt(self, op: Operation, fresh: Fresh, choices: list[int] | None) -> None:
+    def _adopt(self, op: Operation, fresh: Fresh, choices: Sequence[Choice] | None) -> None:
         """Make a value of each new storage."""
         made = self._made
         fragile = op.info.fragile
         outputs = op.outputs
         segment = self.segment
         forget = self._forget
-        choice = DROP
+        choice = REBUILD
         for number, (position, tensor, key) in enumerate(fresh):
             if choices is not None:
                 choice = choices[number]
-                if choice == KEEP:
+                if choice is KEEP:
                     outputs.append(None)
                     continue
             if key in made:  # two results may share a storage: then it is one value
@@ -321,10 +322,10 @@ class Known:
             value = made[key] = Value(key, geometry, segment, op, position, seen, natural, watcher)
             if fragile is not None:
                 value.fragile = fragile
-            if choice == HOLD:
+            if choice is HOLD:
                 value.evictable = True
-            elif choice == OFFLOAD and fills_storage(tensor):
-                load = cast(OffloadingPolicy, self.policy).offload(tensor)
+            elif (choice is OFFLOAD or choice is PACK) and fills_storage(tensor):
+                load = pack(tensor) if choice is PACK else cast(OffloadingPolicy, self.policy).offload(tensor)
                 value.op = Operation(op.index, load, LOAD, [], NO_KWARGS, [])
                 value.op.outputs.append(_reference_to(value))
                 value.position = 0
@@ -423,6 +424,12 @@ def _copy_leaves(leaves: Iterable[Leaf], early: int) -> None:
         if copy is None:
             copy = copy_storage(leaf.content, geometry_of(leaf.content))
         leaf.content, leaf.source = shaped(copy, geometry_of(leaf.content)), None
+
+
+def choices_for(fresh: Fresh, choices: Sequence[Choice], results: list[torch.Tensor]) -> list[Choice]:
+    """Of the choices for all results, those for the ones that are new."""
+    chosen = {id(tensor): choice for tensor, choice in zip(results, choices, strict=True)}
+    return [chosen[id(tensor)] for _, tensor, _ in fresh]
 
 
 def each_once(inputs: list[Value]) -> list[Value]:

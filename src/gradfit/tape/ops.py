@@ -39,6 +39,7 @@ class OpInfo:
     counts_first: bool = False  # changes the version counters of what it writes to before it runs
     collective: bool = False  # talks to other processes, and writes to what it is given
     mask: bool = False  # fills its tensor with zeros and ones: see mask.py
+    aliased_returns: tuple[bool, ...] | None = None  # whether each is an argument, by the schema; None: it has none
     copies: bool = False  # only copies its one tensor
     chunks: bool = False  # its results lie in its argument's storage, each with a version counter of its own
 
@@ -156,7 +157,7 @@ def _describe(op: Any) -> OpInfo:
         fragile=UNINITIALISED if aten and name in _EMPTY else CONSTANT if aten and name in _CONSTANT else None,
         scratch=scratch,
         recordable=recordable,
-        simple=plain and not random and not shape_only,
+        simple=plain and not random and not shape_only and not (aten and name in _CHUNKS),
         call=direct(op),
         generator="generator" in names,
         dropout=names.index("dropout_p") if "dropout_p" in names else None,
@@ -175,6 +176,7 @@ def _describe(op: Any) -> OpInfo:
         shape_only=shape_only,
         counts_first=is_custom(op),
         collective=collective,
+        aliased_returns=tuple(returned.alias_info is not None for returned in schema.returns),
         copies=aten and name == "clone",
         chunks=aten and name in _CHUNKS,
         mask=aten and name == "bernoulli_" and "generator" in names and "Tensor" not in str(schema.arguments[1].type),

@@ -1,25 +1,39 @@
-"""What becomes of a result: the choices, and who makes them."""
+"""Who decides what becomes of results, and how they say it."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-# Rebuild it; let autograd have it; let autograd have it until it is evicted; move it out and back.
-DROP, KEEP, HOLD, OFFLOAD = 0, 1, 2, 3
-KEPT = [KEEP]  # for `decide`: all results are kept, however many they are
+from gradfit.choices import Choice
+from gradfit.tape.graph import Segment
+
+
+class Decision(NamedTuple):
+    """What becomes of the results of one operation."""
+
+    choices: tuple[Choice, ...] | None
+    """One for each result; None: all are kept, and nothing is written down."""
+    segment: Segment | None = None
+    """The one that they are rebuilt with, from here on; None: the one before."""
+    last: bool = False
+    """Nothing that comes after it will be rebuilt."""
+
+
+ALL_KEPT = Decision(None)
 
 
 class Policy(Protocol):
-    """Decides, for every result of every recorded operation, whether it is kept."""
+    """Follows one forward, and decides for each of its operations."""
 
-    def choose(self, func: Any, results: list[torch.Tensor], args: Any, kwargs: Any) -> list[int] | None:
-        """One of DROP, KEEP, HOLD and OFFLOAD for each result of `func(*args, **kwargs)`; None drops all."""
+    def decide(self, func: Any, results: list[torch.Tensor], args: Any, kwargs: Any) -> Decision | None:
+        """Asked once for each operation, after it ran as `func(*args, **kwargs)`; None: rebuild all its results."""
 
 
 class OffloadingPolicy(Policy, Protocol):
     """One that also says OFFLOAD."""
 
-    def offload(self, tensor: torch.Tensor) -> Any:
+    def offload(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Move a result out; returns the function that brings it back."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,14 +26,16 @@ from torch.autograd.graph import increment_version
 
 from gradfit._torch import graph_task_id, storage_key
 from gradfit._torch_listen import listening, pop_hooks, push_hooks, stop_tracing, trace_again, untraced
+from gradfit.choices import Choice
 from gradfit.tape import process, replay, rng
 from gradfit.tape.allocate import without_content
 from gradfit.tape.graph import Operation, Segment, Slice, Value, geometry_of
-from gradfit.tape.known import ATOMS, FEW, NO_KWARGS, Fresh, each_once, next_index
+from gradfit.tape.known import ATOMS, FEW, NO_KWARGS, Fresh, choices_for, each_once, next_index
 from gradfit.tape.ops import OpInfo, info_of, infos, view_names
-from gradfit.tape.policy import KEEP, KEPT, Policy
-from gradfit.tape.save import unpack
-from gradfit.tape.storage import Untrackable, flatten, fresh_results, place_of, written_tensors
+from gradfit.tape.policy import Policy
+from gradfit.tape.save import ALL, unpack
+from gradfit.tape.storage import Untrackable, flatten, place_of, written_tensors
+from gradfit.tape.stream import results_of
 from gradfit.tape.units import watch_units
 from gradfit.tape.write import Writer
 
@@ -107,7 +110,7 @@ class Recorder(Writer):
                     self._unwatched.clear()
                     self._chunks.clear()
                     self._inherited.clear()
-                    self.policy = self.watching = self.decide = self.saving = None
+                    self.policy = self.watching = self.saving = None
                     while self._units:
                         self._units.pop().remove()
                     trace_again(self._tracing)
@@ -123,14 +126,30 @@ class Recorder(Writer):
 
     def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator, and write it down."""
+        if self._copying:
+            return func(*args, **kwargs)
         if self._dead:
             self._bury()
         info = infos.get(id(func)) or info_of(func)
         if info.simple and graph_task_id() == -1:
             out = info.call(*args, **kwargs)
-            choices = None if self.decide is None else self.decide(func, out)
-            if choices is not KEPT:
-                self._record(func, info, args, kwargs, out, None, choices)
+            policy = self.policy
+            if policy is None:
+                self._record(func, info, args, kwargs, out, None, None)
+                return out
+            results = [out] if type(out) is _Tensor else results_of(info, args, kwargs, out)
+            if not results:
+                return out
+            decision = policy.decide(func, results, args, kwargs)
+            if decision is None:
+                self._record(func, info, args, kwargs, out, None, None)
+                return out
+            if decision.segment is not None:
+                self.segment = decision.segment
+            if decision.choices is not None:
+                self._record(func, info, args, kwargs, out, None, decision.choices, results)
+            if decision.last:
+                self.after_last()
             return out
         if info.view:  # rule 2
             return info.call(*args, **kwargs)
@@ -156,14 +175,11 @@ class Recorder(Writer):
         if info.scratch and _in_training(args):
             self._lose([args[position] for position in info.scratch if isinstance(args[position], _Tensor)])
         out = info.call(*args, **kwargs)
-        choices = None if self.decide is None else self.decide(func, out)
-        if choices is KEPT:
+        if info.chunks:
+            self._add_chunks(out)
+        results, choices = self._ask(func, info, args, kwargs, out)
+        if choices is ALL or not info.recordable:  # rule 5
             return out
-        if not info.recordable:  # rule 5
-            if choices is None:
-                self._choose(func, fresh_results(out, args), (args, kwargs))
-            return out
-        called = (args, kwargs)
         if info.scratch and _in_training(args):
             args = [_scratch(each) if at in info.scratch else each for at, each in enumerate(args)]
         if info.dtype and isinstance(out, _Tensor) and ("dtype" not in kwargs or not out.is_cpu):
@@ -171,16 +187,16 @@ class Recorder(Writer):
             kwargs = {**kwargs, "dtype": out.dtype, "device": out.device}
         if info.shape_only and (instead := without_content(info, args, kwargs, out)) is not None:
             info, args, kwargs = instead
-        self._record(func, info, args, kwargs, out, state, choices, called)
+        self._record(func, info, args, kwargs, out, state, choices, results)
         return out
 
     def _record(
-        self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any, state: Any, choices: list[int] | None,
-        called: tuple[Any, Any] | None = None,
+        self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any, state: Any, choices: Sequence[Choice] | None,
+        results: list[torch.Tensor] | None = None,
     ) -> None:  # fmt: skip
         """Every microsecond here is paid hundreds of times per step: what is common is written out.
 
-        `called` is what the forward called the operator with, where something else is recorded.
+        `choices` are for these `results`.
         """
         if self._dead:
             self._bury()
@@ -214,28 +230,17 @@ class Recorder(Writer):
             named = self._template_kwargs(kwargs, inputs) if kwargs else NO_KWARGS
             fresh = _fresh(out, inputs)
         except (Untrackable, RuntimeError):  # rule 5
-            if choices is None:
-                self._choose(func, fresh_results(out, args), called or (args, kwargs))
             return
         if not fresh:
-            if info.chunks:
-                self._add_chunks(out)
             return
-        if choices is None and self.policy is not None:
-            choices = self.policy.choose(func, [tensor for _, tensor, _ in fresh], *(called or (args, kwargs)))
-            if choices is not None and choices.count(KEEP) == len(choices):
-                return
+        if choices is not None and results is not None and len(choices) != len(fresh):
+            choices = choices_for(fresh, choices, results)
         for _, _, key in fresh:
             if key in made or (key in self._roots and self._root(key) is not None):
                 return  # it gave back a tensor that was there before: nothing new was made
         op = Operation(next_index(), func, info, template, named, each_once(inputs))
         op.rng = state
         self._adopt(op, fresh, choices)
-
-    def _choose(self, func: Any, fresh: Fresh, called: tuple[Any, Any]) -> list[int] | None:
-        if self.policy is None or not fresh:
-            return None
-        return self.policy.choose(func, [tensor for _, tensor, _ in fresh], *called)
 
 
 def _fresh(out: Any, inputs: list[Value]) -> Fresh:

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from gradfit._torch import FakeTensor, as_class, base_of, detached, graph_task_id, storage_key
+from gradfit.choices import KEEP, Choice
 from gradfit.source_line import source_line
 from gradfit.tape import replay
 from gradfit.tape.graph import Handle, OfSubclass, Segment, Tape, Value, shaped
 from gradfit.tape.known import Known, version_of
+from gradfit.tape.ops import OpInfo
 from gradfit.tape.overwritten import overwritten
 from gradfit.tape.parts import is_small_slice, part_of, whole_of
-from gradfit.tape.policy import Policy
+from gradfit.tape.policy import ALL_KEPT, Policy
 from gradfit.tape.storage import Untrackable, key_of, place_of
+from gradfit.tape.stream import results_of
+
+ALL = (KEEP,)  # of `_ask`: all results are kept, however many they are
 
 
 class Saver(Known):
@@ -29,7 +35,30 @@ class Saver(Known):
         super().__init__(segment, policy)
         self.tape = Tape(threading.RLock())
         self.saving: Any = None  # called with every tensor that autograd saves
+        self._copying = False  # what runs now is no operation of the forward
         self._kept: set[int] = set()  # storages that autograd has, for the statistics
+
+    def _ask(
+        self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any
+    ) -> tuple[list[torch.Tensor], Sequence[Choice] | None]:
+        """An operation's results, and what becomes of each: `ALL` if all are kept, None if all are rebuilt.
+
+        The policy is asked once for every operation, right after it ran.
+        """
+        if self.policy is None:
+            return [], None
+        results = results_of(info, args, kwargs, out)
+        decision = self.policy.decide(func, results, args, kwargs) if results else ALL_KEPT
+        if decision is None:
+            return results, None
+        if decision.segment is not None:
+            self.segment = decision.segment
+        if decision.last:
+            self.after_last()
+        return results, ALL if decision.choices is None else decision.choices
+
+    def after_last(self) -> None:
+        """Nothing that comes now will be rebuilt."""
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves `tensor`: give it a handle if the tape can make the tensor again."""
@@ -60,10 +89,14 @@ class Saver(Known):
         if value.fragile is not None or value.seen != tensor._version:
             value = self._present(value.key, tensor)
             if value is not None and value.fragile is not None:
-                self._settle(value, tensor, detached)
+                self._copying = True  # autograd calls: what we do now would be heard
+                try:
+                    self._settle(value, tensor, detached)
+                finally:
+                    self._copying = False
             if value is None or value.op is None:
                 return self._pack_root(tensor)
-        if value.position < 0 and is_small_slice(tensor):
+        if value.position < 0 and value.op is not None and value.op.slices and is_small_slice(tensor):
             place = place_of(tensor)
             part = part_of(value, place)
             if part is not None:

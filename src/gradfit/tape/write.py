@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 
 from gradfit._torch import base_of, storage_key
+from gradfit.choices import HOLD, KEEP, OFFLOAD, PACK, Choice
 from gradfit.errors import UnsupportedOp
 from gradfit.tape.graph import Operation, Value, nothing
-from gradfit.tape.known import NO_KWARGS, UNCOUNTED, WRITTEN, Chunk, each_once, expected, next_index, version_of
+from gradfit.tape.known import (
+    NO_KWARGS,
+    UNCOUNTED,
+    WRITTEN,
+    Chunk,
+    choices_for,
+    each_once,
+    expected,
+    next_index,
+    version_of,
+)
 from gradfit.tape.ops import LOAD, OpInfo
-from gradfit.tape.policy import HOLD, KEEP, OFFLOAD
+from gradfit.tape.parts import is_small_slice
 from gradfit.tape.save import Saver
 from gradfit.tape.storage import Untrackable, fills_storage, fresh_results, key_of, written_tensors
+
+_NOT_WRITTEN_DOWN = frozenset({KEEP, OFFLOAD, PACK})  # how such a result was written need not be known
 
 
 class Writer(Saver):
@@ -30,8 +44,7 @@ class Writer(Saver):
                 self._save_leaves(key)
             self._write_unknown(target, key)
             out = info.call(*args, **kwargs)  # unknown before, unknown after: a counter of batches, mostly
-            if self.policy is not None and (choices := self.policy.choose(func, [target], args, kwargs)) is not None:
-                self._offload([target], choices)
+            self._offload([target], self._ask(func, info, args, kwargs, out)[1])
             return out
         if (
             old is None
@@ -53,17 +66,17 @@ class Writer(Saver):
         if old.tensor is not None:
             self._save_value(old)
         out = info.call(*args, **kwargs)
-        choices = None if self.policy is None else self.policy.choose(func, [target], args, kwargs)
+        _, choices = self._ask(func, info, args, kwargs, out)
         key, watcher, natural = old.key, old.gone, old.natural
         old.gone, old.natural = None, nothing
-        if op is None or (choices is not None and choices[0] in (KEEP, OFFLOAD)):
+        if op is None or (choices is not None and choices[0] in _NOT_WRITTEN_DOWN):
             self._made.pop(key, None)
             self._offload([target], choices)
             return out
         op.rng = state
         op.written = (old,)
         value = Value(key, old.geometry, self.segment, op, -1, WRITTEN - target._version, natural, watcher)
-        if choices is not None and choices[0] == HOLD:
+        if choices is not None and choices[0] is HOLD:
             value.evictable = True
         self._made[key] = value
         op.outputs.append(weakref.ref(value))
@@ -79,9 +92,11 @@ class Writer(Saver):
             keys = [key_of(target) for target in targets]
         except Untrackable:
             self._lose(targets)
-            return info.call(*args, **kwargs)
+            targets = []
         if not targets:
-            return info.call(*args, **kwargs)
+            out = info.call(*args, **kwargs)
+            self._ask(func, info, args, kwargs, out)
+            return out
         early = int(info.counts_first)
         olds = [self._present(key, target, early) for key, target in zip(keys, targets, strict=True)]
         op: Operation | None = None
@@ -104,32 +119,34 @@ class Writer(Saver):
         if out is not targets[0]:
             written_to = set(keys)
             fresh = [entry for entry in fresh_results(out, args) if entry[2] not in written_to]
-        choices = None
-        if self.policy is not None:
-            choices = self.policy.choose(func, [*targets, *(t for _, t, _ in fresh)], args, kwargs)
+        results, choices = self._ask(func, info, args, kwargs, out)
         for key, old in zip(keys, olds, strict=True):
             self._made.pop(key, None)
             self._roots.pop(key, None)
             if old is not None:
                 old.gone = None
                 old.natural = nothing
-        if op is None or (choices is not None and (KEEP in choices or OFFLOAD in choices)):
+        if op is None or (choices is not None and not _NOT_WRITTEN_DOWN.isdisjoint(choices)):
             self._offload(targets, choices)
             return out  # rule 5: from here on it is a root, or lies elsewhere
         op.rng = state
         op.written = tuple(olds)  # type: ignore[arg-type]
+        op.slices = is_small_slice(targets[0])
         written = [(-1 - number, target, key) for number, (target, key) in enumerate(zip(targets, keys, strict=True))]
-        self._adopt(op, [*written, *fresh], choices)
+        entries = [*written, *fresh]
+        if choices is not None and len(choices) != len(entries):
+            choices = choices_for(entries, choices, results)
+        self._adopt(op, entries, choices)
         self._written(targets, keys, olds)
         return out
 
-    def _offload(self, targets: list[torch.Tensor], choices: list[int] | None) -> None:
+    def _offload(self, targets: list[torch.Tensor], choices: Sequence[Choice] | None) -> None:
         """What was written moves out, if the policy says so; how it was written need not be known."""
         for target, choice in zip(targets, choices or (), strict=False):
-            if choice == OFFLOAD and fills_storage(target):
+            if choice in (OFFLOAD, PACK) and fills_storage(target):
                 key = storage_key(target)
                 self._roots.pop(key, None)
-                self._adopt(Operation(next_index(), None, LOAD, [], NO_KWARGS, []), [(0, target, key)], [OFFLOAD])
+                self._adopt(Operation(next_index(), None, LOAD, [], NO_KWARGS, []), [(0, target, key)], [choice])
                 self._written([target], [key], [None])
 
     def _written(self, targets: list[torch.Tensor], keys: list[int], olds: list[Value | None]) -> None:

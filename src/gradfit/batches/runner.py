@@ -1,0 +1,136 @@
+"""Runs micro-batches: the one place where `loss_fn` is called in a step, a trial, an audit and for other trainers.
+
+The runner knows how a batch is cut and how a loss is read. It knows no plans: how one micro-batch is run (plainly, by a
+plan, below a limit) is a *mode*, which whoever knows of plans hands in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from gradfit.arguments import invalid
+from gradfit.batches.loss import PartLoss, read_loss
+from gradfit.errors import MisuseError
+from gradfit.tree import leaves, size_of_batch, split_batch, unmarked
+
+LossFunction = Callable[[torch.nn.Module, Any], Any]
+Cut = Callable[[Any, int], Iterable[Any]]
+
+
+class Part(NamedTuple):
+    """One micro-batch."""
+
+    position: int
+    """Its number within the batch."""
+    rows: int
+    content: Any
+
+
+class Mode:
+    """How one micro-batch is run; this one runs it plainly. An object serves one run."""
+
+    def wrap(self, loss_fn: LossFunction) -> LossFunction:
+        """The loss function in the form in which it is called."""
+        return loss_fn
+
+    def around_forward(self) -> contextlib.AbstractContextManager[object]:
+        """What the forward pass runs in."""
+        return contextlib.nullcontext()
+
+    def around_both(self) -> contextlib.AbstractContextManager[object]:
+        """What both passes run in."""
+        return contextlib.nullcontext()
+
+
+PLAIN = Mode()
+
+
+class MicroBatchRunner:
+    """Cuts batches and runs their parts.
+
+    Args:
+        model: in the mode in which it is trained.
+        loss_fn: as for `fit`.
+        split: as for `fit`; None cuts along dim 0.
+
+    >>> runner = MicroBatchRunner(torch.nn.Linear(2, 1), lambda model, x: model(x).sum())
+    >>> [part.rows for part in runner.parts(torch.ones(5, 2), 2)]
+    [2, 2, 1]
+    """
+
+    def __init__(self, model: torch.nn.Module, loss_fn: LossFunction, split: Cut | None = None) -> None:
+        self.model, self.loss_fn, self.split = model, loss_fn, split
+
+    def rows(self, batch: Any, name: str = "batch") -> int:
+        """How many rows the batch has; `name` is what an error calls it."""
+        return count_rows(batch, self.split, name)
+
+    def cut(self, batch: Any, size: int) -> Iterable[Any]:
+        """The batch in parts of so many rows."""
+        return (self.split or split_batch)(batch, size)
+
+    def parts(self, batch: Any, size: int, rows: int | None = None) -> list[Part]:
+        """The same, with the rows of each. Where `split` cuts, only its own count tells how many those are.
+
+        Args:
+            batch: what to cut.
+            size: rows of a part; the last may have fewer.
+            rows: of the batch, if they have been counted.
+        """
+        contents = list(self.cut(batch, size))
+        rows = self.rows(batch) if rows is None else rows
+        if len(contents) == -(-rows // size):
+            counts = [min(size, rows - start) for start in range(0, rows, size)]
+        else:  # a `split` that makes parts of other sizes
+            counts = [self.rows(content) for content in contents]
+        return [Part(place, *one) for place, one in enumerate(zip(counts, contents, strict=True))]
+
+    def run(self, part: Part, mode: Mode, backward: Callable[[PartLoss], object]) -> None:
+        """Both passes of one part; `backward` gets its loss."""
+        with mode.around_both():
+            found = self.forward(part, mode)
+            backward(found)
+            del found  # before the contexts are left: its graph holds what they gave
+
+    def forward(self, part: Part, mode: Mode = PLAIN) -> PartLoss:
+        """The loss of one part."""
+        with mode.around_forward():
+            return run_part(mode.wrap(self.loss_fn), self.model, part.content, part.rows)
+
+
+def run_part(loss_fn: LossFunction, model: torch.nn.Module, batch: Any, rows: int = 0) -> PartLoss:
+    """Call `loss_fn` with a batch of so many rows, and read what it returns.
+
+    A `loss_fn` that changes the batch would see another one in the next micro-batch or after an out-of-memory.
+    """
+    batch = unmarked(batch)
+    before = [(tensor, tensor._version) for tensor in leaves(batch)]
+    result = loss_fn(model, batch)
+    after = list(leaves(batch))
+    if len(after) != len(before) or any(
+        new is not old or new._version != version for new, (old, version) in zip(after, before, strict=True)
+    ):
+        raise MisuseError("loss_fn changed the batch it was given. Work on a copy: batch = dict(batch), x = x.clone().")
+    return read_loss(result, rows)
+
+
+def count_rows(batch: Any, split: Cut | None, name: str = "batch", *, fake: bool = False) -> int:
+    """How many rows the batch has: the size of dim 0, or the number of parts of one row that `split` makes."""
+    tensors = list(leaves(batch))
+    if not fake and any(tensor.is_meta for tensor in tensors):
+        raise invalid(name, batch, "is on the meta device, where tensors have no values", "a batch with values")
+    if split is not None:
+        rows = sum(1 for _ in split(batch, 1))
+        if not rows:
+            raise MisuseError("split(batch, 1) gave no part, so there is nothing to train on. Pass a batch with rows.")
+        return rows
+    if not tensors:
+        raise invalid(name, batch, "holds no tensor", "a tensor, or a list, tuple, dict or dataclass of tensors")
+    rows = size_of_batch(batch, name)
+    if not rows:
+        raise invalid(name, batch, "has 0 rows", "at least one row")
+    return rows

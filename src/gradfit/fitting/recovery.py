@@ -1,0 +1,177 @@
+"""One rule for passes that fail, in a step and for other trainers: the batch is repeated whole, from where it began.
+
+Memory that ran out asks for a plan that takes less. A forward that was not the plan's gets a plan of its own, or is
+evicted online from then on; a compiled loss function that does not say what it divided by is run as it was written;
+parts whose divisors may be no counts are counted first, and parts without items on an accelerator are read one by one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from gradfit._torch import is_out_of_memory
+from gradfit._torch_listen import eager_functions
+from gradfit.batches.late_weights import ZeroWeight
+from gradfit.batches.loss import PartLoss
+from gradfit.batches.runner import LossFunction, Mode, Part
+from gradfit.batches.shares import PartCounter, PartShare
+from gradfit.batches.snapshot import Snapshot, trials_end
+from gradfit.batches.weights import CountFirst, UnreadableLoss, must_count
+from gradfit.devices import free_cached_memory
+from gradfit.errors import BudgetInfeasible
+from gradfit.fitting.modes import WithinLimit
+from gradfit.fitting.plan_search import Planner
+from gradfit.fitting.sequences import Sequences
+from gradfit.fitting.tested_plan import Fitted
+from gradfit.recompute.planned import Diverged
+
+# Of what the plan needed, what it may need each time that memory runs out again. What a cap on the process, or a
+# neighbour on the device, leaves free is not known, so it soon becomes much less.
+_SHARES = (0.9, 0.9, 0.8, 0.7, 0.5)
+_Result = TypeVar("_Result")
+Trial = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+class Recovery:
+    """Runs micro-batches as planned, and remembers what failures have taught.
+
+    Args:
+        plans: the tested plans.
+        trial: what new plans are tried out in.
+    """
+
+    def __init__(self, plans: Planner, trial: Trial = contextlib.nullcontext) -> None:
+        self._plans, self._trial = plans, trial
+        self._sequences = Sequences(plans)
+        self._runs_eagerly = False  # compiled functions are run as they were written
+        self._counts_first = False
+        self.reads_each = False
+        """Each part's weight is to be read when it comes, also from a device."""
+        self.online = ""
+        """Why a micro-batch of this batch did not follow a plan; empty if all did."""
+
+    def repeat(
+        self,
+        tested: Fitted,
+        batch: Any,
+        attempt: Callable[[Fitted, int], _Result],
+        take_back: Callable[[], bool],
+        give_up: Callable[[BaseException], object] = lambda error: None,
+    ) -> _Result:
+        """Run `attempt(plan, number)` until it succeeds or nothing can be mended.
+
+        Args:
+            tested: the plan to begin with.
+            batch: what is run.
+            attempt: all passes of the batch.
+            take_back: makes everything as it was before the attempt; False if it has happened after all.
+            give_up: told of the error that ends it.
+        """
+        self._sequences.begin()
+        self.reads_each, self.online = False, ""
+        # An accelerator's allocator may say that memory has run out while a block that would do waits for an event, and
+        # the same step succeeds a moment later (https://github.com/pytorch/pytorch/issues/189504).
+        shares = list(_SHARES) if self._plans.device is None else [1.0, *_SHARES]
+        number = 0
+        while True:
+            number += 1
+            try:
+                return attempt(tested, number)
+            except BaseException as error:
+                if not take_back():
+                    raise  # interrupted when all was done
+                is_short = is_out_of_memory(error) or isinstance(error, BudgetInfeasible)
+                is_outgrown = tested.by_size and isinstance(error, BudgetInfeasible)
+                is_learnt = self._learn(error)
+                if not (is_short or is_learnt) or not shares:
+                    give_up(error)
+                    raise
+                failure: BaseException = error
+            # Outside of the handler: the traceback holds every tensor of the failed attempt.
+            _forget(failure)
+            del failure
+            share = shares.pop(0)
+            if is_learnt or is_outgrown:
+                with trials_end(), self._trial():
+                    replan = self._plans.outgrown if is_outgrown else self._sequences.recover
+                    tested = replan(tested, batch)
+            elif share < 1.0:
+                tested = self._plans.tighter(tested, share)
+
+    def _learn(self, error: BaseException) -> bool:
+        """Whether the same plan can succeed, or another one for the same memory, by what this error says."""
+        self.reads_each = isinstance(error, ZeroWeight)
+        self._counts_first = self._counts_first or isinstance(error, CountFirst)
+        if isinstance(error, UnreadableLoss) and not self._runs_eagerly:
+            self._runs_eagerly = True
+            return True
+        return isinstance(error, Diverged | ZeroWeight | CountFirst)
+
+    def run(
+        self, tested: Fitted, part: Part, batch: Any, backward: Callable[[PartLoss], object], *, first: bool
+    ) -> None:
+        """Both passes of one part.
+
+        Args:
+            tested: the plan.
+            part: which part.
+            batch: all of it, which is there, too.
+            backward: gets the part's loss.
+            first: the part is the first that is run of its batch.
+        """
+        with eager_functions() if self._runs_eagerly else contextlib.nullcontext():
+            self._plans.runner.run(part, self._mode(tested, part, batch, first=first), backward)
+
+    def _mode(self, tested: Fitted, part: Part, batch: Any, *, first: bool) -> Mode:
+        reason = self._sequences.runs_online(part.content)
+        if tested.steady and not reason:
+            return _ByOneOf(self._sequences, tested, part, first=first)
+        self.online = reason or tested.plan.online
+        plans = self._plans
+        return WithinLimit(tested, plans.limit_bytes, *plans.resident, batch, device=plans.device)
+
+    def count(self, tested: Fitted, parts: list[Part], before: Snapshot, first: int = 0) -> list[PartShare] | None:
+        """Each part's share in the batch, where one weight for a part cannot be right: found by forwards alone.
+
+        Args:
+            tested: the plan, for its tiles.
+            parts: of the batch.
+            before: what the model was before; it is so again afterwards.
+            first: the part that is run first.
+        """
+        additivity = self._plans.additivity
+        if additivity is None or len(parts) == 1 or not (must_count(additivity, len(parts)) or self._counts_first):
+            return None
+        runner = self._plans.runner
+        counter = PartCounter(runner.model, tested.tiled(runner.loss_fn), runner.split, additivity.roles)
+        shares = counter.shares([part.content for part in parts], first)
+        before.restore(thread=False)  # there may be a meter around it
+        return shares
+
+
+class _ByOneOf(Mode):
+    """By the plan that this micro-batch follows, of all that there are for its shape.
+
+    Args:
+        plans: all of them.
+        tested: the plan of its batch.
+        part: which part.
+        first: as for `Planned`.
+    """
+
+    def __init__(self, plans: Sequences, tested: Fitted, part: Part, *, first: bool) -> None:
+        self._plans, self._tested, self._part, self._first = plans, tested, part, first
+
+    def wrap(self, loss_fn: LossFunction) -> LossFunction:
+        return self._tested.tiled(loss_fn)
+
+    def around_forward(self) -> contextlib.AbstractContextManager[object]:
+        return self._plans.following(self._tested, self._part.content, self._part.position, first=self._first)
+
+
+def _forget(failure: BaseException) -> None:
+    failure.__traceback__ = None
+    failure.__context__ = failure.__cause__ = None
+    free_cached_memory()

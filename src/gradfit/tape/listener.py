@@ -1,0 +1,73 @@
+"""Whoever wants to know of every operation that runs, beside the recorder: meters, profiles, audits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from gradfit._torch_listen import listening, thread_settings
+from gradfit.tape import process
+from gradfit.tape.ops import view_names
+
+
+class _Open(threading.local):
+    def __init__(self) -> None:
+        self.contexts: list[Any] = []  # of all listeners that are entered in this thread
+
+
+_open = _Open()
+
+
+class OperationListener:
+    """Hears this thread's operators, below autograd, while it is entered; in a backward pass, the engine's threads too.
+
+    Views need not be heard. What it runs itself is heard by those who were entered before.
+    """
+
+    about_fakes = False  # whether it is about fake tensors, which only dispatch modes hear of
+
+    def __init__(self) -> None:
+        self._contexts: list[Any] = []
+
+    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run `func(*args, **kwargs)`, and return what it returned."""
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        context = listening(self._hear, view_names, in_engine=True, as_mode=self.about_fakes)
+        try:
+            process.recording_begins(context)  # generated code would not tell of its operations
+            _open.contexts.append(context)
+            context.__enter__()
+        except BaseException:
+            _end(context)
+            raise
+        self._contexts.append(context)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        context = self._contexts.pop()
+        try:
+            context.__exit__(*error)
+        finally:
+            _end(context)
+
+
+def _end(context: Any) -> None:
+    if context in _open.contexts:
+        _open.contexts.remove(context)
+    process.recording_ends(context)
+
+
+def _open_listeners() -> Callable[[], None]:
+    count = len(_open.contexts)
+
+    def end_later_ones() -> None:
+        for context in _open.contexts[count:]:
+            _end(context)
+
+    return end_later_ones
+
+
+thread_settings.append(_open_listeners)
