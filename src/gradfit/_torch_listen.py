@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _get_current_dispatch_mode_stack,
@@ -97,7 +98,10 @@ class DispatchMode(TorchDispatchMode):
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        # After Ctrl-C a `ThreadState` may have taken it away already. A context that is closed
+        # later, by the collector say, must not take somebody else's mode instead.
+        if id(self) in map(id, _get_current_dispatch_mode_stack()):
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
 
 
 class _Mode(DispatchMode):
@@ -452,6 +456,18 @@ push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # those of `s
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
+# Whether there is a mode, as torch's own `__enter__` and `__exit__` note it for torch.compile (torch
+# 2.13, torch/utils/_python_dispatch.py); earlier versions have fewer.
+_MODE_FLAGS = [
+    name
+    for name in (
+        "_is_in_torch_dispatch_mode",
+        "_is_in_non_infra_torch_dispatch_mode",
+        "_is_in_any_mode_without_ignore_compile_internals",
+    )
+    if hasattr(_python_dispatch, name)
+]
+
 # Each is called when a `ThreadState` is made, and gives the function that takes back what was set since.
 thread_settings: list[Callable[[], Callable[[], None]]] = []
 
@@ -468,6 +484,7 @@ class ThreadState:
         self._hooks, self._modes = _top_hooks(False), _modes()
         self._listener, self._excluded = _thread.innermost, _is_excluded(_KEY)
         self._others = [setting() for setting in thread_settings]
+        self._flags = {name: getattr(_python_dispatch, name) for name in _MODE_FLAGS}
 
     def restore(self) -> None:
         """Make it as it was."""
@@ -479,6 +496,7 @@ class ThreadState:
             pop_hooks()
         while _modes() > self._modes:
             torch._C._pop_torch_dispatch_stack(None)
+        vars(_python_dispatch).update(self._flags)
         if _thread.innermost is not self._listener:
             _include(_KEY, self._listener is not None)
             _thread.innermost = self._listener

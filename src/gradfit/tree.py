@@ -283,8 +283,8 @@ def repeat_rows(batch: Any, rows: int) -> Any:
     return _map_many([batch], repeat)
 
 
-def join_chunks(outputs: Sequence[Any], total: int) -> Any:
-    """Outputs of the parts as the output of the whole: tensors joined along dim 0.
+def join_chunks(outputs: Sequence[Any], total: int, dim: int = 0) -> Any:
+    """Outputs of the parts as the output of the whole: tensors joined along one dimension.
 
     >>> join_chunks([torch.zeros(2, 3), torch.ones(1, 3)], 3).shape
     torch.Size([3, 3])
@@ -293,13 +293,14 @@ def join_chunks(outputs: Sequence[Any], total: int) -> Any:
     def join(parts: Sequence[Any]) -> Any:
         if not isinstance(parts[0], torch.Tensor):
             return _INSIDE
-        if any(part.dim() == 0 for part in parts) or sum(part.size(0) for part in parts) != total:
+        if any(part.dim() <= dim for part in parts) or sum(part.size(dim) for part in parts) != total:
             shapes = [tuple(part.shape) for part in parts[:3]]
+            along = f" along dim {dim}" if dim else ""
             raise MisuseError(
-                f"The chunks' outputs cannot be joined into {total} rows: their shapes are {shapes}… "
+                f"The chunks' outputs cannot be joined into {total} rows{along}: their shapes are {shapes}… "
                 "Return one row per row of the chunk; take means and sums outside of chunked()."
             )
-        return torch.cat(list(parts))
+        return torch.cat(list(parts), dim)
 
     return _map_many(outputs, join)
 

@@ -630,7 +630,12 @@ def _() -> Good:
     return Good(
         gf.chunked,
         {"fn": exp, "batch": BATCH, "size": 2},
-        {"fn": is_module, "batch": lambda value: is_tensor(value) and value.dim() > 0, "size": is_count},
+        {
+            "fn": is_module,
+            "batch": lambda value: is_tensor(value) and value.dim() > 0,
+            "size": is_count,
+            "dim": lambda value: is_whole(value) and 0 <= int(value) < BATCH.dim(),
+        },
     )
 
 

@@ -19,6 +19,7 @@ from gradfit._torch_listen import _thread
 from gradfit.batches.snapshot import untouched
 from gradfit.profiling.meter import tensors_in
 from gradfit.profiling.optimizer_bytes import optimizer_cost
+from gradfit.profiling.trace import Trace
 from gradfit.tape.listener import OperationListener
 from gradfit.tape.mask import MASK
 from gradfit.tree import leaves, map_tensors
@@ -247,6 +248,16 @@ def test_with_a_budget_only_what_surely_fits_is_run() -> None:
     assert part.saved_bytes(1024) == whole.saved_bytes(1024)
 
 
+def is_traced() -> bool:
+    """Whether a trace is among those who listen; meters listen, too."""
+    link = _thread.innermost
+    while link is not None:
+        if isinstance(getattr(link.hear, "__self__", None), Trace):
+            return True
+        link = link.outer
+    return False
+
+
 class Watched:
     """A loss that counts the passes of each size that are watched."""
 
@@ -255,7 +266,7 @@ class Watched:
         self._fails_at = fails_at  # so many rows, when they are watched again
 
     def __call__(self, model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-        watched = _thread.innermost is not None
+        watched = is_traced()
         self.passes[len(batch)] += watched
         if watched and len(batch) == self._fails_at and self.passes[len(batch)] > 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB.")

@@ -291,3 +291,18 @@ def test_chunked_refuses_what_cannot_be_cut_or_joined() -> None:
         gf.chunked(torch.exp, {"a": torch.ones(4), "b": torch.ones(3)}, size=2)
     with pytest.raises(gf.MisuseError, match="joined"):
         gf.chunked(lambda t: t.mean(), torch.ones(4), size=2)
+
+
+def test_chunks_along_tokens_are_the_whole() -> None:
+    mlp = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 3)).double()
+    x = torch.randn(2, 10, 4, dtype=torch.float64, requires_grad=True)
+    whole, found = [], []
+    for out, gradients in ((mlp(x), whole), (gf.chunked(mlp, x, 3, dim=1), found)):
+        assert out.is_contiguous()
+        gradients += [out, *torch.autograd.grad((out * out.detach().roll(1, 1)).sum(), [x, *mlp.parameters()])]
+    for one, other in zip(whole, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    nest = {"x": torch.ones(2, 5), "y": torch.zeros(2, 5, 3)}
+    assert gf.chunked(lambda part: part["y"] + part["x"][..., None], nest, 2, dim=1).shape == (2, 5, 3)
+    with pytest.raises(gf.InvalidParameter, match=r"dim=2 is no dimension of a tensor of shape \(2, 5\)"):
+        gf.chunked(torch.exp, torch.ones(2, 5), 2, dim=2)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import gradfit as gf
 from gradfit._torch_listen import ThreadState
@@ -37,3 +38,20 @@ def test_what_is_left_behind_is_taken_away(what: str) -> None:
     assert torch._dynamo.eval_frame._stance.stance == "default"
     model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None
+
+
+def test_a_context_that_is_closed_late_takes_nobody_elses_mode() -> None:
+    """Ctrl-C can leave a generator's context open; it is closed when the generator is collected."""
+
+    def metered() -> Generator[None, None, None]:
+        with gf.meter():
+            yield
+
+    left = metered()
+    with untouched(nn.Linear(2, 2)):
+        next(left)
+    assert not is_in_torch_dispatch_mode()
+    with gf.meter() as live:
+        left.close()
+        held = torch.zeros(1000)
+    assert live.peak_bytes == held.nbytes

@@ -22,7 +22,7 @@ from gradfit.arguments import (
 )
 from gradfit.errors import MisuseError
 from gradfit.recompute.scope import CheckpointScope, KeepOperation, current_recorder, inside_scope
-from gradfit.tree import join_chunks, size_of_batch, split_batch
+from gradfit.tree import join_chunks, leaves, map_tensors, size_of_batch, split_batch
 
 T = TypeVar("T")
 
@@ -118,33 +118,47 @@ def checkpoint_sequential(
     return result
 
 
-def chunked(fn: Callable[[Any], T], batch: Any, size: int) -> T:
-    """Run `fn` over chunks of the batch, each in a scope of its own, and join the outputs along dim 0.
+def chunked(fn: Callable[[Any], T], batch: Any, size: int, dim: int = 0) -> T:
+    """Run `fn` over chunks of the batch, each in a scope of its own, and join the outputs.
 
     The loss may couple the whole batch (contrastive losses do): its gradients are exact, and only one chunk's
     activations are there at a time. `fn` must treat the rows independently, or the full batch means something else.
 
     Args:
         fn: called with each chunk; returns a tensor, or a nest of tensors, with as many rows.
-        batch: a tensor or a nest of tensors, cut along dim 0.
+        batch: a tensor or a nest of tensors.
         size: rows of one chunk; the last one may be smaller.
+        dim: the dimension that is cut, of every tensor, and along which the outputs are joined: 1 for the tokens of
+            sequences, where `fn` treats each token by itself.
 
     >>> import torch
     >>> encode = torch.nn.Linear(4, 8)
     >>> chunked(encode, torch.ones(10, 4), size=3).shape
     torch.Size([10, 8])
+    >>> chunked(encode, torch.ones(2, 10, 4), size=3, dim=1).shape
+    torch.Size([2, 10, 8])
     """
     read_count(size, "size")
+    read_count(dim, "dim", minimum=0)
     read_callable(fn, "fn", "a function of one chunk", arguments=1)
-    total = size_of_batch(batch)
+    for tensor in leaves(batch) if dim else ():
+        if tensor.dim() <= dim:
+            raise invalid("dim", dim, f"is no dimension of a tensor of shape {tuple(tensor.shape)}", "dim=0")
+    in_front = _moved(batch, dim, 0)  # views: what is cut is dim 0
+    total = size_of_batch(in_front)
     if not total:
         raise invalid("batch", batch, "has 0 rows", "at least one row")
     outputs = []
-    for number, chunk in enumerate(split_batch(batch, size)):
+    for number, chunk in enumerate(split_batch(in_front, size)):
         with CheckpointScope(f"chunk {number}"):
-            outputs.append(fn(chunk))
-    joined: T = join_chunks(outputs, total)
+            outputs.append(fn(_moved(chunk, 0, dim)))
+    joined: T = join_chunks(outputs, total, dim)
     return joined
+
+
+def _moved(nest: Any, source: int, to: int) -> Any:
+    """The same nest with a dimension of each tensor in another place."""
+    return nest if source == to else map_tensors(nest, lambda tensor: tensor.movedim(source, to))
 
 
 def mark_checkpoint(tensor: torch.Tensor) -> torch.Tensor:

@@ -160,7 +160,8 @@ class Operation:
     """One recorded call: enough to make its results again."""
 
     __slots__ = (
-        "__weakref__", "args", "func", "index", "info", "inputs", "kwargs", "outputs", "rng", "unwanted", "written",
+        "__weakref__", "args", "func", "index", "info", "inputs", "kwargs", "outputs", "rng", "slices", "unwanted",
+        "written",
     )  # fmt: skip
 
     def __init__(self, index: int, func: Any, info: Any, args: Any, kwargs: Any, inputs: list[Value]) -> None:
@@ -175,6 +176,7 @@ class Operation:
         ) = []  # None: kept, and no value of the tape
         self.unwanted = 0  # as a value's: none of its results is wanted
         self.written: tuple[Value, ...] = ()  # the versions that it overwrites
+        self.slices = False  # whether it writes to a small part of a storage: see `parts.py`
         self.rng: Any = None
 
     @property

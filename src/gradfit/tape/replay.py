@@ -232,11 +232,11 @@ def _needed(target: Value) -> set[Operation]:
 
 
 def _add_copies(operations: set[Operation], target: Value, tape: Tape) -> None:
-    """Take along copies, of what writes make or write over, that this pass will ask for.
+    """Take along copies, of what writes to slices make or write over, that this pass will ask for.
 
     Else a version of the whole storage would be retained, only to make them later.
     """
-    for op in [op for op in operations if op.written]:
+    for op in [op for op in operations if op.slices]:
         versions = (*op.written, *(reference() for reference in op.outputs if reference is not None))
         readers = [user() for value in versions if value is not None for user in value.users or ()]
         operations.update(

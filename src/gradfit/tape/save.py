@@ -96,7 +96,7 @@ class Saver(Known):
                     self._copying = False
             if value is None or value.op is None:
                 return self._pack_root(tensor)
-        if value.position < 0 and is_small_slice(tensor):
+        if value.position < 0 and value.op is not None and value.op.slices and is_small_slice(tensor):
             place = place_of(tensor)
             part = part_of(value, place)
             if part is not None:

@@ -25,6 +25,7 @@ from gradfit.tape.known import (
     version_of,
 )
 from gradfit.tape.ops import LOAD, OpInfo
+from gradfit.tape.parts import is_small_slice
 from gradfit.tape.save import Saver
 from gradfit.tape.storage import Untrackable, fills_storage, fresh_results, key_of, written_tensors
 
@@ -130,6 +131,7 @@ class Writer(Saver):
             return out  # rule 5: from here on it is a root, or lies elsewhere
         op.rng = state
         op.written = tuple(olds)  # type: ignore[arg-type]
+        op.slices = is_small_slice(targets[0])
         written = [(-1 - number, target, key) for number, (target, key) in enumerate(zip(targets, keys, strict=True))]
         entries = [*written, *fresh]
         if choices is not None and len(choices) != len(entries):
