@@ -380,10 +380,12 @@ def test_a_loss_that_can_be_read_only_uncompiled_is_repeated_so() -> None:
 
     model, padded = network(), batch(padding=0.5)
     step = fitted(model, hidden)
-    expected = after_plain_step(model, entropy, padded, steps=2)
+    expected = after_plain_step(model, entropy, padded, steps=4)
     hides[0] = True
-    assert step(padded).attempts > 1
-    assert step(padded).attempts == 1
+    # The first steps are measured, for which compiled functions run as they were written anyway.
+    attempts = [step(padded).attempts for _ in range(4)]
+    assert sorted(attempts)[-2:] == [1, 2]
+    assert attempts[-1] == 1
     assert_parameters(model, expected)
 
 

@@ -34,8 +34,9 @@ class Failing:
 
 def made() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16).eval(), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 3))
-    model.double()
+    layers = [nn.Linear(6, 16), nn.BatchNorm1d(16).eval(), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()]
+    model = nn.Sequential(*layers, nn.Linear(16, 16), nn.Linear(16, 3)).double()
+    model[6].weight = model[4].weight  # tied
     labels = torch.randint(0, 3, (12,))
     labels[::3] = -100
     return model, (torch.randn(12, 6, dtype=torch.float64), labels)

@@ -263,7 +263,7 @@ def test_misuse_is_refused_as_in_a_real_run() -> None:
 def test_the_guide_and_the_example_run(capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "docs/guides/plan_for_another_machine.md").read_text()
     snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    assert len(snippets) == 3
+    assert len(snippets) == 4
     names: dict[str, Any] = {}
     for snippet in snippets:
         exec(compile(snippet, "plan_for_another_machine.md", "exec"), names)

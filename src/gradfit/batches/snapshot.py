@@ -158,8 +158,11 @@ class Snapshot:
 
     def add_gradients(self) -> None:
         """Add the gradients that were there then to those that are there now."""
+        once = {
+            id(holder): (holder, gradient) for holder, gradient in self._gradients
+        }  # a tied one is in several modules
         with torch.no_grad():
-            for holder, gradient in self._gradients:
+            for holder, gradient in once.values():
                 if gradient is not None:
                     holder.grad = gradient if holder.grad is None else gradient + holder.grad
 
