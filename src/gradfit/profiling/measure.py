@@ -159,6 +159,8 @@ def _measure(
                 samples = _sample_of(model, loss_fn, sample_batch, total, cut, room)  # the whole batch or nothing
         least = 2 if samples[-1].refused_one else 1
         measuring_bytes = max(measuring_bytes, *(one.peak_bytes for one in samples))
+        if distributed.is_running():
+            measuring_bytes = 0  # ranks measure together, whatever each one's budget is: it is held by the steps alone
     known = {storage_key(t) for t in tensors_in([*model.parameters(), *model.buffers(), *leaves(sample_batch)])}
     found = assemble(
         model, sample_batch, total, samples, cost, host_bandwidth=host_bandwidth, static=known, min_batch=least
