@@ -130,7 +130,7 @@ UNDONE = {
     "dynamo's stance": Row(stance, in_a_scope),
     "dispatch key": Row(lambda: torch._C._dispatch_tls_is_dispatch_key_included(KEY), in_a_scope),
     "saved-tensor hooks": Row(lambda: torch._C._autograd._top_saved_tensors_default_hooks(False), in_a_scope),
-    "dispatch modes": Row(torch._C._len_torch_dispatch_stack, in_a_meter),
+    "dispatch modes": Row(torch._C._len_torch_dispatch_stack, while_predicting),
     "function modes": Row(torch._C._len_torch_function_stack, in_a_fit),
     "global module hooks": Row(
         lambda: (list(modules._global_forward_hooks), list(modules._global_forward_pre_hooks)), in_a_profile
