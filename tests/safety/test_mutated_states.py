@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import random
@@ -243,7 +244,8 @@ def test_a_plan_without_one_of_its_numbers_is_refused() -> None:
     job = stepped_once()
     step = gf.fit(job.model, job.optimizer, job.loss_fn, job.data, "1 MiB")
     saved = write_plan(step.known[0], lambda record: record.to_json())
-    assert read_plan(saved) == step.known[0]
+    # How much larger values may be follows from the budget of the step that takes it up.
+    assert read_plan(saved) == dataclasses.replace(step.known[0], slack=1.0)
     for name in saved:
         without = {key: value for key, value in saved.items() if key != name}
         for other in (without, {**saved, name: "x"}, {**saved, name: None}):
