@@ -102,6 +102,7 @@ class Looks(DispatchMode):
         return out
 
 
+@pytest.mark.slow  # alone: in a worker that has run much else an interrupt was seen to come outside of what is tested
 def test_ctrl_c_at_every_line_while_a_mode_looks_leaves_autograd_on() -> None:
     weight = torch.ones(2, requires_grad=True)
 
