@@ -7,6 +7,7 @@ Prints one JSON line: how often it was interrupted, and what was wrong (nothing)
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
 import itertools
@@ -108,6 +109,7 @@ def process_state() -> dict[str, Any]:
         "modes": torch._C._len_torch_dispatch_stack(),
         "gradients": torch.is_grad_enabled(),
         "handler": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+        "handled": sys.exc_info()[0],
         "stance": torch._dynamo.eval_frame._stance.stance,
     }
 
@@ -153,6 +155,10 @@ class AtLine:
         self._line, self.lines = line, 0
 
     def _trace(self, frame: Any, event: str, arg: Any) -> Any:
+        # Python looks for signals at calls and jumps, never as an `except` ends. An error that a tracer raises there
+        # leaves the handled one in `sys.exc_info()` for good, and with it every tensor of its frames.
+        if frame.f_code.co_code[frame.f_lasti] == dis.opmap["POP_EXCEPT"]:
+            return self._trace
         self.lines += 1
         if self.lines == self._line:
             signal.raise_signal(signal.SIGINT)
