@@ -1,17 +1,19 @@
 """Step time of accumulation: gradfit against a hand-written loop, accelerate and Lightning Fabric.
 
-Every contender trains its own copy of the same model on the same micro-batches, with the loop that its library's guide
-prints. They take turns, in an order that is drawn anew for each turn, so that what the machine does beside it falls on
-all alike; several sittings with fresh copies even out where in memory each one happens to lie. The hand-written loop
-runs twice, and the others are compared to the mean of both: what these two differ by is what the numbers can be
-trusted to.
+Every contender trains its own copy of the same model on the same micro-batches, with the loop that
+its library's guide prints. They take turns, in an order that is drawn anew for each turn, so that
+what the machine does beside it falls on all alike; several sittings with fresh copies even out
+where in memory each one happens to lie. The hand-written loop runs twice, and the others are
+compared to the mean of both: what these two differ by is what the numbers can be trusted to.
 
-- fastest tenth: the mean of a contender's fastest tenth of turns, and its ratio to the hand-written loop's. (The very
-  fastest one is luck: two copies of one loop differ by 2 % in it.)
-- median: over all rounds, of a turn's ratio to the hand-written loop's same turn, and its standard error (bootstrap).
+- fastest tenth: the mean of a contender's fastest tenth of turns, and its ratio to the hand-written
+  loop's. (The very fastest one is luck: two copies of one loop differ by 2 % in it.)
+- median: over all rounds, of a turn's ratio to the hand-written loop's same turn, and its standard
+  error (bootstrap).
 
-The bar: at most 1.01 of the hand-written loop, and no tensor bytes per micro-batch beyond those of the backward pass
-itself. The hand-written loop neither clips nor looks for NaN, gradfit does look (and reports the norm).
+The bar: at most 1.01 of the hand-written loop, and no tensor bytes per micro-batch beyond those of
+the backward pass itself. The hand-written loop neither clips nor looks for NaN, gradfit does look
+(and reports the norm).
 
     python benchmarks/accumulate.py [seconds per model]
 """
@@ -114,17 +116,34 @@ CONTENDERS = {
 
 
 def tiny() -> tuple[nn.Module, list[torch.Tensor], LossOf]:
-    """So little work per parameter that the fixed costs show: microseconds of Python, one read of the gradients."""
+    """So little work per parameter that the fixed costs show: microseconds of Python, one read of
+    the gradients.
+    """
     model = nn.Sequential(nn.Linear(784, 256), nn.GELU(), nn.Linear(256, 10))
-    return model, [torch.randn(256, 784) for _ in range(STEPS)], lambda net, x: net(x).square().mean()
+    return (
+        model,
+        [torch.randn(256, 784) for _ in range(STEPS)],
+        lambda net, x: net(x).square().mean(),
+    )
 
 
 def small() -> tuple[nn.Module, list[torch.Tensor], LossOf]:
-    convolutions = nn.Sequential(nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU())
-    model = nn.Sequential(
-        *convolutions, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 128), nn.ReLU(), nn.Linear(128, 10)
+    convolutions = nn.Sequential(
+        nn.Conv2d(1, 16, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 5), nn.ReLU()
     )
-    return model, [torch.randn(32, 1, 28, 28) for _ in range(STEPS)], lambda net, x: net(x).square().mean()
+    model = nn.Sequential(
+        *convolutions,
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+    return (
+        model,
+        [torch.randn(32, 1, 28, 28) for _ in range(STEPS)],
+        lambda net, x: net(x).square().mean(),
+    )
 
 
 def large() -> tuple[nn.Module, list[torch.Tensor], LossOf]:
@@ -146,7 +165,9 @@ def large() -> tuple[nn.Module, list[torch.Tensor], LossOf]:
 
 
 def measure(setup: Setup, seconds: float, turn: int) -> dict[str, list[list[float]]]:
-    """For each contender and round, the seconds of each of its turns; a turn is that many micro-batches."""
+    """For each contender and round, the seconds of each of its turns; a turn is that many
+    micro-batches.
+    """
     torch.manual_seed(0)
     shuffle = random.Random(0).shuffle
     taken: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
@@ -167,7 +188,8 @@ def measure(setup: Setup, seconds: float, turn: int) -> dict[str, list[list[floa
                 shuffle(names)
                 for name in names:
                     loop = loops[name]
-                    start = time.process_time()  # one thread: what other processes take of the machine does not count
+                    # one thread: what other processes take of the machine does not count
+                    start = time.process_time()
                     for _ in range(turn):
                         next(loop)
                     taken[name][-1].append(time.process_time() - start)
@@ -175,7 +197,10 @@ def measure(setup: Setup, seconds: float, turn: int) -> dict[str, list[list[floa
 
 
 def table(title: str, taken: dict[str, list[list[float]]]) -> Iterator[str]:
-    best = {name: sum(fastest_tenth(turns) for turns in zip(*rounds, strict=True)) for name, rounds in taken.items()}
+    best = {
+        name: sum(fastest_tenth(turns) for turns in zip(*rounds, strict=True))
+        for name, rounds in taken.items()
+    }
     best_hand = statistics.fmean(best[name] for name in HAND)
     first, second = (torch.tensor(taken[name]) for name in HAND)  # rounds × turns
     hand = (first + second) / 2
@@ -183,11 +208,15 @@ def table(title: str, taken: dict[str, list[list[float]]]) -> Iterator[str]:
     for name in CONTENDERS:
         ratio, error = median_ratio(torch.tensor(taken[name]), hand)
         of_hand = f"{best[name] / best_hand:16.3f}"
-        yield f"  {name:34} {best[name] * 1e3:10.2f} ms {of_hand} {f'{ratio:.3f} ± {error:.3f}':>18}"
+        yield (
+            f"  {name:34} {best[name] * 1e3:10.2f} ms {of_hand} {f'{ratio:.3f} ± {error:.3f}':>18}"
+        )
 
 
 def median_ratio(ours: torch.Tensor, hand: torch.Tensor) -> tuple[float, float]:
-    """The median of each turn's ratios, weighted by how long the turn takes, and its standard error."""
+    """The median of each turn's ratios, weighted by how long the turn takes, and its standard
+    error.
+    """
     draws = torch.randint(len(hand), (200, len(hand)), generator=torch.Generator().manual_seed(0))
     draws[0] = torch.arange(len(hand))  # as measured
     ratios = (ours / hand)[draws].quantile(0.5, dim=1)
@@ -248,7 +277,10 @@ def main() -> None:
     given = float(sys.argv[1]) if len(sys.argv) > 1 else None
     torch.set_num_threads(1)
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "accelerate", "lightning"))
-    print(f"{datetime.date.today()}, {packages}, CPU seconds of 1 thread, {STEPS} micro-batches per window, AdamW\n")
+    print(
+        f"{datetime.date.today()}, {packages}, CPU seconds of 1 thread, {STEPS} micro-batches per"
+        " window, AdamW\n"
+    )
     for title, setup, seconds, turn in (
         ("tiny: 2 layers, 0.2 M parameters", tiny, 60.0, STEPS),
         ("small: convolutions, 0.08 M", small, 70.0, STEPS),

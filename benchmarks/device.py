@@ -1,8 +1,10 @@
-"""What the host's side of a step costs on an accelerator: a step of gradfit over a plain one, by simulated time.
+"""What the host's side of a step costs on an accelerator: a step of gradfit over a plain one, by
+simulated time.
 
-The simulated device (tests/device) takes a fixed time for each kernel; the host's time is this process's processor time
-without what it spends on computing those kernels. The host runs ahead of the device, as on a GPU, until it reads a
-number. So at 20 µs a kernel the host is the slower one and everything Python does shows; at 200 µs hardly any of it.
+The simulated device (tests/device) takes a fixed time for each kernel; the host's time is this
+process's processor time without what it spends on computing those kernels. The host runs ahead of
+the device, as on a GPU, until it reads a number. So at 20 µs a kernel the host is the slower one
+and everything Python does shows; at 200 µs hardly any of it.
 
 `python benchmarks/device.py [--rounds 5]`
 """
@@ -35,7 +37,15 @@ def loss_fn(model: nn.Module, tokens: Tensor) -> Tensor:
 
 def a_model() -> nn.Module:
     torch.manual_seed(0)
-    model = Transformer(vocabulary=_VOCABULARY, length=_LENGTH, layers=3, width=32, heads=4, causal=True, dropout=0.1)
+    model = Transformer(
+        vocabulary=_VOCABULARY,
+        length=_LENGTH,
+        layers=3,
+        width=32,
+        heads=4,
+        causal=True,
+        dropout=0.1,
+    )
     return model.to("sim")
 
 
@@ -66,7 +76,9 @@ def plain_step(micro_batch: int) -> Callable[[Tensor], object]:
     return step
 
 
-def fitted_step(tokens: Tensor, share: float, micro_batch: int) -> tuple[Callable[[Tensor], object], str]:
+def fitted_step(
+    tokens: Tensor, share: float, micro_batch: int
+) -> tuple[Callable[[Tensor], object], str]:
     """`share` of what can be saved is not there."""
     model = a_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -74,7 +86,9 @@ def fitted_step(tokens: Tensor, share: float, micro_batch: int) -> tuple[Callabl
     plans = gf.frontier(gf.profile(model, loss_fn, part, optimizer), points=2, tile=False)
     least, most = plans[-1].peak_bytes, plans[0].peak_bytes
     budget = int(most - share * (most - least)) + (256 << 10 if share else most)
-    step = gf.fit(model, optimizer, loss_fn, tokens, memory=budget, micro_batch=micro_batch, tile=False)
+    step = gf.fit(
+        model, optimizer, loss_fn, tokens, memory=budget, micro_batch=micro_batch, tile=False
+    )
     return step, f"{step.plan.kept_values} of {step.plan.saved_values} values kept"
 
 
@@ -92,7 +106,11 @@ def main() -> None:
         for share in (0.0, 0.5):
             step, kept = fitted_step(tokens, share, micro_batch)
             ways[f"gradfit, {name}, {kept}"] = micro_batch, step
-    print("simulated milliseconds of a step, and over plain PyTorch with the same micro-batches; medians of", rounds)
+    print(
+        "simulated milliseconds of a step, and over plain PyTorch with the same micro-batches;"
+        " medians of",
+        rounds,
+    )
     print(f"{'':<58}" + "".join(f"{f'{us} µs a kernel':>20}" for us in _KERNELS_US))
     measured = {(name, us): [] for name in ways for us in _KERNELS_US}
     for us in _KERNELS_US:
@@ -102,7 +120,11 @@ def main() -> None:
                 measured[name, us].append(simulated_seconds(lambda step=step: step(tokens)))
         simulated.settings().set_kernel_time(0)
     for name, (micro_batch, _) in ways.items():
-        plain = next(other for other, (size, _) in ways.items() if size == micro_batch and other.startswith("plain"))
+        plain = next(
+            other
+            for other, (size, _) in ways.items()
+            if size == micro_batch and other.startswith("plain")
+        )
         cells = []
         for us in _KERNELS_US:
             seconds, base = (statistics.median(measured[one, us][2:]) for one in (name, plain))

@@ -1,4 +1,6 @@
-"""The same ground for everyone who is timed: one thread, an allocator that keeps what it has, ratios round by round."""
+"""The same ground for everyone who is timed: one thread, an allocator that keeps what it has,
+ratios round by round.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +18,30 @@ _EVERY = 4  # points between two runs of the reference
 
 
 def one_thread() -> str:
-    """One thread, and memory that glibc does not hand back to the system; returns what to say about it.
+    """One thread, and memory that glibc does not hand back to the system; returns what to say about
+    it.
 
-    By default large blocks are returned when they are freed, and faulted in again page by page when they are next
-    asked for: up to a sixth of a step, more for whoever allocates more. An accelerator's caching allocator does not.
+    By default large blocks are returned when they are freed, and faulted in again page by page when
+    they are next asked for: up to a sixth of a step, more for whoever allocates more. An
+    accelerator's caching allocator does not.
     """
     torch.set_num_threads(1)
     if platform.system() != "Linux":
         return "one thread"
     libc = ctypes.CDLL(None)
-    set_all = [libc.mallopt(_MMAP, 32 << 20), libc.mallopt(_TRIM, (1 << 31) - 1), libc.mallopt(_TOP_PAD, 64 << 20)]
+    set_all = [
+        libc.mallopt(_MMAP, 32 << 20),
+        libc.mallopt(_TRIM, (1 << 31) - 1),
+        libc.mallopt(_TOP_PAD, 64 << 20),
+    ]
     return "one thread, malloc keeps its memory" if all(set_all) else "one thread"
 
 
 @dataclass
 class Times:
-    """One contestant's CPU seconds, and their ratios to the reference's that ran just before and after."""
+    """One contestant's CPU seconds, and their ratios to the reference's that ran just before and
+    after.
+    """
 
     seconds: list[float] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
@@ -46,8 +56,12 @@ class Times:
         return statistics.median(self.ratios)
 
 
-def race(reference: Callable[[], object], others: Sequence[Callable[[], object]], *, rounds: int) -> list[Times]:
-    """Time everyone in every round, in an order that turns round, with the reference every few runs; its own first."""
+def race(
+    reference: Callable[[], object], others: Sequence[Callable[[], object]], *, rounds: int
+) -> list[Times]:
+    """Time everyone in every round, in an order that turns round, with the reference every few
+    runs; its own first.
+    """
     times = [Times() for _ in range(len(others) + 1)]
     for number in range(-1, rounds):  # the first round warms up
         order = list(range(len(others)))

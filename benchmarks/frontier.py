@@ -1,14 +1,16 @@
-"""Memory against time: gradfit's plans beside plain PyTorch and its checkpointing, interleaved in one run.
+"""Memory against time: gradfit's plans beside plain PyTorch and its checkpointing, interleaved in
+one run.
 
-`python benchmarks/frontier.py [--quick] [--full] [--wide] [--compile] [--only GPT-2]` prints a table, writes
-benchmarks/results/frontier.txt (with --full, frontier_every_k.txt; with --wide, frontier_wide.txt) and draws
-docs/images/frontier.svg (not of the wide one). Memory is the peak of everything that the two passes allocate beside
-parameters, gradients and the batch (gradients exist before, as when accumulating), read by `gf.meter` in a run of its
-own. Times are CPU seconds of one thread without the meter, as ratios to plain PyTorch's next to them: the median over
-the rounds, and the ratio of the least of each. Points of gradfit are plans for a budget, not tuned by hand; beside
-their time stands what the plan predicted, and below which no choice of values to keep can come, by the operations'
-measured seconds. "gradfit, split" may also cut the batch, as `gf.fit` does; beside it stands plain PyTorch in as many
-pieces by hand.
+`python benchmarks/frontier.py [--quick] [--full] [--wide] [--compile] [--only GPT-2]` prints a
+table, writes benchmarks/results/frontier.txt (with --full, frontier_every_k.txt; with --wide,
+frontier_wide.txt) and draws docs/images/frontier.svg (not of the wide one). Memory is the peak of
+everything that the two passes allocate beside parameters, gradients and the batch (gradients exist
+before, as when accumulating), read by `gf.meter` in a run of its own. Times are CPU seconds of one
+thread without the meter, as ratios to plain PyTorch's next to them: the median over the rounds, and
+the ratio of the least of each. Points of gradfit are plans for a budget, not tuned by hand; beside
+their time stands what the plan predicted, and below which no choice of values to keep can come, by
+the operations' measured seconds. "gradfit, split" may also cut the batch, as `gf.fit` does; beside
+it stands plain PyTorch in as many pieces by hand.
 """
 
 from __future__ import annotations
@@ -73,7 +75,11 @@ def first_blocks(count: int, blocks: nn.Sequential, x: torch.Tensor) -> torch.Te
 def selective(count: int, blocks: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
     contexts = partial(create_selective_checkpoint_contexts, keep_products)
     for number, block in enumerate(blocks):
-        x = checkpoint(block, x, use_reentrant=False, context_fn=contexts) if number < count else block(x)
+        x = (
+            checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            if number < count
+            else block(x)
+        )
     return x
 
 
@@ -110,11 +116,21 @@ def in_pieces(case: Case, size: int, plan: gf.Plan | None = None) -> None:
 def points(case: Case, *, full: bool) -> Iterator[Point]:
     count = len(case.model.blocks)
     yield Point("plain", "", partial(passes, case, plainly))
-    chosen = range(1, count + 1) if full else sorted({count // 4, count // 2, 3 * count // 4, count})
+    chosen = (
+        range(1, count + 1) if full else sorted({count // 4, count // 2, 3 * count // 4, count})
+    )
     for number in chosen:
-        yield Point("checkpoint", f"{number} of {count} blocks", partial(passes, case, partial(first_blocks, number)))
+        yield Point(
+            "checkpoint",
+            f"{number} of {count} blocks",
+            partial(passes, case, partial(first_blocks, number)),
+        )
     for number in range(2, count // 2 + 1) if full else (2, 4):
-        yield Point("checkpoint_sequential", f"{number} segments", partial(passes, case, partial(in_segments, number)))
+        yield Point(
+            "checkpoint_sequential",
+            f"{number} segments",
+            partial(passes, case, partial(in_segments, number)),
+        )
     for number in chosen if full else (count,):
         run = partial(passes, case, partial(selective, number))
         yield Point("selective", f"products, {number} of {count}", run)
@@ -147,10 +163,16 @@ def plans(case: Case, plain_bytes: int) -> Iterator[Point]:
         if plan.micro_batch < rows:
             name = f"{share:.0%}, {plan.micro_batch} rows"
             run = partial(in_pieces, case, plan.micro_batch, plan)
-            yield Point("gradfit, split", name, run, predicted=plan.step_seconds / graph.plain_seconds - 1)
+            yield Point(
+                "gradfit, split", name, run, predicted=plan.step_seconds / graph.plain_seconds - 1
+            )
         if plan.micro_batch not in {rows, *by_hand}:
             by_hand.add(plan.micro_batch)
-            yield Point("split by hand", f"{plan.micro_batch} rows", partial(in_pieces, case, plan.micro_batch))
+            yield Point(
+                "split by hand",
+                f"{plan.micro_batch} rows",
+                partial(in_pieces, case, plan.micro_batch),
+            )
 
 
 def measure(case: Case, *, rounds: int, full: bool, compiled: bool) -> list[Point]:
@@ -165,10 +187,14 @@ def measure(case: Case, *, rounds: int, full: bool, compiled: bool) -> list[Poin
     if compiled:
         case.model.runner = plainly
         found += [Point("compile", name, run, peak) for name, run, peak in compiled_points(case)]
-    for point, times in zip(found, race(found[0].run, [p.run for p in found[1:]], rounds=rounds), strict=True):
+    for point, times in zip(
+        found, race(found[0].run, [p.run for p in found[1:]], rounds=rounds), strict=True
+    ):
         point.times = times
     for peer in behind(found):  # by noise, or indeed: the two run on, beside plain
-        rival = min((p for p in mine(found) if fits(p, peer)), key=lambda p: p.times.ratio, default=None)
+        rival = min(
+            (p for p in mine(found) if fits(p, peer)), key=lambda p: p.times.ratio, default=None
+        )
         if rival is not None:
             again = race(found[0].run, [peer.run, rival.run], rounds=_MORE * rounds)[1:]
             for point, times in zip((peer, rival), again, strict=True):
@@ -206,10 +232,16 @@ def table(case: Case, found: list[Point]) -> list[str]:
     plain = found[0]
     lines = [
         f"{case.name}: plain {plain.peak_bytes / 1e6:.1f} MB, {plain.times.least:.3f} s",
-        f"  {'':24}{'':20}{'MB':>8}{'memory':>9}{'time':>9}{'by least':>10}{'predicted':>11}{'bound':>9}",
+        (
+            f"  {'':24}{'':20}{'MB':>8}{'memory':>9}{'time':>9}{'by least':>10}"
+            f"{'predicted':>11}{'bound':>9}"
+        ),
     ]
     for point in sorted(found, key=lambda p: (p.peer != "plain", p.peer, -p.peak_bytes)):
-        memory, least = point.peak_bytes / plain.peak_bytes, point.times.least / plain.times.least - 1
+        memory, least = (
+            point.peak_bytes / plain.peak_bytes,
+            point.times.least / plain.times.least - 1,
+        )
         line = f"  {point.peer:24}{point.setting:20}{point.peak_bytes / 1e6:8.1f}{memory:9.1%}"
         line += f"{point.times.ratio - 1:+9.1%}{least:+10.1%}"
         if point.predicted is not None:
@@ -218,29 +250,49 @@ def table(case: Case, found: list[Point]) -> list[str]:
             line += f"{point.bound:+9.1%}"
         lines.append(line)
     slower = [f"{peer.peer} {peer.setting}" for peer in behind(found)]
-    lines.append("  gradfit is below every eager peer" if not slower else f"  not below: {', '.join(slower)}")
+    lines.append(
+        "  gradfit is below every eager peer" if not slower else f"  not below: {', '.join(slower)}"
+    )
     return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small shapes, nothing is written")
-    parser.add_argument("--full", action="store_true", help="every peer on k of n blocks for every k")
-    parser.add_argument("--wide", action="store_true", help="GPT-2 as wide as it is in use, 2048 tokens")
-    parser.add_argument("--compile", action="store_true", help="torch.compile with activation_memory_budget too")
+    parser.add_argument(
+        "--full", action="store_true", help="every peer on k of n blocks for every k"
+    )
+    parser.add_argument(
+        "--wide", action="store_true", help="GPT-2 as wide as it is in use, 2048 tokens"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="torch.compile with activation_memory_budget too"
+    )
     parser.add_argument("--rounds", type=int, help="of the race; 7 unless it is quick")
     parser.add_argument("--only", help="one model, nothing is written")
     options = parser.parse_args()
     rounds = options.rounds or (2 if options.quick else 7)
     ground = one_thread()
     lines = [
-        f"frontier, {datetime.date.today()}, torch {torch.__version__}, gradfit {gf.__version__}, {ground}",
-        f"time: median over {rounds} rounds of the ratio to plain next to it; by least: ratio of the least CPU seconds",
+        (
+            f"frontier, {datetime.date.today()}, torch {torch.__version__}, gradfit"
+            f" {gf.__version__}, {ground}"
+        ),
+        (
+            f"time: median over {rounds} rounds of the ratio to plain next to it; by least: ratio"
+            " of the least CPU seconds"
+        ),
         f"where a peer's point seemed ahead, it and gradfit's ran {_MORE * rounds} more",
-        "bound: no choice of values to keep and to rebuild takes less, at these operations' seconds and this memory",
+        (
+            "bound: no choice of values to keep and to rebuild takes less, at these operations'"
+            " seconds and this memory"
+        ),
     ]
     if not options.compile:
-        lines.append("torch.compile with activation_memory_budget: with --compile; it compiles a minute for each point")
+        lines.append(
+            "torch.compile with activation_memory_budget: with --compile; it compiles a minute for"
+            " each point"
+        )
     print("\n".join(lines), flush=True)
     for case in cases(quick=options.quick, wide=options.wide):
         if options.only and case.name != options.only:
@@ -252,7 +304,9 @@ def main() -> None:
         lines += (now := joint(rows=64 if options.quick else 256, rounds=rounds))
         print("\n".join(now))
     if not (options.quick or options.only):
-        name = "frontier_wide" if options.wide else "frontier_every_k" if options.full else "frontier"
+        name = (
+            "frontier_wide" if options.wide else "frontier_every_k" if options.full else "frontier"
+        )
         (ROOT / "benchmarks" / "results" / f"{name}.txt").write_text("\n".join(lines) + "\n")
     if not (options.quick or options.only or options.wide):
         (ROOT / "docs" / "images" / "frontier.svg").write_text(draw(read("\n".join(lines))))

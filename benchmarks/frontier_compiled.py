@@ -1,4 +1,6 @@
-"""`torch.compile` with `activation_memory_budget`, where there is a compiler: another engine, shown for comparison."""
+"""`torch.compile` with `activation_memory_budget`, where there is a compiler: another engine, shown
+for comparison.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def compiled_points(case: Case) -> Iterator[tuple[str, Callable[[], None], int]]
 
 
 def _peak_bytes(run: Callable[[], None]) -> int:
-    """Of what the allocator gave out: a compiled function's buffers are no tensors that a meter could see."""
+    """Of what the allocator gave out: a compiled function's buffers are no tensors that a meter
+    could see.
+    """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run()
     live = peak = 0

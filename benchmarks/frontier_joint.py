@@ -1,4 +1,6 @@
-"""One budget, one effective batch: the micro-batch and plan that `gf.fit` chooses, against the best made by hand."""
+"""One budget, one effective batch: the micro-batch and plan that `gf.fit` chooses, against the best
+made by hand.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,18 @@ def in_room(room: int, *, rows: int, rounds: int) -> list[str]:
     """Seconds of an update, and the ratio of each to `gf.fit`'s."""
     torch.manual_seed(0)
     case = language("GPT-2", layers=12, width=128, rows=rows, length=32, causal=True)
-    static = 2 * sum(p.nbytes for p in case.model.parameters()) + sum(t.nbytes for t in case.batch.values())
+    static = 2 * sum(p.nbytes for p in case.model.parameters()) + sum(
+        t.nbytes for t in case.batch.values()
+    )
     budget = static + room
     model = copy.deepcopy(case.model)
-    step = gf.fit(model, torch.optim.SGD(model.parameters(), lr=1e-3), case.loss, case.batch, memory=budget)
+    step = gf.fit(
+        model, torch.optim.SGD(model.parameters(), lr=1e-3), case.loss, case.batch, memory=budget
+    )
     step(case.batch)  # the first step with a plan is measured
-    way = "nothing" if step.plan.keeps_everything else f"{step.plan.actions.count('rebuild')} values"
+    way = (
+        "nothing" if step.plan.keeps_everything else f"{step.plan.actions.count('rebuild')} values"
+    )
     names, others = [f"gradfit, micro-batch {step.plan.micro_batch}, {way} rebuilt"], []
     for name, runner in (("no recomputation", plainly), ("every block checkpointed", every_block)):
         other = Case(name, copy.deepcopy(case.model), case.batch)
@@ -60,7 +68,11 @@ def largest(case: Case, runner: Any, budget: int) -> int:
     low, high = 1, case.batch["x"].size(0)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if by_hand(case, runner, middle, measured=True) <= budget else (low, middle - 1)
+        low, high = (
+            (middle, high)
+            if by_hand(case, runner, middle, measured=True) <= budget
+            else (low, middle - 1)
+        )
     return low
 
 

@@ -1,4 +1,6 @@
-"""GPT-2, BERT, ViT and ResNet shapes as stem, blocks and head, so that every peer can be put around the blocks."""
+"""GPT-2, BERT, ViT and ResNet shapes as stem, blocks and head, so that every peer can be put around
+the blocks.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,8 @@ class Bottleneck(nn.Module):
         inner = width // 4
         self.body = nn.Sequential(
             nn.Conv2d(width, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU(inplace=True),
-            nn.Conv2d(inner, inner, 3, padding=1, bias=False), nn.BatchNorm2d(inner), nn.ReLU(inplace=True),
-            nn.Conv2d(inner, width, 1, bias=False), nn.BatchNorm2d(width),
+            nn.Conv2d(inner, inner, 3, padding=1, bias=False), nn.BatchNorm2d(inner),
+            nn.ReLU(inplace=True), nn.Conv2d(inner, width, 1, bias=False), nn.BatchNorm2d(width),
         )  # fmt: skip
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,7 +60,10 @@ class Bottleneck(nn.Module):
 class Embedding(nn.Module):
     def __init__(self, vocabulary: int, length: int, width: int) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Parameter(torch.zeros(length, width))
+        self.tokens, self.positions = (
+            nn.Embedding(vocabulary, width),
+            nn.Parameter(torch.zeros(length, width)),
+        )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.tokens(ids) + self.positions[: ids.size(1)]
@@ -88,7 +93,9 @@ class Network(nn.Module):
     def __init__(self, stem: nn.Module, blocks: list[nn.Module], head: nn.Module) -> None:
         super().__init__()
         self.stem, self.blocks, self.head = stem, nn.Sequential(*blocks), head
-        self.runner: Callable[[nn.Sequential, torch.Tensor], torch.Tensor] = lambda blocks, x: blocks(x)
+        self.runner: Callable[[nn.Sequential, torch.Tensor], torch.Tensor] = lambda blocks, x: (
+            blocks(x)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.runner(self.blocks, self.stem(x)))
@@ -107,7 +114,9 @@ class Case:
 
 def language(name: str, *, layers: int, width: int, rows: int, length: int, causal: bool) -> Case:
     vocabulary = 1024
-    blocks = [Block(width, width // 64 or 1, causal=causal, norm_first=causal) for _ in range(layers)]
+    blocks = [
+        Block(width, width // 64 or 1, causal=causal, norm_first=causal) for _ in range(layers)
+    ]
     head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary))
     model = Network(Embedding(vocabulary, length, width), list(blocks), head)
     ids = torch.randint(0, vocabulary, (rows, length + 1))
@@ -120,7 +129,9 @@ def vision(name: str, *, layers: int, width: int, rows: int) -> Case:
 
 
 def residual(name: str, *, layers: int, width: int, rows: int) -> Case:
-    stem = nn.Sequential(nn.Conv2d(3, width, 5, stride=2, padding=2, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+    stem = nn.Sequential(
+        nn.Conv2d(3, width, 5, stride=2, padding=2, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+    )
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
     return Case(name, Network(stem, [Bottleneck(width) for _ in range(layers)], head), images(rows))
 
@@ -130,7 +141,9 @@ def images(rows: int) -> dict[str, torch.Tensor]:
 
 
 def cases(*, quick: bool, wide: bool = False) -> list[Case]:
-    """All of 12 blocks or more; small ones for a quick look, or one as wide as it is in use, with a batch to match."""
+    """All of 12 blocks or more; small ones for a quick look, or one as wide as it is in use, with a
+    batch to match.
+    """
     torch.manual_seed(0)
     if wide:
         return [language("GPT-2-wide", layers=12, width=768, rows=16, length=128, causal=True)]

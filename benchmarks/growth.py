@@ -1,8 +1,10 @@
-"""How the cost of a profile, a plan, a recording and a step grows with operations, parameters and entries of the batch.
+"""How the cost of a profile, a plan, a recording and a step grows with operations, parameters and
+entries of the batch.
 
-CPU seconds at sizes that double; the exponent is the slope of a line through their logarithms, over the largest half of
-the sizes (1.0: linear; a constant part makes it smaller). A profile is also compared with what it may take: 20 plain
-steps plus 2 ms an operation. `python benchmarks/growth.py [--quick] [--most 50000]`.
+CPU seconds at sizes that double; the exponent is the slope of a line through their logarithms, over
+the largest half of the sizes (1.0: linear; a constant part makes it smaller). A profile is also
+compared with what it may take: 20 plain steps plus 2 ms an operation. `python benchmarks/growth.py
+[--quick] [--most 50000]`.
 """
 
 from __future__ import annotations
@@ -75,8 +77,8 @@ def cases(most: int, quick: bool) -> Iterator[Case]:
         lambda n: (nn.Linear(16, 16), {"x": torch.rand(n, 16), "text": ["word"] * n}),
     )  # fmt: skip
     yield Case(
-        "tensors in the batch", sizes(most // 5, count),
-        lambda n: (nn.Linear(16, 16), {"x": torch.rand(8, 16), "more": [torch.rand(8) for _ in range(n)]}),
+        "tensors in the batch", sizes(most // 5, count), lambda n: (nn.Linear(16, 16), {"x":
+        torch.rand(8, 16), "more": [torch.rand(8) for _ in range(n)]}),
     )  # fmt: skip
 
 
@@ -136,7 +138,9 @@ def exponent(sizes: Sequence[int], numbers: Sequence[float]) -> float:
     """The slope in logarithms, by least squares."""
     xs, ys = [math.log(size) for size in sizes], [math.log(max(number, 1e-6)) for number in numbers]
     x, y = sum(xs) / len(xs), sum(ys) / len(ys)
-    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum((a - x) ** 2 for a in xs)
+    return sum((a - x) * (b - y) for a, b in zip(xs, ys, strict=True)) / sum(
+        (a - x) ** 2 for a in xs
+    )
 
 
 COLUMNS = ("plain", "profile", "plan", "record", "step")
@@ -153,7 +157,9 @@ def main() -> None:
         if options.only and options.only not in case.name:
             continue
         print(
-            f"\n{case.name}\n{'size':>8} {'ops':>7} " + " ".join(f"{name:>9}" for name in COLUMNS) + "  profile's limit"
+            f"\n{case.name}\n{'size':>8} {'ops':>7} "
+            + " ".join(f"{name:>9}" for name in COLUMNS)
+            + "  profile's limit"
         )
         rows = []
         for size in case.sizes:
@@ -167,7 +173,10 @@ def main() -> None:
                 flush=True,
             )
         late = rows[-max(2, (len(rows) + 1) // 2) :]
-        found = [exponent([row.size for row in late], [getattr(row, name) for row in late]) for name in COLUMNS]
+        found = [
+            exponent([row.size for row in late], [getattr(row, name) for row in late])
+            for name in COLUMNS
+        ]
         print(f"{'exponent':>16} " + " ".join(f"{each:>9.2f}" for each in found))
 
 

@@ -1,8 +1,10 @@
-"""Loops as people write them, with `fit`, against the same loop by hand: whole epochs, interleaved, CPU seconds.
+"""Loops as people write them, with `fit`, against the same loop by hand: whole epochs, interleaved,
+CPU seconds.
 
-Each loop has batches of its own kind: padded and unpadded ones mixed, graphs of many sizes, an object that only
-`split=` can cut, many lengths, a step of ten milliseconds, a compiled model. The budget is
-one at which the loop by hand fits, or with `--tight` half of what that takes for activations.
+Each loop has batches of its own kind: padded and unpadded ones mixed, graphs of many sizes, an
+object that only `split=` can cut, many lengths, a step of ten milliseconds, a compiled model. The
+budget is one at which the loop by hand fits, or with `--tight` half of what that takes for
+activations.
 
     python benchmarks/loops.py [--tight] [--epochs 3] [--only …]
 """
@@ -38,7 +40,7 @@ class Loop:
     split: Any = None
 
 
-# ---------------------------------------------------------------------------------------------- language
+# ----------------------------------------------------------------------------------------- language
 
 
 def causal_lm(layers: int = 4, width: int = 128) -> nn.Module:
@@ -51,7 +53,9 @@ def causal_lm(layers: int = 4, width: int = 128) -> nn.Module:
     return GPT2LMHeadModel(config)
 
 
-def lm_batch(rng: random.Random, length: int, *, padded: bool, rows: int = 8) -> dict[str, torch.Tensor]:
+def lm_batch(
+    rng: random.Random, length: int, *, padded: bool, rows: int = 8
+) -> dict[str, torch.Tensor]:
     ids = torch.randint(5, 500, (rows, length))
     mask = torch.ones(rows, length, dtype=torch.long)
     for row in range(rows) if padded else ():
@@ -72,10 +76,15 @@ def padded_mixed(rng: random.Random) -> Loop:
 
 def many_lengths(rng: random.Random) -> Loop:
     lengths = rng.sample(range(24, 144, 4), 30)
-    return Loop("causal LM, 30 lengths", causal_lm, [lm_batch(rng, n, padded=True) for n in lengths], lm_loss)
+    return Loop(
+        "causal LM, 30 lengths",
+        causal_lm,
+        [lm_batch(rng, n, padded=True) for n in lengths],
+        lm_loss,
+    )
 
 
-# ---------------------------------------------------------------------------------------------- graphs
+# ------------------------------------------------------------------------------------------- graphs
 
 
 class GraphNet(nn.Module):
@@ -88,7 +97,9 @@ class GraphNet(nn.Module):
         self.update = nn.ModuleList([nn.Linear(2 * width, width) for _ in range(3)])
         self.out = nn.Linear(width, 1)
 
-    def forward(self, x: torch.Tensor, edges: torch.Tensor, graph: torch.Tensor, graphs: int) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, edges: torch.Tensor, graph: torch.Tensor, graphs: int
+    ) -> torch.Tensor:
         h = self.embed(x)
         for message, update in zip(self.message, self.update, strict=True):
             sent = F.relu(message(torch.cat([h[edges[0]], h[edges[1]]], dim=1)))
@@ -112,7 +123,9 @@ def collate(graphs: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     starts = torch.cumsum(sizes, 0) - sizes
     return {
         "x": torch.cat([graph["x"] for graph in graphs]),
-        "edges": torch.cat([graph["edges"] + start for graph, start in zip(graphs, starts, strict=True)], dim=1),
+        "edges": torch.cat(
+            [graph["edges"] + start for graph, start in zip(graphs, starts, strict=True)], dim=1
+        ),
         "graph": torch.repeat_interleave(torch.arange(len(graphs)), sizes),
         "y": torch.cat([graph["y"] for graph in graphs]),
     }
@@ -124,7 +137,13 @@ def parts_of(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     found, start = [], 0
     for number, size in enumerate(sizes):
         edges = batch["edges"][:, owner == number] - start
-        found.append({"x": batch["x"][start : start + size], "edges": edges, "y": batch["y"][number : number + 1]})
+        found.append(
+            {
+                "x": batch["x"][start : start + size],
+                "edges": edges,
+                "y": batch["y"][number : number + 1],
+            }
+        )
         start += size
     return found
 
@@ -149,7 +168,9 @@ def graphs_as_dict(rng: random.Random) -> Loop:
 
 
 class GraphBatch:
-    """As PyTorch Geometric's `Batch`: an object with tensors as attributes, which nothing but its own code can cut."""
+    """As PyTorch Geometric's `Batch`: an object with tensors as attributes, which nothing but its
+    own code can cut.
+    """
 
     def __init__(self, content: dict[str, torch.Tensor]) -> None:
         self.content = content
@@ -170,10 +191,12 @@ def object_loss(model: nn.Module, batch: GraphBatch) -> tuple[torch.Tensor, int]
 
 def graphs_as_objects(rng: random.Random) -> Loop:
     batches = [GraphBatch(collate(graphs_of(rng, 16))) for _ in range(20)]
-    return Loop("an object like Geometric's Batch and split=", GraphNet, batches, object_loss, split_objects)
+    return Loop(
+        "an object like Geometric's Batch and split=", GraphNet, batches, object_loss, split_objects
+    )
 
 
-# ---------------------------------------------------------------------------------------------- short steps, compiled
+# ---------------------------------------------------------------------------- short steps, compiled
 
 
 def mlp() -> nn.Module:
@@ -199,7 +222,7 @@ def compiled(rng: random.Random) -> Loop:
 
 LOOPS = (padded_mixed, many_lengths, graphs_as_dict, graphs_as_objects, ten_milliseconds, compiled)
 
-# ---------------------------------------------------------------------------------------------- the race
+# ----------------------------------------------------------------------------------------- the race
 
 
 def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, loop: Loop) -> None:
@@ -218,11 +241,15 @@ def seconds(run: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def hand_peak(loop: Loop) -> tuple[int, int]:
-    """The most bytes that an epoch by hand takes, and how many of them are not there between two steps."""
+    """The most bytes that an epoch by hand takes, and how many of them are not there between two
+    steps.
+    """
     torch.manual_seed(0)
     model = loop.make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    with gf.meter(model, optimizer, [getattr(batch, "content", batch) for batch in loop.batches]) as live:
+    with gf.meter(
+        model, optimizer, [getattr(batch, "content", batch) for batch in loop.batches]
+    ) as live:
         by_hand(model, optimizer, loop)
         optimizer.zero_grad()
     return live.peak_bytes, live.peak_bytes - live.current_bytes
@@ -240,7 +267,9 @@ def run(loop: Loop, *, tight: bool, epochs: int) -> None:
     optimizer = torch.optim.AdamW(ours.parameters(), lr=1e-4)
     by_hand(hand, hand_optimizer, loop)  # warm, compiled
     fit_seconds, step = seconds(
-        lambda: gf.fit(ours, optimizer, loop.loss_fn, loop.batches[0], memory=budget, split=loop.split)
+        lambda: gf.fit(
+            ours, optimizer, loop.loss_fn, loop.batches[0], memory=budget, split=loop.split
+        )
     )
     ratios, slow, highest = [], 0, 0
     for _ in range(epochs):
@@ -255,7 +284,8 @@ def run(loop: Loop, *, tight: bool, epochs: int) -> None:
         ratios.append(2 * total / (plain + again))
     per_step = plain / len(loop.batches)
     print(
-        f"{loop.name:<46} hand {1e3 * per_step:6.1f} ms a step; fit {fit_seconds / per_step:5.0f} steps; epochs "
+        f"{loop.name:<46} hand {1e3 * per_step:6.1f} ms a step; fit {fit_seconds / per_step:5.0f}"
+        " steps; epochs "
         + " ".join(f"{ratio:5.2f}" for ratio in ratios)
         + f"; {slow} slow steps, {len(step.known)} plans; peak {highest / budget:.2f} of the budget"
         + f" ({budget / 2**20:.1f} MiB, {static / 2**20:.1f} static)",
@@ -269,7 +299,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--only", default="", help="part of a loop's function name")
     options = parser.parse_args()
-    print(f"{one_thread()}; torch {torch.__version__}; CPU seconds as ratios to the loop by hand, epoch by epoch")
+    print(
+        f"{one_thread()}; torch {torch.__version__}; CPU seconds as ratios to the loop by hand,"
+        " epoch by epoch"
+    )
     warnings.simplefilter("ignore")
     for make in LOOPS:
         if options.only in make.__name__:

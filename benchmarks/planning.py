@@ -1,4 +1,5 @@
-"""Seconds of planning: one simulation, one budget, and a model of 70 billion parameters from its shapes to its plan.
+"""Seconds of planning: one simulation, one budget, and a model of 70 billion parameters from its
+shapes to its plan.
 
 CPU seconds of this process, the least of three. `python benchmarks/planning.py`.
 """
@@ -62,11 +63,18 @@ def main() -> None:
         graph = transformer(layers).at(8)
         operations = f"{len(graph.op_inputs):,} operations"
         actions = [KEEP if producer < 0 else REBUILD for producer in graph.producer]
-        print(f"{operations}: one simulation {1000 * least(lambda: simulate(graph, actions)):.1f} ms")  # noqa: B023
+        once = least(lambda: simulate(graph, actions))  # noqa: B023
+        print(f"{operations}: one simulation {1000 * once:.1f} ms")
         for share in (0.5, 0.15):
             seconds = least(lambda: solve(graph, share))  # noqa: B023
-            print(f"{operations}: a plan for {share:.0%} of the activations {seconds:.2f} s", flush=True)
-    print(f"70 billion parameters over 64 devices, profile and plan: {least(seventy_billion, 1):.0f} s")
+            print(
+                f"{operations}: a plan for {share:.0%} of the activations {seconds:.2f} s",
+                flush=True,
+            )
+    print(
+        "70 billion parameters over 64 devices, profile and plan:"
+        f" {least(seventy_billion, 1):.0f} s"
+    )
 
 
 if __name__ == "__main__":

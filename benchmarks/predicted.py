@@ -1,12 +1,15 @@
-"""What `gf.fit` predicts against what its steps take: peak bytes and seconds, on models from `transformers`.
+"""What `gf.fit` predicts against what its steps take: peak bytes and seconds, on models from
+`transformers`.
 
-`python benchmarks/predicted.py [--quick]` prints a table and writes benchmarks/results/predicted.txt. The peak is of
-all tensors of the whole step, optimizer included, read by the meter in the second step, when the optimizer has its
-state. Seconds are CPU seconds of one thread: what `fit` says, and the median of the steps that follow it at once. A
-shared machine changes its pace by a quarter within a minute, so every row is made several times, a fresh model fitted
-and its steps run, and has the median of the errors with the lowest and the highest. The split, peaks and seconds are
-those of the fit with that error, the peak's error is the worst of all. The extra time is beside the same micro-batches
-by hand, with nothing recomputed, in turn with those steps.
+`python benchmarks/predicted.py [--quick]` prints a table and writes
+benchmarks/results/predicted.txt. The peak is of all tensors of the whole step, optimizer included,
+read by the meter in the second step, when the optimizer has its state. Seconds are CPU seconds of
+one thread: what `fit` says, and the median of the steps that follow it at once. A shared machine
+changes its pace by a quarter within a minute, so every row is made several times, a fresh model
+fitted and its steps run, and has the median of the errors with the lowest and the highest. The
+split, peaks and seconds are those of the fit with that error, the peak's error is the worst of all.
+The extra time is beside the same micro-batches by hand, with nothing recomputed, in turn with those
+steps.
 """
 
 from __future__ import annotations
@@ -51,9 +54,15 @@ def images(rows: int) -> dict[str, torch.Tensor]:
 
 
 def models(layers: int) -> dict[str, Callable[[], Case]]:
-    words: dict[str, Any] = {"vocab_size": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    words: dict[str, Any] = {
+        "vocab_size": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
     size: dict[str, Any] = {
-        "num_hidden_layers": layers, "hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768,
+        "num_hidden_layers": layers, "hidden_size": 192, "num_attention_heads": 3,
+        "intermediate_size": 768,
     }  # fmt: skip
 
     def gpt2() -> Case:
@@ -68,17 +77,31 @@ def models(layers: int) -> dict[str, Callable[[], Case]]:
         return hf.LlamaForCausalLM(config), tokens(16), language_loss
 
     def t5() -> Case:
-        config = hf.T5Config(num_layers=layers // 2, d_model=192, d_kv=64, d_ff=768, num_heads=3, vocab_size=512,
-                             decoder_start_token_id=0)  # fmt: skip
+        config = hf.T5Config(
+            num_layers=layers // 2,
+            d_model=192,
+            d_kv=64,
+            d_ff=768,
+            num_heads=3,
+            vocab_size=512,
+            decoder_start_token_id=0,
+        )
         return hf.T5ForConditionalGeneration(config), tokens(16), language_loss
 
     def vit() -> Case:
-        config = hf.ViTConfig(**size, image_size=64, patch_size=8, hidden_dropout_prob=0.1, num_labels=4)
+        config = hf.ViTConfig(
+            **size, image_size=64, patch_size=8, hidden_dropout_prob=0.1, num_labels=4
+        )
         return hf.ViTForImageClassification(config), images(16), image_loss
 
     def resnet() -> Case:
-        config = hf.ResNetConfig(depths=[layers // 4] * 4, hidden_sizes=[32, 64, 128, 256], embedding_size=32,
-                                 layer_type="basic", num_labels=4)  # fmt: skip
+        config = hf.ResNetConfig(
+            depths=[layers // 4] * 4,
+            hidden_sizes=[32, 64, 128, 256],
+            embedding_size=32,
+            layer_type="basic",
+            num_labels=4,
+        )
         return hf.ResNetForImageClassification(config), images(16), image_loss
 
     return {"GPT-2": gpt2, "BERT": bert, "Llama": llama, "T5": t5, "ViT": vit, "ResNet": resnet}
@@ -164,8 +187,10 @@ def rows_of(name: str, make: Callable[[], Case], rounds: int) -> list[str]:
         usual, worst = fits[len(fits) // 2], max((one.peak_error for one in fits), key=abs)
         plan = usual.plan
         lines.append(
-            f"  {name:8}{share:6.0%}{plan.micro_batch:4} × {plan.steps:<3}{plan.peak_bytes / 1e6:10.2f}"
-            f"{usual.peak_bytes / 1e6:10.2f}{worst:+8.1%}{plan.step_seconds:10.3f}{usual.seconds:10.3f}"
+            f"  {name:8}{share:6.0%}{plan.micro_batch:4} ×"
+            f" {plan.steps:<3}{plan.peak_bytes / 1e6:10.2f}"
+            f"{usual.peak_bytes / 1e6:10.2f}{worst:+8.1%}{plan.step_seconds:10.3f}"
+            f"{usual.seconds:10.3f}"
             f"{usual.error:+8.1%}{fits[0].error:+9.1%}{fits[-1].error:+8.1%}{plan.extra_fraction:+10.1%}"
             f"{usual.seconds / usual.plain_seconds - 1:+9.1%}"
         )
@@ -174,15 +199,22 @@ def rows_of(name: str, make: Callable[[], Case], rounds: int) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="small models, few rounds, nothing is written")
+    parser.add_argument(
+        "--quick", action="store_true", help="small models, few rounds, nothing is written"
+    )
     options = parser.parse_args()
     layers, rounds = (4, 1) if options.quick else (12, 5)
     ground = one_thread()
     lines = [
-        f"predicted, {datetime.date.today()}, torch {torch.__version__}, gradfit {gf.__version__}, {ground}, "
-        f"{layers} layers, AdamW, {rounds} fits each",
-        f"  {'':8}{'budget':>6}{'split':>10}{'peak MB':>10}{'measured':>10}{'':>8}{'step s':>10}{'measured':>10}{'':>8}"
-        f"{'lowest':>9}{'highest':>8}{'extra':>10}{'measured':>9}",
+        (
+            f"predicted, {datetime.date.today()}, torch {torch.__version__}, gradfit"
+            f" {gf.__version__}, {ground}, {layers} layers, AdamW, {rounds} fits each"
+        ),
+        (
+            f"  {'':8}{'budget':>6}{'split':>10}{'peak MB':>10}{'measured':>10}{'':>8}"
+            f"{'step s':>10}{'measured':>10}{'':>8}"
+            f"{'lowest':>9}{'highest':>8}{'extra':>10}{'measured':>9}"
+        ),
     ]
     print("\n".join(lines), flush=True)
     for name, make in models(layers).items():

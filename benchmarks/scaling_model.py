@@ -2,13 +2,15 @@
 
 Nothing here was measured. The assumptions are the constants below, printed with the table:
 
-* A ring moves 2·(n−1)/n of the gradients for an all-reduce, (n−1)/n for a reduce-scatter or an all-gather, at the
-  slowest link's bandwidth: the node's inside a node, the network's beyond it. Each collective also waits for log₂ n
-  hops.
-* Communication inside a backward is hidden behind it as far as it is shorter (overlap 1) or not at all (overlap 0).
-  gradfit reduces after the last backward, so that ranks may hold different numbers of micro-batches: its reduction is
-  never hidden. Plain DDP's is, behind one backward of the window.
-* The meeting is one all-gather of 512 bytes per rank; FSDP2's announcements are one of 4 bytes per gather.
+* A ring moves 2·(n−1)/n of the gradients for an all-reduce, (n−1)/n for a reduce-scatter or an
+  all-gather, at the slowest link's bandwidth: the node's inside a node, the network's beyond it.
+  Each collective also waits for log₂ n hops.
+* Communication inside a backward is hidden behind it as far as it is shorter (overlap 1) or not at
+  all (overlap 0). gradfit reduces after the last backward, so that ranks may hold different numbers
+  of micro-batches: its reduction is never hidden. Plain DDP's is, behind one backward of the
+  window.
+* The meeting is one all-gather of 512 bytes per rank; FSDP2's announcements are one of 4 bytes per
+  gather.
 
     python benchmarks/scaling_model.py
 """
@@ -22,7 +24,8 @@ UNITS = 32
 MICRO_BATCHES = 8
 TOKENS = 8192  # per device and micro-batch
 FLOPS = 400e12  # that a device really does per second
-GRADIENT_BYTES, WEIGHT_BYTES, OPTIMIZER_BYTES = 4, 2, 12  # per parameter: float32 sums, bfloat16 weights, Adam + master
+# per parameter: float32 sums, bfloat16 weights, Adam + master
+GRADIENT_BYTES, WEIGHT_BYTES, OPTIMIZER_BYTES = 4, 2, 12
 NODE, NODE_BANDWIDTH, NETWORK_BANDWIDTH = 8, 300e9, 45e9  # devices, bytes per second and device
 HOP_SECONDS = 8e-6
 MEETING_BYTES, ANNOUNCEMENT_BYTES = 512, 4
@@ -32,7 +35,9 @@ GIB = 2**30
 def ring_seconds(nbytes: float, devices: int, rounds: int) -> float:
     """`rounds` is 2 for an all-reduce, 1 for half of one."""
     bandwidth = NODE_BANDWIDTH if devices <= NODE else NETWORK_BANDWIDTH
-    return rounds * ((devices - 1) / devices * nbytes / bandwidth + math.log2(devices) * HOP_SECONDS)
+    return rounds * (
+        (devices - 1) / devices * nbytes / bandwidth + math.log2(devices) * HOP_SECONDS
+    )
 
 
 def row(devices: int) -> str:
@@ -46,28 +51,36 @@ def row(devices: int) -> str:
     gather = ring_seconds(WEIGHT_BYTES * PARAMETERS, devices, 1)
     scatter = ring_seconds(GRADIENT_BYTES * PARAMETERS, devices, 1)
     words = 2 * UNITS * ring_seconds(ANNOUNCEMENT_BYTES * devices, devices, 1)
-    passes = MICRO_BATCHES * (max(forward, gather + words / 2) + max(2 * forward, gather + words / 2))
+    passes = MICRO_BATCHES * (
+        max(forward, gather + words / 2) + max(2 * forward, gather + words / 2)
+    )
     fsdp = passes + meeting + scatter
     fsdp_each = MICRO_BATCHES * (max(forward, gather) + max(2 * forward, gather + scatter))
-    replicated = PARAMETERS * (WEIGHT_BYTES + 2 * GRADIENT_BYTES + OPTIMIZER_BYTES)  # DDP's own buckets included
+    # DDP's own buckets included
+    replicated = PARAMETERS * (WEIGHT_BYTES + 2 * GRADIENT_BYTES + OPTIMIZER_BYTES)
     unit = PARAMETERS / UNITS
-    sharded = PARAMETERS * ((WEIGHT_BYTES + OPTIMIZER_BYTES + GRADIENT_BYTES) / devices + GRADIENT_BYTES)
+    sharded = PARAMETERS * (
+        (WEIGHT_BYTES + OPTIMIZER_BYTES + GRADIENT_BYTES) / devices + GRADIENT_BYTES
+    )
     sharded += unit * (2 * WEIGHT_BYTES + 2 * GRADIENT_BYTES)
     return (
-        f"| {devices} | {meeting * 1e3:.2f} | {reduce_all:.2f} | {ddp / plain_ddp:.3f} | {ddp / each_time:.3f} "
-        f"| {replicated / GIB:.0f} | {scatter:.2f} | {fsdp / fsdp_each:.3f} | {sharded / GIB:.0f} |"
+        f"| {devices} | {meeting * 1e3:.2f} | {reduce_all:.2f} | {ddp / plain_ddp:.3f} |"
+        f" {ddp / each_time:.3f} | {replicated / GIB:.0f} | {scatter:.2f} | {fsdp / fsdp_each:.3f}"
+        f" | {sharded / GIB:.0f} |"
     )
 
 
 def main() -> None:
     print(
-        f"{PARAMETERS / 1e9:.0f} G parameters, {MICRO_BATCHES} micro-batches of {TOKENS} tokens per device, "
-        f"{FLOPS / 1e12:.0f} TFLOP/s;\n{NODE} devices per node at {NODE_BANDWIDTH / 1e9:.0f} GB/s, network at "
-        f"{NETWORK_BANDWIDTH / 1e9:.0f} GB/s per device, {HOP_SECONDS * 1e6:.0f} µs per hop\n"
+        f"{PARAMETERS / 1e9:.0f} G parameters, {MICRO_BATCHES} micro-batches of {TOKENS} tokens per"
+        f" device, {FLOPS / 1e12:.0f} TFLOP/s;\n{NODE} devices per node at"
+        f" {NODE_BANDWIDTH / 1e9:.0f} GB/s, network at {NETWORK_BANDWIDTH / 1e9:.0f} GB/s per"
+        f" device, {HOP_SECONDS * 1e6:.0f} µs per hop\n"
     )
     print(
-        "| devices | meeting, ms | all-reduce, s | window: gradfit / DDP `no_sync` | … / DDP every micro-batch "
-        "| DDP, GiB | reduce-scatter, s | window: gradfit / FSDP2 every micro-batch | FSDP2, GiB |"
+        "| devices | meeting, ms | all-reduce, s | window: gradfit / DDP `no_sync` | … / DDP every"
+        " micro-batch | DDP, GiB | reduce-scatter, s | window: gradfit / FSDP2 every micro-batch |"
+        " FSDP2, GiB |"
     )
     print("| --- " * 9 + "|")
     for exponent in range(3, 13):

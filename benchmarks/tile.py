@@ -1,8 +1,10 @@
-"""Tiles against what people do by hand, on a Llama with a large vocabulary: peak bytes and CPU seconds of one pass.
+"""Tiles against what people do by hand, on a Llama with a large vocabulary: peak bytes and CPU
+seconds of one pass.
 
-Everything runs in turn, round by round, in one process: what disturbs one disturbs all. The peak is `gf.meter`'s, the
-time the least CPU time of the rounds. `python benchmarks/tile.py [--tokens 1024] [--rounds 3]`; `--long 8192 16384` for
-the peaks of long sequences, `--tokens 8192 --fit "450 MiB"` for a budget that is less than one row's logits.
+Everything runs in turn, round by round, in one process: what disturbs one disturbs all. The peak is
+`gf.meter`'s, the time the least CPU time of the rounds. `python benchmarks/tile.py [--tokens 1024]
+[--rounds 3]`; `--long 8192 16384` for the peaks of long sequences, `--tokens 8192 --fit "450 MiB"`
+for a budget that is less than one row's logits.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ Run = Callable[[], torch.Tensor]
 
 def make_model(words: int, layers: int = 4, width: int = 256) -> Any:
     config = transformers.LlamaConfig(
-        vocab_size=words, hidden_size=width, intermediate_size=688 * width // 256, num_hidden_layers=layers,
-        num_attention_heads=8, max_position_embeddings=1 << 17,
+        vocab_size=words, hidden_size=width, intermediate_size=688 * width // 256,
+        num_hidden_layers=layers, num_attention_heads=8, max_position_embeddings=1 << 17,
     )  # fmt: skip
     torch.manual_seed(0)
     return transformers.AutoModelForCausalLM.from_config(config).train()
@@ -39,7 +41,9 @@ def checkpointed_blocks(model: Any) -> Iterator[None]:
     layers = list(model.model.layers)
     for layer in layers:
         own = type(layer).forward.__get__(layer)
-        layer.forward = lambda *args, own=own, **kwargs: checkpoint(own, *args, use_reentrant=False, **kwargs)
+        layer.forward = lambda *args, own=own, **kwargs: checkpoint(
+            own, *args, use_reentrant=False, **kwargs
+        )
     try:
         yield
     finally:
@@ -104,7 +108,9 @@ def planned(model: Any, tokens: torch.Tensor, budgets: list[int], *, tile: bool)
         try:
             step = gf.fit(model, optimizer, plain_loss, tokens, memory=budget, tile=tile)
         except gf.BudgetInfeasible as error:
-            print(f"{name}: infeasible, the smallest is {error.min_bytes / MIB:.0f} MiB", flush=True)
+            print(
+                f"{name}: infeasible, the smallest is {error.min_bytes / MIB:.0f} MiB", flush=True
+            )
             continue
         runs[name] = lambda step=step: torch.tensor(step(tokens).loss)
     return runs
@@ -130,20 +136,33 @@ def measure(model: Any, tokens: torch.Tensor, runs: dict[str, Run], rounds: int)
     plain = next(iter(runs))
     for name in runs:
         memory, taken = peaks[name] / peaks[plain] - 1, seconds[name] / seconds[plain] - 1
-        print(f"{name:46} {peaks[name] / MIB:7.0f} MiB {memory:+6.0%} {seconds[name]:7.2f} s {taken:+6.0%}", flush=True)
+        print(
+            f"{name:46} {peaks[name] / MIB:7.0f} MiB {memory:+6.0%} {seconds[name]:7.2f} s"
+            f" {taken:+6.0%}",
+            flush=True,
+        )
 
 
 def long_sequences(words: int, lengths: list[int], *, layers: int, width: int, tile: bool) -> None:
-    """The peak of one pass of each length: it grows with tokens × hidden states, not with tokens × words."""
+    """The peak of one pass of each length: it grows with tokens × hidden states, not with tokens ×
+    words.
+    """
     for length in lengths:
         model = make_model(words, layers, width)
         tokens = torch.randint(0, words, (1, length), generator=torch.Generator().manual_seed(1))
-        with gf.tile(model, size=128) if tile else contextlib.nullcontext(), gf.meter(model, tokens) as live:
+        with (
+            gf.tile(model, size=128) if tile else contextlib.nullcontext(),
+            gf.meter(model, tokens) as live,
+        ):
             plain_loss(model, tokens).backward()  # type: ignore[no-untyped-call]
         logits = length * words * 4
         shape = f"1 × {length} × {words}, {layers} layers of {width}"
         how = "gf.tile(size=128)" if tile else "plain"
-        print(f"{shape}, {how}: {live.peak_bytes / MIB:.0f} MiB; the logits alone: {logits / MIB:.0f} MiB", flush=True)
+        print(
+            f"{shape}, {how}: {live.peak_bytes / MIB:.0f} MiB; the logits alone:"
+            f" {logits / MIB:.0f} MiB",
+            flush=True,
+        )
 
 
 def long_fit(words: int, length: int, memory: str, *, layers: int, width: int) -> None:
@@ -154,9 +173,16 @@ def long_fit(words: int, length: int, memory: str, *, layers: int, width: int) -
     with gf.meter(model, tokens) as live:
         step = gf.fit(model, optimizer, plain_loss, tokens, memory=memory)
     first, second = step(tokens), step(tokens)
-    print(f"1 × {length} × {words}, {layers} layers of {width}, fit at {memory}: {step.plan}", flush=True)
-    print(f"while fitting {live.peak_bytes / MIB:.0f} MiB, in a step {second.peak_bytes / MIB:.0f} MiB; "
-          f"loss {first.loss:.4f} → {second.loss:.4f}", flush=True)  # fmt: skip
+    print(
+        f"1 × {length} × {words}, {layers} layers of {width}, fit at {memory}: {step.plan}",
+        flush=True,
+    )
+    print(
+        f"while fitting {live.peak_bytes / MIB:.0f} MiB, "
+        f"in a step {second.peak_bytes / MIB:.0f} MiB; "
+        f"loss {first.loss:.4f} → {second.loss:.4f}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -164,8 +190,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--words", type=int, default=32_000)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--by-hand", action="store_true", help="leave out what fit plans, which takes a while")
-    parser.add_argument("--long", type=int, nargs="*", help="peaks of these lengths, and nothing else")
+    parser.add_argument(
+        "--by-hand", action="store_true", help="leave out what fit plans, which takes a while"
+    )
+    parser.add_argument(
+        "--long", type=int, nargs="*", help="peaks of these lengths, and nothing else"
+    )
     parser.add_argument("--fit", help="a budget for fit at --tokens, and nothing else")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
@@ -179,8 +209,14 @@ def main() -> None:
         long_fit(options.words, options.tokens, options.fit, **size)
         return
     model = make_model(options.words, **size)
-    tokens = torch.randint(0, options.words, (1, options.tokens), generator=torch.Generator().manual_seed(1))
-    print(f"torch {torch.__version__}, 4-layer Llama, 1 × {options.tokens} × {options.words}, one thread", flush=True)
+    tokens = torch.randint(
+        0, options.words, (1, options.tokens), generator=torch.Generator().manual_seed(1)
+    )
+    print(
+        f"torch {torch.__version__}, 4-layer Llama, 1 × {options.tokens} × {options.words}, one"
+        " thread",
+        flush=True,
+    )
     runs = by_hand(model, tokens)
     if options.by_hand:
         measure(model, tokens, runs, options.rounds)

@@ -1,7 +1,9 @@
-"""Writes docs/exactness.md: kinds of losses and batches, cut by `gf.fit`, against the gradient of the full batch.
+"""Writes docs/exactness.md: kinds of losses and batches, cut by `gf.fit`, against the gradient of
+the full batch.
 
-Run it with `python docs/exactness.py`; `tests/fitting/test_exactness_table.py` runs every kind and compares the page.
-There are two outcomes: the gradient is that of the full batch, or `fit` refuses to cut and says what to call instead.
+Run it with `python docs/exactness.py`; `tests/fitting/test_exactness_table.py` runs every kind and
+compares the page. There are two outcomes: the gradient is that of the full batch, or `fit` refuses
+to cut and says what to call instead.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class Kind:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What `fit` did: the error of the gradient in micro-batches, or the message; and the error in one piece."""
+    """What `fit` did: the error of the gradient in micro-batches, or the message; and the error in
+    one piece.
+    """
 
     error: float | None
     refused: str
@@ -82,16 +86,28 @@ def _error_of(kind: Kind, batch: Batch, micro_batch: int | None) -> float:
     optimizer = Caught(model.parameters(), lr=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        step = gf.fit(model, optimizer, kind.loss_fn, batch, memory="64 MiB", micro_batch=micro_batch, split=kind.split)
+        step = gf.fit(
+            model,
+            optimizer,
+            kind.loss_fn,
+            batch,
+            memory="64 MiB",
+            micro_batch=micro_batch,
+            split=kind.split,
+        )
         result = step(batch)
     assert result.micro_batches == (1 if micro_batch is None else math.ceil(ROWS / micro_batch))
-    difference = sum(float((a - b).square().sum()) for a, b in zip(optimizer.gradients, expected, strict=True))
+    difference = sum(
+        float((a - b).square().sum()) for a, b in zip(optimizer.gradients, expected, strict=True)
+    )
     return math.sqrt(difference / sum(float(b.square().sum()) for b in expected))
 
 
 def _full_gradients(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> list[Tensor]:
     """By plain autograd, in one piece."""
-    result = loss_fn(model, {name: getattr(value, "content", value) for name, value in batch.items()})
+    result = loss_fn(
+        model, {name: getattr(value, "content", value) for name, value in batch.items()}
+    )
     if isinstance(result, gf.Loss):
         loss = result.sum / result.count
     elif isinstance(result, tuple) and not isinstance(result[1], dict):
@@ -99,10 +115,13 @@ def _full_gradients(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> li
     else:
         loss = result[0] if isinstance(result, tuple) else result
     found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), found, strict=True)]
+    return [
+        torch.zeros_like(p) if g is None else g
+        for p, g in zip(model.parameters(), found, strict=True)
+    ]
 
 
-# -- models and batches ------------------------------------------------------------------------------------------------
+# -- models and batches --------------------------------------------------------------------------
 
 
 def network() -> nn.Module:
@@ -110,7 +129,9 @@ def network() -> nn.Module:
 
 
 def with_norm(*, frozen: bool) -> nn.Module:
-    model = nn.Sequential(nn.Linear(WIDTH, 12), nn.BatchNorm1d(12), nn.GELU(), nn.Linear(12, CLASSES))
+    model = nn.Sequential(
+        nn.Linear(WIDTH, 12), nn.BatchNorm1d(12), nn.GELU(), nn.Linear(12, CLASSES)
+    )
     model[1].train(not frozen)
     return model
 
@@ -148,7 +169,9 @@ class Graphs(nn.Module):
         self.send, self.head = nn.Linear(WIDTH, 8), nn.Linear(8, CLASSES)
 
     def forward(self, x: Tensor, edges: Tensor, graph: Tensor, graphs: int) -> Tensor:
-        sent = torch.zeros(len(x), 8, dtype=x.dtype).index_add(0, edges[1], self.send(x).relu()[edges[0]])
+        sent = torch.zeros(len(x), 8, dtype=x.dtype).index_add(
+            0, edges[1], self.send(x).relu()[edges[0]]
+        )
         out: Tensor = self.head(torch.zeros(graphs, 8, dtype=x.dtype).index_add(0, graph, sent))
         return out
 
@@ -210,7 +233,9 @@ def graphs() -> Batch:
     sizes = torch.randint(2, 6, (ROWS,)).tolist()
     graph = torch.repeat_interleave(torch.arange(ROWS), torch.tensor(sizes))
     starts = [sum(sizes[:i]) for i in range(ROWS)]
-    edges = torch.cat([torch.randint(0, n, (2, 2 * n)) + s for n, s in zip(sizes, starts, strict=True)], 1)
+    edges = torch.cat(
+        [torch.randint(0, n, (2, 2 * n)) + s for n, s in zip(sizes, starts, strict=True)], 1
+    )
     return {
         "x": torch.randn(len(graph), WIDTH).double(),
         "edges": edges,
@@ -233,7 +258,7 @@ def split_graphs(batch: Batch, size: int) -> Iterator[Batch]:
         }
 
 
-# -- losses ------------------------------------------------------------------------------------------------------------
+# -- losses --------------------------------------------------------------------------------------
 
 
 def token_loss(model: nn.Module, batch: Batch, **options: Any) -> Tensor:
@@ -260,7 +285,9 @@ def focal_by_positives(model: nn.Module, batch: Batch) -> Tensor:
 def dice(model: nn.Module, batch: Batch, *, each: bool) -> Tensor:
     predicted, true = model(batch["x"]).softmax(-1), F.one_hot(batch["y"], CLASSES).double()
     axes = (1,) if each else (0, 1)
-    return (1 - 2 * (predicted * true).sum(axes) / (predicted.square().sum(axes) + true.sum(axes))).mean()
+    return (
+        1 - 2 * (predicted * true).sum(axes) / (predicted.square().sum(axes) + true.sum(axes))
+    ).mean()
 
 
 def distilled(model: nn.Module, batch: Batch) -> Tensor:
@@ -314,7 +341,9 @@ def connectionist(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def random_field(model: nn.Module, batch: Batch) -> Tensor:
-    """A chain's negative log-likelihood, all sequences added up, over the number of their tokens."""
+    """A chain's negative log-likelihood, all sequences added up, over the number of their
+    tokens.
+    """
     scores, labels = model(batch["x"]), batch["full"]
     path = scores.gather(2, labels[..., None])[..., 0].sum()
     alpha = scores[:, 0]
@@ -373,7 +402,9 @@ def named(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def graph_loss(model: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch["x"], batch["edges"], batch["graph"], len(batch["y"])), batch["y"])
+    return F.cross_entropy(
+        model(batch["x"], batch["edges"], batch["graph"], len(batch["y"])), batch["y"]
+    )
 
 
 def mean_of(losses: Callable[[nn.Module, Batch], Tensor]) -> LossFunction:
@@ -392,46 +423,89 @@ KINDS = (
     Kind("cross-entropy over rows", mean_of(row_losses), batch=rows),
     Kind("cross-entropy over tokens, padding ignored", token_loss),
     Kind('cross-entropy, `reduction="sum"`', lambda m, b: token_loss(m, b, reduction="sum")),
-    Kind("class weights", lambda m, b: token_loss(m, b, weight=torch.arange(1.0, CLASSES + 1).double())),
+    Kind(
+        "class weights",
+        lambda m, b: token_loss(m, b, weight=torch.arange(1.0, CLASSES + 1).double()),
+    ),
     Kind("label smoothing, padding ignored", lambda m, b: token_loss(m, b, label_smoothing=0.1)),
-    Kind("`(loss_sum, count)`", lambda m, b: (token_loss(m, b, reduction="sum"), (b["labels"] >= 0).sum())),
+    Kind(
+        "`(loss_sum, count)`",
+        lambda m, b: (token_loss(m, b, reduction="sum"), (b["labels"] >= 0).sum()),
+    ),
     Kind("`(loss, {name: value})`", lambda m, b: (token_loss(m, b), {"rows": len(b["x"])})),
     Kind(
         "`gf.Loss(sum=…, count=…)`",
         lambda m, b: gf.Loss(
-            sum=token_loss(m, b, reduction="sum"), count=gf.count_tokens(b["labels"], shift=False), logs={}
+            sum=token_loss(m, b, reduction="sum"),
+            count=gf.count_tokens(b["labels"], shift=False),
+            logs={},
         ),
     ),
     Kind("masked mean by hand", lambda m, b: (by_token(m, b) * b["mask"]).sum() / b["mask"].sum()),
-    Kind("mean over each row's tokens, then over rows",
-         lambda m, b: ((by_token(m, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean()),
-    Kind("weights for samples, by their sum",
-         lambda m, b: (by_token(m, b).mean(1) * b["weight"]).sum() / b["weight"].sum()),
-    Kind("weights for samples, by rows", lambda m, b: (by_token(m, b).mean(1) * b["weight"]).mean()),
+    Kind(
+        "mean over each row's tokens, then over rows",
+        lambda m, b: ((by_token(m, b) * b["mask"]).sum(1) / b["mask"].sum(1)).mean(),
+    ),
+    Kind(
+        "weights for samples, by their sum",
+        lambda m, b: (by_token(m, b).mean(1) * b["weight"]).sum() / b["weight"].sum(),
+    ),
+    Kind(
+        "weights for samples, by rows", lambda m, b: (by_token(m, b).mean(1) * b["weight"]).mean()
+    ),
     Kind("focal", mean_of(focal), batch=rows),
     Kind("focal, by the number of positives", focal_by_positives, refused="gf.Loss", batch=rows),
-    Kind("the same, `(loss_sum, count)`", lambda m, b: (focal(m, b).sum(), (b["y"] > 1).sum()), batch=rows),
-    Kind("binary cross-entropy with logits",
-         lambda m, b: F.binary_cross_entropy_with_logits(m(b["x"]), b["target"].sigmoid())),
-    Kind("two tasks over the same rows",
-         lambda m, b: token_loss(m, {**b, "labels": b["full"]}) + 0.5 * F.mse_loss(m(b["x"]), b["target"])),
-    Kind("two tasks over different items",
-         lambda m, b: row_losses(m, b)[b["mask_a"]].mean() + 0.5 * m(b["x"])[b["mask_b"]].square().mean(),
-         batch=rows),
-    Kind("focal, by the number of positives, at least 1",
-         lambda m, b: focal(m, b).sum() / (b["y"] > 1).sum().clamp(min=1), batch=rows),
-    Kind("a masked mean over at least 1, as a number of Python's",
-         lambda m, b: (row_losses(m, b) * b["mask_a"]).sum() / max(1, int(b["mask_a"].sum())),
-         refused="gf.Loss", batch=rows),
-    Kind("a mean over tokens and one over rows",
-         lambda m, b: token_loss(m, b) + 0.5 * m(b["x"]).mean((1, 2)).square().mean()),
-    Kind("a penalty on the parameters",
-         lambda m, b: token_loss(m, b) + 1e-2 * sum(p.square().sum() for p in m.parameters())),
+    Kind(
+        "the same, `(loss_sum, count)`",
+        lambda m, b: (focal(m, b).sum(), (b["y"] > 1).sum()),
+        batch=rows,
+    ),
+    Kind(
+        "binary cross-entropy with logits",
+        lambda m, b: F.binary_cross_entropy_with_logits(m(b["x"]), b["target"].sigmoid()),
+    ),
+    Kind(
+        "two tasks over the same rows",
+        lambda m, b: (
+            token_loss(m, {**b, "labels": b["full"]}) + 0.5 * F.mse_loss(m(b["x"]), b["target"])
+        ),
+    ),
+    Kind(
+        "two tasks over different items",
+        lambda m, b: (
+            row_losses(m, b)[b["mask_a"]].mean() + 0.5 * m(b["x"])[b["mask_b"]].square().mean()
+        ),
+        batch=rows,
+    ),
+    Kind(
+        "focal, by the number of positives, at least 1",
+        lambda m, b: focal(m, b).sum() / (b["y"] > 1).sum().clamp(min=1),
+        batch=rows,
+    ),
+    Kind(
+        "a masked mean over at least 1, as a number of Python's",
+        lambda m, b: (row_losses(m, b) * b["mask_a"]).sum() / max(1, int(b["mask_a"].sum())),
+        refused="gf.Loss",
+        batch=rows,
+    ),
+    Kind(
+        "a mean over tokens and one over rows",
+        lambda m, b: token_loss(m, b) + 0.5 * m(b["x"]).mean((1, 2)).square().mean(),
+    ),
+    Kind(
+        "a penalty on the parameters",
+        lambda m, b: token_loss(m, b) + 1e-2 * sum(p.square().sum() for p in m.parameters()),
+    ),
     Kind("a penalty on the input's gradient", penalised, batch=rows),
     Kind("distillation: cross-entropy and divergence", distilled, batch=rows),
     Kind("DPO", preferred, batch=rows),
     Kind("PPO, advantages from the batch", lambda m, b: ppo(m, b, normalise=False), batch=rows),
-    Kind("PPO, advantages normalised inside", lambda m, b: ppo(m, b, normalise=True), refused="gf.Loss", batch=rows),
+    Kind(
+        "PPO, advantages normalised inside",
+        lambda m, b: ppo(m, b, normalise=True),
+        refused="gf.Loss",
+        batch=rows,
+    ),
     Kind("policy gradient whose value is always 0", on_policy, refused="gf.Loss", batch=rows),
     Kind("variational autoencoder", variational, batch=rows),
     Kind("diffusion", denoised, batch=rows),
@@ -440,30 +514,70 @@ KINDS = (
     Kind("InfoNCE", contrastive, refused="gf.chunked", batch=rows),
     Kind("NT-Xent", both_ways, refused="gf.chunked", batch=rows),
     Kind("triplets mined in the batch", mined, refused="gf.Loss", batch=rows),
-    Kind("the worst of the batch", lambda m, b: row_losses(m, b).max(), refused="gf.Loss", batch=rows),
-    Kind("the hardest 8 of the batch", lambda m, b: row_losses(m, b).topk(8).values.mean(),
-         refused="raises RuntimeError", batch=rows),
+    Kind(
+        "the worst of the batch", lambda m, b: row_losses(m, b).max(), refused="gf.Loss", batch=rows
+    ),
+    Kind(
+        "the hardest 8 of the batch",
+        lambda m, b: row_losses(m, b).topk(8).values.mean(),
+        refused="raises RuntimeError",
+        batch=rows,
+    ),
     Kind("dice of each sample", lambda m, b: dice(m, b, each=True), batch=rows),
     Kind("dice of the batch", lambda m, b: dice(m, b, each=False), refused="gf.Loss", batch=rows),
     Kind("experts balanced over the batch", balanced, refused="gf.Loss", model=Experts, batch=rows),
-    Kind("BatchNorm in training mode", mean_of(row_losses), refused="module.eval()",
-         model=lambda: with_norm(frozen=False), batch=rows),
-    Kind("BatchNorm, frozen", mean_of(row_losses), model=lambda: with_norm(frozen=True), batch=rows),
+    Kind(
+        "BatchNorm in training mode",
+        mean_of(row_losses),
+        refused="module.eval()",
+        model=lambda: with_norm(frozen=False),
+        batch=rows,
+    ),
+    Kind(
+        "BatchNorm, frozen", mean_of(row_losses), model=lambda: with_norm(frozen=True), batch=rows
+    ),
     Kind("texts in a list beside tensors", paired, batch=rows_with(texts=list(TEXTS))),
-    Kind("a loop over rows", lambda m, b: sum(
-        F.cross_entropy(m(x[None]), y[None]) for x, y in zip(b["x"], b["y"], strict=True)) / len(b["x"]), batch=rows),
-    Kind("a list of another length than the rows", named, refused="gf.whole", batch=rows_with(names=list(NAMES)),
-         misuse=True),
+    Kind(
+        "a loop over rows",
+        lambda m, b: (
+            sum(F.cross_entropy(m(x[None]), y[None]) for x, y in zip(b["x"], b["y"], strict=True))
+            / len(b["x"])
+        ),
+        batch=rows,
+    ),
+    Kind(
+        "a list of another length than the rows",
+        named,
+        refused="gf.whole",
+        batch=rows_with(names=list(NAMES)),
+        misuse=True,
+    ),
     Kind("the same, marked `gf.whole`", named, batch=rows_with(names=gf.whole(list(NAMES)))),
-    Kind("graphs as one, with `split=`", graph_loss, model=Graphs, batch=graphs, split=split_graphs),
-    Kind("sequence first, with `split=`", time_first_loss, model=Recurrent, batch=time_first, split=split_second),
+    Kind(
+        "graphs as one, with `split=`", graph_loss, model=Graphs, batch=graphs, split=split_graphs
+    ),
+    Kind(
+        "sequence first, with `split=`",
+        time_first_loss,
+        model=Recurrent,
+        batch=time_first,
+        split=split_second,
+    ),
     Kind("sequence first", time_first_loss, refused="split=", model=Recurrent, batch=time_first),
-    Kind("`(loss, accuracy)`", lambda m, b: (token_loss(m, b), 0.9), refused='(loss, {"accuracy": value})',
-         misuse=True),
-    Kind("`(mean, count)`", lambda m, b: (token_loss(m, b), (b["labels"] >= 0).sum()), refused="loss * count",
-         misuse=True),
+    Kind(
+        "`(loss, accuracy)`",
+        lambda m, b: (token_loss(m, b), 0.9),
+        refused='(loss, {"accuracy": value})',
+        misuse=True,
+    ),
+    Kind(
+        "`(mean, count)`",
+        lambda m, b: (token_loss(m, b), (b["labels"] >= 0).sum()),
+        refused="loss * count",
+        misuse=True,
+    ),
     Kind("three values", lambda m, b: (token_loss(m, b), 3, {}), refused="gf.Loss", misuse=True),
-)  # fmt: skip
+)
 
 
 def page(outcomes: dict[str, Outcome]) -> str:
@@ -471,11 +585,15 @@ def page(outcomes: dict[str, Outcome]) -> str:
     lines = [
         "# Exact or refused",
         "",
-        f"Each kind of loss and batch is trained by `gf.fit` in micro-batches of {MICRO_BATCH} of {ROWS} rows, in "
-        "float64, and the gradient that the optimizer is given is compared with that of the full batch by plain "
-        "autograd: the norm of the difference over the norm. What is refused is so before anything is trained, with a "
-        "message that names the call; left whole, as `fit` leaves it unless `micro_batch=` says otherwise, its "
-        "gradient is that of the full batch, too. Written by [exactness.py](exactness.py), which is also a test.",
+        (
+            f"Each kind of loss and batch is trained by `gf.fit` in micro-batches of {MICRO_BATCH}"
+            f" of {ROWS} rows, in float64, and the gradient that the optimizer is given is compared"
+            " with that of the full batch by plain autograd: the norm of the difference over the"
+            " norm. What is refused is so before anything is trained, with a message that names"
+            " the call; left whole, as `fit` leaves it unless `micro_batch=` says otherwise, its"
+            " gradient is that of the full batch, too. Written by [exactness.py](exactness.py),"
+            " which is also a test."
+        ),
         "",
         "| loss and batch | in micro-batches | the message names |",
         "| --- | --- | --- |",
@@ -485,7 +603,11 @@ def page(outcomes: dict[str, Outcome]) -> str:
         if outcome.error is not None:
             lines.append(f"| {kind.name} | exact: {outcome.error:.0e} | |")
         else:
-            left = "refused" if outcome.whole_error is None else f"not cut: {outcome.whole_error:.0e} in one piece"
+            left = (
+                "refused"
+                if outcome.whole_error is None
+                else f"not cut: {outcome.whole_error:.0e} in one piece"
+            )
             lines.append(f"| {kind.name} | {left} | `{kind.refused}` |")
     return "\n".join(lines) + "\n"
 

@@ -1,6 +1,8 @@
-"""Draws docs/images/timeline.svg: live tensor bytes over one training step, plain and under three budgets.
+"""Draws docs/images/timeline.svg: live tensor bytes over one training step, plain and under three
+budgets.
 
-Run it with `make figures`. The curves are measured by `gf.meter(timeline=True)` on this machine's CPU.
+Run it with `make figures`. The curves are measured by `gf.meter(timeline=True)` on this machine's
+CPU.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = nn.MultiheadAttention(width, heads, dropout=0.1, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.norm1(x)
@@ -57,22 +61,24 @@ def svg(curves: list[tuple[str, list[tuple[float, int]]]]) -> str:
         return _HEIGHT - _BOTTOM - size / highest * (_HEIGHT - _BOTTOM - _TOP)
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-        'font-family="system-ui, sans-serif" font-size="13">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+            'font-family="system-ui, sans-serif" font-size="13">'
+        ),
         "<title>Live tensor bytes of one training step, plain and under three budgets</title>",
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" rx="8" fill="#ffffff"/>',
     ]
     parts += [
-        f'<line x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{y(tick * unit):.1f}" y2="{y(tick * unit):.1f}" '
-        f'stroke="#e5e7eb"/><text x="{_LEFT - 8}" y="{y(tick * unit) + 4:.1f}" text-anchor="end" '
-        f'fill="#374151">{tick}</text>'
+        f'<line x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{y(tick * unit):.1f}" y2="{y(tick * unit):.1f}"'
+        f' stroke="#e5e7eb"/><text x="{_LEFT - 8}" y="{y(tick * unit) + 4:.1f}" text-anchor="end"'
+        f' fill="#374151">{tick}</text>'
         for tick in range(0, int(highest / unit) + 1, step)
     ]
     parts.append('<text x="12" y="20" fill="#374151">MiB of live tensors</text>')
     parts.append(
-        f'<text x="{_LEFT}" y="{_HEIGHT - 14}" fill="#374151">forward</text>'
-        f'<text x="{_WIDTH - 20}" y="{_HEIGHT - 14}" text-anchor="end" fill="#374151">backward, each step over its own '
-        "duration</text>"
+        f'<text x="{_LEFT}" y="{_HEIGHT - 14}" fill="#374151">forward</text><text x="{_WIDTH - 20}"'
+        f' y="{_HEIGHT - 14}" text-anchor="end" fill="#374151">backward, each step over its own'
+        " duration</text>"
     )
     for number, (name, line) in enumerate(curves):
         end = line[-1][0] or 1.0
@@ -84,7 +90,10 @@ def svg(curves: list[tuple[str, list[tuple[float, int]]]]) -> str:
                 points.append(f"{x(seconds / end):.1f},{y(size):.1f}")
                 last = column
         colour = _COLOURS[number]
-        parts.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        parts.append(
+            f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}"'
+            ' stroke-width="2"/>'
+        )
         peak = max(size for _, size in line)
         column = 250 + 150 * number
         parts.append(
@@ -110,7 +119,10 @@ def main() -> None:
     target.parent.mkdir(exist_ok=True)
     target.write_text(svg(curves))
     for name, line in curves:
-        print(f"{name:>6}: peak {max(size for _, size in line) / 2**20:.0f} MiB in {line[-1][0]:.2f} s")
+        print(
+            f"{name:>6}: peak {max(size for _, size in line) / 2**20:.0f} MiB in"
+            f" {line[-1][0]:.2f} s"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What `accelerator.prepare` returns goes into `gf.fit` as it is: model, optimizer, loader and schedule.
+"""What `accelerator.prepare` returns goes into `gf.fit` as it is: model, optimizer, loader and
+schedule.
 
 The step is the one plain PyTorch makes of the whole batch, in a fraction of its memory.
 """
@@ -36,7 +37,8 @@ step = gf.fit(model, optimizer, loss_fn, sample, memory="700 KiB")
 print(step.plan)
 for _ in range(3):
     for batch in loader:
-        result = step(batch)  # instead of accelerator.backward, optimizer.step and optimizer.zero_grad
+        # instead of accelerator.backward, optimizer.step and optimizer.zero_grad
+        result = step(batch)
         schedule.step()
 print(f"loss {result.loss:.4f}, measured peak {result.peak_bytes / 1024:.0f} KiB")
 
@@ -49,7 +51,9 @@ for _ in range(3):
         loss_fn(plain, (rows[part], labels[part])).backward()
         optimizer.step()
         schedule.step()
-difference = max((a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+difference = max(
+    (a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+)
 print(f"largest difference of a parameter to plain PyTorch: {difference:.1e}")
 assert step.plan.steps > 1
 assert result.peak_bytes <= step.budget_bytes

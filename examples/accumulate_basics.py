@@ -12,7 +12,9 @@ import gradfit as gf
 
 
 def weighed(model: nn.Module, data: torch.Tensor) -> None:
-    """Unequal micro-batches: each says how many items its mean loss is about; the tail is flushed."""
+    """Unequal micro-batches: each says how many items its mean loss is about; the tail is
+    flushed.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.9)
     acc = gf.GradientAccumulator(optimizer, steps=4, clip=1.0)
@@ -26,7 +28,9 @@ def weighed(model: nn.Module, data: torch.Tensor) -> None:
 
 
 def by_themselves(model: nn.Module, data: torch.Tensor) -> None:
-    """The loop everybody has: backward passes are counted, and the optimizer sees scaled gradients."""
+    """The loop everybody has: backward passes are counted, and the optimizer sees scaled
+    gradients.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     accumulator = gf.GradientAccumulator(steps=4)
     accumulator.enable_accumulation(model.parameters())

@@ -1,4 +1,6 @@
-"""An audit, a profile and an own backward pass between the steps of a run: they change nothing of it."""
+"""An audit, a profile and an own backward pass between the steps of a run: they change nothing of
+it.
+"""
 
 import copy
 
@@ -31,19 +33,24 @@ def trained(model, between):
 
 def look(number, step):
     if number == 1:
-        report = gf.audit(model, loss_fn, batch, plan=step.plan)  # runs the batch five times, and leaves no trace
+        # runs the batch five times, and leaves no trace
+        report = gf.audit(model, loss_fn, batch, plan=step.plan)
         print(report)
         assert report.identical
         assert report.exact
     if number == 2:
         gf.profile(model, loss_fn, batch)
         generators = torch.get_rng_state()
-        loss_fn(model, batch).backward()  # of somebody else's: the next step drops what it left in .grad
+        # of somebody else's: the next step drops what it left in .grad
+        loss_fn(model, batch).backward()
         torch.set_rng_state(generators)
 
 
 step = trained(model, look)
 trained(other, lambda number, step: None)
 same = all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-print(f"{step.plan.split_text}: the parameters are bit-identical to those of the run that nobody looked at: {same}")
+print(
+    f"{step.plan.split_text}: the parameters are bit-identical to those of the run that nobody"
+    f" looked at: {same}"
+)
 assert same

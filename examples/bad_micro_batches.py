@@ -1,4 +1,5 @@
-"""One NaN, one out-of-memory: each costs its own micro-batch, and nothing that was accumulated before it.
+"""One NaN, one out-of-memory: each costs its own micro-batch, and nothing that was accumulated
+before it.
 
 python examples/bad_micro_batches.py
 """
@@ -15,7 +16,11 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Linear(8, 1)
     acc = gf.GradientAccumulator(
-        torch.optim.AdamW(model.parameters()), steps=4, isolate=True, on_nonfinite="skip", scaler=gf.LossScaler(1024.0)
+        torch.optim.AdamW(model.parameters()),
+        steps=4,
+        isolate=True,
+        on_nonfinite="skip",
+        scaler=gf.LossScaler(1024.0),
     )
     micro_batches = list(torch.randn(20, 8).split(5))
     micro_batches[1] = micro_batches[1] * float("nan")
@@ -33,7 +38,10 @@ def main() -> None:
             if len(part) == 5:
                 break
     result = acc.flush()
-    print(f"stepped: {result.stepped}, with {result.weight} items; {result.skipped} micro-batch was not finite")
+    print(
+        f"stepped: {result.stepped}, with {result.weight} items; {result.skipped} micro-batch was"
+        " not finite"
+    )
 
 
 if __name__ == "__main__":

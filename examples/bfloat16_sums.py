@@ -19,7 +19,10 @@ def main() -> None:
             acc.backward((w * factor).sum())
             result = acc.step()
         exact = (1 + 199 / 256) / 200
-        print(f"{name:14} gradient {result.grad_norm:.6f}, exact {exact:.6f}, parameter {w.item():.6f} {w.dtype}")
+        print(
+            f"{name:14} gradient {result.grad_norm:.6f}, exact {exact:.6f}, parameter"
+            f" {w.item():.6f} {w.dtype}"
+        )
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import gradfit as gf
 BATCH, CHUNK = 1024, 32
 
 torch.manual_seed(0)
-encoder = nn.Sequential(*[nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(12)])
+encoder = nn.Sequential(
+    *[nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)) for _ in range(12)]
+)
 left, right = torch.randn(BATCH, 128), torch.randn(BATCH, 128)
 
 
@@ -29,4 +31,7 @@ plain_loss, plain_peak, expected = measure(encoder)
 loss, peak, gradient = measure(lambda batch: gf.chunked(encoder, batch, CHUNK))
 print(f"full batch   loss {plain_loss:.6f}   peak {plain_peak / 2**20:7.1f} MiB")
 print(f"chunks of {CHUNK} loss {loss:.6f}   peak {peak / 2**20:7.1f} MiB ({peak / plain_peak:.0%})")
-print(f"relative difference of the gradients: {((gradient - expected).norm() / expected.norm()).item():.1e}")
+print(
+    "relative difference of the gradients:"
+    f" {((gradient - expected).norm() / expected.norm()).item():.1e}"
+)

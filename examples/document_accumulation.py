@@ -1,4 +1,5 @@
-"""The training loop that the document "Gradient accumulation system" prints, line by line, against the full batch.
+"""The training loop that the document "Gradient accumulation system" prints, line by line, against
+the full batch.
 
 python examples/document_accumulation.py
 """

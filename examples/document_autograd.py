@@ -26,7 +26,15 @@ def computation_graph() -> Tensor:
     loss = z.sum()  # Records Sum operation
 
     for entry in gf.AutogradContext.graph(loss):
-        print(entry.op, "inputs", entry.inputs, "output", entry.output, "saved", len(entry.saved_tensors))
+        print(
+            entry.op,
+            "inputs",
+            entry.inputs,
+            "output",
+            entry.output,
+            "saved",
+            len(entry.saved_tensors),
+        )
     return loss
 
 

@@ -64,7 +64,9 @@ def automatic_checkpointing() -> None:
         loss.backward()
         manager.stop()
 
-    print(f"automatic: peak {meter.peak_bytes / 2**20:.2f} MiB of {manager.limit_bytes / 2**20:.2f}")
+    print(
+        f"automatic: peak {meter.peak_bytes / 2**20:.2f} MiB of {manager.limit_bytes / 2**20:.2f}"
+    )
     assert meter.peak_bytes <= manager.limit_bytes
 
 

@@ -1,4 +1,5 @@
-"""The example of the document "Gradient accumulation over multiple micro-batches", and the loop its text describes.
+"""The example of the document "Gradient accumulation over multiple micro-batches", and the loop its
+text describes.
 
 python examples/document_grad_accumulator.py
 """
@@ -13,8 +14,8 @@ sgd = torch.optim.SGD(params, lr=0.01)
 accum = GradAccumulator(sgd, params, 4)
 print(accum)
 
-# After each micro-batch's backward pass, call step. Every 4 calls the gradients are divided by 4, the inner optimizer
-# performs a step, and the gradients are zeroed.
+# After each micro-batch's backward pass, call step. Every 4 calls the gradients are divided by 4,
+# the inner optimizer performs a step, and the gradients are zeroed.
 for micro_batch in range(1, 7):
     (w * float(micro_batch)).sum().backward()
     if accum.step():

@@ -1,4 +1,6 @@
-"""`gf.checkpoint` in the place of `torch.utils.checkpoint.checkpoint`: BatchNorm is updated once."""
+"""`gf.checkpoint` in the place of `torch.utils.checkpoint.checkpoint`: BatchNorm is updated
+once.
+"""
 
 import torch
 import torch.utils.checkpoint
@@ -12,6 +14,11 @@ for name, checkpoint in (
     ("gradfit", gf.checkpoint),
 ):
     torch.manual_seed(0)
-    block = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh())
+    block = nn.Sequential(
+        nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh()
+    )
     checkpoint(block, x).sum().backward()
-    print(f"{name:8} BatchNorm has seen {block[1].num_batches_tracked.item()} batch(es) after one step")
+    print(
+        f"{name:8} BatchNorm has seen {block[1].num_batches_tracked.item()} batch(es) after one"
+        " step"
+    )

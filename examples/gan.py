@@ -1,7 +1,8 @@
-"""A GAN: two models, two optimizers, two steps, each in its own budget. The generator's loss runs through both models.
+"""A GAN: two models, two optimizers, two steps, each in its own budget. The generator's loss runs
+through both models.
 
-A step owns its window: what the generator's backward leaves in the discriminator's `.grad` is not the discriminator's
-next update, here as little as in the plain loop with its `zero_grad()`.
+A step owns its window: what the generator's backward leaves in the discriminator's `.grad` is not
+the discriminator's next update, here as little as in the plain loop with its `zero_grad()`.
 """
 
 import copy
@@ -47,9 +48,15 @@ def optimizer_of(model):
 
 with torch.no_grad():
     sample = {"real": real[0], "fake": generator(noise[0, 0])}
-step_discriminator = gf.fit(discriminator, optimizer_of(discriminator), discriminator_loss, sample, memory="700 KiB")
+step_discriminator = gf.fit(
+    discriminator, optimizer_of(discriminator), discriminator_loss, sample, memory="700 KiB"
+)
 step_generator = gf.fit(
-    generator, optimizer_of(generator), generator_loss_with(discriminator), noise[0, 1], memory="900 KiB"
+    generator,
+    optimizer_of(generator),
+    generator_loss_with(discriminator),
+    noise[0, 1],
+    memory="900 KiB",
 )
 print("discriminator:", step_discriminator.plan)
 print("generator:", step_generator.plan)
@@ -73,7 +80,10 @@ for batch, (first, second) in zip(real, noise, strict=True):
     generator_loss(plain_generator, second).backward()
     optimizers[1].step()
 for ours, plain in ((generator, plain_generator), (discriminator, plain_discriminator)):
-    difference = max((a - b).abs().max().item() for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
+    difference = max(
+        (a - b).abs().max().item()
+        for a, b in zip(ours.parameters(), plain.parameters(), strict=True)
+    )
     print(f"largest difference of a parameter to the plain loop: {difference:.1e}")
     assert difference < 1e-9
 assert step_discriminator.plan.steps > 1

@@ -1,8 +1,9 @@
-"""A Hugging Face model as a job for the command line: a small GPT-2, random weights, on text that ships with gradfit.
+"""A Hugging Face model as a job for the command line: a small GPT-2, random weights, on text that
+ships with gradfit.
 
     gradfit profile examples/huggingface_job.py:make_job
     gradfit plan    examples/huggingface_job.py:make_job --memory '48 MiB'
-    gradfit train   examples/huggingface_job.py:make_job --memory '48 MiB' --steps 50 --out runs/gpt2
+    gradfit train examples/huggingface_job.py:make_job --memory '48 MiB' --steps 50 --out runs/gpt2
     gradfit audit   examples/huggingface_job.py:make_job --memory '48 MiB'
 
 Any of them writes a page with --report page.html. Run as a script, it makes three steps by hand.
@@ -28,10 +29,14 @@ def make_job() -> gf.Job:
 
 
 def loss_sum_and_count(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A sum over tokens and how many there are: the items of a language model's loss are tokens, not rows."""
+    """A sum over tokens and how many there are: the items of a language model's loss are tokens,
+    not rows.
+    """
     logits = model(input_ids=tokens).logits[:, :-1]
     targets = tokens[:, 1:]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum"
+    )
     return loss, targets.numel()
 
 
@@ -39,7 +44,9 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     job = make_job()
     batches = torch.utils.data.DataLoader(job.data, batch_size=job.batch_size, shuffle=True)
-    step = gf.fit(job.model, job.optimizer, job.loss_fn, next(iter(batches)), memory="48 MiB", batch_size=32)
+    step = gf.fit(
+        job.model, job.optimizer, job.loss_fn, next(iter(batches)), memory="48 MiB", batch_size=32
+    )
     print(step.plan)
     for _, batch in zip(range(3), batches, strict=False):
         result = step(batch)

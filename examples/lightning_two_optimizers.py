@@ -1,6 +1,7 @@
 """Lightning, manual optimization, two optimizers: `self.optimizers()` goes into `gf.fit` as it is.
 
-Each step counts as one for Lightning: `global_step`, checkpoints and schedules go on as they do without gradfit.
+Each step counts as one for Lightning: `global_step`, checkpoints and schedules go on as they do
+without gradfit.
 """
 
 import copy
@@ -41,7 +42,9 @@ class Module(L.LightningModule):
         self.memory, self.steps = memory, None
 
     def configure_optimizers(self):
-        return [torch.optim.Adam(part.parameters(), lr=1e-3) for part in (self.encoder, self.decoder)]
+        return [
+            torch.optim.Adam(part.parameters(), lr=1e-3) for part in (self.encoder, self.decoder)
+        ]
 
     def training_step(self, x, batch_idx):
         if self.memory is None:
@@ -53,7 +56,9 @@ class Module(L.LightningModule):
             first, second = self.optimizers()
             self.steps = (
                 gf.fit(self.encoder, first, encoder_loss, x, memory=self.memory),
-                gf.fit(self.decoder, second, decoder_loss, {"code": code, "x": x}, memory=self.memory),
+                gf.fit(
+                    self.decoder, second, decoder_loss, {"code": code, "x": x}, memory=self.memory
+                ),
             )
         self.log("encoder", self.steps[0](x).loss)
         self.log("decoder", self.steps[1]({"code": code, "x": x}).loss)
@@ -91,7 +96,9 @@ plain, plain_global_step, plain_logged = trained(None)
 print(ours.steps[0].plan)
 print(f"global_step {ours_global_step}, without gradfit {plain_global_step}")
 print({name: round(float(value), 4) for name, value in ours_logged.items()})
-difference = max((a - b).abs().max().item() for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
+difference = max(
+    (a - b).abs().max().item() for a, b in zip(ours.parameters(), plain.parameters(), strict=True)
+)
 print(f"largest difference of a parameter to plain Lightning: {difference:.1e}")
 assert ours.steps[0].plan.steps > 1
 assert ours_global_step == plain_global_step == 16

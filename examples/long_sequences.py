@@ -16,7 +16,9 @@ class Decoder(torch.nn.Module):
         super().__init__()
         self.embed = torch.nn.Embedding(WORDS, WIDTH)
         self.mix = torch.nn.Linear(WIDTH, WIDTH)
-        self.mlp = torch.nn.Sequential(torch.nn.Linear(WIDTH, 128), torch.nn.GELU(), torch.nn.Linear(128, WIDTH))
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 128), torch.nn.GELU(), torch.nn.Linear(128, WIDTH)
+        )
         self.head = torch.nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -35,7 +37,9 @@ def peak(model: torch.nn.Module, tokens: torch.Tensor) -> tuple[int, torch.Tenso
     model.zero_grad()
     with gf.meter(model, tokens) as live:
         loss_fn(model, tokens).backward()
-    return live.peak_bytes, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return live.peak_bytes, torch.cat(
+        [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+    )
 
 
 torch.manual_seed(0)
@@ -47,7 +51,10 @@ plain_bytes, expected = peak(model, tokens)
 with gf.tile(model, size=128):
     tiled_bytes, found = peak(model, tokens)
 error = float((found - expected).norm() / expected.norm())
-print(f"plain {plain_bytes / 2**20:.1f} MiB, tiled {tiled_bytes / 2**20:.1f} MiB, gradients differ by {error:.1e}")
+print(
+    f"plain {plain_bytes / 2**20:.1f} MiB, tiled {tiled_bytes / 2**20:.1f} MiB, gradients differ by"
+    f" {error:.1e}"
+)
 assert tiled_bytes < plain_bytes / 4
 assert error < 2e-6
 

@@ -1,7 +1,8 @@
-"""Several losses of one forward pass, each divided by its own number of items over the whole window.
+"""Several losses of one forward pass, each divided by its own number of items over the whole
+window.
 
-A language model's loss is a mean over tokens, its auxiliary loss a mean over the sequences that have a label. Neither
-total is known before the window ends.
+A language model's loss is a mean over tokens, its auxiliary loss a mean over the sequences that
+have a label. Neither total is known before the window ends.
 
     python examples/loss_terms.py
 """

@@ -1,4 +1,6 @@
-"""How would a model of 8 billion parameters train on eight devices that are not here? A prediction from shapes."""
+"""How would a model of 8 billion parameters train on eight devices that are not here? A prediction
+from shapes.
+"""
 
 import torch
 from torch import nn

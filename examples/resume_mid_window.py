@@ -15,7 +15,9 @@ from torch import nn
 
 import gradfit as gf
 
-DATA = list(torch.randn(40, 8, generator=torch.Generator().manual_seed(1)).split([7, 3, 9, 5, 6, 10]))
+DATA = list(
+    torch.randn(40, 8, generator=torch.Generator().manual_seed(1)).split([7, 3, 9, 5, 6, 10])
+)
 
 
 def start() -> tuple[nn.Module, gf.GradientAccumulator]:
@@ -50,7 +52,9 @@ def main() -> None:
         acc.load_state_dict({"tensors": load_file(folder / "window.safetensors"), "window": window})
         train(model, acc, DATA[4:])
 
-    same = all(torch.equal(p, q) for p, q in zip(model.parameters(), whole.parameters(), strict=True))
+    same = all(
+        torch.equal(p, q) for p, q in zip(model.parameters(), whole.parameters(), strict=True)
+    )
     print(f"bit-identical to the run that was never stopped: {same}")
     if not same:
         raise SystemExit(1)

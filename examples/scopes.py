@@ -23,9 +23,14 @@ def gradients(scoped: bool) -> tuple[torch.Tensor, int]:
 
 plain, plain_peak = gradients(scoped=False)
 ours, peak = gradients(scoped=True)
-print(f"peak {plain_peak / 2**20:.1f} -> {peak / 2**20:.1f} MiB, gradients bit-identical: {torch.equal(plain, ours)}")
+print(
+    f"peak {plain_peak / 2**20:.1f} -> {peak / 2**20:.1f} MiB, gradients bit-identical:"
+    f" {torch.equal(plain, ours)}"
+)
 
-with gf.CheckpointScope("selective", keep=lambda op, output: op is torch.ops.aten.addmm.default) as scope:
+with gf.CheckpointScope(
+    "selective", keep=lambda op, output: op is torch.ops.aten.addmm.default
+) as scope:
     h = gf.mark_checkpoint(blocks[0](x))
     loss = blocks[1](h).square().mean()
 print(f"keeping matrix products: {scope.stats}")

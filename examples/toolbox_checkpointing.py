@@ -1,4 +1,5 @@
-"""Save memory by rebuilding activations in the backward pass, and see what autograd holds with and without.
+"""Save memory by rebuilding activations in the backward pass, and see what autograd holds with and
+without.
 
 python examples/toolbox_checkpointing.py
 """

@@ -19,7 +19,9 @@ print(gf.backward(double(x).sum())[x])
 print(gf.check_gradients(double, x))
 
 # A straight-through estimator: rounds on the way forward, lets the gradient pass on the way back.
-straight_through = gf.custom_op(torch.round, lambda grad_output, x: grad_output, name="straight_through")
+straight_through = gf.custom_op(
+    torch.round, lambda grad_output, x: grad_output, name="straight_through"
+)
 assert torch.equal(gf.backward(straight_through(x).sum())[x], torch.ones(3))
 
 # A mistake in one element is found, and named.

@@ -28,12 +28,15 @@ print("x", tuple(grads[x].shape), "w", tuple(grads[w].shape), "b", grads[b].toli
 assert x.grad is None
 assert torch.equal(grads[b], torch.full((3,), 10.0))
 
-# Accumulation for a batch that does not fit: add up micro-batches, each with its share of the batch.
+# Accumulation for a batch that does not fit: add up micro-batches, each with its share of the
+# batch.
 model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 batch = torch.randn(10, 5)
 accumulated = gf.GradientMap()
 for micro in batch.split(4):  # 4, 4 and 2 items: a mean of means would be wrong
-    accumulated.add_(gf.backward(model(micro).square().mean(), model), alpha=len(micro) / len(batch))
+    accumulated.add_(
+        gf.backward(model(micro).square().mean(), model), alpha=len(micro) / len(batch)
+    )
 
 full = gf.backward(model(batch).square().mean(), model)
 for name, gradient in full.items():

@@ -1,4 +1,5 @@
-"""float16 and its smallest number: scale the loss, unscale the gradients; by hand, and with a scaler that adapts.
+"""float16 and its smallest number: scale the loss, unscale the gradients; by hand, and with a
+scaler that adapts.
 
 python examples/toolbox_mixed_precision.py
 """

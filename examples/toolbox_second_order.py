@@ -1,4 +1,5 @@
-"""Gradients of gradients: Hessian-vector products, a gradient penalty, and both through a recomputed scope.
+"""Gradients of gradients: Hessian-vector products, a gradient penalty, and both through a
+recomputed scope.
 
 python examples/toolbox_second_order.py
 """

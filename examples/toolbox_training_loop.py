@@ -1,4 +1,5 @@
-"""A training loop with gradients as values: backward, clip, update, clear; then inference without a graph.
+"""A training loop with gradients as values: backward, clip, update, clear; then inference without a
+graph.
 
 python examples/toolbox_training_loop.py
 """

@@ -25,7 +25,9 @@ def main() -> None:
     }
     for name, strategy in strategies.items():
         model = nn.Linear(8, 1)
-        acc = gf.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.01), strategy=strategy, isolate=True)
+        acc = gf.GradientAccumulator(
+            torch.optim.SGD(model.parameters(), lr=0.01), strategy=strategy, isolate=True
+        )
         windows = []
         for _epoch in range(2):
             for (micro,) in loader:

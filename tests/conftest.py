@@ -5,7 +5,8 @@ import os
 import sys
 from pathlib import Path
 
-# A virtual machine may announce matrix tiles (AMX) that it cannot run, and bfloat16 would crash. Before torch is used.
+# A virtual machine may announce matrix tiles (AMX) that it cannot run, and bfloat16 would crash.
+# Before torch is used.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import hypothesis
@@ -14,13 +15,18 @@ import torch
 
 hypothesis.settings.register_profile("tests", deadline=None)  # seconds decide nothing
 hypothesis.settings.load_profile("tests")
-# One: tests run side by side, and threads that wait for each other's cores take a hundred times longer.
+# One: tests run side by side, and threads that wait for each other's cores take a hundred times
+# longer.
 torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", help="run on this device: sim, the simulated one, or sim:1, cuda, …")
-    parser.addoption("--delays", type=int, help="on the simulated device, work appears late, by this seed")
+    parser.addoption(
+        "--device", help="run on this device: sim, the simulated one, or sim:1, cuda, …"
+    )
+    parser.addoption(
+        "--delays", type=int, help="on the simulated device, work appears late, by this seed"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,7 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What is about the CPU alone is left out on a device; `tests/device` is about the simulated one."""
+    """What is about the CPU alone is left out on a device; `tests/device` is about the simulated
+    one.
+    """
     name = config.getoption("--device") or ""
     if name.startswith("sim"):
         _leave_out(items)

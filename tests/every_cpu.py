@@ -1,10 +1,11 @@
-"""The exactness tests under every setting that makes torch choose other kernels: a stand-in for other CPUs.
+"""The exactness tests under every setting that makes torch choose other kernels: a stand-in for
+other CPUs.
 
     python tests/every_cpu.py            # all settings, two at a time
     python tests/every_cpu.py -k lstm    # arguments go to pytest
 
-Each setting is a process of its own, since these variables are read when torch is loaded. A run is bit by bit that of
-plain PyTorch under each of them, or it is not exact.
+Each setting is a process of its own, since these variables are read when torch is loaded. A run is
+bit by bit that of plain PyTorch under each of them, or it is not exact.
 """
 
 from __future__ import annotations
@@ -30,13 +31,33 @@ SETTINGS = {
 def run(values: tuple[str, ...]) -> bool:
     """Run the tests that are marked `exact`; print a line, and everything if one fails."""
     environment = {name: value for name, value in os.environ.items() if name not in SETTINGS}
-    environment |= {name: value for name, value in zip(SETTINGS, values, strict=True) if value != NATIVE}
-    environment["OMP_WAIT_POLICY"] = "PASSIVE"  # threads of two runs that wait do not take each other's cores
-    files = [str(path) for path in sorted(TESTS.rglob("test_*.py")) if "mark.exact" in path.read_text()]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "exact", "-p", "no:cacheprovider", *files, *sys.argv[1:]]
+    environment |= {
+        name: value for name, value in zip(SETTINGS, values, strict=True) if value != NATIVE
+    }
+    # threads of two runs that wait do not take each other's cores
+    environment["OMP_WAIT_POLICY"] = "PASSIVE"
+    files = [
+        str(path) for path in sorted(TESTS.rglob("test_*.py")) if "mark.exact" in path.read_text()
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "exact",
+        "-p",
+        "no:cacheprovider",
+        *files,
+        *sys.argv[1:],
+    ]
     started = time.monotonic()
-    done = subprocess.run(command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, check=False)
-    setting = " ".join(f"{name}={value or 'native'}" for name, value in zip(SETTINGS, values, strict=True))
+    done = subprocess.run(
+        command, cwd=TESTS.parent, env=environment, capture_output=True, text=True, check=False
+    )
+    setting = " ".join(
+        f"{name}={value or 'native'}" for name, value in zip(SETTINGS, values, strict=True)
+    )
     summary = (done.stdout.splitlines() or ["no output"])[-1]
     print(f"{setting}: {summary} ({time.monotonic() - started:.0f} s)", flush=True)
     if done.returncode != 0:

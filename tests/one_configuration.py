@@ -1,9 +1,9 @@
 """Compares a run with plain PyTorch's, bit by bit, once both are shown to be in one configuration.
 
-Bits are equal only where the same kernels get the same numbers in the same layout: a key-value cache that one of two
-models fills, another number of threads, or an evaluation mode rounds differently, on some CPUs and not on others. So
-the operators that the two forward passes call are compared first, with the shapes, strides and dtypes of what they are
-given; that fails on every CPU.
+Bits are equal only where the same kernels get the same numbers in the same layout: a key-value
+cache that one of two models fills, another number of threads, or an evaluation mode rounds
+differently, on some CPUs and not on others. So the operators that the two forward passes call are
+compared first, with the shapes, strides and dtypes of what they are given; that fails on every CPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Run = Callable[[], Mapping[str, torch.Tensor]]  # a whole step: makes its model anew, gives what it computed by name
+# a whole step: makes its model anew, gives what it computed by name
+Run = Callable[[], Mapping[str, torch.Tensor]]
 
 
 def assert_same_bits(plain: Run, ours: Run) -> None:
@@ -34,7 +35,9 @@ def assert_one_configuration(plain: Run, ours: Run) -> None:
     expected, actual = forward_operators(plain), forward_operators(ours)
     for number, (a, b) in enumerate(zip(expected, actual, strict=False)):
         assert a == b, f"two configurations: operation {number} is {a} plainly and {b} otherwise"
-    assert len(expected) == len(actual), f"two configurations: {len(expected)} and {len(actual)} operations"
+    assert len(expected) == len(actual), (
+        f"two configurations: {len(expected)} and {len(actual)} operations"
+    )
 
 
 def forward_operators(run: Run) -> list[str]:
@@ -45,15 +48,23 @@ def forward_operators(run: Run) -> list[str]:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that lies in its storage as the tensor does: for a hook that keeps what autograd saves.
+    """A copy that lies in its storage as the tensor does: for a hook that keeps what autograd
+    saves.
 
     `tensor.clone()` of a slice would be contiguous, and some kernels round differently there.
     """
-    if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or type(tensor) is not torch.Tensor:
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or type(tensor) is not torch.Tensor
+    ):
         return tensor.clone()
     with torch.no_grad():
         storage = tensor.untyped_storage().clone()
-        return torch.empty(0, dtype=tensor.dtype).set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            storage, tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
 
 
 class _Listing(TorchDispatchMode):
@@ -63,7 +74,8 @@ class _Listing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         in_backward = torch._C._current_graph_task_id() != -1  # where one of the two replays
-        if not in_backward and func is not torch.ops.aten.detach.default:  # which autograd calls to save a result
+        # which autograd calls to save a result
+        if not in_backward and func is not torch.ops.aten.detach.default:
             self.calls.append(f"{func}({', '.join(map(_layout, tree_leaves(args)))})")
         return func(*args, **(kwargs or {}))
 

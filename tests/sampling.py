@@ -9,7 +9,9 @@ import pytest
 
 
 def sampled(values: Iterable[Any], quick: Callable[[Any], bool]) -> list[Any]:
-    """All values; those that are not quick are marked slow. A tuple is the values of several arguments."""
+    """All values; those that are not quick are marked slow. A tuple is the values of several
+    arguments.
+    """
     return [value if quick(value) else _slow(value) for value in values]
 
 

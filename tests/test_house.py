@@ -1,4 +1,6 @@
-"""The rules of the house that a machine can check: who imports whom, where private torch API is, links in the docs."""
+"""The rules of the house that a machine can check: who imports whom, where private torch API is,
+links in the docs.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "gradfit"
 
-# The rooms in the order of the flow, each with the rooms it imports from: earlier ones, and no edge that nobody uses.
-# Files at the top (errors, units, …) are open to all.
+# The rooms in the order of the flow, each with the rooms it imports from: earlier ones, and no edge
+# that nobody uses. Files at the top (errors, units, …) are open to all.
 ALLOWED = {
     "tape": set(),
     "tiling": set(),
@@ -25,7 +27,16 @@ ALLOWED = {
     "recompute": {"tape", "profiling", "planning", "tiling"},
     "accumulate": {"batches", "distributed", "toolbox"},
     "distributed": {"accumulate"},
-    "fitting": {"tape", "tiling", "batches", "profiling", "planning", "recompute", "accumulate", "distributed"},
+    "fitting": {
+        "tape",
+        "tiling",
+        "batches",
+        "profiling",
+        "planning",
+        "recompute",
+        "accumulate",
+        "distributed",
+    },
     "runs": {"batches", "profiling", "planning", "accumulate", "distributed", "fitting"},
     "toolbox": {"tape", "accumulate"},
     "report": {"batches", "profiling", "planning", "recompute"},
@@ -86,7 +97,11 @@ def test_links_in_the_docs_lead_somewhere() -> None:
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", prose)
-        missing = [target for target in targets if "://" not in target and not (page.parent / target).exists()]
+        missing = [
+            target
+            for target in targets
+            if "://" not in target and not (page.parent / target).exists()
+        ]
         broken += [f"{page.relative_to(ROOT)}: {target}" for target in missing]
     assert not broken
 
@@ -116,7 +131,9 @@ def test_versions_agree() -> None:
 def test_the_range_of_torch_is_the_tested_one() -> None:
     from gradfit._torch_versions import NEWEST, OLDEST
 
-    declared = re.search(r'"torch>=(\d+)\.(\d+),<(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    declared = re.search(
+        r'"torch>=(\d+)\.(\d+),<(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text()
+    )
     assert declared is not None
     oldest, beyond = tuple(map(int, declared.groups()[:2])), tuple(map(int, declared.groups()[2:]))
     assert (oldest, beyond) == (OLDEST, (NEWEST[0], NEWEST[1] + 1))
@@ -125,10 +142,15 @@ def test_the_range_of_torch_is_the_tested_one() -> None:
 @pytest.mark.parametrize(
     ("version", "is_tested"),
     [
-        ("2.9.1", False), ("2.10.0+cu128", True), ("2.13.0+cpu", True), ("2.15.1", True), ("2.16.0.dev20261101", False),
-        ("3.0.0", False), ("1.13.1", False),
+        ("2.9.1", False),
+        ("2.10.0+cu128", True),
+        ("2.13.0+cpu", True),
+        ("2.15.1", True),
+        ("2.16.0.dev20261101", False),
+        ("3.0.0", False),
+        ("1.13.1", False),
     ],
-)  # fmt: skip
+)
 def test_which_versions_of_torch_are_tested(version: str, is_tested: bool) -> None:
     from gradfit._torch_versions import untested
 
@@ -137,8 +159,12 @@ def test_which_versions_of_torch_are_tested(version: str, is_tested: bool) -> No
 
 def test_another_version_of_torch_gets_one_warning() -> None:
     program = "import torch; torch.__version__ = '2.9.1'\nimport gradfit, gradfit.tape.record"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stderr.count("gradfit is tested with torch 2.10 to 2.15, and this is torch 2.9.1") == 1
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert (
+        done.stderr.count("gradfit is tested with torch 2.10 to 2.15, and this is torch 2.9.1") == 1
+    )
     assert done.stderr.startswith("<string>:2: ")
 
 
@@ -155,6 +181,8 @@ def test_the_front_door_is_ten_names_in_the_order_of_use() -> None:
 
 def test_mypy_finds_every_room_of_the_tests() -> None:
     listed = re.findall(
-        r"^    \$MYPY_CONFIG_FILE_DIR/(\w+),?$", (ROOT / "tests" / "mypy.ini").read_text(), re.MULTILINE
+        r"^    \$MYPY_CONFIG_FILE_DIR/(\w+),?$",
+        (ROOT / "tests" / "mypy.ini").read_text(),
+        re.MULTILINE,
     )
     assert sorted(listed) == sorted({path.parent.name for path in (ROOT / "tests").glob("*/*.py")})

@@ -1,7 +1,8 @@
-"""What the site needs beyond mkdocs: pages for files outside of docs/, and a check that nothing comes from elsewhere.
+"""What the site needs beyond mkdocs: pages for files outside of docs/, and a check that nothing
+comes from elsewhere.
 
-The pages are also read in the repository, where they link to examples and results by their paths. Here each such file
-becomes a page of its own, and the links are led to it.
+The pages are also read in the repository, where they link to examples and results by their paths.
+Here each such file becomes a page of its own, and the links are led to it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,11 @@ log = logging.getLogger("mkdocs.hooks.gradfit")
 
 def _pages() -> dict[str, str]:
     """Which page of the site shows which file of the repository."""
-    listed = [path.relative_to(ROOT).as_posix() for pattern in SHOWN for path in sorted(ROOT.glob(pattern))]
+    listed = [
+        path.relative_to(ROOT).as_posix()
+        for pattern in SHOWN
+        for path in sorted(ROOT.glob(pattern))
+    ]
     return {path: f"files/{path}.md" for path in listed} | WHOLE_PAGES
 
 

@@ -1,4 +1,5 @@
-"""gradfit trains any PyTorch model, at any batch size, in the memory you have, with the same gradients.
+"""gradfit trains any PyTorch model, at any batch size, in the memory you have, with the same
+gradients.
 
 Ten names are the front door:
 
@@ -21,10 +22,19 @@ import gradfit._torch_versions  # noqa: F401  (warns, before anything of torch i
 from gradfit.accumulate.accumulation_context import AccumulationContext
 from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.accumulate.grad_accumulator import GradAccumulator
-from gradfit.accumulate.marks import disable_grad_accumulation, enable_grad_accumulation, has_grad_accumulation
+from gradfit.accumulate.marks import (
+    disable_grad_accumulation,
+    enable_grad_accumulation,
+    has_grad_accumulation,
+)
 from gradfit.accumulate.scaling import GradientScaling
 from gradfit.accumulate.step_result import StepResult
-from gradfit.accumulate.strategy import AdaptiveAccumulation, FixedStepCount, FixedTargetBatch, Strategy
+from gradfit.accumulate.strategy import (
+    AdaptiveAccumulation,
+    FixedStepCount,
+    FixedTargetBatch,
+    Strategy,
+)
 from gradfit.batches import losses
 from gradfit.batches.loss import Loss, count_tokens
 from gradfit.errors import (
@@ -53,7 +63,13 @@ from gradfit.profiling.measure import profile
 from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.profile import Hardware, Profile
 from gradfit.recompute.apply import AppliedPlan, apply
-from gradfit.recompute.function import checkpoint, checkpoint_sequential, chunked, is_checkpoint, mark_checkpoint
+from gradfit.recompute.function import (
+    checkpoint,
+    checkpoint_sequential,
+    chunked,
+    is_checkpoint,
+    mark_checkpoint,
+)
 from gradfit.recompute.manager import CheckpointManager
 from gradfit.recompute.node import CheckpointNode, GraphNode
 from gradfit.recompute.scope import CheckpointScope
@@ -170,5 +186,7 @@ __version__ = "0.1.0"
 
 
 def __dir__() -> list[str]:
-    """The public names, without the rooms that they come from: `plan` and not `planning`. `dir` itself sorts them."""
+    """The public names, without the rooms that they come from: `plan` and not `planning`. `dir`
+    itself sorts them.
+    """
     return [*__all__, "__version__"]

@@ -1,4 +1,5 @@
-"""Ctrl-C while the `gradfit` command is still loading torch, which takes seconds: one line, not a traceback.
+"""Ctrl-C while the `gradfit` command is still loading torch, which takes seconds: one line, not a
+traceback.
 
 Imported before all else. In any other program this does nothing.
 """
@@ -21,7 +22,9 @@ def is_command() -> bool:
     return os.path.basename(started) in ("gradfit", "gradfit.exe", "gradfit-script.py")
 
 
-def _say_interrupted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _say_interrupted(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
         return

@@ -35,23 +35,18 @@ storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: 
 graph_task_id = torch._C._current_graph_task_id  # -1 outside of a backward pass
 
 
-# Operators that torch's own Python functions call with the very same arguments: those read their arguments in half the
-# time that `OpOverload` takes. A test checks that each arrives at its operator.
+# Operators that torch's own Python functions call with the very same arguments: those read their
+# arguments in half the time that `OpOverload` takes. A test checks that each arrives at its
+# operator.
 _BINDINGS: dict[str, Any] = {
-    "aten::" + name: getattr(torch, name.split(".")[0])
-    for name in (
-        "_log_softmax", "_scaled_dot_product_flash_attention_for_cpu", "_softmax", "add.Tensor", "addmm", "baddbmm",
-        "bmm",
-        "cat", "clone", "convolution", "cos", "div.Tensor", "embedding", "empty_like", "exp", "mean.dim", "mm",
-        "mul.Tensor", "native_batch_norm", "native_dropout", "native_group_norm", "native_layer_norm", "neg",
-        "pow.Tensor_Scalar", "relu", "rsqrt", "sigmoid", "sin", "sub.Tensor", "sum.dim_IntList", "tanh", "where.self",
-    )
-} | {
-    "aten::gelu": torch._C._nn.gelu,
-    "aten::silu": torch._C._nn.silu,
-    "aten::add_.Tensor": torch.Tensor.add_,
-    "aten::bernoulli_.float": torch.Tensor.bernoulli_,
-    "aten::mul_.Tensor": torch.Tensor.mul_,
+    "aten::" + name: getattr(torch, name.split(".")[0]) for name in ( "_log_softmax",
+    "_scaled_dot_product_flash_attention_for_cpu", "_softmax", "add.Tensor", "addmm", "baddbmm",
+    "bmm", "cat", "clone", "convolution", "cos", "div.Tensor", "embedding", "empty_like", "exp",
+    "mean.dim", "mm", "mul.Tensor", "native_batch_norm", "native_dropout", "native_group_norm",
+    "native_layer_norm", "neg", "pow.Tensor_Scalar", "relu", "rsqrt", "sigmoid", "sin",
+    "sub.Tensor", "sum.dim_IntList", "tanh", "where.self", ) } | { "aten::gelu": torch._C._nn.gelu,
+    "aten::silu": torch._C._nn.silu, "aten::add_.Tensor": torch.Tensor.add_,
+    "aten::bernoulli_.float": torch.Tensor.bernoulli_, "aten::mul_.Tensor": torch.Tensor.mul_,
     "aten::relu_": torch.Tensor.relu_,
 }  # fmt: skip
 
@@ -79,7 +74,9 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias without a graph that shares the version counter, made without passing through dispatch modes."""
+    """An alias without a graph that shares the version counter, made without passing through
+    dispatch modes.
+    """
     return _make_subclass(_plain_tensor, tensor)
 
 
@@ -94,7 +91,9 @@ _USUAL_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 
 
 def detached_in_dispatch(tensor: torch.Tensor) -> torch.Tensor:
-    """The same inside a `__torch_dispatch__`, where the keys that share version counters are switched off."""
+    """The same inside a `__torch_dispatch__`, where the keys that share version counters are
+    switched off.
+    """
     with torch._C._ForceDispatchKeyGuard(_USUAL_INCLUDED, _USUAL_EXCLUDED):
         return _make_subclass(_plain_tensor, tensor)
 
@@ -106,7 +105,9 @@ def current_node() -> Node | None:
 
 
 def forward_stack(node: Node) -> list[str]:
-    """Who called the operation, as `torch.autograd.set_detect_anomaly(True)` notes it; else nothing."""
+    """Who called the operation, as `torch.autograd.set_detect_anomaly(True)` notes it; else
+    nothing.
+    """
     notes: Any = node.metadata
     stack: list[str] = notes.get("traceback_", [])
     return stack
@@ -121,7 +122,9 @@ def inside_functorch() -> bool:
 
 
 def raised_by_swap_tensors(trace: Any) -> bool:
-    """Whether torch raised in `torch.utils.swap_tensors`, which a module's conversion may use, too."""
+    """Whether torch raised in `torch.utils.swap_tensors`, which a module's conversion may use,
+    too.
+    """
     while trace is not None:
         if trace.tb_frame.f_code is torch.utils.swap_tensors.__code__:
             return True
@@ -148,21 +151,24 @@ with torch._C._AutoDispatchBelowAutograd():
 for _name in dir(torch._C.DispatchKey):
     if _name.startswith("Autocast"):
         _UPPER_KEYS = _UPPER_KEYS | torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, _name))
-# Replays are of a forward that ran outside of vmap, also where a backward pass runs inside (`is_grads_batched=True`).
+# Replays are of a forward that ran outside of vmap, also where a backward pass runs inside
+# (`is_grads_batched=True`).
 for _name in ("VmapMode", "FuncTorchVmapMode"):
     _UPPER_KEYS = _UPPER_KEYS | torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_name))
 
 
 def below_autograd() -> Any:
-    """A context: operations run where the recorder heard them, below autograd and autocast; nothing is cast twice.
+    """A context: operations run where the recorder heard them, below autograd and autocast; nothing
+    is cast twice.
 
-    torch's own object, whose end no interrupt can prevent: autograd would be off in this thread for good.
+    torch's own object, whose end no interrupt can prevent: autograd would be off in this thread for
+    good.
     """
     return torch._C._ExcludeDispatchKeyGuard(_UPPER_KEYS)
 
 
-# The CPU's allocator, and what allocates beside torch's own allocator on a device (a driver, cuBLAS, cuDNN), have no
-# exception type of their own, only a text.
+# The CPU's allocator, and what allocates beside torch's own allocator on a device (a driver,
+# cuBLAS, cuDNN), have no exception type of their own, only a text.
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "CUDA error: out of memory",
@@ -187,12 +193,15 @@ def is_out_of_memory(error: BaseException) -> bool:
 def storage_owners(tensor: torch.Tensor) -> int:
     """How many tensors share this one's storage, itself included."""
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the Python object of the storage is one more
+    # the Python object of the storage is one more
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 @contextlib.contextmanager
 def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """torch prints a traceback for each operator without a meta kernel, before it raises; the raise is enough."""
+    """torch prints a traceback for each operator without a meta kernel, before it raises; the raise
+    is enough.
+    """
     before, logger.disabled = logger.disabled, True
     try:
         yield
@@ -206,41 +215,63 @@ def output_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
         try:
             with FakeTensorMode():
                 fake_args, fake_kwargs = tree_map(
-                    lambda leaf: _unrelated(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs)
+                    lambda leaf: _unrelated(leaf) if isinstance(leaf, torch.Tensor) else leaf,
+                    (args, kwargs),
                 )
-                leaves = [leaf for leaf in tree_leaves((fake_args, fake_kwargs)) if isinstance(leaf, torch.Tensor)]
+                leaves = [
+                    leaf
+                    for leaf in tree_leaves((fake_args, fake_kwargs))
+                    if isinstance(leaf, torch.Tensor)
+                ]
                 given = {storage_key(leaf) for leaf in leaves}
-                results = [r for r in tree_leaves(func(*fake_args, **fake_kwargs)) if isinstance(r, torch.Tensor)]
-                return sum(r.untyped_storage().nbytes() for r in results if storage_key(r) not in given)
-        except Exception:  # data-dependent shapes, operators without a meta kernel, layouts without a storage
+                results = [
+                    r
+                    for r in tree_leaves(func(*fake_args, **fake_kwargs))
+                    if isinstance(r, torch.Tensor)
+                ]
+                return sum(
+                    r.untyped_storage().nbytes() for r in results if storage_key(r) not in given
+                )
+        except (
+            Exception
+        ):  # data-dependent shapes, operators without a meta kernel, layouts without a storage
             return None
 
 
 def _unrelated(tensor: torch.Tensor) -> torch.Tensor:
     """Inside a fake mode, one of the same geometry.
 
-    Not `mode.from_tensor`, after which the mode watches the real tensor's storage for as long as either lives.
+    Not `mode.from_tensor`, after which the mode watches the real tensor's storage for as long as
+    either lives.
     """
     kinds = (_plain_tensor.__torch_dispatch__, FakeTensor.__torch_dispatch__)
     if tensor.layout is not torch.strided or type(tensor).__torch_dispatch__ not in kinds:
         raise NotImplementedError("it has no geometry of its own")
-    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
 
 
 def schema_of(op: Any) -> Any:
-    """An operator's schema: its arguments, which of them it writes to, and what its results alias."""
+    """An operator's schema: its arguments, which of them it writes to, and what its results
+    alias.
+    """
     return op._schema
 
 
 def selective_policy(context: Any) -> Any:
-    """The policy function of a context made by `torch.utils.checkpoint.create_selective_checkpoint_contexts`."""
+    """The policy function of a context made by
+    `torch.utils.checkpoint.create_selective_checkpoint_contexts`.
+    """
     from torch.utils.checkpoint import _CachingTorchDispatchMode
 
     return context.policy_fn if isinstance(context, _CachingTorchDispatchMode) else None
 
 
 def selective_context(output: Any) -> Any:
-    """What such a policy function is asked with; torch 2.10 does not tell it what the operation returned."""
+    """What such a policy function is asked with; torch 2.10 does not tell it what the operation
+    returned.
+    """
     from torch.utils.checkpoint import SelectiveCheckpointContext
 
     context = SelectiveCheckpointContext(is_recompute=False)
@@ -258,7 +289,9 @@ def has_freed_tensors(node: Node) -> bool:
     for attribute in ("saved_tensors", *(name for name in dir(node) if name.startswith("_saved_"))):
         try:
             getattr(node, attribute, None)
-        except RuntimeError as error:  # torch has one type for "freed" and "changed in place", only the text differs
+        except (
+            RuntimeError
+        ) as error:  # torch has one type for "freed" and "changed in place", only the text differs
             if "freed" in str(error):
                 return True
     return False
@@ -278,17 +311,23 @@ class RunningBackward(NamedTuple):
 
 
 def running_backward() -> RunningBackward | None:
-    """The outermost call of the autograd engine that this code runs under; None if that cannot be told.
+    """The outermost call of the autograd engine that this code runs under; None if that cannot be
+    told.
 
-    The engine says nothing about its caller, so the stacks are asked. On an accelerator hooks run in a thread of the
-    engine's, and the caller waits in another one: it is the only thread that is in a backward pass, or nobody knows.
+    The engine says nothing about its caller, so the stacks are asked. On an accelerator hooks run
+    in a thread of the engine's, and the caller waits in another one: it is the only thread that is
+    in a backward pass, or nobody knows.
     """
     here = threading.get_ident()
     calls = _engine_calls(sys._getframe(1))
     if calls and _is_python_thread(here):
         return _describe_call(here, calls[-1], nested=len(calls) > 1)
     frames = sys._current_frames()
-    waiting = [(thread, found) for thread, top in frames.items() if thread != here and (found := _engine_calls(top))]
+    waiting = [
+        (thread, found)
+        for thread, top in frames.items()
+        if thread != here and (found := _engine_calls(top))
+    ]
     if len(waiting) != 1:
         return None
     thread, others = waiting[0]
@@ -331,7 +370,9 @@ def _describe_call(thread: int, frame: Any, *, nested: bool) -> RunningBackward:
 
 
 def run_backward(loss: torch.Tensor, gradient: torch.Tensor, retain_graph: bool) -> None:
-    """`loss.backward(gradient)` for a gradient that is known to fit: the checks in Python cost as much as a layer."""
+    """`loss.backward(gradient)` for a gradient that is known to fit: the checks in Python cost as
+    much as a layer.
+    """
     torch.autograd.graph._engine_run_backward(
         (loss,), (gradient,), retain_graph, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -342,7 +383,9 @@ def after_backward(callback: Callable[[], Any]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def after_accumulation(tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+def after_accumulation(
+    tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]
+) -> RemovableHandle:
     """Call `hook(tensor)` whenever autograd has added to `tensor.grad`."""
     handle: RemovableHandle = tensor.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle
@@ -354,10 +397,14 @@ def global_module_hooks() -> list[dict[int, Any]]:
     return [modules._global_forward_pre_hooks, modules._global_forward_hooks]
 
 
-def before_accumulation(tensor: torch.Tensor, hook: Callable[[torch.Tensor | None], Any]) -> RemovableHandle:
-    """Call `hook(gradient)` whenever autograd is about to add a gradient to `tensor.grad`; what it gives is added.
+def before_accumulation(
+    tensor: torch.Tensor, hook: Callable[[torch.Tensor | None], Any]
+) -> RemovableHandle:
+    """Call `hook(gradient)` whenever autograd is about to add a gradient to `tensor.grad`; what it
+    gives is added.
 
-    `torch.autograd.grad` calls it, too. The handle can be removed at any time: torch goes through a copy of the hooks.
+    `torch.autograd.grad` calls it, too. The handle can be removed at any time: torch goes through a
+    copy of the hooks.
     """
     handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     return handle
@@ -369,7 +416,8 @@ def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
         torch._foreach_mul_(tensors, factor)
 
 
-version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")  # how often it was changed in place
+# how often it was changed in place
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 _ENGINE_CALL = torch.autograd.graph._engine_run_backward.__code__
@@ -381,12 +429,16 @@ def sequence_number(node: Node) -> int:
 
 
 def last_sequence_number() -> int:
-    """The number of the newest node of this thread; inside an operation, of the node that autograd made for it."""
+    """The number of the newest node of this thread; inside an operation, of the node that autograd
+    made for it.
+    """
     return int(torch._C._autograd._get_sequence_nr()) - 1
 
 
 class SavedSlot:
-    """One tensor that a node saved. `content` is the tensor, or what a hook packed it into; None once it is freed."""
+    """One tensor that a node saved. `content` is the tensor, or what a hook packed it into; None
+    once it is freed.
+    """
 
     __slots__ = ("_raw", "name")
 
@@ -398,9 +450,12 @@ class SavedSlot:
         return self._raw.data
 
     def release(self, unpack: Callable[[Any], torch.Tensor]) -> None:
-        """Give the tensor's memory back; `unpack` is what a later backward pass will call in its place."""
+        """Give the tensor's memory back; `unpack` is what a later backward pass will call in its
+        place.
+        """
         if isinstance(self._raw.data, torch.Tensor) and self._raw.unpack_hook is None:
-            with _disable_current_modes():  # under one, a saved Python number is not a tensor and torch loses its way
+            # under one, a saved Python number is not a tensor and torch loses its way
+            with _disable_current_modes():
                 self._raw.register_hooks(lambda tensor: None, unpack)
 
 
@@ -420,7 +475,10 @@ def saved_slots(node: Node) -> list[SavedSlot]:
             continue
         many = raw if isinstance(raw, tuple | list) else (raw,)
         plain = name.removeprefix("_raw_saved_")
-        slots += [SavedSlot(plain if len(many) == 1 else f"{plain}[{at}]", one) for at, one in enumerate(many)]
+        slots += [
+            SavedSlot(plain if len(many) == 1 else f"{plain}[{at}]", one)
+            for at, one in enumerate(many)
+        ]
     return slots
 
 
@@ -429,13 +487,14 @@ def result_shapes(node: Node) -> list[tuple[int, ...]]:
     return [tuple(int(size) for size in one.shape) for one in node._input_metadata]
 
 
-# What a fake tensor cannot do: say what is in it (also where a result's size depends on that), or run an operator that
-# nobody has written a fake kernel for. Each error has the operator in `func`.
+# What a fake tensor cannot do: say what is in it (also where a result's size depends on that), or
+# run an operator that nobody has written a fake kernel for. Each error has the operator in `func`.
 NEEDS_CONTENT = (DataDependentOutputException, DynamicOutputShapeException)
 NO_FAKE_KERNEL = UnsupportedOperatorException
 
 
-outside_fake_mode = unset_fake_temporarily  # a context: leaves the fake mode that the caller is in, if any
+# a context: leaves the fake mode that the caller is in, if any
+outside_fake_mode = unset_fake_temporarily
 
 
 def inside_fake_mode() -> bool:
@@ -444,7 +503,9 @@ def inside_fake_mode() -> bool:
 
 
 def fake_mode() -> FakeTensorMode:
-    """Tensors made inside have a shape, a type and a device, but no memory. Nothing is ever run for real."""
+    """Tensors made inside have a shape, a type and a device, but no memory. Nothing is ever run for
+    real.
+    """
     return FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
 
 
@@ -453,8 +514,11 @@ def overloads_of(op: Any) -> Any:
     return getattr(op, "overloadpacket", op)
 
 
-def log_softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
-    """The gradient of the input of a `log_softmax` over the last dimension, which gave `output`; written to `out`.
+def log_softmax_backward(
+    gradient: torch.Tensor, output: torch.Tensor, *, out: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the input of a `log_softmax` over the last dimension, which gave `output`;
+    written to `out`.
 
     torch 2.10 to 2.15 have it as this operator; its public form makes a new tensor.
     """
@@ -466,8 +530,12 @@ def log_softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *, out: t
 without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
-def tensor_without_storage(kind: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
-    """A tensor of class `kind` that has a shape and no memory; the class says what operators do to it."""
+def tensor_without_storage(
+    kind: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A tensor of class `kind` that has a shape and no memory; the class says what operators do to
+    it.
+    """
     return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 

@@ -1,4 +1,6 @@
-"""The only file that touches private or version-dependent API of torch's process groups, sharded tensors and DDP."""
+"""The only file that touches private or version-dependent API of torch's process groups, sharded
+tensors and DDP.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,15 @@ def is_running() -> bool:
 
 
 def default_device(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors must be for a group's collectives: on the CPU if it can, else on the accelerator."""
+    """Where tensors must be for a group's collectives: on the CPU if it can, else on the
+    accelerator.
+    """
     return torch.device(dist.distributed_c10d._get_object_coll_device(group))
 
 
-def all_gather_flat(output: Tensor, piece: Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+def all_gather_flat(
+    output: Tensor, piece: Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> Any:
     """Everybody's piece, one after the other; torch has renamed it."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(output, piece, group=group, async_op=async_op)
@@ -59,11 +65,13 @@ def tcp_store(host: str, port: int, hosts: bool) -> Any:
     return torch._C._distributed_c10d.TCPStore(host, port, is_master=hosts, multi_tenant=True)
 
 
-# -- sharded tensors ---------------------------------------------------------------------------------------------------
+# -- sharded tensors -----------------------------------------------------------------------------
 
 
 def is_dtensor(tensor: Any) -> bool:
-    """Whether a tensor is spread over ranks; does not load torch's module for that if nobody has."""
+    """Whether a tensor is spread over ranks; does not load torch's module for that if nobody
+    has.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
@@ -74,7 +82,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
-    """This rank's part of a tensor that is spread over ranks, and where in the whole it begins; None for any other.
+    """This rank's part of a tensor that is spread over ranks, and where in the whole it begins;
+    None for any other.
 
     Runs no operation on the whole: a step is saved where such are not to be seen.
     """
@@ -85,16 +94,23 @@ def shard_of(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
     spread: Any = tensor
     if any(type(one).__name__ == "_StridedShard" for one in spread.placements):
         raise StateError(
-            f"A tensor of shape {tuple(tensor.shape)} is sharded by tensor parallelism and by fully_shard "
-            f"({spread.placements}), which a state file cannot hold. Save it with torch.distributed.checkpoint."
+            f"A tensor of shape {tuple(tensor.shape)} is sharded by tensor parallelism and by"
+            f" fully_shard ({spread.placements}), which a state file cannot hold. Save it with"
+            " torch.distributed.checkpoint."
         )
-    _, offset = compute_local_shape_and_global_offset(spread.shape, spread.device_mesh, spread.placements)
+    _, offset = compute_local_shape_and_global_offset(
+        spread.shape, spread.device_mesh, spread.placements
+    )
     return local_part(tensor).detach(), tuple(int(at) for at in offset)
 
 
-# -- DDP ---------------------------------------------------------------------------------------------------------------
+# -- DDP -----------------------------------------------------------------------------------------
 
-_DDP_FLAGS = ("require_backward_grad_sync", "require_forward_param_sync", "_static_graph_delay_allreduce_enqueued")
+_DDP_FLAGS = (
+    "require_backward_grad_sync",
+    "require_forward_param_sync",
+    "_static_graph_delay_allreduce_enqueued",
+)
 
 
 def ddp_group(module: DistributedDataParallel) -> dist.ProcessGroup:
@@ -104,11 +120,14 @@ def ddp_group(module: DistributedDataParallel) -> dist.ProcessGroup:
 
 
 def silence_ddp(module: DistributedDataParallel) -> dict[str, Any]:
-    """Let DDP's next forward prepare nothing to be communicated; gives the flags that were changed, as they were."""
+    """Let DDP's next forward prepare nothing to be communicated; gives the flags that were changed,
+    as they were.
+    """
     before = {name: getattr(module, name) for name in _DDP_FLAGS if hasattr(module, name)}
     module.require_backward_grad_sync = module.require_forward_param_sync = False
     if "_static_graph_delay_allreduce_enqueued" in before:
-        module._static_graph_delay_allreduce_enqueued = True  # else the first backward reduces, silenced or not
+        # else the first backward reduces, silenced or not
+        module._static_graph_delay_allreduce_enqueued = True
     return before
 
 
@@ -119,7 +138,9 @@ def restore_flags(module: torch.nn.Module, before: dict[str, Any]) -> None:
 
 
 def broadcasts_buffers(module: DistributedDataParallel) -> bool:
-    """Whether DDP would make all replicas' buffers (running statistics) the same before a forward."""
+    """Whether DDP would make all replicas' buffers (running statistics) the same before a
+    forward.
+    """
     return bool(module.broadcast_buffers) and len(module.modules_buffers) > 0
 
 
@@ -136,5 +157,7 @@ def ddp_bucket_bytes(module: DistributedDataParallel) -> int:
 
 
 def is_non_overlapping_and_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements lie in its storage without holes, in whatever order of the dimensions."""
+    """Whether a tensor's elements lie in its storage without holes, in whatever order of the
+    dimensions.
+    """
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))

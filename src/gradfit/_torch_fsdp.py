@@ -22,15 +22,23 @@ def param_groups(module: Any) -> list[Any]:
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # one a module, up to torch 2.10
+    # one a module, up to torch 2.10
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def units_of(model: torch.nn.Module) -> list[Any]:
-    """All groups of parameters of all `fully_shard` units of a model; does not load torch's module if nobody has."""
+    """All groups of parameters of all `fully_shard` units of a model; does not load torch's module
+    if nobody has.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not fsdp.FSDPModule.__subclasses__():
         return []
-    return [group for one in model.modules() if isinstance(one, fsdp.FSDPModule) for group in param_groups(one)]
+    return [
+        group
+        for one in model.modules()
+        if isinstance(one, fsdp.FSDPModule)
+        for group in param_groups(one)
+    ]
 
 
 def is_unit(module: torch.nn.Module) -> bool:
@@ -40,7 +48,9 @@ def is_unit(module: torch.nn.Module) -> bool:
 
 
 def unit_bytes(unit: Any) -> int:
-    """What a unit's full parameters take, padded as they are communicated, in the wider of the types involved."""
+    """What a unit's full parameters take, padded as they are communicated, in the wider of the
+    types involved.
+    """
     return sum(
         kept.padded_sharded_param_size.numel()
         * shard_ranks(unit)
@@ -55,13 +65,22 @@ def shard_ranks(unit: Any) -> int:
 
 
 def gathered_into(module: Any) -> list[Tensor]:
-    """Where a unit puts its full parameters whenever it gathers them; they have no memory in between."""
-    return [tensor for unit in param_groups(module) for kept in unit.fsdp_params for tensor in kept.all_gather_outputs]
+    """Where a unit puts its full parameters whenever it gathers them; they have no memory in
+    between.
+    """
+    return [
+        tensor
+        for unit in param_groups(module)
+        for kept in unit.fsdp_params
+        for tensor in kept.all_gather_outputs
+    ]
 
 
 def gathered_tensors(units: list[Any]) -> list[Tensor]:
     """Full parameters and full gradients that are on this rank now, and are none of the model's."""
-    full = [tensor for unit in units for kept in unit.fsdp_params for tensor in kept.all_gather_outputs]
+    full = [
+        tensor for unit in units for kept in unit.fsdp_params for tensor in kept.all_gather_outputs
+    ]
     return full + gathered_gradients(units)
 
 
@@ -72,10 +91,16 @@ def gathered_gradients(units: list[Any]) -> list[Tensor]:
 
 
 def final_gradients(units: list[Any]) -> list[Tensor]:
-    """Of these, those that stay as they are: where nothing is reduced, in the type that they add up in."""
+    """Of these, those that stay as they are: where nothing is reduced, in the type that they add up
+    in.
+    """
     kept = [one for unit in units if not unit.reduce_grads for one in unit.fsdp_params]
     pairs = [(one.reduce_dtype, unsharded_gradient(one)) for one in kept]
-    return [gradient for wide, gradient in pairs if gradient is not None and wide in (None, gradient.dtype)]
+    return [
+        gradient
+        for wide, gradient in pairs
+        if gradient is not None and wide in (None, gradient.dtype)
+    ]
 
 
 def drop_gradients(model: torch.nn.Module) -> None:
@@ -88,13 +113,19 @@ def drop_gradients(model: torch.nn.Module) -> None:
 
 
 def gradient_bytes(unit: Any) -> int:
-    """What the gradients of a unit take once a backward has run: shards, or all of them where nothing is reduced."""
+    """What the gradients of a unit take once a backward has run: shards, or all of them where
+    nothing is reduced.
+    """
     total = 0
     for tensor, kept in sharded_parameters(unit):
         if tensor.requires_grad and unit.reduce_grads:
             total += local_part(tensor).numel() * (tensor.grad_dtype or tensor.dtype).itemsize
         elif tensor.requires_grad:
-            wide = getattr(kept, "reduce_dtype", None) or getattr(kept, "param_dtype", None) or tensor.dtype
+            wide = (
+                getattr(kept, "reduce_dtype", None)
+                or getattr(kept, "param_dtype", None)
+                or tensor.dtype
+            )
             total += tensor.numel() * wide.itemsize
     return total
 
@@ -110,7 +141,8 @@ _original_resizers: dict[tuple[str, str], Any] = {}
 
 
 def hear_resizes(ear: Callable[[Tensor], None]) -> Callable[[], None]:
-    """Call `ear(tensor)` when FSDP2 has given a full parameter its memory, or taken it away; returns what ends that.
+    """Call `ear(tensor)` when FSDP2 has given a full parameter its memory, or taken it away;
+    returns what ends that.
 
     It resizes storages, which is no operation: no dispatch mode sees it.
     """
@@ -149,7 +181,9 @@ def sharded_parameters(group: Any) -> list[tuple[Tensor, Any]]:
 
 
 def data_parallel_group(group: Any) -> dist.ProcessGroup:
-    """All processes over which a group's gradients are added up: those of the shards, and of their replicas."""
+    """All processes over which a group's gradients are added up: those of the shards, and of their
+    replicas.
+    """
     mesh = group.mesh_info.mesh
     handle: dist.ProcessGroup = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
     return handle
@@ -163,7 +197,9 @@ def set_reduces(group: Any, value: bool) -> bool:
 
 
 def unsharded_gradient(kept: Any) -> Tensor | None:
-    """The full gradient that adds up on this rank while nothing is reduced; it is not in the parameter's `.grad`."""
+    """The full gradient that adds up on this rank while nothing is reduced; it is not in the
+    parameter's `.grad`.
+    """
     if kept.unsharded_accumulated_grad is not None:
         gradient: Tensor | None = kept.unsharded_accumulated_grad
     else:
@@ -172,7 +208,9 @@ def unsharded_gradient(kept: Any) -> Tensor | None:
 
 
 def set_unsharded_gradient(kept: Any, gradient: Tensor | None) -> None:
-    """Put a full gradient where the next backward adds to it; the unit has been gathered before, or it is None."""
+    """Put a full gradient where the next backward adds to it; the unit has been gathered before, or
+    it is None.
+    """
     full = getattr(kept, "_unsharded_param", None)
     if full is not None:
         full.grad = None
@@ -213,21 +251,35 @@ def accumulate_in(kept: Any, dtype: torch.dtype) -> None:
     """Add up this parameter's unreduced gradients in a wider type than its own."""
     kept.reduce_dtype = dtype
     full = unsharded_parameter(kept)
-    if _full_parameter_owns_gradient(kept) and full is not None and full.grad_dtype not in (None, dtype):
+    if (
+        _full_parameter_owns_gradient(kept)
+        and full is not None
+        and full.grad_dtype not in (None, dtype)
+    ):
         gradient, full.grad = full.grad, None
         full.grad_dtype = dtype
         full.grad = None if gradient is None else gradient.to(dtype)
 
 
 def reduce_group(group: Any, dtype: torch.dtype | None) -> None:
-    """Run FSDP2's own reduction of what has added up, as a sum over the ranks, by the policy it was given.
+    """Run FSDP2's own reduction of what has added up, as a sum over the ranks, by the policy it was
+    given.
 
-    Every parameter of the group must have a full gradient, or none may: the ranks must reduce the same.
+    Every parameter of the group must have a full gradient, or none may: the ranks must reduce the
+    same.
     """
-    names = ("reduce_grads", "all_reduce_grads", "gradient_divide_factor", "force_sum_reduction_for_comms")
+    names = (
+        "reduce_grads",
+        "all_reduce_grads",
+        "gradient_divide_factor",
+        "force_sum_reduction_for_comms",
+    )
     types = [(group, "_orig_dtype"), (group, "_reduce_dtype")]
-    types += [(kept, "sharded_grad_dtype") for kept in group.fsdp_params]  # in place of `_orig_dtype`, in torch 2.15
-    changed = [(group, name) for name in names] + [(owner, name) for owner, name in types if hasattr(owner, name)]
+    # in place of `_orig_dtype`, in torch 2.15
+    types += [(kept, "sharded_grad_dtype") for kept in group.fsdp_params]
+    changed = [(group, name) for name in names] + [
+        (owner, name) for owner, name in types if hasattr(owner, name)
+    ]
     before = [(owner, name, getattr(owner, name)) for owner, name in changed]
     group.reduce_grads = group.all_reduce_grads = group.force_sum_reduction_for_comms = True
     group.gradient_divide_factor = 1.0
@@ -250,8 +302,11 @@ def reduce_group(group: Any, dtype: torch.dtype | None) -> None:
 
 
 def _drop_reduced_inputs(communication: Any) -> None:
-    """Wait for the reduction, and let go of what was reduced, which FSDP2 holds until its next one."""
-    events = getattr(communication, "_last_post_reduce_events", {})  # torch 2.15 does not wait for its own
+    """Wait for the reduction, and let go of what was reduced, which FSDP2 holds until its next
+    one.
+    """
+    # torch 2.15 does not wait for its own
+    events = getattr(communication, "_last_post_reduce_events", {})
     for event in events.values():
         communication.device_handle.current_stream().wait_event(event)
     events.clear()
@@ -262,22 +317,33 @@ def _drop_reduced_inputs(communication: Any) -> None:
 
 
 def _of_its_own_type(gradient: Any) -> Tensor:
-    """FSDP2 describes every gradient as if it had its parameter's type, which optimizers stumble over."""
+    """FSDP2 describes every gradient as if it had its parameter's type, which optimizers stumble
+    over.
+    """
     shape, stride = gradient.shape, gradient.stride()
     made: Tensor = type(gradient).from_local(
-        gradient._local_tensor, gradient.device_mesh, gradient.placements, run_check=False, shape=shape, stride=stride
+        gradient._local_tensor,
+        gradient.device_mesh,
+        gradient.placements,
+        run_check=False,
+        shape=shape,
+        stride=stride,
     )
     return made
 
 
 def initialise(modules: list[Any]) -> None:
-    """What FSDP2 does at the first forward, for a rank that has not had one yet; outer modules come first."""
+    """What FSDP2 does at the first forward, for a rank that has not had one yet; outer modules come
+    first.
+    """
     for module in modules:
         module._get_fsdp_state()._lazy_init()
 
 
 def forget_pass(modules: list[Any]) -> None:
-    """Let FSDP2 forget a pass that failed half-way: parameters are sharded again, gradients stay as they are."""
+    """Let FSDP2 forget a pass that failed half-way: parameters are sharded again, gradients stay as
+    they are.
+    """
     for module in modules:
         state = module._get_fsdp_state()
         if state._is_root and hasattr(state, "_reset_iter_state"):
@@ -327,7 +393,9 @@ _before_gather: weakref.WeakKeyDictionary[Any, _Listeners] = weakref.WeakKeyDict
 
 
 def before_gather(units: list[Any], listener: Any) -> None:
-    """Call `listener.gathering(number)` before the unit of that number gathers its parameters, as long as both live."""
+    """Call `listener.gathering(number)` before the unit of that number gathers its parameters, as
+    long as both live.
+    """
     for number, unit in enumerate(units):
         if unit not in _before_gather:
             _before_gather[unit] = []
@@ -349,7 +417,9 @@ def _telling(reference: weakref.ref[Any], unshard: Any) -> Any:
         try:
             unshard(unit, async_op)
         except RuntimeError as error:
-            hearing = [alive for listener, _ in _before_gather[unit] if (alive := listener()) is not None]
+            hearing = [
+                alive for listener, _ in _before_gather[unit] if (alive := listener()) is not None
+            ]
             if not hearing or is_out_of_memory(error):
                 raise
             raise hearing[0].failed(error) from error
@@ -359,11 +429,17 @@ def _telling(reference: weakref.ref[Any], unshard: Any) -> Any:
 
 
 def _let_go(gathered: Any) -> None:
-    """Wait until the thread that has communicated lets go of its tensors; gloo's waits for the interpreter to do so.
+    """Wait until the thread that has communicated lets go of its tensors; gloo's waits for the
+    interpreter to do so.
 
-    Until then memory that FSDP2 frees is not free, and the peak of a step would depend on the scheduler.
+    Until then memory that FSDP2 frees is not free, and the peak of a step would depend on the
+    scheduler.
     """
-    if gathered is None or gathered.all_gather_work is not None or gathered.all_gather_output.device.type != "cpu":
+    if (
+        gathered is None
+        or gathered.all_gather_work is not None
+        or gathered.all_gather_output.device.type != "cpu"
+    ):
         return
     end = time.monotonic() + 0.01
     while storage_owners(gathered.all_gather_output) > 1 and time.monotonic() < end:

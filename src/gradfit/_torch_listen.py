@@ -1,15 +1,17 @@
-"""How torch tells this thread's recorder of the operations that run: private torch API, as in `_torch.py`.
+"""How torch tells this thread's recorder of the operations that run: private torch API, as in
+`_torch.py`.
 
-torch's own way is a dispatch mode. It calls Python for every operator, and two thirds of a transformer's operators are
-views, which the tape does not record; and under a mode torch takes other operators for some functions (`max_pool1d`).
-So listeners are on a dispatch key of their own: it lies below autograd, as modes do, and each view is registered there
-as *fallthrough*, which the dispatcher passes over at no cost.
+torch's own way is a dispatch mode. It calls Python for every operator, and two thirds of a
+transformer's operators are views, which the tape does not record; and under a mode torch takes
+other operators for some functions (`max_pool1d`). So listeners are on a dispatch key of their own:
+it lies below autograd, as modes do, and each view is registered there as *fallthrough*, which the
+dispatcher passes over at no cost.
 
-Listeners form a chain, as modes do: the one that was entered last is called first, and what it runs, its own doings
-included, is heard by the one around it.
+Listeners form a chain, as modes do: the one that was entered last is called first, and what it
+runs, its own doings included, is heard by the one around it.
 
-The key is below `Python`, where modes and tensor subclasses live. Where somebody else's mode is at work already (fake
-tensors, a user's own), a mode is used after all.
+The key is below `Python`, where modes and tensor subclasses live. Where somebody else's mode is at
+work already (fake tensors, a user's own), a mode is used after all.
 """
 
 from __future__ import annotations
@@ -45,10 +47,13 @@ _is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _PYTHON = torch._C.DispatchKey.Python
 
-# Dispatch modes and subclasses have to come before the key, which is told what they let through. Torch 2.13 has it in
-# this order; in torch 2.10 the key is the higher of the two (c10/core/DispatchKey.h), and calls them itself.
+# Dispatch modes and subclasses have to come before the key, which is told what they let through.
+# Torch 2.13 has it in this order; in torch 2.10 the key is the higher of the two
+# (c10/core/DispatchKey.h), and calls them itself.
 _ABOVE_MODES = not torch._C._dispatch_keyset_full_after(_PYTHON).has(_KEY)
-_EXCLUDED_IN_MODES = torch._C._dispatch_keyset_full() - torch._C._dispatch_keyset_full_after(_KEY) - _KEYS
+_EXCLUDED_IN_MODES = (
+    torch._C._dispatch_keyset_full() - torch._C._dispatch_keyset_full_after(_KEY) - _KEYS
+)
 
 _libraries: list[torch.library.Library] = []
 _views: set[str] = set()  # operators that only make views: they pass the key over
@@ -77,9 +82,11 @@ _IN_ENGINE = "gradfit.listeners"  # what torch hands over to the autograd engine
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode with types, entered without the wrapper that torch puts around `__torch_dispatch__` for dynamo.
+    """A dispatch mode with types, entered without the wrapper that torch puts around
+    `__torch_dispatch__` for dynamo.
 
-    That wrapper costs as much as a small operation, and protects compiled frames, which do not run under such a mode.
+    That wrapper costs as much as a small operation, and protects compiled frames, which do not run
+    under such a mode.
     """
 
     supports_higher_order_operators = True
@@ -126,8 +133,8 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
 class _CheckedMode(_Mode):
     """Listens as a mode among modes of the user's, which may do something else than they are asked.
 
-    The key tells what ran in the end. If that is not the operator that was heard, with its arguments and its result,
-    then `doubt` is called with all tensors that took part.
+    The key tells what ran in the end. If that is not the operator that was heard, with its
+    arguments and its result, then `doubt` is called with all tensors that took part.
     """
 
     def __init__(self, ear: Ear, doubt: Callable[[list[torch.Tensor]], None]) -> None:
@@ -157,7 +164,13 @@ class _CheckedMode(_Mode):
         rest = [entry for entry in ran if entry != (func, _storages((args, kwargs, out)))]
         did_not_run = len(rest) == len(ran) and getattr(func, "_name", "") not in _views
         if did_not_run or any(op._schema.is_mutable for op, _ in rest):
-            self._doubt([leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)])
+            self._doubt(
+                [
+                    leaf
+                    for leaf in tree_leaves((args, kwargs, out))
+                    if isinstance(leaf, torch.Tensor)
+                ]
+            )
         return out
 
     def _note(self, op: Any, args: Any, kwargs: Any) -> Any:
@@ -202,7 +215,8 @@ class _OnKey:
     def __exit__(self, *_: object) -> None:
         link = self._link
         try:
-            if _thread.innermost is link:  # no call before this is done: Ctrl-C could keep it from being done
+            # no call before this is done: Ctrl-C could keep it from being done
+            if _thread.innermost is link:
                 _thread.innermost = link.outer
             else:
                 _unlink(link)
@@ -223,7 +237,9 @@ def _unlink(link: _Link) -> None:
 
 
 def _tell_engine() -> None:
-    """Let the threads of a backward pass that is called from here find those who listen there, too."""
+    """Let the threads of a backward pass that is called from here find those who listen there,
+    too.
+    """
     links, link = [], _thread.innermost
     while link is not None:
         if link.in_engine:
@@ -244,12 +260,14 @@ def listening(
     in_engine: bool = False,
     as_mode: bool = False,
 ) -> Any:
-    """A context: inside, `ear` is called for every operator of this thread, below autograd, and has to run it.
+    """A context: inside, `ear` is called for every operator of this thread, below autograd, and has
+    to run it.
 
-    Operators that are among `views` may or may not be heard, and after its `rest()` none is. What `ear` itself runs is
-    not, but by those who listened before. If somebody between `ear` and the kernels did something else than `ear` asked
-    for, `doubt` gets the tensors that he may have changed. With `in_engine`, the autograd engine's own threads are
-    listened to as well, where an accelerator's backward passes run. Fake tensors are heard `as_mode` only.
+    Operators that are among `views` may or may not be heard, and after its `rest()` none is. What
+    `ear` itself runs is not, but by those who listened before. If somebody between `ear` and the
+    kernels did something else than `ear` asked for, `doubt` gets the tensors that he may have
+    changed. With `in_engine`, the autograd engine's own threads are listened to as well, where an
+    accelerator's backward passes run. Fake tensors are heard `as_mode` only.
     """
     if not _libraries:
         _register(views())
@@ -258,7 +276,9 @@ def listening(
     if _modes() == 0:
         return _OnKey(ear, in_engine=in_engine)
     modes = _get_current_dispatch_mode_stack()
-    own = all(isinstance(mode, DispatchMode) for mode in modes) or any(isinstance(m, FakeTensorMode) for m in modes)
+    own = all(isinstance(mode, DispatchMode) for mode in modes) or any(
+        isinstance(m, FakeTensorMode) for m in modes
+    )
     return _Mode(ear) if own or doubt is None else _CheckedMode(ear, doubt)
 
 
@@ -299,8 +319,8 @@ def _heard(op: Any, /, *args: Any, **kwargs: Any) -> Any:
 def _heard_elsewhere(op: Any, args: Any, kwargs: Any) -> Any:
     """In a thread that the autograd engine has started from one that listens.
 
-    Or where `Python` is switched off: there a fake tensor or another subclass asks kernels how they behave, which is no
-    operation of the forward.
+    Or where `Python` is switched off: there a fake tensor or another subclass asks kernels how they
+    behave, which is no operation of the forward.
     """
     if not _is_excluded(_PYTHON) and torch._C._is_key_in_tls(_IN_ENGINE):
         link = torch._C._get_obj_in_tls(_IN_ENGINE)
@@ -318,19 +338,30 @@ def _heard_elsewhere(op: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _heard_above_modes(op: Any, keys: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """As `_heard`, where the key comes before modes and subclasses: these are asked first, and call back."""
+    """As `_heard`, where the key comes before modes and subclasses: these are asked first, and call
+    back.
+    """
     if not keys.has(_PYTHON):
         return _heard(op, *args, **kwargs)
-    with torch._C._ExcludeDispatchKeyGuard(_EXCLUDED_IN_MODES):  # what torch excludes there, except for the key
+    # what torch excludes there, except for the key
+    with torch._C._ExcludeDispatchKeyGuard(_EXCLUDED_IN_MODES):
         return _ask_modes_and_subclasses(op, args, kwargs)
 
 
 def _ask_modes_and_subclasses(op: Any, args: Any, kwargs: Any) -> Any:
-    """What torch does for its `Python` key (`handle_torch_function_no_python_arg_parser`, python_arg_parser.cpp)."""
+    """What torch does for its `Python` key (`handle_torch_function_no_python_arg_parser`,
+    python_arg_parser.cpp).
+    """
     kinds: list[Any] = []  # in the order of the arguments, a subclass before its bases
     for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and torch._C._dispatch_keys(leaf).has(_PYTHON) and type(leaf) not in kinds:
-            place = next((i for i, kind in enumerate(kinds) if issubclass(type(leaf), kind)), len(kinds))
+        if (
+            isinstance(leaf, torch.Tensor)
+            and torch._C._dispatch_keys(leaf).has(_PYTHON)
+            and type(leaf) not in kinds
+        ):
+            place = next(
+                (i for i, kind in enumerate(kinds) if issubclass(type(leaf), kind)), len(kinds)
+            )
             kinds.insert(place, type(leaf))
     out: Any = NotImplemented
     if _modes():
@@ -340,15 +371,17 @@ def _ask_modes_and_subclasses(op: Any, args: Any, kwargs: Any) -> Any:
         if out is NotImplemented:
             out = kind.__torch_dispatch__(op, tuple(kinds), args, kwargs)
     if out is NotImplemented:
-        raise TypeError(f"Multiple dispatch failed for {op}: no mode and none of {kinds} implements it.")
+        raise TypeError(
+            f"Multiple dispatch failed for {op}: no mode and none of {kinds} implements it."
+        )
     return out
 
 
 def _register(views: Iterable[str]) -> None:
     """Make the key known to every operator.
 
-    One by one, because torch cannot find a fallback's Python function for an operator that is called on a subclass of
-    Tensor; the fallback is for operators that are defined later.
+    One by one, because torch cannot find a fallback's Python function for an operator that is
+    called on a subclass of Tensor; the fallback is for operators that are defined later.
     """
     with _lock:
         if _libraries:
@@ -357,7 +390,9 @@ def _register(views: Iterable[str]) -> None:
         everything = library("_", "IMPL")
         _views.update("aten::" + name for name in views)
         try:
-            everything.fallback(_heard_above_modes if _ABOVE_MODES else _heard, _NAME, with_keyset=_ABOVE_MODES)
+            everything.fallback(
+                _heard_above_modes if _ABOVE_MODES else _heard, _NAME, with_keyset=_ABOVE_MODES
+            )
         except RuntimeError:  # somebody else uses the key: modes do the same, only slower
             _libraries.append(everything)
             return
@@ -369,7 +404,9 @@ def _register(views: Iterable[str]) -> None:
             passes = full in _views and full not in _HEARD_VIEWS
             kernel = torch.library.fallthrough_kernel if passes else _kernel(namespace, name)
             if kernel is not None:
-                namespaces[namespace].impl(name, kernel, _NAME, with_keyset=_ABOVE_MODES and not passes)
+                namespaces[namespace].impl(
+                    name, kernel, _NAME, with_keyset=_ABOVE_MODES and not passes
+                )
         _let_pass_higher_order()
         _libraries.extend((everything, *namespaces.values()))
 
@@ -379,12 +416,17 @@ def _kernel(namespace: str, name: str) -> Any:
     try:
         operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
         return functools.partial(_heard_above_modes if _ABOVE_MODES else _heard, operator)
-    except (AttributeError, RuntimeError):  # known to the dispatcher only: Python can neither call nor hear it
+    except (
+        AttributeError,
+        RuntimeError,
+    ):  # known to the dispatcher only: Python can neither call nor hear it
         return None
 
 
 def _let_pass_higher_order() -> None:
-    """Higher-order operators (`while_loop`) look their kernels up in Python: they pass the key over."""
+    """Higher-order operators (`while_loop`) look their kernels up in Python: they pass the key
+    over.
+    """
     torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_KEY)
     operator: Any
     for operator in torch._ops._higher_order_ops.values():
@@ -393,22 +435,29 @@ def _let_pass_higher_order() -> None:
     cond.py_impl(_KEY)(functools.partial(_refuse_differentiated_cond, cond))
 
 
-def _refuse_differentiated_cond(cond: Any, pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> Any:
-    """torch compiles a `cond` to differentiate it, and compiled functions run eagerly while something is recorded.
+def _refuse_differentiated_cond(
+    cond: Any, pred: Any, true_fn: Any, false_fn: Any, operands: Any
+) -> Any:
+    """torch compiles a `cond` to differentiate it, and compiled functions run eagerly while
+    something is recorded.
 
-    Its backward then fails with an unrelated error (torch 2.13: "object of type 'bool' has no len()").
+    Its backward then fails with an unrelated error (torch 2.13: "object of type 'bool' has no
+    len()").
     """
     if any(leaf.requires_grad for leaf in tree_leaves(operands) if isinstance(leaf, torch.Tensor)):
         raise UnsupportedOp(
-            "torch.cond, inside a scope, on tensors that require a gradient: torch compiles it to differentiate it, "
-            "and nothing is compiled while a scope records. Write `if pred:` instead, or call it outside of the scope."
+            "torch.cond, inside a scope, on tensors that require a gradient: torch compiles it to"
+            " differentiate it, and nothing is compiled while a scope records. Write `if pred:`"
+            " instead, or call it outside of the scope."
         )
     with torch._C._ExcludeDispatchKeyGuard(_KEYS):
         return cond(pred, true_fn, false_fn, operands)
 
 
 def aten_schemas() -> list[Any]:
-    """The schema of every aten operator that the dispatcher knows; a few that only TorchScript knows are left out."""
+    """The schema of every aten operator that the dispatcher knows; a few that only TorchScript
+    knows are left out.
+    """
     known = set(torch._C._dispatch_get_all_op_names())
     return [
         schema
@@ -427,7 +476,8 @@ _stances: list[Any] = []  # what we set, and what was there before
 
 def run_compiled_functions_eagerly() -> None:
     """Compiled code writes to memory without telling anybody."""
-    import torch._dynamo.eval_frame as dynamo  # takes a second, which the first optimizer has spent before
+    # takes a second, which the first optimizer has spent before
+    import torch._dynamo.eval_frame as dynamo
 
     if not _stances or dynamo._stance is not _stances[0]:
         _stances[:] = [dynamo.DynamoStance("force_eager"), dynamo._stance]
@@ -456,8 +506,8 @@ push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # those of `s
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
-# Whether there is a mode, as torch's own `__enter__` and `__exit__` note it for torch.compile (torch
-# 2.13, torch/utils/_python_dispatch.py); earlier versions have fewer.
+# Whether there is a mode, as torch's own `__enter__` and `__exit__` note it for torch.compile
+# (torch 2.13, torch/utils/_python_dispatch.py); earlier versions have fewer.
 _MODE_FLAGS = [
     name
     for name in (
@@ -468,19 +518,24 @@ _MODE_FLAGS = [
     if hasattr(_python_dispatch, name)
 ]
 
-# Each is called when a `ThreadState` is made, and gives the function that takes back what was set since.
+# Each is called when a `ThreadState` is made, and gives the function that takes back what was set
+# since.
 thread_settings: list[Callable[[], Callable[[], None]]] = []
 
 
 class ThreadState:
-    """What contexts have set for this thread: gradients, saved-tensor hooks, dispatch modes, the listener, scopes.
+    """What contexts have set for this thread: gradients, saved-tensor hooks, dispatch modes, the
+    listener, scopes.
 
-    A context that Ctrl-C ends while it begins or ends may leave its setting behind, torch's own contexts too.
-    `restore()` takes away what was set since.
+    A context that Ctrl-C ends while it begins or ends may leave its setting behind, torch's own
+    contexts too. `restore()` takes away what was set since.
     """
 
     def __init__(self) -> None:
-        self._gradients, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self._gradients, self._inference = (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+        )
         self._hooks, self._modes = _top_hooks(False), _modes()
         self._listener, self._excluded = _thread.innermost, _is_excluded(_KEY)
         self._others = [setting() for setting in thread_settings]
@@ -515,13 +570,17 @@ def untraced(function: _F) -> _F:
     """A decorator: torch.compile does not look into the function, but calls it."""
     action = _frames._FrameAction
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    _frames.set_code_exec_strategy(
+        function.__code__, _frames._FrameExecStrategy(action.SKIP, action.DEFAULT)
+    )
     return function
 
 
 @untraced
 def stop_tracing() -> Any:
-    """From here on nothing that this thread calls is compiled, inside a compiled function either."""
+    """From here on nothing that this thread calls is compiled, inside a compiled function
+    either.
+    """
     return _frames.set_eval_frame(None)
 
 

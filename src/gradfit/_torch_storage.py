@@ -1,12 +1,14 @@
 """When a storage dies: private torch API, as in `_torch.py`.
 
-A weak reference to the storage's Python object would tell, but is not safe. When an object with several weak references
-dies that have callbacks, CPython before 3.12 allocates a tuple for them (`PyObject_ClearWeakRefs`), which may start a
-collection; and if that one frees some of the references, because they were garbage, the interpreter crashes. Who else
-watches a storage we cannot know: torch does for every fake tensor it makes of a real one, a user may.
+A weak reference to the storage's Python object would tell, but is not safe. When an object with
+several weak references dies that have callbacks, CPython before 3.12 allocates a tuple for them
+(`PyObject_ClearWeakRefs`), which may start a collection; and if that one frees some of the
+references, because they were garbage, the interpreter crashes. Who else watches a storage we cannot
+know: torch does for every fake tensor it makes of a real one, a user may.
 
-So each watcher gives the storage an object of its own to hold, a `_Life`, and watches that: it has one reference, for
-which nothing is allocated. torch keeps a storage's Python object, and its attributes, exactly as long as the storage.
+So each watcher gives the storage an object of its own to hold, a `_Life`, and watches that: it has
+one reference, for which nothing is allocated. torch keeps a storage's Python object, and its
+attributes, exactly as long as the storage.
 """
 
 from __future__ import annotations
@@ -41,8 +43,11 @@ class StorageWatch(weakref.ref):  # type: ignore[type-arg]
     key: int  # the storage's address; whoever watches sets it
 
 
-def watch_storage(storage: Any, callback: Callable[[Any], object], kind: type[StorageWatch] = StorageWatch) -> Any:
-    """Call `callback(watch)` when a storage dies, whoever frees it, and before its address can be used again.
+def watch_storage(
+    storage: Any, callback: Callable[[Any], object], kind: type[StorageWatch] = StorageWatch
+) -> Any:
+    """Call `callback(watch)` when a storage dies, whoever frees it, and before its address can be
+    used again.
 
     The watch that it gives is of this kind: a `StorageWatch`, or a subclass with more slots.
     """

@@ -1,7 +1,8 @@
-"""Reading what users pass: one small set of checks, so that every mistake is named before anything is changed.
+"""Reading what users pass: one small set of checks, so that every mistake is named before anything
+is changed.
 
-Each check takes the value and the name of its parameter, and gives back the value or raises `InvalidParameter`, whose
-text says what was passed, what is wrong with it and what to pass.
+Each check takes the value and the name of its parameter, and gives back the value or raises
+`InvalidParameter`, whose text says what was passed, what is wrong with it and what to pass.
 """
 
 from __future__ import annotations
@@ -84,7 +85,12 @@ def read_index(value: Any, name: str, length: int) -> int:
     """A position in something of so many items; a negative one counts from the end."""
     position = read_count(value, name, minimum=-length)
     if position >= length:
-        raise invalid(name, position, f"is out of range, there are {length}", f"{name}={max(0, length - 1)} or less")
+        raise invalid(
+            name,
+            position,
+            f"is out of range, there are {length}",
+            f"{name}={max(0, length - 1)} or less",
+        )
     return position
 
 
@@ -141,12 +147,17 @@ def read_choice(value: Any, name: str, choices: Collection[str]) -> str:
 def read_text(value: Any, name: str, instead: str | None = None) -> str:
     """A text that is not empty."""
     if not isinstance(value, str) or not value:
-        raise invalid(name, value, "is not a text" if value != "" else "is empty", instead or f"{name}='…'")
+        raise invalid(
+            name, value, "is not a text" if value != "" else "is empty", instead or f"{name}='…'"
+        )
     return value
 
 
-def read_callable(value: Any, name: str, instead: str, *, arguments: int | None = None) -> Callable[..., Any]:
-    """Something that can be called; with so many positional `arguments`, as far as its signature says.
+def read_callable(
+    value: Any, name: str, instead: str, *, arguments: int | None = None
+) -> Callable[..., Any]:
+    """Something that can be called; with so many positional `arguments`, as far as its signature
+    says.
 
     >>> read_callable(len, "fn", "a function of one tensor", arguments=1)
     <built-in function len>
@@ -155,13 +166,18 @@ def read_callable(value: Any, name: str, instead: str, *, arguments: int | None 
         raise invalid(name, value, f"is a {type(value).__name__}, which is not callable", instead)
     if arguments is not None:
         try:
-            signature = inspect.signature(value.forward if isinstance(value, torch.nn.Module) else value)
+            signature = inspect.signature(
+                value.forward if isinstance(value, torch.nn.Module) else value
+            )
         except (TypeError, ValueError):  # many built-in functions have none
             return value  # type: ignore[no-any-return]
         try:
             signature.bind(*range(arguments))
         except TypeError as error:
-            reason = f"cannot be called with {arguments} argument{'s' if arguments != 1 else ''} ({error})"
+            reason = (
+                f"cannot be called with {arguments} argument{'s' if arguments != 1 else ''}"
+                f" ({error})"
+            )
             raise invalid(name, value, reason, instead) from None
     return value  # type: ignore[no-any-return]
 
@@ -189,7 +205,9 @@ def read_list(value: Any, name: str, instead: str) -> list[Any]:
     >>> read_list((1, 2), "sizes", "[8, 16]")
     [1, 2]
     """
-    if isinstance(value, str | bytes | Mapping | Tensor | torch.nn.Module) or not isinstance(value, Iterable):
+    if isinstance(value, str | bytes | Mapping | Tensor | torch.nn.Module) or not isinstance(
+        value, Iterable
+    ):
         raise invalid(name, value, f"is a {type(value).__name__}", instead)
     return list(value)
 
@@ -205,9 +223,15 @@ def read_gradient(value: Any, name: str) -> Tensor:
 def read_device(value: Any, name: str) -> torch.device:
     """A device, or its name."""
     try:
-        return torch.device(value) if isinstance(value, str) else read_instance(value, name, torch.device, "'cpu'")
+        return (
+            torch.device(value)
+            if isinstance(value, str)
+            else read_instance(value, name, torch.device, "'cpu'")
+        )
     except RuntimeError as error:
-        raise invalid(name, value, f"is no device ({str(error).splitlines()[0][:80]})", f"{name}='cpu'") from None
+        raise invalid(
+            name, value, f"is no device ({str(error).splitlines()[0][:80]})", f"{name}='cpu'"
+        ) from None
 
 
 def read_dtype(value: Any, name: str) -> torch.dtype:
@@ -217,12 +241,23 @@ def read_dtype(value: Any, name: str) -> torch.dtype:
     return value
 
 
-def check_arguments(model: Any, loss_fn: Any, *, split: Any = None, **flags: Any) -> Callable[[Any, Any], Any]:
-    """A model, a loss function (given back), how to split a batch, and switches that are True or False."""
+def check_arguments(
+    model: Any, loss_fn: Any, *, split: Any = None, **flags: Any
+) -> Callable[[Any, Any], Any]:
+    """A model, a loss function (given back), how to split a batch, and switches that are True or
+    False.
+    """
     read_instance(model, "model", torch.nn.Module, "the torch.nn.Module to train")
-    read_callable(loss_fn, "loss_fn", "a function loss_fn(model, batch) that returns the loss", arguments=2)
+    read_callable(
+        loss_fn, "loss_fn", "a function loss_fn(model, batch) that returns the loss", arguments=2
+    )
     if split is not None:
-        read_callable(split, "split", "a function split(batch, size) that gives the parts, or None", arguments=2)
+        read_callable(
+            split,
+            "split",
+            "a function split(batch, size) that gives the parts, or None",
+            arguments=2,
+        )
     for name, value in flags.items():
         read_flag(value, name)
     return loss_fn  # type: ignore[no-any-return]
@@ -230,5 +265,9 @@ def check_arguments(model: Any, loss_fn: Any, *, split: Any = None, **flags: Any
 
 def check_optimizer(optimizer: Any) -> None:
     """An optimizer: torch's, or any other that steps."""
-    if not callable(getattr(optimizer, "step", None)) or not callable(getattr(optimizer, "zero_grad", None)):
-        raise invalid("optimizer", optimizer, "is no optimizer", "torch.optim.AdamW(model.parameters())")
+    if not callable(getattr(optimizer, "step", None)) or not callable(
+        getattr(optimizer, "zero_grad", None)
+    ):
+        raise invalid(
+            "optimizer", optimizer, "is no optimizer", "torch.optim.AdamW(model.parameters())"
+        )

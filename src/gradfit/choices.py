@@ -20,5 +20,6 @@ class Choice(IntEnum):
     """The bits of a dropout mask are kept, and the mask is made of them."""
 
 
-# Compared by `is`, hundreds of times in a step: a name of the module is found faster than one of a class.
+# Compared by `is`, hundreds of times in a step: a name of the module is found faster than one of a
+# class.
 KEEP, REBUILD, OFFLOAD, HOLD, PACK = Choice

@@ -1,4 +1,6 @@
-"""Which memory a budget is about, and what is asked of an accelerator: to wait, to let go of its cache."""
+"""Which memory a budget is about, and what is asked of an accelerator: to wait, to let go of its
+cache.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,11 @@ import torch
 
 
 def counted_device(model: torch.nn.Module) -> torch.device | None:
-    """The kind of device whose memory is the model's budget; None on the CPU, where every tensor counts.
+    """The kind of device whose memory is the model's budget; None on the CPU, where every tensor
+    counts.
 
-    With a model on an accelerator, what is on the host (offloaded values, a batch that the loss moves) is not counted.
+    With a model on an accelerator, what is on the host (offloaded values, a batch that the loss
+    moves) is not counted.
     """
     for parameter in model.parameters():
         if parameter.device.type not in ("cpu", "meta"):
@@ -22,27 +26,39 @@ def counted_device(model: torch.nn.Module) -> torch.device | None:
 def devices_of(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
     """The accelerators of this machine that these tensors are on; fake ones may be on others."""
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return set() if here is None else {tensor.device for tensor in tensors if tensor.device.type == here.type}
+    return (
+        set()
+        if here is None
+        else {tensor.device for tensor in tensors if tensor.device.type == here.type}
+    )
 
 
 def wait_for(devices: Iterable[torch.device]) -> None:
-    """Wait until these devices have done all that they were given: `synchronize()` alone waits for the current one."""
+    """Wait until these devices have done all that they were given: `synchronize()` alone waits for
+    the current one.
+    """
     for device in devices:
         torch.accelerator.synchronize(device)
 
 
 def free_cached_memory() -> None:
-    """After memory ran out: collect what nobody refers to, and let accelerators give back what they keep for reuse."""
+    """After memory ran out: collect what nobody refers to, and let accelerators give back what they
+    keep for reuse.
+    """
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 
 
 def memory_of(device: torch.device) -> tuple[int, int] | None:
-    """What is free on an accelerator and what it has in all, in bytes; None if its backend does not say."""
+    """What is free on an accelerator and what it has in all, in bytes; None if its backend does not
+    say.
+    """
     counters = getattr(torch.get_device_module(device), "mem_get_info", None)
     try:
-        free, total = torch.accelerator.get_memory_info(device) if counters is None else counters(device)
+        free, total = (
+            torch.accelerator.get_memory_info(device) if counters is None else counters(device)
+        )
     except (RuntimeError, NotImplementedError, AttributeError):
         return None
     return int(free), int(total)

@@ -16,7 +16,8 @@ class MisuseError(GradfitError, ValueError):
 
 
 class InvalidParameter(MisuseError):
-    """One parameter that cannot be what was passed: `name` is the parameter's, `reason` what is wrong with it.
+    """One parameter that cannot be what was passed: `name` is the parameter's, `reason` what is
+    wrong with it.
 
     Attributes:
         message: the text.
@@ -34,7 +35,9 @@ class InvalidParameter(MisuseError):
 
 
 class UnknownName(MisuseError, KeyError):
-    """A name, or a tensor, that is not among those there are; a `KeyError` too, as a mapping owes its callers."""
+    """A name, or a tensor, that is not among those there are; a `KeyError` too, as a mapping owes
+    its callers.
+    """
 
     def __str__(self) -> str:  # KeyError's own prints the repr of the message
         return str(self.args[0]) if self.args else ""
@@ -57,7 +60,8 @@ class NonFiniteGradient(GradfitError, ArithmeticError):
 
 
 class GradientMismatch(GradfitError, AssertionError):
-    """A backward that is not the derivative of its forward; `report` holds every element that was compared.
+    """A backward that is not the derivative of its forward; `report` holds every element that was
+    compared.
 
     Attributes:
         message: the text.
@@ -78,11 +82,14 @@ class ActivationOverwritten(GradfitError, RuntimeError):
 
 
 class RankFailed(GradfitError, RuntimeError):
-    """Another process of the group failed or did not come, so this one cannot go on; the text names it and why."""
+    """Another process of the group failed or did not come, so this one cannot go on; the text names
+    it and why.
+    """
 
 
 class BudgetInfeasible(GradfitError, RuntimeError):
-    """No plan stays within the budget. `min_bytes` is the smallest one that does, `breakdown` what takes it.
+    """No plan stays within the budget. `min_bytes` is the smallest one that does, `breakdown` what
+    takes it.
 
     Attributes:
         message: the text.
@@ -94,22 +101,28 @@ class BudgetInfeasible(GradfitError, RuntimeError):
     >>> model = torch.nn.Linear(8, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> try:
-    ...     gf.fit(model, optimizer, lambda model, x: model(x).mean(), torch.ones(4, 8), memory="1 KiB")
+    ...     gf.fit(model, optimizer, lambda m, x: m(x).mean(), torch.ones(4, 8), memory="1 KiB")
     ... except gf.BudgetInfeasible as error:
     ...     step = gf.fit(
-    ...         model, optimizer, lambda model, x: model(x).mean(), torch.ones(4, 8), memory=error.min_bytes
+    ...         model, optimizer, lambda m, x: m(x).mean(), torch.ones(4, 8), memory=error.min_bytes
     ...     )
     """
 
-    def __init__(self, message: str, *, min_bytes: int, breakdown: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, message: str, *, min_bytes: int, breakdown: Mapping[str, int] | None = None
+    ) -> None:
         super().__init__(message)
         self.min_bytes = min_bytes
         self.breakdown = dict(breakdown or {})
 
 
 class ExactnessWarning(UserWarning):
-    """Something in this model cannot be the same in micro-batches as in the full batch; the text names it."""
+    """Something in this model cannot be the same in micro-batches as in the full batch; the text
+    names it.
+    """
 
 
 class LogitsMaterialised(UserWarning):
-    """Something needed all the logits of a tiled projection at once; the text names it and the line."""
+    """Something needed all the logits of a tiled projection at once; the text names it and the
+    line.
+    """

@@ -9,11 +9,12 @@ from typing import Any
 
 
 class uninterrupted:  # noqa: N801  (as torch.no_grad)
-    """A context for a few short steps of which either all or none must happen: Ctrl-C waits until it ends.
+    """A context for a few short steps of which either all or none must happen: Ctrl-C waits until
+    it ends.
 
-    What the signal would have done then happens there, so `__exit__` may raise `KeyboardInterrupt`. Only the main
-    thread runs signal handlers; in others this does nothing. An interrupt that comes while a destructor runs cannot
-    be kept: Python itself drops what a destructor raises.
+    What the signal would have done then happens there, so `__exit__` may raise `KeyboardInterrupt`.
+    Only the main thread runs signal handlers; in others this does nothing. An interrupt that comes
+    while a destructor runs cannot be kept: Python itself drops what a destructor raises.
 
     >>> with uninterrupted():
     ...     done = "all of it"

@@ -14,7 +14,9 @@ from gradfit.devices import memory_of
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be had on a device; on the CPU within the process's and the container's limits too."""
+    """Bytes that can still be had on a device; on the CPU within the process's and the container's
+    limits too.
+    """
     if device.type != "cpu":
         memory = memory_of(device)
         return None if memory is None else memory[0]
@@ -24,7 +26,9 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def total_bytes(device: torch.device) -> int | None:
-    """Bytes that a device has in all; on the CPU no more than the process and its container may have."""
+    """Bytes that a device has in all; on the CPU no more than the process and its container may
+    have.
+    """
     if device.type != "cpu":
         memory = memory_of(device)
         return None if memory is None else memory[1]
@@ -74,7 +78,11 @@ def _group_limit() -> int | None:
 def _control_group() -> int | None:
     limit = _group_limit()
     try:
-        return None if limit is None else limit - int(Path("/sys/fs/cgroup/memory.current").read_text())
+        return (
+            None
+            if limit is None
+            else limit - int(Path("/sys/fs/cgroup/memory.current").read_text())
+        )
     except (OSError, ValueError):
         return None
 
@@ -89,7 +97,9 @@ def _data_rlimit() -> int | None:
 
 
 def _data_limit() -> int | None:
-    """What RLIMIT_DATA leaves; it counts every private writable page, so what is mapped already is taken off."""
+    """What RLIMIT_DATA leaves; it counts every private writable page, so what is mapped already is
+    taken off.
+    """
     limit = _data_rlimit()
     return None if limit is None else max(1, limit - data_bytes())
 

@@ -1,8 +1,10 @@
-"""Accelerators by name, for `estimate`: memory, bandwidth and arithmetic, as their makers publish them.
+"""Accelerators by name, for `estimate`: memory, bandwidth and arithmetic, as their makers publish
+them.
 
-None of these was measured here. Rates are nominal ones of dense matrices (no structured sparsity). Memory is a whole
-number of GiB that the driver leaves, rounded down, so that an estimate errs on the safe side; contexts and libraries
-take some hundred MiB of it. For a board that differs pass a `Hardware` of your own.
+None of these was measured here. Rates are nominal ones of dense matrices (no structured sparsity).
+Memory is a whole number of GiB that the driver leaves, rounded down, so that an estimate errs on
+the safe side; contexts and libraries take some hundred MiB of it. For a board that differs pass a
+`Hardware` of your own.
 """
 
 from __future__ import annotations
@@ -66,14 +68,18 @@ MACHINES: dict[str, Machine] = {
     # AMD
     "mi325x": Machine(255, 6.0, 163.4, 1307, _PCIE5),
     "mi300x": Machine(191, 5.3, 163.4, 1307, _PCIE5),
-    "mi250x": Machine(63, 1.638, 23.9, 191),  # one of its two dies, which torch sees as a device of its own
+    "mi250x": Machine(
+        63, 1.638, 23.9, 191
+    ),  # one of its two dies, which torch sees as a device of its own
     "mi210": Machine(63, 1.638, 22.6, 181),
     "mi100": Machine(31, 1.229, 23.1, 92),
     "rx-7900-xtx": Machine(23, 0.96, 61.4, 123),
     # Intel
     "gaudi3": Machine(128, 3.7, 229, 1835, _PCIE5),
     "gaudi2": Machine(96, 2.45, 27, 432),
-    "max-1550": Machine(64, 1.638, 26, 420, _PCIE5),  # one of its two stacks, which torch sees as a device of its own
+    "max-1550": Machine(
+        64, 1.638, 26, 420, _PCIE5
+    ),  # one of its two stacks, which torch sees as a device of its own
 }
 
 
@@ -87,13 +93,20 @@ def find_machine(hardware: Any, dtype: torch.dtype) -> Hardware:
         return hardware
     names = ", ".join(sorted(MACHINES))
     if not isinstance(hardware, str):
-        raise invalid("hardware", hardware, "is no machine", f"a gf.Hardware(...), or one of {names}")
+        raise invalid(
+            "hardware", hardware, "is no machine", f"a gf.Hardware(...), or one of {names}"
+        )
     name = hardware.strip().lower().replace("_", "-").replace(" ", "-")
     machine = MACHINES.get(name)
     if machine is None:
         near = difflib.get_close_matches(name, MACHINES, n=3, cutoff=0.4)
         meant = f"; near it are {', '.join(near)}" if near else ""
-        raise invalid("hardware", hardware, f"is not in the table{meant}", f"a gf.Hardware(...), or one of {names}")
+        raise invalid(
+            "hardware",
+            hardware,
+            f"is not in the table{meant}",
+            f"a gf.Hardware(...), or one of {names}",
+        )
     halves = (torch.float16, torch.bfloat16) if machine.has_bfloat16 else (torch.float16,)
     rate = machine.half if dtype in halves else machine.float32
     return Hardware(

@@ -1,4 +1,6 @@
-"""Objects that belong to something alive, a model's hooks or its parameters: a copy would belong to nothing."""
+"""Objects that belong to something alive, a model's hooks or its parameters: a copy would belong to
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,6 @@ class NotCopied:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise MisuseError(
-            f"A {type(self).__name__} cannot be copied or pickled: it belongs to the tensors it was made for. "
-            f"{self._instead_of_copy}"
+            f"A {type(self).__name__} cannot be copied or pickled: it belongs to the tensors it was"
+            f" made for. {self._instead_of_copy}"
         )

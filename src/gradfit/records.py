@@ -20,7 +20,9 @@ _VERSION = 1
 def to_json(record: Any, *, indent: int | None = None) -> str:
     """Write a record as JSON text; `from_json` gives back an equal one."""
     return json.dumps(
-        {"gradfit": type(record).__name__, "version": _VERSION, **_encode(record)}, indent=indent, allow_nan=False
+        {"gradfit": type(record).__name__, "version": _VERSION, **_encode(record)},
+        indent=indent,
+        allow_nan=False,
     )
 
 
@@ -29,16 +31,30 @@ def from_json(cls: type[R], text: str) -> R:
     try:
         data = json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
-        raise StateError(f"This is not a {cls.__name__}: not JSON ({error}). Pass the text of to_json().") from None
+        raise StateError(
+            f"This is not a {cls.__name__}: not JSON ({error}). Pass the text of to_json()."
+        ) from None
     found = data.get("gradfit") if isinstance(data, dict) else type(data).__name__
     if found != cls.__name__:
-        raise StateError(f"This JSON holds a {found}, not a {cls.__name__}. Call {found}.from_json() or pass another.")
+        raise StateError(
+            f"This JSON holds a {found}, not a {cls.__name__}. Call {found}.from_json() or pass"
+            " another."
+        )
     if data.get("version") != _VERSION:
-        raise StateError(f"This {cls.__name__} has format {data.get('version')}, not {_VERSION}. Make it again.")
+        raise StateError(
+            f"This {cls.__name__} has format {data.get('version')}, not {_VERSION}. Make it again."
+        )
     data = {key: value for key, value in data.items() if key not in ("gradfit", "version")}
     try:
         return typing.cast(R, _read_as(typing.cast(Any, cls))(data))
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError, RecursionError) as error:
+    except (
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise StateError(f"This {cls.__name__} is damaged: {error}. Make it again.") from None
 
 
@@ -67,7 +83,9 @@ def _names(cls: Any) -> tuple[str, ...]:
 
 @functools.cache
 def _read_as(hint: Any) -> Callable[[Any], Any]:
-    """How JSON becomes a value of this type: built once per type, since a profile holds thousands of each."""
+    """How JSON becomes a value of this type: built once per type, since a profile holds thousands
+    of each.
+    """
     if hasattr(hint, "__dataclass_fields__"):
         readers: dict[str, Callable[[Any], Any]] = {}
 
@@ -84,7 +102,9 @@ def _read_as(hint: Any) -> Callable[[Any], Any]:
         return lambda data: tuple([item_reader(item) for item in data])
     if origin is tuple:
         item_readers = [_read_as(argument) for argument in arguments]
-        return lambda data: tuple([reader(item) for reader, item in zip(item_readers, data, strict=True)])
+        return lambda data: tuple(
+            [reader(item) for reader, item in zip(item_readers, data, strict=True)]
+        )
     if origin in (dict, Mapping):
         value_reader = _read_as(arguments[1])
         return lambda data: {key: value_reader(item) for key, item in data.items()}

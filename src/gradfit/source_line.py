@@ -12,7 +12,8 @@ import torch
 
 _OURS = os.path.dirname(__file__) + os.sep
 _LIBRARY = (os.path.dirname(torch.__file__) + os.sep, _OURS, "<")
-_MODELS = tuple(os.path.join(_OURS, "train", name) for name in ("networks.py", "builtin.py"))  # read as a user's code
+# read as a user's code
+_MODELS = tuple(os.path.join(_OURS, "train", name) for name in ("networks.py", "builtin.py"))
 
 _ENTRY = re.compile(r'\s*File "(.+)", line (\d+)')
 

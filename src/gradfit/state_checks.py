@@ -1,6 +1,8 @@
-"""What a value read from a file must be, with types and bounds: a `StateError` that says where, what and what not.
+"""What a value read from a file must be, with types and bounds: a `StateError` that says where,
+what and what not.
 
-A check is a function of a place ("settings.seed") and a value. They are put together as the content is nested:
+A check is a function of a place ("settings.seed") and a value. They are put together as the content
+is nested:
 
 >>> check = fields({"step": integer(0, 10), "names": list_of(text())})
 >>> check("The state", {"step": 11, "names": []})
@@ -27,7 +29,11 @@ MANY = 2**53
 
 def wrong(where: str, value: Any, what: str) -> StateError:
     """The error for a value that is not what it must be."""
-    shown = f"a {type(value).__name__}" if isinstance(value, dict | list | tuple | torch.Tensor) else repr(value)
+    shown = (
+        f"a {type(value).__name__}"
+        if isinstance(value, dict | list | tuple | torch.Tensor)
+        else repr(value)
+    )
     return StateError(f"{where} is {shown[:60]}, not {what}.")
 
 
@@ -46,7 +52,11 @@ def number(low: float = -math.inf, high: float = math.inf) -> Check:
 
     def check(where: str, value: Any) -> None:
         if type(value) not in (int, float) or not low <= value <= high:
-            raise wrong(where, value, "a number" if (low, high) == (-math.inf, math.inf) else f"from {low} to {high}")
+            raise wrong(
+                where,
+                value,
+                "a number" if (low, high) == (-math.inf, math.inf) else f"from {low} to {high}",
+            )
 
     return check
 

@@ -1,4 +1,6 @@
-"""Batches as nests of tensors: how many rows, how to cut them along dim 0, how to join what comes out."""
+"""Batches as nests of tensors: how many rows, how to cut them along dim 0, how to join what comes
+out.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,15 @@ def whole(content: Any) -> Whole:
     Args:
         content: anything: a table that all rows use, a list of names, a size.
 
-    >>> [unmarked(part)["names"] for part in split_batch({"x": torch.arange(3), "names": whole(["a", "b"])}, 2)]
+    >>> batch = {"x": torch.arange(3), "names": whole(["a", "b"])}
+    >>> [unmarked(part)["names"] for part in split_batch(batch, 2)]
     [['a', 'b'], ['a', 'b']]
     """
     return Whole(content)
 
 
-_ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None)})  # what is most common and holds nothing
+# what is most common and holds nothing
+_ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None)})
 
 
 def leaves(nest: Any) -> Iterator[torch.Tensor]:
@@ -75,14 +79,17 @@ class _Path:
             return False
         if id(nest) in self._inside:
             raise MisuseError(
-                f"The batch holds a {type(nest).__name__} that holds itself. Pass a batch without circles."
+                f"The batch holds a {type(nest).__name__} that holds itself. Pass a batch without"
+                " circles."
             )
         self._inside.add(id(nest))
         self._open.append((nest, iter(items)))
         return True
 
     def note_holders(self, holders: dict[int, Any]) -> None:
-        """Add, by address, everything that the walk is in: from the innermost, up to one that is there already."""
+        """Add, by address, everything that the walk is in: from the innermost, up to one that is
+        there already.
+        """
         for depth in range(len(self._open) - 1, 0, -1):
             nest = self._open[depth][0]
             if id(nest) in holders:
@@ -91,7 +98,9 @@ class _Path:
 
 
 def _items(nest: Any) -> Collection[Any] | None:
-    """What a nest holds, in order; None or nothing for what is no nest, or has neither tensors nor nests in it."""
+    """What a nest holds, in order; None or nothing for what is no nest, or has neither tensors nor
+    nests in it.
+    """
     if isinstance(nest, Mapping):
         return nest.values()
     if isinstance(nest, list | tuple):
@@ -116,7 +125,9 @@ class _Entry(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where in a batch something is: what it is in, and by which key. It is spelt out only where it is said."""
+    """Where in a batch something is: what it is in, and by which key. It is spelt out only where it
+    is said.
+    """
 
     around: _Place | None
     key: str | int | None
@@ -144,21 +155,23 @@ def _size_of(batch: Any, holders: Mapping[int, Any], name: str = "The batch") ->
     sparse = next((entry.layout for entry in entries if entry.layout in _UNCUT), None)
     if sparse is not None:
         raise MisuseError(
-            f"{name} cannot be split: it has a {sparse} tensor. Pass split=, a function (batch, size) -> parts."
+            f"{name} cannot be split: it has a {sparse} tensor. Pass split=, a function (batch,"
+            " size) -> parts."
         )
     tensors = [entry for entry in entries if entry.is_tensor]
     if not tensors:
         raise MisuseError(
-            f"{name} cannot be split: it has no tensor with a dim 0. Pass split=, a function (batch, size) -> parts."
+            f"{name} cannot be split: it has no tensor with a dim 0. Pass split=, a function"
+            " (batch, size) -> parts."
         )
     rows = tensors[0].rows
     for entry in (*tensors, *entries):
         if entry.rows != rows:
             what = f"size {entry.rows} along dim 0" if entry.is_tensor else f"length {entry.rows}"
             raise MisuseError(
-                f"{name} cannot be split: {entry.place} has {what}, {tensors[0].place} has {rows} rows. Pass "
-                f"gf.whole(…) as {entry.place} if every part is to get all of it, or split=, a function "
-                "(batch, size) -> parts."
+                f"{name} cannot be split: {entry.place} has {what}, {tensors[0].place} has {rows}"
+                f" rows. Pass gf.whole(…) as {entry.place} if every part is to get all of it, or"
+                " split=, a function (batch, size) -> parts."
             )
     return rows
 
@@ -175,28 +188,38 @@ def _entries(batch: Any, holders: Mapping[int, Any]) -> list[_Entry]:
         elif _is_row_list(nest, holders):
             found.append(_Entry(place, len(nest)))
         elif not isinstance(nest, Whole):
-            inside = [(item, _Place(place, key, is_field)) for key, item, is_field in _named_items(nest)]
+            inside = [
+                (item, _Place(place, key, is_field)) for key, item, is_field in _named_items(nest)
+            ]
             left += reversed(inside)
     return found
 
 
 def _named_items(nest: Any) -> Iterator[tuple[Any, Any, bool]]:
-    """What a nest holds, each with its key or position or the name of its field, and whether it is a field."""
+    """What a nest holds, each with its key or position or the name of its field, and whether it is
+    a field.
+    """
     if isinstance(nest, Mapping):
         yield from ((key, item, False) for key, item in nest.items())
     elif isinstance(nest, list | tuple):
         yield from ((position, item, False) for position, item in enumerate(nest))
     elif dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        yield from ((field.name, getattr(nest, field.name), True) for field in dataclasses.fields(nest))
+        yield from (
+            (field.name, getattr(nest, field.name), True) for field in dataclasses.fields(nest)
+        )
 
 
 def _is_row_list(nest: Any, holders: Mapping[int, Any]) -> bool:
     """A list or tuple with one item a row: one that holds no tensors, arrays or marks."""
-    return isinstance(nest, list | tuple) and not hasattr(nest, "_fields") and id(nest) not in holders
+    return (
+        isinstance(nest, list | tuple) and not hasattr(nest, "_fields") and id(nest) not in holders
+    )
 
 
 def _holders(nest: Any) -> dict[int, Any]:
-    """By address, what holds tensors, arrays or marks, however deep: looked for once for the whole nest."""
+    """By address, what holds tensors, arrays or marks, however deep: looked for once for the whole
+    nest.
+    """
     holders: dict[int, Any] = {}
     path = _Path(nest)
     for item in path:
@@ -208,7 +231,8 @@ def _holders(nest: Any) -> dict[int, Any]:
 
 
 def split_batch(batch: Any, size: int) -> Iterator[Any]:
-    """Parts of at most `size` rows: tensors as views, lists with them; numbers and strings go into each as they are.
+    """Parts of at most `size` rows: tensors as views, lists with them; numbers and strings go into
+    each as they are.
 
     >>> list(split_batch({"x": torch.arange(3), "text": ["a", "b", "c"]}, 2))
     [{'x': tensor([0, 1]), 'text': ['a', 'b']}, {'x': tensor([2]), 'text': ['c']}]
@@ -236,7 +260,9 @@ def _take(nest: Any, rows: slice, holders: Mapping[int, Any]) -> Any:
 
 
 def unmarked(nest: Any) -> Any:
-    """The nest as `loss_fn` is given it: without the marks of `whole`; the nest itself where there are none."""
+    """The nest as `loss_fn` is given it: without the marks of `whole`; the nest itself where there
+    are none.
+    """
     path = _Path(nest)
     for item in path:
         if isinstance(item, Whole):
@@ -293,12 +319,16 @@ def join_chunks(outputs: Sequence[Any], total: int, dim: int = 0) -> Any:
     def join(parts: Sequence[Any]) -> Any:
         if not isinstance(parts[0], torch.Tensor):
             return _INSIDE
-        if any(part.dim() <= dim for part in parts) or sum(part.size(dim) for part in parts) != total:
+        if (
+            any(part.dim() <= dim for part in parts)
+            or sum(part.size(dim) for part in parts) != total
+        ):
             shapes = [tuple(part.shape) for part in parts[:3]]
             along = f" along dim {dim}" if dim else ""
             raise MisuseError(
-                f"The chunks' outputs cannot be joined into {total} rows{along}: their shapes are {shapes}… "
-                "Return one row per row of the chunk; take means and sums outside of chunked()."
+                f"The chunks' outputs cannot be joined into {total} rows{along}: their shapes are"
+                f" {shapes}… Return one row per row of the chunk; take means and sums outside of"
+                " chunked()."
             )
         return torch.cat(list(parts), dim)
 
@@ -311,7 +341,9 @@ def map_tensors(nest: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     >>> map_tensors({"x": torch.ones(2), "name": "a"}, lambda tensor: tensor.sum().item())
     {'x': 2.0, 'name': 'a'}
     """
-    return _map_many([nest], lambda items: function(items[0]) if isinstance(items[0], torch.Tensor) else _INSIDE)
+    return _map_many(
+        [nest], lambda items: function(items[0]) if isinstance(items[0], torch.Tensor) else _INSIDE
+    )
 
 
 _INSIDE = object()  # what is returned for an item that is to be looked into
@@ -320,13 +352,17 @@ _INSIDE = object()  # what is returned for an item that is to be looked into
 class _Level:
     """A nest that is being made again, from the corresponding items of several."""
 
-    def __init__(self, like: Any, groups: Iterable[Sequence[Any]], keys: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, like: Any, groups: Iterable[Sequence[Any]], keys: Sequence[Any] = ()
+    ) -> None:
         self.like, self.groups, self.keys = like, iter(groups), keys
         self.results: list[Any] = []
 
     @classmethod
     def of(cls, nests: Sequence[Any]) -> _Level | None:
-        """For the first of these nests; None if it is no nest, or holds nothing that could be another thing."""
+        """For the first of these nests; None if it is no nest, or holds nothing that could be
+        another thing.
+        """
         like = nests[0]
         if isinstance(like, Mapping):
             return cls(like, ([nest[key] for nest in nests] for key in like), tuple(like))
@@ -344,7 +380,8 @@ class _Level:
             if type(like) is dict:
                 return items
             try:
-                return type(like)(items)  # type: ignore[call-arg]  # BatchEncoding, OrderedDict, ModelOutput, …
+                # BatchEncoding, OrderedDict, ModelOutput, …
+                return type(like)(items)  # type: ignore[call-arg]
             except TypeError:
                 return type(like)(**items)
         if isinstance(like, list | tuple):
@@ -353,9 +390,11 @@ class _Level:
 
 
 def _map_many(nests: Sequence[Any], function: Callable[[Sequence[Any]], Any]) -> Any:
-    """The nest made again from the corresponding items of several: `function` gives what stands in their place.
+    """The nest made again from the corresponding items of several: `function` gives what stands in
+    their place.
 
-    Where it gives `_INSIDE`, they are looked into; what is no nest is then the first of them. Without recursion.
+    Where it gives `_INSIDE`, they are looked into; what is no nest is then the first of them.
+    Without recursion.
     """
     outermost = _Level(None, [nests])
     levels = [outermost]

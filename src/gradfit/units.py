@@ -21,13 +21,16 @@ def parse_bytes(value: int | float | str, *, name: str = "memory") -> int:
     (1610612736, 800000000, 4096)
     """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise MisuseError(f"{name}={value!r} is not a number of bytes. Pass an int or text such as '1.5 GiB'.")
+        raise MisuseError(
+            f"{name}={value!r} is not a number of bytes. Pass an int or text such as '1.5 GiB'."
+        )
     if isinstance(value, str):
         match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", value)
         factor = _FACTORS.get(match.group(2).lower()) if match else None
         if match is None or factor is None:
             raise MisuseError(
-                f"{name}={value!r} is not a number of bytes. Write a number and a unit: B, kB, MB, GB, KiB, MiB, GiB."
+                f"{name}={value!r} is not a number of bytes. Write a number and a unit: B, kB, MB,"
+                " GB, KiB, MiB, GiB."
             )
         number = float(match.group(1)) * factor
     else:

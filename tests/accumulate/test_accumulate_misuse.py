@@ -33,7 +33,10 @@ def sgd(*tensors: torch.Tensor) -> torch.optim.Optimizer:
         ({"parameters": [3]}, "parameters holds a int"),
         ({"parameters": [W * 2]}, "not a leaf"),
         ({"parameters": [torch.ones(2, dtype=torch.int64)]}, "torch.int64"),
-        ({"optimizer": sgd(), "parameters": [torch.ones(3, requires_grad=True)]}, "is not in the optimizer"),
+        (
+            {"optimizer": sgd(), "parameters": [torch.ones(3, requires_grad=True)]},
+            "is not in the optimizer",
+        ),
         ({"dtype": torch.int32}, "dtype=torch.int32"),
         ({"dtype": "float32"}, "dtype='float32'"),
         ({"optimizer": sgd(), "scaler": 2.0}, "scaler is a float without scale"),
@@ -93,7 +96,9 @@ def test_foreign_optimizers_must_name_their_parameters() -> None:
     ],
 )
 @pytest.mark.parametrize("isolate", [False, True])
-def test_backward_misuse_changes_nothing(arguments: dict[str, object], text: str, isolate: bool) -> None:
+def test_backward_misuse_changes_nothing(
+    arguments: dict[str, object], text: str, isolate: bool
+) -> None:
     W.grad = None
     acc = gf.GradientAccumulator(sgd(), steps=2, isolate=isolate)
     with pytest.raises(gf.MisuseError, match=text):
@@ -107,7 +112,9 @@ def test_backward_misuse_changes_nothing(arguments: dict[str, object], text: str
 def test_nothing_to_accumulate_into() -> None:
     acc = gf.GradientAccumulator(steps=4)
     for call in (lambda: acc.backward(W.sum()), acc.step):
-        with pytest.raises(gf.MisuseError, match=r"Call enable_accumulation\(model.parameters\(\)\) first"):
+        with pytest.raises(
+            gf.MisuseError, match=r"Call enable_accumulation\(model.parameters\(\)\) first"
+        ):
             call()
     with pytest.raises(gf.MisuseError, match="empty"):
         acc.enable_accumulation([])

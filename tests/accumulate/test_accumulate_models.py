@@ -17,7 +17,9 @@ def test_causal_language_model_with_unequal_lengths() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    config = GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=61, n_positions=64, attn_pdrop=0, embd_pdrop=0)
+    config = GPT2Config(
+        n_layer=2, n_head=2, n_embd=32, vocab_size=61, n_positions=64, attn_pdrop=0, embd_pdrop=0
+    )
     model = GPT2LMHeadModel(config).double().eval()
     reference = copy.deepcopy(model)
     lengths = [60, 2, 3, 41, 1, 7, 2, 2]
@@ -28,7 +30,9 @@ def test_causal_language_model_with_unequal_lengths() -> None:
         longest = int(mask[rows].sum(1).max())
         logits = net(tokens[rows, :longest], attention_mask=mask[rows, :longest].long()).logits
         wanted = labels[rows, 1:longest]  # the first token is predicted from nothing
-        total = F.cross_entropy(logits[:, :-1].transpose(1, 2), wanted, reduction="sum", ignore_index=-100)
+        total = F.cross_entropy(
+            logits[:, :-1].transpose(1, 2), wanted, reduction="sum", ignore_index=-100
+        )
         return total, int((wanted != -100).sum())
 
     acc = gf.GradientAccumulator(steps=4, parameters=model.parameters())

@@ -1,4 +1,6 @@
-"""What happens off the paved road: wrapped optimizers, updates that fail, mixed losses, damaged states."""
+"""What happens off the paved road: wrapped optimizers, updates that fail, mixed losses, damaged
+states.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def parameter(size: int = 3, value: float = 1.0) -> nn.Parameter:
 
 
 class Lookahead(torch.optim.Optimizer):
-    """A wrapper as they are often written: a torch optimizer by name that never called its base's `__init__`."""
+    """A wrapper as they are often written: a torch optimizer by name that never called its base's
+    `__init__`.
+    """
 
     def __init__(self, base: torch.optim.Optimizer, *, lazy: bool = False) -> None:
         self.optimizer, self.param_groups, self.lazy = base, base.param_groups, lazy
@@ -58,7 +62,11 @@ def test_a_wrapper_that_leaves_the_step_out_is_not() -> None:
     acc = gf.GradientAccumulator(Lookahead(torch.optim.SGD([w], lr=1.0), lazy=True), steps=1)
     acc.backward(w.sum())
     result = acc.step()
-    assert (result.stepped, result.reason, w.tolist()) == (False, "left out by the optimizer", [1.0] * 3)
+    assert (result.stepped, result.reason, w.tolist()) == (
+        False,
+        "left out by the optimizer",
+        [1.0] * 3,
+    )
 
 
 class Failing(torch.optim.SGD):
@@ -152,9 +160,13 @@ def test_a_skipped_window_without_an_optimizer_leaves_nothing_behind() -> None:
 
 
 def test_passes_into_different_parameters_are_one_micro_batch() -> None:
-    """As many passes in a micro-batch as micro-batches in a window, each into a group of its own."""
+    """As many passes in a micro-batch as micro-batches in a window, each into a group of its
+    own.
+    """
     a, b = parameter(), parameter()
-    acc = gf.GradientAccumulator(torch.optim.SGD([{"params": [a]}, {"params": [b], "lr": 2.0}], lr=1.0), steps=2)
+    acc = gf.GradientAccumulator(
+        torch.optim.SGD([{"params": [a]}, {"params": [b], "lr": 2.0}], lr=1.0), steps=2
+    )
     stepped = []
     for _ in range(4):
         (a * 3).sum().backward()
@@ -167,12 +179,16 @@ def test_passes_into_different_parameters_are_one_micro_batch() -> None:
 @pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize("terms_first", [False, True])
 @pytest.mark.parametrize("delimit", [False, True])
-def test_a_loss_and_terms_are_one_micro_batch(isolate: bool, terms_first: bool, delimit: bool) -> None:
+def test_a_loss_and_terms_are_one_micro_batch(
+    isolate: bool, terms_first: bool, delimit: bool
+) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1).double()
     reference = copy.deepcopy(model)
     x = torch.randn(23, 4, dtype=torch.float64)
-    acc = gf.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=1.0), steps=2, isolate=isolate)
+    acc = gf.GradientAccumulator(
+        torch.optim.SGD(model.parameters(), lr=1.0), steps=2, isolate=isolate
+    )
     result = None
     for _ in range(2):
         for part in x.split([9, 14]):
@@ -247,8 +263,9 @@ def test_a_parameter_added_in_the_middle_of_a_window_is_normalised_too() -> None
 
 
 DAMAGE: list[tuple[str, Any]] = [
-    ("weight", -1), ("weight", float("nan")), ("closed", "x"), ("open", -3), ("divisor", "a"), ("divisor", 0),
-    ("scale", None), ("windows", "x"), ("terms", 3), ("version", 99), ("shapes", []),
+    ("weight", -1), ("weight", float("nan")), ("closed", "x"), ("open", -3), ("divisor", "a"),
+    ("divisor", 0), ("scale", None), ("windows", "x"), ("terms", 3), ("version", 99), ("shapes",
+    []),
 ]  # fmt: skip
 
 
@@ -266,7 +283,9 @@ def test_a_state_with_damaged_numbers_is_refused(name: str, value: Any) -> None:
     assert w.grad is not None
 
 
-@pytest.mark.parametrize("state", [None, 3, [], {}, {"window": {}}, {"tensors": {}, "window": None}])
+@pytest.mark.parametrize(
+    "state", [None, 3, [], {}, {"window": {}}, {"tensors": {}, "window": None}]
+)
 def test_what_is_no_state_is_refused(state: Any) -> None:
     acc = gf.GradientAccumulator(torch.optim.SGD([parameter()], lr=1.0), steps=3)
     with pytest.raises(gf.StateError):
@@ -303,7 +322,9 @@ def test_norms_of_every_kind_of_gradient() -> None:
 
 
 def test_an_optimizers_own_zero_grad_is_called() -> None:
-    """Only torch's own is stood in for, and then all of the optimizer's parameters are cleared, not just ours."""
+    """Only torch's own is stood in for, and then all of the optimizer's parameters are cleared, not
+    just ours.
+    """
     calls = []
 
     class Own(torch.optim.SGD):
@@ -315,7 +336,11 @@ def test_an_optimizers_own_zero_grad_is_called() -> None:
         calls.append("patched")
 
     w, other = parameter(), parameter()
-    for optimizer in (Own([w, other], lr=0.0), torch.optim.SGD([w, other], lr=0.0), torch.optim.SGD([w], lr=0.0)):
+    for optimizer in (
+        Own([w, other], lr=0.0),
+        torch.optim.SGD([w, other], lr=0.0),
+        torch.optim.SGD([w], lr=0.0),
+    ):
         if len(optimizer.param_groups[0]["params"]) == 1:
             optimizer.zero_grad = patched  # type: ignore[method-assign, assignment]
         acc = gf.GradientAccumulator(optimizer, steps=1, parameters=[w])

@@ -44,7 +44,10 @@ def test_many_threads(kind: str) -> None:
         isolate=isolate,
         dtype=torch.float32 if kind == "bf16" else None,
     )
-    parts = [[torch.randn(1 + (i * each + j) % 5, 6, dtype=dtype) for j in range(each)] for i in range(threads)]
+    parts = [
+        [torch.randn(1 + (i * each + j) % 5, 6, dtype=dtype) for j in range(each)]
+        for i in range(threads)
+    ]
 
     def work(index: int) -> None:
         for part in parts[index]:
@@ -56,7 +59,12 @@ def test_many_threads(kind: str) -> None:
             if kind == "plain":
                 loss.backward()
             elif kind == "terms":
-                acc.backward(terms={"x": (loss * len(part), len(part)), "y": (model(part).sum(), 2 * len(part))})
+                acc.backward(
+                    terms={
+                        "x": (loss * len(part), len(part)),
+                        "y": (model(part).sum(), 2 * len(part)),
+                    }
+                )
             else:
                 acc.backward(loss, weight=len(part))
 
@@ -76,9 +84,14 @@ def test_many_threads(kind: str) -> None:
         loss = reference(torch.cat(flat)).square().mean()
         if kind == "terms":
             loss = loss + reference(torch.cat(flat)).mean() / 2
-    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(reference.parameters()))])
+    expected = torch.cat(
+        [g.flatten() for g in torch.autograd.grad(loss, list(reference.parameters()))]
+    )
     torch.testing.assert_close(
-        got, expected, rtol=2e-2 if kind == "bf16" else 1e-10, atol=1e-3 if kind == "bf16" else 1e-12
+        got,
+        expected,
+        rtol=2e-2 if kind == "bf16" else 1e-10,
+        atol=1e-3 if kind == "bf16" else 1e-12,
     )
 
 

@@ -1,4 +1,6 @@
-"""Killed between any two micro-batches, and resumed from files without a pickle in them: bit-identical."""
+"""Killed between any two micro-batches, and resumed from files without a pickle in them:
+bit-identical.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Run:
         torch.manual_seed(0)
         self.kind = kind
         dtype = torch.bfloat16 if "bf16" in kind else torch.float32
-        self.model = nn.Sequential(nn.Embedding(12, 6, sparse="sparse" in kind), nn.Linear(6, 6), nn.Tanh()).to(dtype)
+        self.model = nn.Sequential(
+            nn.Embedding(12, 6, sparse="sparse" in kind), nn.Linear(6, 6), nn.Tanh()
+        ).to(dtype)
         # Sparse gradients need an optimizer that takes them.
         make = torch.optim.SGD if "sparse" in kind else torch.optim.AdamW
         self.optimizer = make(self.model.parameters(), lr=0.05)
@@ -47,7 +51,10 @@ class Run:
             h = h * float("nan")
         if "terms" in self.kind:
             self.acc.backward(
-                terms={"a": (h.square().mean(1).sum(), len(rows)), "b": (h[:2, 0].sum(), min(2, len(rows)))}
+                terms={
+                    "a": (h.square().mean(1).sum(), len(rows)),
+                    "b": (h[:2, 0].sum(), min(2, len(rows))),
+                }
             )
         elif "plain" in self.kind:
             h.square().mean().backward()
@@ -68,14 +75,21 @@ class Run:
         tensors = {f"model/{name}": value for name, value in self.model.state_dict().items()}
         tensors |= {f"acc/{name}": value for name, value in state["tensors"].items()}
         for index, values in optimizer["state"].items():
-            tensors |= {f"optimizer/{index}/{n}": v for n, v in values.items() if isinstance(v, torch.Tensor)}
+            tensors |= {
+                f"optimizer/{index}/{n}": v
+                for n, v in values.items()
+                if isinstance(v, torch.Tensor)
+            }
         save_file(tensors, folder / "state.safetensors")
         rest = {"acc": state["window"], "groups": optimizer["param_groups"]}
         rest["scaler"] = self.acc.scaler.state_dict() if self.acc.scaler is not None else None
         (folder / "state.json").write_text(json.dumps(rest))
 
     def load(self, folder: Path) -> None:
-        tensors, rest = load_file(folder / "state.safetensors"), json.loads((folder / "state.json").read_text())
+        tensors, rest = (
+            load_file(folder / "state.safetensors"),
+            json.loads((folder / "state.json").read_text()),
+        )
         pick = {kind: {} for kind in ("model", "acc", "optimizer")}
         for name, value in tensors.items():
             kind, _, key = name.partition("/")
@@ -92,8 +106,9 @@ class Run:
 
 
 KINDS = [
-    "default", "plain", "plain-hand", "hand", "bf16", "bf16-isolate", "isolate-nan", "terms", "terms-isolate-nan",
-    "sparse", "sparse-isolate", "adaptive", "scaler", "scaler-isolate-nan", "bf16-scaler-isolate-nan",
+    "default", "plain", "plain-hand", "hand", "bf16", "bf16-isolate", "isolate-nan", "terms",
+    "terms-isolate-nan", "sparse", "sparse-isolate", "adaptive", "scaler", "scaler-isolate-nan",
+    "bf16-scaler-isolate-nan",
 ]  # fmt: skip
 
 
@@ -156,8 +171,12 @@ def test_states_that_do_not_belong() -> None:
     other = gf.GradientAccumulator(steps=3, parameters=[torch.zeros(2, requires_grad=True)])
     with pytest.raises(gf.StateError, match="another model: it has 3 parameters, this one 1"):
         other.load_state_dict(good)
-    reshaped = gf.GradientAccumulator(steps=3, parameters=[torch.zeros(2, requires_grad=True) for _ in range(3)])
-    with pytest.raises(gf.StateError, match=r"parameter 0 has shape \(12, 6\) there and \(2,\) here"):
+    reshaped = gf.GradientAccumulator(
+        steps=3, parameters=[torch.zeros(2, requires_grad=True) for _ in range(3)]
+    )
+    with pytest.raises(
+        gf.StateError, match=r"parameter 0 has shape \(12, 6\) there and \(2,\) here"
+    ):
         reshaped.load_state_dict(good)
     wrong = {**good, "tensors": {**good["tensors"], "grad.0": torch.zeros(3)}}
     for bad, text in (
@@ -171,7 +190,9 @@ def test_states_that_do_not_belong() -> None:
         before = [p.grad.clone() for p in run.model.parameters()]
         with pytest.raises(gf.StateError, match=text):
             run.acc.load_state_dict(bad)
-        assert all(torch.equal(p.grad, g) for p, g in zip(run.model.parameters(), before, strict=True))
+        assert all(
+            torch.equal(p.grad, g) for p, g in zip(run.model.parameters(), before, strict=True)
+        )
         assert run.acc.current_step == 1
 
 

@@ -24,9 +24,15 @@ def task() -> tuple[torch.nn.Module, Tensor, Tensor]:
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "padding": lambda scores, targets: F.cross_entropy(scores, targets),
-    "class weights": lambda scores, targets: F.cross_entropy(scores, targets, weight=torch.arange(1.0, 6).double()),
-    "label smoothing": lambda scores, targets: F.cross_entropy(scores, targets, label_smoothing=0.1),
-    "masked by hand": lambda scores, targets: (scores.sum(1) * (targets >= 0)).sum() / (targets >= 0).sum(),
+    "class weights": lambda scores, targets: F.cross_entropy(
+        scores, targets, weight=torch.arange(1.0, 6).double()
+    ),
+    "label smoothing": lambda scores, targets: F.cross_entropy(
+        scores, targets, label_smoothing=0.1
+    ),
+    "masked by hand": lambda scores, targets: (
+        (scores.sum(1) * (targets >= 0)).sum() / (targets >= 0).sum()
+    ),
     "rows": lambda scores, targets: scores.square().mean() + 0.1 * scores.abs().mean(),
 }
 
@@ -59,8 +65,14 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a sum": (lambda scores: scores.sum(), "is a sum"),
     "unknown": (lambda scores: scores.max(), "MaxBackward1"),
     "an unknown term": (lambda scores: scores.mean() + scores.norm(), "LinalgVectorNormBackward0"),
-    "two denominators": (lambda scores: scores.mean() + scores[:2].mean(), "mean over 80 . mean over 10.*terms="),
-    "a penalty that is a sum": (lambda scores: scores.mean() + scores.sum(), "several denominators"),
+    "two denominators": (
+        lambda scores: scores.mean() + scores[:2].mean(),
+        "mean over 80 . mean over 10.*terms=",
+    ),
+    "a penalty that is a sum": (
+        lambda scores: scores.mean() + scores.sum(),
+        "several denominators",
+    ),
 }
 
 

@@ -59,7 +59,8 @@ def test_two_losses_of_one_forward_are_one_micro_batch() -> None:
         second.backward()
         assert acc.current_step == count
         assert acc.is_ready == (count == 2)
-    assert a.grad.tolist() == [10.0] * 3  # (2 + 8): the mean over two micro-batches of the sum of both losses
+    # (2 + 8): the mean over two micro-batches of the sum of both losses
+    assert a.grad.tolist() == [10.0] * 3
 
 
 def test_one_loss_differentiated_again_counts_again() -> None:
@@ -213,7 +214,9 @@ def test_more_than_full_without_looking() -> None:
 
 
 def test_optimizer_stepped_by_hand_without_looking() -> None:
-    """A modulo loop that never asks: the optimizer still sees normalised gradients, and the count starts again."""
+    """A modulo loop that never asks: the optimizer still sees normalised gradients, and the count
+    starts again.
+    """
     a, b = two()
     first, second = torch.optim.SGD([a], lr=1.0), torch.optim.Adam([b], lr=0.1)
     acc = watching(a, b, steps=2)
@@ -272,12 +275,16 @@ def test_accumulators_are_not_kept_alive() -> None:
 
 
 def test_several_accumulators_on_one_tensor() -> None:
-    """The one that was made or used last counts plain passes; none can begin in the middle of another's window."""
+    """The one that was made or used last counts plain passes; none can begin in the middle of
+    another's window.
+    """
     a, _ = two()
     one, other = watching(a, steps=2), watching(a, steps=3)
     a.sum().backward()
     assert (one.current_step, other.current_step) == (0, 1)
-    with pytest.raises(gf.MisuseError, match=r"another accumulator's window.* Call flush\(\) or reset\(\)"):
+    with pytest.raises(
+        gf.MisuseError, match=r"another accumulator's window.* Call flush\(\) or reset\(\)"
+    ):
         one.backward(a.sum())
     with pytest.raises(gf.MisuseError, match="another accumulator's window"):
         one.step()
@@ -303,7 +310,9 @@ def test_deep_copies_of_models_are_free() -> None:
 
 
 def test_a_bare_window_is_out_of_reach() -> None:
-    """Plain passes, and other windows' own, are nobody's micro-batches: only its owner puts anything in."""
+    """Plain passes, and other windows' own, are nobody's micro-batches: only its owner puts
+    anything in.
+    """
     a, _ = two()
     bare = BareAccumulator(torch.optim.SGD([a], lr=1.0), steps=2)
     for _ in range(3):

@@ -1,4 +1,6 @@
-"""The law: accumulated gradients are the full batch's, for any split, any weights, any of torch's optimizers."""
+"""The law: accumulated gradients are the full batch's, for any split, any weights, any of torch's
+optimizers.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,16 @@ def relative_error(model: nn.Module, reference: nn.Module) -> float:
 
 
 @settings(deadline=None, max_examples=60)
-@given(splits, st.integers(0, 2**31), st.sampled_from(["mean", "sum"]), st.sampled_from([64, 32]), st.booleans())
-def test_any_split_equals_the_full_batch(sizes: list[int], seed: int, reduction: str, bits: int, isolate: bool) -> None:
+@given(
+    splits,
+    st.integers(0, 2**31),
+    st.sampled_from(["mean", "sum"]),
+    st.sampled_from([64, 32]),
+    st.booleans(),
+)
+def test_any_split_equals_the_full_batch(
+    sizes: list[int], seed: int, reduction: str, bits: int, isolate: bool
+) -> None:
     torch.manual_seed(seed)
     dtype, tolerance = (torch.float64, 1e-12) if bits == 64 else (torch.float32, 1e-6)
     model = make_model(dtype)
@@ -38,7 +48,9 @@ def test_any_split_equals_the_full_batch(sizes: list[int], seed: int, reduction:
     acc = gf.GradientAccumulator(steps=len(sizes), parameters=model.parameters(), isolate=isolate)
     for xs, ys in zip(x.split(sizes), y.split(sizes), strict=True):
         loss = F.mse_loss(model(xs), ys, reduction="none").mean(1)
-        acc.backward(loss.mean() if reduction == "mean" else loss.sum(), weight=len(xs), reduction=reduction)
+        acc.backward(
+            loss.mean() if reduction == "mean" else loss.sum(), weight=len(xs), reduction=reduction
+        )
     assert acc.is_ready
     F.mse_loss(reference(x.double()), y.double()).backward()
     assert relative_error(model, reference) < tolerance
@@ -61,8 +73,15 @@ def test_any_real_weights(sizes: list[int], seed: int, unit: float) -> None:
 
 
 @settings(deadline=None, max_examples=30)
-@given(splits, st.lists(st.integers(0, 4), min_size=8, max_size=8), st.integers(0, 2**31), st.booleans())
-def test_terms_have_their_own_denominators(sizes: list[int], second: list[int], seed: int, isolate: bool) -> None:
+@given(
+    splits,
+    st.lists(st.integers(0, 4), min_size=8, max_size=8),
+    st.integers(0, 2**31),
+    st.booleans(),
+)
+def test_terms_have_their_own_denominators(
+    sizes: list[int], second: list[int], seed: int, isolate: bool
+) -> None:
     torch.manual_seed(seed)
     model = make_model()
     reference = copy.deepcopy(model)
@@ -72,7 +91,9 @@ def test_terms_have_their_own_denominators(sizes: list[int], second: list[int], 
     for xs, most in zip(x.split(sizes), second, strict=False):
         h = model(xs)
         m = min(most, len(xs))
-        acc.backward(terms={"ce": (h.square().mean(1).sum(), len(xs)), "aux": (h[:m, 0].exp().sum(), m)})
+        acc.backward(
+            terms={"ce": (h.square().mean(1).sum(), len(xs)), "aux": (h[:m, 0].exp().sum(), m)}
+        )
         parts.append(xs[:m])
         numbers.append(m)
     assert acc.is_ready
@@ -139,7 +160,13 @@ def test_weights_of_many_kinds() -> None:
     numpy = pytest.importorskip("numpy")
     w = torch.zeros(1, dtype=torch.float64, requires_grad=True)
     acc = gf.GradientAccumulator(torch.optim.SGD([w], lr=1.0), steps=5)
-    for weight in (2, 2.0, torch.tensor(2), torch.tensor([2.0], dtype=torch.bfloat16), numpy.int64(2)):
+    for weight in (
+        2,
+        2.0,
+        torch.tensor(2),
+        torch.tensor([2.0], dtype=torch.bfloat16),
+        numpy.int64(2),
+    ):
         acc.backward((w * 3).sum(), weight=weight)
         result = acc.step()
     assert result.weight == 10
@@ -176,9 +203,25 @@ def test_equal_micro_batches_are_bit_identical_to_a_hand_written_loop() -> None:
 
 OPTIMIZERS = [
     (name, options)
-    for name in ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop", "Adadelta")
+    for name in (
+        "SGD",
+        "Adam",
+        "AdamW",
+        "Adagrad",
+        "RMSprop",
+        "NAdam",
+        "RAdam",
+        "Adamax",
+        "ASGD",
+        "Rprop",
+        "Adadelta",
+    )
     for options in ({}, {"foreach": True}, {"foreach": False})
-] + [("SGD", {"fused": True, "momentum": 0.9}), ("Adam", {"fused": True}), ("AdamW", {"fused": True})]
+] + [
+    ("SGD", {"fused": True, "momentum": 0.9}),
+    ("Adam", {"fused": True}),
+    ("AdamW", {"fused": True}),
+]
 
 
 @pytest.mark.parametrize(("name", "options"), [*OPTIMIZERS, ("Adafactor", {}), ("Muon", {})])
@@ -186,9 +229,13 @@ def test_every_optimizer(name: str, options: dict[str, object]) -> None:
     if not hasattr(torch.optim, name):
         pytest.skip(f"this torch has no {name}")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 10, bias=False), nn.Tanh(), nn.Linear(10, 3, bias=False)).double()
+    model = nn.Sequential(
+        nn.Linear(6, 10, bias=False), nn.Tanh(), nn.Linear(10, 3, bias=False)
+    ).double()
     reference = copy.deepcopy(model)
-    ours, theirs = (getattr(torch.optim, name)(m.parameters(), lr=0.01, **options) for m in (model, reference))
+    ours, theirs = (
+        getattr(torch.optim, name)(m.parameters(), lr=0.01, **options) for m in (model, reference)
+    )
     acc = gf.GradientAccumulator(ours, steps=3)
     for _ in range(3):
         x = torch.randn(12, 6).double()
@@ -221,7 +268,9 @@ class Foreign:
 def test_a_foreign_optimizer() -> None:
     model = make_model()
     reference = copy.deepcopy(model)
-    acc = gf.GradientAccumulator(Foreign(list(model.parameters())), steps=2, parameters=model.parameters())
+    acc = gf.GradientAccumulator(
+        Foreign(list(model.parameters())), steps=2, parameters=model.parameters()
+    )
     x = torch.randn(5, 6).double()
     for part in x.split([1, 4]):
         acc.backward(model(part).square().mean(), weight=len(part))
@@ -289,7 +338,9 @@ def test_clip_once_on_the_normalised_gradient() -> None:
         acc.backward((w * torch.tensor([2.0, 4.0])).sum(), weight=3)
         result = acc.step()
         assert result.grad_norm == pytest.approx(math.hypot(3, 3))
-        torch.testing.assert_close(-w.detach(), torch.full((2,), math.sqrt(0.5)).double(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            -w.detach(), torch.full((2,), math.sqrt(0.5)).double(), rtol=1e-6, atol=0
+        )
 
 
 def test_strategies_decide_when() -> None:

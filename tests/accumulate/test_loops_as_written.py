@@ -1,7 +1,7 @@
 """Loops as people write them: each is exact, or refused with the call that would be right.
 
-The model is one number `w`, which starts at 0, and the loss is `w * x`, so that a gradient is `x` and an update by SGD
-with a learning rate of 1 subtracts the mean.
+The model is one number `w`, which starts at 0, and the loss is `w * x`, so that a gradient is `x`
+and an update by SGD with a learning rate of 1 subtracts the mean.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Fails(torch.autograd.Function):
         raise RuntimeError("half-way")
 
 
-# -- optimizers' hooks ------------------------------------------------------------------------------------------------
+# -- optimizers' hooks ---------------------------------------------------------------------------
 
 
 def test_no_optimizer_but_the_one_handed_over_has_hooks() -> None:
@@ -76,7 +76,10 @@ def test_no_optimizer_but_the_one_handed_over_has_hooks() -> None:
     before = [len(module._global_optimizer_pre_hooks), len(module._global_optimizer_post_hooks)]
     w, other = weight(), sgd(weight())
     acc = gf.GradientAccumulator(sgd(w), steps=2)
-    assert [len(module._global_optimizer_pre_hooks), len(module._global_optimizer_post_hooks)] == before
+    assert [
+        len(module._global_optimizer_pre_hooks),
+        len(module._global_optimizer_post_hooks),
+    ] == before
     assert not other._optimizer_step_pre_hooks
     assert len(acc.optimizer._optimizer_step_pre_hooks) == 1
     gf.GradientAccumulator(acc.optimizer, steps=3)
@@ -136,7 +139,7 @@ def test_an_update_that_fails_in_its_middle_cannot_be_repeated() -> None:
     acc.reset()
 
 
-# -- loss scalers -----------------------------------------------------------------------------------------------------
+# -- loss scalers --------------------------------------------------------------------------------
 
 SCALERS: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.amp.GradScaler("cpu", init_scale=256.0),
@@ -220,7 +223,7 @@ def test_a_scaler_that_is_watched_can_be_copied() -> None:
         del acc
 
 
-# -- precision --------------------------------------------------------------------------------------------------------
+# -- precision -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["backward", "micro_batch", "terms", "plain"])
@@ -241,13 +244,19 @@ def test_float16_gradients_do_not_vanish_in_float32_sums(steps: int, size: int, 
         else:
             (w * g).sum().backward()
     assert acc.is_ready
-    assert w.grad.item() == pytest.approx(g.item(), rel=1e-2 if how == "terms" and size > 1 else 1e-5)
+    assert w.grad.item() == pytest.approx(
+        g.item(), rel=1e-2 if how == "terms" and size > 1 else 1e-5
+    )
 
 
 @pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize("terms", [False, True])
-@pytest.mark.parametrize("weights", [(1, 10**9), (1, 1), (3, 1, 5), (10**9, 1), (1e-30, 1.0), (1, 2, 4, 8, 16)])
-def test_sums_stay_in_the_range_of_a_mean(weights: tuple[float, ...], terms: bool, isolate: bool) -> None:
+@pytest.mark.parametrize(
+    "weights", [(1, 10**9), (1, 1), (3, 1, 5), (10**9, 1), (1e-30, 1.0), (1, 2, 4, 8, 16)]
+)
+def test_sums_stay_in_the_range_of_a_mean(
+    weights: tuple[float, ...], terms: bool, isolate: bool
+) -> None:
     w = weight(torch.float32)
     acc = gf.GradientAccumulator(parameters=[w], steps=2, isolate=isolate)
     expected = 3e38 * (len(weights) / sum(weights) if terms else 1.0)
@@ -276,7 +285,7 @@ def test_weights_that_no_sum_can_hold(number: float) -> None:
         acc.backward(loss(acc.window.tensors[0], 1.0), weight=number)
 
 
-# -- several accumulators ---------------------------------------------------------------------------------------------
+# -- several accumulators ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -333,7 +342,7 @@ def test_a_model_that_was_fitted_twice() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-# -- inside of a micro-batch ------------------------------------------------------------------------------------------
+# -- inside of a micro-batch ---------------------------------------------------------------------
 
 CALLS: dict[str, Callable[[gf.GradientAccumulator], Any]] = {
     "step": lambda acc: acc.step(),
@@ -354,7 +363,9 @@ STATE: dict[str, Any] = gf.GradientAccumulator(sgd(weight()), steps=3, isolate=T
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("other_thread", [False, True])
 @pytest.mark.parametrize("early", [False, True])
-def test_what_ends_a_window_is_refused_inside_a_micro_batch(name: str, other_thread: bool, early: bool) -> None:
+def test_what_ends_a_window_is_refused_inside_a_micro_batch(
+    name: str, other_thread: bool, early: bool
+) -> None:
     w = weight()
     acc = gf.GradientAccumulator(sgd(w), steps=3, isolate=True)
     call = CALLS[name]
@@ -398,7 +409,7 @@ def test_zero_grad_inside_a_micro_batch(fill: bool) -> None:
     assert w.item() == -2.0
 
 
-# -- clearing and changing gradients ----------------------------------------------------------------------------------
+# -- clearing and changing gradients -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -407,7 +418,8 @@ def test_zero_grad_at_the_top_of_each_iteration(own: bool, fill: bool) -> None:
     w = weight()
     optimizer = sgd(w)
     acc = gf.GradientAccumulator(optimizer, steps=4)
-    with pytest.raises(gf.MisuseError, match=r"cleared in the middle.*1 of 4.* only after a step.*acc.step\(\)"):  # noqa: PT012
+    said = r"cleared in the middle.*1 of 4.* only after a step.*acc.step\(\)"
+    with pytest.raises(gf.MisuseError, match=said):  # noqa: PT012
         for x in (1.0, 2.0, 3.0, 4.0):
             optimizer.zero_grad(set_to_none=not fill)
             acc.backward(loss(w, x)) if own else loss(w, x).backward()
@@ -457,7 +469,9 @@ def test_an_optimizer_that_was_not_handed_over(steps_by_hand: int, own: bool) ->
 
     for at, x in enumerate((1.0, 2.0, 3.0, 6.0) * 2):
         if at == 3 and steps_by_hand == 3:
-            with pytest.raises(gf.MisuseError, match=r"updated in the middle.*3 of 4.* Pass the optimizer"):
+            with pytest.raises(
+                gf.MisuseError, match=r"updated in the middle.*3 of 4.* Pass the optimizer"
+            ):
                 backward(x)
             return
         backward(x)
@@ -475,7 +489,9 @@ def test_parts_of_a_micro_batch_without_an_optimizer() -> None:
         loss(a, x).backward()
         loss(b, 10 * x).backward()
         result = acc.step()
-        assert (result.reason, result.micro_batches) == (("accumulating", 1) if x == 1.0 else ("no optimizer", 2))
+        assert (result.reason, result.micro_batches) == (
+            ("accumulating", 1) if x == 1.0 else ("no optimizer", 2)
+        )
     assert (a.grad.item(), b.grad.item()) == (2.0, 20.0)
 
 
@@ -488,7 +504,9 @@ def test_stepped_but_not_cleared() -> None:
             loss(w, x).backward()
         assert acc.is_ready
         optimizer.step()
-        with pytest.raises(gf.MisuseError, match=r"optimizer.zero_grad\(\)\s+after optimizer.step\(\)"):
+        with pytest.raises(
+            gf.MisuseError, match=r"optimizer.zero_grad\(\)\s+after optimizer.step\(\)"
+        ):
             loss(w, 1.0).backward()
         assert w.grad.item() == 2.0
         optimizer.zero_grad()
@@ -497,7 +515,7 @@ def test_stepped_but_not_cleared() -> None:
     assert w.item() == -4.0
 
 
-# -- updates by hand --------------------------------------------------------------------------------------------------
+# -- updates by hand -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -561,7 +579,9 @@ def test_a_gradient_put_by_hand_beside_passes() -> None:
     acc.backward(loss(w, 1.0), weight=5)
     acc.step()
     w.grad += 1.0
-    with pytest.raises(gf.MisuseError, match=r"by hand.* accumulator.backward\(loss\).* Call reset\(\)"):
+    with pytest.raises(
+        gf.MisuseError, match=r"by hand.* accumulator.backward\(loss\).* Call reset\(\)"
+    ):
         acc.step()
     acc.reset()
     for x in (1.0, 3.0):
@@ -571,14 +591,16 @@ def test_a_gradient_put_by_hand_beside_passes() -> None:
     assert w.item() == -2.0
 
 
-# -- parameter groups -------------------------------------------------------------------------------------------------
+# -- parameter groups ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["isolate", "plain", "own", "dtype"])
 def test_a_parameter_added_in_the_middle_of_a_window(how: str) -> None:
     a, b = weight(), weight()
     optimizer = sgd(a)
-    options: dict[str, Any] = {"isolate": {"isolate": True}, "dtype": {"dtype": torch.float64}}.get(how, {})
+    options: dict[str, Any] = {"isolate": {"isolate": True}, "dtype": {"dtype": torch.float64}}.get(
+        how, {}
+    )
     acc = gf.GradientAccumulator(optimizer, steps=2, **options)
     run = (lambda one: one.backward()) if how == "plain" else acc.backward
     run(loss(a, 1.0))
@@ -623,7 +645,7 @@ def test_parameters_in_another_order_keep_their_terms() -> None:
     assert (a.item(), b.item(), c.item()) == (-2.0, -20.0, 0.0)
 
 
-# -- no weight --------------------------------------------------------------------------------------------------------
+# -- no weight -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["backward", "isolate", "micro_batch", "terms", "nan"])
@@ -664,7 +686,7 @@ def test_weightless_losses_of_a_sparse_table() -> None:
     assert (gradient.indices().tolist(), gradient.values().any().item()) == ([[1, 2]], False)
 
 
-# -- threads ----------------------------------------------------------------------------------------------------------
+# -- threads -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["backward", "isolate", "terms", "mixed"])
@@ -730,7 +752,9 @@ class Waits(torch.autograd.Function):
         return gradient
 
 
-@pytest.mark.parametrize("name", ["step", "flush", "reset", "is_ready", "state_dict", "optimizer.step"])
+@pytest.mark.parametrize(
+    "name", ["step", "flush", "reset", "is_ready", "state_dict", "optimizer.step"]
+)
 def test_nothing_is_used_while_a_plain_pass_runs(name: str) -> None:
     a, b = weight(), weight()
     acc = gf.GradientAccumulator(sgd(a, b), steps=1, isolate=True)
@@ -741,10 +765,13 @@ def test_nothing_is_used_while_a_plain_pass_runs(name: str) -> None:
     thread.start()
     assert Waits.reached.wait(60)
     try:
-        with pytest.raises(gf.MisuseError, match=r"another thread runs a plain backward.* Call it when"):
+        with pytest.raises(
+            gf.MisuseError, match=r"another thread runs a plain backward.* Call it when"
+        ):
             CALLS[name](acc)
         with pytest.raises(gf.MisuseError, match="plain backward"):
-            acc.backward(loss(a, 1.0))  # isolated, so it would take the other's gradients for its own
+            # isolated, so it would take the other's gradients for its own
+            acc.backward(loss(a, 1.0))
     finally:
         Waits.go_on.set()
         thread.join(60)
@@ -765,14 +792,18 @@ def test_a_plain_pass_beside_another_threads_micro_batch() -> None:
 
 
 @pytest.mark.parametrize("where", ["here", "worker", "engine"])
-def test_what_counts_as_one_pass_wherever_it_runs(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_counts_as_one_pass_wherever_it_runs(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`engine`: hooks run in a thread of the engine's, whose stack does not show who has called."""
     if where == "engine":
         from gradfit import _torch
 
         original = _torch._is_python_thread
         main = threading.get_ident()
-        monkeypatch.setattr(_torch, "_is_python_thread", lambda number: number != main and original(number))
+        monkeypatch.setattr(
+            _torch, "_is_python_thread", lambda number: number != main and original(number)
+        )
         frames = _torch._engine_calls
 
         def elsewhere() -> dict[int, Any]:
@@ -780,7 +811,9 @@ def test_what_counts_as_one_pass_wherever_it_runs(where: str, monkeypatch: pytes
 
         monkeypatch.setattr(_torch.sys, "_current_frames", elsewhere)
         assert frames is _torch._engine_calls
-    run: Callable[[Callable[[], Any]], Any] = in_thread if where == "worker" else lambda work: work()
+    run: Callable[[Callable[[], Any]], Any] = (
+        in_thread if where == "worker" else lambda work: work()
+    )
     layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
     acc = gf.GradientAccumulator(steps=8, parameters=layers.parameters())
 
@@ -801,7 +834,9 @@ def test_what_counts_as_one_pass_wherever_it_runs(where: str, monkeypatch: pytes
 
 
 def test_own_passes_in_threads_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hook that runs in another thread than the one that called finds out that the pass is a window's own."""
+    """A hook that runs in another thread than the one that called finds out that the pass is a
+    window's own.
+    """
     from gradfit.accumulate import plain_backwards
 
     w = weight()
@@ -815,12 +850,14 @@ def test_own_passes_in_threads_of_the_engine(monkeypatch: pytest.MonkeyPatch) ->
     assert acc.window.state.is_empty
 
 
-# -- interrupts -------------------------------------------------------------------------------------------------------
+# -- interrupts ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["add", "take_marks"])
 @pytest.mark.parametrize("own", [False, True])
-def test_an_interrupt_between_a_pass_and_its_booking(name: str, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_between_a_pass_and_its_booking(
+    name: str, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     w = weight()
     acc = gf.GradientAccumulator(sgd(w), steps=2)
     acc.backward(loss(w, 1.0))
@@ -870,19 +907,23 @@ def test_an_interrupt_while_a_micro_batch_is_added(monkeypatch: pytest.MonkeyPat
         acc.step()
 
 
-# -- windows by the noise of the gradient -----------------------------------------------------------------------------
+# -- windows by the noise of the gradient --------------------------------------------------------
 
 
 def noisy_windows(scale: float, seed: int, windows: int = 60, **options: Any) -> list[int]:
     """How many micro-batches of one item each window took, for gradients of a known noise scale."""
     generator = torch.Generator().manual_seed(seed)
-    accumulator = gf.DynamicBatchAccumulator(strategy=gf.AdaptiveAccumulation(4, by="noise_scale", **options))
+    accumulator = gf.DynamicBatchAccumulator(
+        strategy=gf.AdaptiveAccumulation(4, by="noise_scale", **options)
+    )
     steps = []
     dimension = 16
     for _ in range(windows):
         while not accumulator.is_complete():
             noise = torch.randn(dimension, generator=generator, dtype=torch.float64)
-            accumulator.accumulate(torch.ones(dimension, dtype=torch.float64) / 4 + noise * math.sqrt(scale) / 4, 1)
+            accumulator.accumulate(
+                torch.ones(dimension, dtype=torch.float64) / 4 + noise * math.sqrt(scale) / 4, 1
+            )
         steps.append(accumulator.current_step)
         accumulator.reset()
     return steps
@@ -924,7 +965,7 @@ def test_a_dropped_window_leaves_no_sizes_behind() -> None:
     assert strategy.required_batch_size == 16
 
 
-# -- several hands on one parameter -----------------------------------------------------------------------------------
+# -- several hands on one parameter --------------------------------------------------------------
 
 
 def halves() -> tuple[nn.Parameter, gf.GradientAccumulator, nn.Parameter, gf.GradientAccumulator]:
@@ -936,7 +977,9 @@ def test_a_pass_of_another_accumulator_is_not_taken_for_put_by_hand() -> None:
     v, first, w, second = halves()
     first.backward(loss(v, 1.0) + loss(w, 2.0))
     first.step()
-    with pytest.raises(gf.MisuseError, match=r"Another accumulator's backward.*loss\.backward\(\).*reset\(\)"):
+    with pytest.raises(
+        gf.MisuseError, match=r"Another accumulator's backward.*loss\.backward\(\).*reset\(\)"
+    ):
         second.step()
     second.reset()
     for x in (1.0, 3.0):

@@ -11,8 +11,12 @@ from torch import nn
 import gradfit as gf
 
 
-def gradients_of(dtype: torch.dtype | None, low: torch.dtype, weights: list[int], **options: object) -> torch.Tensor:
-    """The accumulated gradient of one parameter over many micro-batches whose own gradients are known."""
+def gradients_of(
+    dtype: torch.dtype | None, low: torch.dtype, weights: list[int], **options: object
+) -> torch.Tensor:
+    """The accumulated gradient of one parameter over many micro-batches whose own gradients are
+    known.
+    """
     torch.manual_seed(0)
     w = torch.zeros(200, dtype=low, requires_grad=True)
     acc = gf.GradientAccumulator(steps=len(weights), parameters=[w], dtype=dtype, **options)
@@ -34,7 +38,9 @@ def exact(low: torch.dtype, weights: list[int]) -> torch.Tensor:
 def test_float32_sums_are_far_closer(low: torch.dtype, weights: list[int], isolate: bool) -> None:
     reference = exact(low, weights)
     native = (gradients_of(None, low, weights) - reference).norm() / reference.norm()
-    wide = (gradients_of(torch.float32, low, weights, isolate=isolate) - reference).norm() / reference.norm()
+    wide = (
+        gradients_of(torch.float32, low, weights, isolate=isolate) - reference
+    ).norm() / reference.norm()
     assert wide < 1e-6
     if len(weights) > 3:
         assert wide * 100 < native
@@ -86,7 +92,8 @@ def test_the_optimizer_sees_the_float32_sum(name: str, by_hand: bool) -> None:
     wide.grad = sum(f.float() for f in factors) / 3
     OPTIMIZERS[name]([wide]).step()
     torch.testing.assert_close(w.detach().float(), wide.detach(), rtol=2**-8, atol=0)
-    assert (w.detach() != wide.detach().bfloat16()).sum() <= 1  # a last bit of the mean may tip one rounding
+    # a last bit of the mean may tip one rounding
+    assert (w.detach() != wide.detach().bfloat16()).sum() <= 1
     assert w.dtype == torch.bfloat16
     assert w.data_ptr() == storage
     for value in optimizer.state[w].values():
@@ -98,7 +105,9 @@ def test_training_in_bfloat16() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1)).bfloat16()
     start = copy.deepcopy(model)
-    acc = gf.GradientAccumulator(torch.optim.AdamW(model.parameters(), lr=0.03), steps=4, dtype=torch.float32, clip=1.0)
+    acc = gf.GradientAccumulator(
+        torch.optim.AdamW(model.parameters(), lr=0.03), steps=4, dtype=torch.float32, clip=1.0
+    )
     x = torch.randn(64, 8).bfloat16()
     y = x.sum(1, keepdim=True)
     losses = []
@@ -151,7 +160,9 @@ def test_sparse_bfloat16() -> None:
     table = nn.Embedding(10, 3, sparse=True, dtype=torch.bfloat16)
     with torch.no_grad():
         table.weight.fill_(1.0)
-    acc = gf.GradientAccumulator(torch.optim.SGD(table.parameters(), lr=1.0), steps=2, dtype=torch.float32)
+    acc = gf.GradientAccumulator(
+        torch.optim.SGD(table.parameters(), lr=1.0), steps=2, dtype=torch.float32
+    )
     for rows in ([1, 1, 2], [2]):
         acc.backward(table(torch.tensor(rows)).sum(), weight=len(rows), reduction="sum")
         acc.step()

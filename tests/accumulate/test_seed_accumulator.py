@@ -16,7 +16,7 @@ def one_weight(*values: float) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
 
-# -- unit tests ---------------------------------------------------------------------------------------------
+# -- unit tests ----------------------------------------------------------------------------------
 
 
 def test_enable_accumulation_on_tensor() -> None:
@@ -117,7 +117,7 @@ def test_accumulation_with_multiple_tensors() -> None:
     assert accumulator.current_step == 0
 
 
-# -- integration tests --------------------------------------------------------------------------------------
+# -- integration tests ---------------------------------------------------------------------------
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
@@ -155,15 +155,21 @@ def test_loss_trajectory_with_and_without_accumulation(name: str) -> None:
 
 
 def test_gradient_accumulation_with_momentum_optimizer() -> None:
-    torch.testing.assert_close(trajectory("momentum", 2, 8), trajectory("momentum", 16, 1), rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        trajectory("momentum", 2, 8), trajectory("momentum", 16, 1), rtol=1e-10, atol=0
+    )
 
 
 def test_gradient_accumulation_with_adam_optimizer() -> None:
-    torch.testing.assert_close(trajectory("adam", 2, 8), trajectory("adam", 16, 1), rtol=1e-10, atol=0)
+    torch.testing.assert_close(
+        trajectory("adam", 2, 8), trajectory("adam", 16, 1), rtol=1e-10, atol=0
+    )
 
 
 def test_memory_usage_with_large_accumulation_steps() -> None:
-    """256 micro-batches hold no more gradient memory than one: the tensors themselves are the same."""
+    """256 micro-batches hold no more gradient memory than one: the tensors themselves are the
+    same.
+    """
     model = nn.Linear(64, 64)
     accumulator = gf.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=256)
     x = torch.randn(2, 64)
@@ -200,7 +206,9 @@ def test_the_loop_as_printed() -> None:
     reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for _epoch in range(epochs):
         for at in (0, 4):
-            loss = criterion(plain(inputs[at : at + 4].flatten(0, 1)), targets[at : at + 4].flatten(0, 1))
+            loss = criterion(
+                plain(inputs[at : at + 4].flatten(0, 1)), targets[at : at + 4].flatten(0, 1)
+            )
             loss.backward()
             reference.step()
             reference.zero_grad()

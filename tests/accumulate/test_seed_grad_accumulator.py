@@ -1,4 +1,6 @@
-"""The tests that the fourth document prints, by their names there and line by line (docs/seeds.md)."""
+"""The tests that the fourth document prints, by their names there and line by line
+(docs/seeds.md).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def test_zero_accumulation_steps_errors() -> None:
     assert caught.value.reason == "must be at least 1"
     assert isinstance(caught.value, gf.MisuseError)
     again = pickle.loads(pickle.dumps(caught.value))
-    assert (type(again), str(again), again.name) == (gf.InvalidParameter, str(caught.value), "accumulation_steps")
+    assert (type(again), str(again), again.name) == (
+        gf.InvalidParameter,
+        str(caught.value),
+        "accumulation_steps",
+    )
 
 
 def test_step_counting() -> None:
@@ -64,7 +70,8 @@ def test_step_counting() -> None:
 
 
 def test_gradient_scaling() -> None:
-    # Gradients are scaled by 1/N before the optimizer step; with lr=1.0 the update is the scaled gradient.
+    # Gradients are scaled by 1/N before the optimizer step; with lr=1.0 the update is the scaled
+    # gradient.
     w = variable(0.0)
     params = [w]
     sgd = torch.optim.SGD(params, lr=1.0)

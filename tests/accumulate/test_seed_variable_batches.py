@@ -19,11 +19,19 @@ def test_accumulation_with_constant_batch_size() -> None:
         accumulator.accumulate(torch.full((2,), value), 4)
     assert accumulator.is_complete()
     assert accumulator.get_accumulated_gradient().tolist() == [3.0, 3.0]
-    assert (accumulator.accumulated_batch_size, accumulator.current_step, accumulator.accumulation_count) == (12, 3, 3)
+    assert (
+        accumulator.accumulated_batch_size,
+        accumulator.current_step,
+        accumulator.accumulation_count,
+    ) == (12, 3, 3)
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=12), st.integers(0, 2**31), st.sampled_from([64, 32]))
+@given(
+    st.lists(st.integers(0, 50), min_size=1, max_size=12),
+    st.integers(0, 2**31),
+    st.sampled_from([64, 32]),
+)
 def test_accumulation_with_variable_batch_sizes(sizes: list[int], seed: int, bits: int) -> None:
     dtype, tolerance = (torch.float64, 1e-12) if bits == 64 else (torch.float32, 1e-6)
     torch.manual_seed(seed)
@@ -102,7 +110,9 @@ def test_adaptive_accumulation() -> None:
 
 
 def test_adaptive_accumulation_by_noise_scale() -> None:
-    """Gradients of known signal and noise: the measured noise scale is noise variance over squared signal."""
+    """Gradients of known signal and noise: the measured noise scale is noise variance over squared
+    signal.
+    """
     torch.manual_seed(0)
     signal, deviation, width = 1.0, 4.0, 400
     true_scale = deviation**2 * width / (signal**2 * width)
@@ -171,13 +181,18 @@ def test_gradient_validation() -> None:
     assert not validator.validate_accumulation([good, odd, good * float("inf")], [4, -1])
     problems = validator.explain()
     assert len(problems) == 4
-    assert all(any(text in one for one in problems) for text in ("3 gradients", "[1]=-1", "(3, 2)", "infinite of 6"))
+    assert all(
+        any(text in one for one in problems)
+        for text in ("3 gradients", "[1]=-1", "(3, 2)", "infinite of 6")
+    )
     assert validator.check_shape_compatibility(good, good)
     assert not validator.check_shape_compatibility(good, odd)
     assert validator.validate_accumulated_shape(good, [good, good])
     assert not validator.validate_accumulated_shape(good, [good, odd])
     assert not validator.validate_accumulation([], [])
-    assert validator.explain([good], [0]) == ["batch_sizes are all 0: a mean over no items is not defined."]
+    assert validator.explain([good], [0]) == [
+        "batch_sizes are all 0: a mean over no items is not defined."
+    ]
 
 
 def test_edge_cases_empty_accumulation() -> None:
@@ -189,7 +204,11 @@ def test_edge_cases_empty_accumulation() -> None:
     accumulator.accumulate(torch.full((2,), math.nan), 0)
     assert accumulator.accumulated_batch_size == 0
     accumulator.accumulate(torch.ones(2), 9)  # more than the target
-    assert (accumulator.is_complete(), accumulator.get_progress(), accumulator.accumulated_batch_size) == (True, 1.0, 9)
+    assert (
+        accumulator.is_complete(),
+        accumulator.get_progress(),
+        accumulator.accumulated_batch_size,
+    ) == (True, 1.0, 9)
     assert torch.equal(accumulator.accumulated_gradient, torch.ones(2))
     accumulator.reset()
     assert (accumulator.current_step, accumulator.accumulated_gradient) == (0, None)
@@ -215,7 +234,10 @@ def test_gradient_maps_accumulate() -> None:
     accumulator = gf.DynamicBatchAccumulator(target_batch_size=7)
     for part in x.split([1, 4, 2]):
         accumulator.accumulate(gf.backward(model(part).square().mean(), model), len(part))
-    mean, full = accumulator.get_accumulated_gradient(), gf.backward(model(x).square().mean(), model)
+    mean, full = (
+        accumulator.get_accumulated_gradient(),
+        gf.backward(model(x).square().mean(), model),
+    )
     assert isinstance(mean, gf.GradientMap)
     for name in full:
         torch.testing.assert_close(mean[name], full[name], rtol=1e-12, atol=1e-14)
@@ -254,12 +276,16 @@ def test_shape_mismatch_changes_nothing() -> None:
     assert (accumulator.current_step, accumulator.accumulated_batch_size) == (1, 3)
 
 
-# -- the scheduler ----------------------------------------------------------------------------------------------------
+# -- the scheduler -------------------------------------------------------------------------------
 
 
 def test_variable_batch_scheduler() -> None:
     scheduler = gf.VariableBatchScheduler([4, 8, 16, 32])
-    assert (scheduler.total_steps, scheduler.effective_batch_size, scheduler.current_step) == (4, 15, 0)
+    assert (scheduler.total_steps, scheduler.effective_batch_size, scheduler.current_step) == (
+        4,
+        15,
+        0,
+    )
     assert scheduler.get_effective_batch_size(2) == 6
     sizes = []
     while scheduler.get_remaining_steps():
@@ -284,7 +310,9 @@ def test_scheduled_batches_are_a_batch_sampler(schedule: list[int], length: int)
     batches = list(sampler)
     assert len(sampler) == len(batches)
     assert [index for batch in batches for index in batch] == list(range(length))
-    assert [len(batch) for batch in batches[:-1]] == [schedule[i % len(schedule)] for i in range(len(batches) - 1)]
+    assert [len(batch) for batch in batches[:-1]] == [
+        schedule[i % len(schedule)] for i in range(len(batches) - 1)
+    ]
 
 
 def test_data_loader_follows_the_schedule() -> None:

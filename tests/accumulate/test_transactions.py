@@ -31,7 +31,9 @@ def setup(**options: object) -> tuple[nn.Sequential, gf.GradientAccumulator]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     options = {"isolate": True, "steps": 4, **options}
-    return model, gf.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **options)
+    return model, gf.GradientAccumulator(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), **options
+    )
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor | None]:
@@ -39,13 +41,19 @@ def gradients(model: nn.Module) -> list[torch.Tensor | None]:
 
 
 def same(one: list[torch.Tensor | None], other: list[torch.Tensor | None]) -> bool:
-    return all((a is None and b is None) or torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return all(
+        (a is None and b is None) or torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no"), torch.OutOfMemoryError("too much"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no"), torch.OutOfMemoryError("too much"), KeyboardInterrupt()]
+)
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("options", [{}, {"isolate": False, "dtype": torch.float64}])
-def test_an_exception_leaves_the_window_untouched(error: BaseException, explicit: bool, options: dict) -> None:
+def test_an_exception_leaves_the_window_untouched(
+    error: BaseException, explicit: bool, options: dict
+) -> None:
     model, acc = setup(**options)
     with acc.micro_batch(weight=3):
         model(torch.randn(3, 3)).square().mean().backward()
@@ -116,7 +124,9 @@ def test_a_bad_window_without_isolation() -> None:
     with pytest.raises(gf.NonFiniteGradient, match="the window"):
         acc.step()
     acc.reset()
-    acc = gf.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=1, on_nonfinite="skip")
+    acc = gf.GradientAccumulator(
+        torch.optim.SGD(model.parameters(), lr=0.1), steps=1, on_nonfinite="skip"
+    )
     acc.backward(model(torch.full((2, 3), math.nan)).mean(), weight=2)
     result = acc.step()
     assert (result.stepped, result.reason, result.skipped) == (False, "non-finite gradient", 1)
@@ -152,7 +162,11 @@ def test_micro_batch_misuse() -> None:
     model, acc = setup()
     with pytest.raises(gf.MisuseError, match="weight=-1"), acc.micro_batch(weight=-1):
         pass
-    with pytest.raises(gf.MisuseError, match="inside micro_batch"), acc.micro_batch(), acc.micro_batch():
+    with (
+        pytest.raises(gf.MisuseError, match="inside micro_batch"),
+        acc.micro_batch(),
+        acc.micro_batch(),
+    ):
         pass
     with pytest.raises(gf.MisuseError, match="one place"), acc.micro_batch(weight=3):
         acc.backward(model(torch.randn(2, 3)).mean(), weight=2)
@@ -161,17 +175,21 @@ def test_micro_batch_misuse() -> None:
     assert acc.current_step == 0
 
 
-# -- loss scaling -----------------------------------------------------------------------------------------------------
+# -- loss scaling --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize("kind", ["torch", "gradfit"])
 def test_scaler_order(kind: str, isolate: bool) -> None:
     """Unscaled once, clipped on true values, stepped, updated: the same as without a scaler."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if kind == "torch" else gf.LossScaler(1024.0)
+    scaler = (
+        torch.amp.GradScaler("cpu", init_scale=1024.0) if kind == "torch" else gf.LossScaler(1024.0)
+    )
     model, acc = setup(scaler=scaler, clip=0.05, isolate=isolate)
     reference = copy.deepcopy(model)
-    plain = gf.GradientAccumulator(torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9), steps=4, clip=0.05)
+    plain = gf.GradientAccumulator(
+        torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9), steps=4, clip=0.05
+    )
     for _ in range(3):
         for size in (1, 4, 2, 2):
             x = torch.randn(size, 3)
@@ -186,7 +204,9 @@ def test_scaler_order(kind: str, isolate: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["torch", "gradfit"])
 def test_scaler_skips_the_window_and_says_so(kind: str) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if kind == "torch" else gf.LossScaler(1024.0)
+    scaler = (
+        torch.amp.GradScaler("cpu", init_scale=1024.0) if kind == "torch" else gf.LossScaler(1024.0)
+    )
     model, acc = setup(scaler=scaler, steps=2, isolate=False)
     start = copy.deepcopy(model.state_dict())
     acc.backward(model(torch.randn(2, 3)).mean(), weight=2)
@@ -205,7 +225,9 @@ def test_scaler_skips_the_window_and_says_so(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["torch", "gradfit"])
 @pytest.mark.parametrize("dtype", [None, torch.float64])
 def test_scaler_with_isolation_loses_one_micro_batch(kind: str, dtype: torch.dtype | None) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if kind == "torch" else gf.LossScaler(1024.0)
+    scaler = (
+        torch.amp.GradScaler("cpu", init_scale=1024.0) if kind == "torch" else gf.LossScaler(1024.0)
+    )
     model, acc = setup(scaler=scaler, dtype=dtype)
     reference = copy.deepcopy(model)
     parts = [torch.randn(n, 3) for n in (2, 5, 1, 3)]
@@ -249,10 +271,14 @@ def test_a_disabled_scaler_changes_nothing() -> None:
 
 
 def test_an_infinity_elsewhere_in_the_optimizer() -> None:
-    """The scaler looks at all of the optimizer's parameters, so we must not claim a step it left out."""
+    """The scaler looks at all of the optimizer's parameters, so we must not claim a step it left
+    out.
+    """
     a, b = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
     acc = gf.GradientAccumulator(
-        torch.optim.SGD([a, b], lr=1.0), parameters=[a], scaler=torch.amp.GradScaler("cpu", init_scale=4.0)
+        torch.optim.SGD([a, b], lr=1.0),
+        parameters=[a],
+        scaler=torch.amp.GradScaler("cpu", init_scale=4.0),
     )
     acc.backward((a + b * math.inf).sum())
     assert not acc.step().stepped

@@ -1,7 +1,7 @@
 """The short way of the usual pass asks what the long way asks: whatever happens in between is seen.
 
-Every disturbance comes after two weighted passes, when the next one would go the short way; each is exact, or refused
-before the pass is run, as if there were no short way.
+Every disturbance comes after two weighted passes, when the next one would go the short way; each is
+exact, or refused before the pass is run, as if there were no short way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from gradfit.accumulate.usual_pass import UsualPass
 
 
 class Loop:
-    """Windows of four micro-batches over two parameters; the third and fourth pass go the short way."""
+    """Windows of four micro-batches over two parameters; the third and fourth pass go the short
+    way.
+    """
 
     def __init__(self) -> None:
         self.a, self.b = (nn.Parameter(torch.zeros(2, dtype=torch.float64)) for _ in range(2))
@@ -36,7 +38,9 @@ class Loop:
             self.acc.step()
 
     def settle(self) -> None:
-        """A whole window, after which step() is known to end micro-batches, and half of the next."""
+        """A whole window, after which step() is known to end micro-batches, and half of the
+        next.
+        """
         self.bring(0.0, 0.0, 0.0, 0.0, 1.0, 2.0)
         assert self.acc.window.settled is not None
 
@@ -76,7 +80,9 @@ def clip(loop: Loop) -> None:
 
 
 @pytest.mark.parametrize("touch", [clear, fill_with_zeros, clear_one, replace_one, clip])
-def test_touched_gradients_are_refused_before_the_pass(loop: Loop, touch: Callable[[Loop], None]) -> None:
+def test_touched_gradients_are_refused_before_the_pass(
+    loop: Loop, touch: Callable[[Loop], None]
+) -> None:
     touch(loop)
     before = [None if one.grad is None else one.grad.clone() for one in (loop.a, loop.b)]
     last = loop.loss(3.0)
@@ -93,7 +99,9 @@ def test_touched_gradients_are_refused_before_the_pass(loop: Loop, touch: Callab
 
 
 @pytest.mark.parametrize("touch", [clear, fill_with_zeros, clear_one, replace_one, clip])
-def test_touched_gradients_are_refused_by_the_last_step(loop: Loop, touch: Callable[[Loop], None]) -> None:
+def test_touched_gradients_are_refused_by_the_last_step(
+    loop: Loop, touch: Callable[[Loop], None]
+) -> None:
     loop.bring(3.0)
     loop.acc.backward(loop.loss(6.0))
     touch(loop)
@@ -209,7 +217,9 @@ def test_a_pass_that_is_interrupted_breaks_the_window(loop: Loop) -> None:
     assert loop.a.tolist() == [-1.0, -1.0]
 
 
-def test_an_interrupt_between_a_pass_and_its_booking(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_between_a_pass_and_its_booking(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -243,7 +253,9 @@ def test_passes_of_several_threads(loop: Loop) -> None:
 
 
 def test_step_in_another_thread_waits_for_the_pass(loop: Loop) -> None:
-    """A step() of a thread that has put in nothing ends the others' micro-batches, short way or not."""
+    """A step() of a thread that has put in nothing ends the others' micro-batches, short way or
+    not.
+    """
     loop.acc.backward(loop.loss(3.0))
     results: list[gf.StepResult] = []
     thread = threading.Thread(target=lambda: results.append(loop.acc.step()))

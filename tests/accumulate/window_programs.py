@@ -1,9 +1,11 @@
-"""Random training loops, as people write them, and the arithmetic that each of their updates is compared with.
+"""Random training loops, as people write them, and the arithmetic that each of their updates is
+compared with.
 
-A program is a loop in one of a dozen styles, disturbed at random: gradients are cleared, clipped or put by hand, passes
-die, threads and interrupts come in between, accumulators are saved, resumed, collected as garbage or made twice,
-parameters are added. Whatever it does, every update the optimizer sees must be the mean of what a ledger, kept by hand
-in float64, says is in the window; or the call must be refused, by an error that names the next call.
+A program is a loop in one of a dozen styles, disturbed at random: gradients are cleared, clipped or
+put by hand, passes die, threads and interrupts come in between, accumulators are saved, resumed,
+collected as garbage or made twice, parameters are added. Whatever it does, every update the
+optimizer sees must be the mean of what a ledger, kept by hand in float64, says is in the window; or
+the call must be refused, by an error that names the next call.
 """
 
 from __future__ import annotations
@@ -20,15 +22,18 @@ import torch
 
 import gradfit as gf
 
-NEXT_CALL = re.compile(r"\b([Cc]all|[Pp]ass|[Uu]se|Leave|Step|Change|Restore|Make|drops it|leaves it out|Load)\b")
+NEXT_CALL = re.compile(
+    r"\b([Cc]all|[Pp]ass|[Uu]se|Leave|Step|Change|Restore|Make|drops it|leaves it out|Load)\b"
+)
 STYLES = [
-    "own", "plain", "is_ready", "modulo", "micro_batch", "terms", "apply", "mixed", "two_losses", "by_hand", "threads",
+    "own", "plain", "is_ready", "modulo", "micro_batch", "terms", "apply", "mixed", "two_losses",
+    "by_hand", "threads",
 ]  # fmt: skip
 DISTURBANCES = [
-    "zero_grad", "zero_grad_filled", "clip", "optimizer.step", "step", "is_ready", "look", "garbage", "reset", "flush",
-    "resume", "add_param_group", "dying_pass", "dying_in_thread", "failing_block", "call_in_block", "interrupt",
-    "second", "weightless", "nan", "unscaled", "parallel", "grad", "evaluate", "failing_hook",
-    "foreign_pass",
+    "zero_grad", "zero_grad_filled", "clip", "optimizer.step", "step", "is_ready", "look",
+    "garbage", "reset", "flush", "resume", "add_param_group", "dying_pass", "dying_in_thread",
+    "failing_block", "call_in_block", "interrupt", "second", "weightless", "nan", "unscaled",
+    "parallel", "grad", "evaluate", "failing_hook", "foreign_pass",
 ]  # fmt: skip
 
 
@@ -53,7 +58,9 @@ def _collect(*_: Any) -> None:
 
 
 class Recording(torch.optim.SGD):
-    """Writes down the gradients it is given; its learning rate is 0, so that losses do not depend on updates."""
+    """Writes down the gradients it is given; its learning rate is 0, so that losses do not depend
+    on updates.
+    """
 
     def __init__(self, tensors: Any, updates: list[dict[int, float | None]]) -> None:
         super().__init__(tensors, lr=0.0)
@@ -67,7 +74,9 @@ class Recording(torch.optim.SGD):
 
 def read_gradients(tensors: list[torch.Tensor]) -> dict[int, float | None]:
     """Each gradient as one number: all of its elements are the same."""
-    return {id(one): None if one.grad is None else one.grad.double().mean().item() for one in tensors}
+    return {
+        id(one): None if one.grad is None else one.grad.double().mean().item() for one in tensors
+    }
 
 
 class Ledger:
@@ -80,7 +89,14 @@ class Ledger:
         self.micro_batches = self.skipped = 0
         self.open = False
 
-    def add(self, weight: float, gradients: dict[int, float], name: str = "", *, times: float | None = None) -> None:
+    def add(
+        self,
+        weight: float,
+        gradients: dict[int, float],
+        name: str = "",
+        *,
+        times: float | None = None,
+    ) -> None:
         self.totals[name] = self.totals.get(name, 0.0) + weight
         sums = self.sums.setdefault(name, {})
         for key, value in gradients.items():
@@ -99,7 +115,11 @@ class Ledger:
     def mean(self, key: int) -> float | None:
         if key not in self.reached:
             return None
-        return sum(sums.get(key, 0.0) / self.totals[name] for name, sums in self.sums.items() if self.totals[name])
+        return sum(
+            sums.get(key, 0.0) / self.totals[name]
+            for name, sums in self.sums.items()
+            if self.totals[name]
+        )
 
 
 class Program:
@@ -114,16 +134,24 @@ class Program:
         self.tensors = [self.new_tensor() for _ in range(rng.randint(1, 3))]
         self.updates: list[dict[int, float | None]] = []
         self.optimizer = Recording(list(self.tensors), self.updates)
-        self.handed = self.style not in ("apply",) and (self.style not in ("is_ready", "modulo") or rng.random() < 0.5)
+        self.handed = self.style not in ("apply",) and (
+            self.style not in ("is_ready", "modulo") or rng.random() < 0.5
+        )
         scaled = self.handed and self.style not in ("modulo", "by_hand") and rng.random() < 0.3
         self.scaler: Any = None
         if scaled:
-            self.scaler = gf.LossScaler(64.0) if rng.random() < 0.5 else torch.amp.GradScaler("cpu", init_scale=64.0)
+            self.scaler = (
+                gf.LossScaler(64.0)
+                if rng.random() < 0.5
+                else torch.amp.GradScaler("cpu", init_scale=64.0)
+            )
         self.steps = rng.randint(1, 4)
         wide = torch.float32 if self.kind in ("float16", "bfloat16") else None
         self.options: dict[str, Any] = {
             "steps": self.steps,
-            "isolate": self.style == "micro_batch" or (self.style != "threads" and rng.random() < 0.3),
+            "isolate": (
+                self.style == "micro_batch" or (self.style != "threads" and rng.random() < 0.3)
+            ),
             "dtype": wide,
             "scaler": self.scaler,
             "on_nonfinite": rng.choice(["raise", "skip"]),
@@ -132,11 +160,13 @@ class Program:
         self.ledgers = [Ledger()]  # several if an interrupt leaves open what has happened
         self.poison = ""  # why no update may happen before a reset
         self.final = 1.0  # what final gradients were multiplied by, by hand
-        self.uncleared = False  # the optimizer was stepped by hand, and the gradients are still there
+        # the optimizer was stepped by hand, and the gradients are still there
+        self.uncleared = False
         self.clean = True  # every micro-batch was ended by one step()
         self.updated = 0
         self.refused = 0
-        self.last: tuple[float, dict[int, float], float | None] = (0, {}, None)  # loss: weight, gradients, factor
+        # loss: weight, gradients, factor
+        self.last: tuple[float, dict[int, float], float | None] = (0, {}, None)
         self.filled = False  # gradients were set to zero, so that what is not reached has one
 
     def new_tensor(self) -> torch.nn.Parameter:
@@ -147,7 +177,7 @@ class Program:
             return gf.GradientAccumulator(self.optimizer, **self.options)
         return gf.GradientAccumulator(parameters=self.tensors, **self.options)
 
-    # -- running ------------------------------------------------------------------------------------------------------
+    # -- running ----------------------------------------------------------------------------------
 
     def run(self) -> None:
         for _ in range(self.rng.randint(4, 14)):
@@ -157,8 +187,15 @@ class Program:
         if self.handed:
             self.attempt("flush", self.acc.flush, self.after_flush)
 
-    def attempt(self, name: str, work: Callable[[], Any], effect: Callable[[Any], None] = lambda result: None) -> bool:
-        """Do something; it happens as the ledger says, or is refused with a next call and nothing has changed."""
+    def attempt(
+        self,
+        name: str,
+        work: Callable[[], Any],
+        effect: Callable[[Any], None] = lambda result: None,
+    ) -> bool:
+        """Do something; it happens as the ledger says, or is refused with a next call and nothing
+        has changed.
+        """
         self.log.append(name)
         before = len(self.updates)
         try:
@@ -188,13 +225,19 @@ class Program:
         self.clear()
 
     def clear(self) -> None:
-        self.ledgers, self.poison, self.final, self.uncleared, self.clean = [Ledger()], "", 1.0, False, True
+        self.ledgers, self.poison, self.final, self.uncleared, self.clean = (
+            [Ledger()],
+            "",
+            1.0,
+            False,
+            True,
+        )
 
     @property
     def holds(self) -> bool:
         return not all(one.is_empty for one in self.ledgers)
 
-    # -- losses -------------------------------------------------------------------------------------------------------
+    # -- losses -----------------------------------------------------------------------------------
 
     def loss(self) -> tuple[torch.Tensor, dict[int, float]]:
         """A loss that reaches some of the parameters, and their gradients."""
@@ -208,7 +251,9 @@ class Program:
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)
 
-    def add(self, weight: float, gradients: dict[int, float], name: str = "", times: float | None = None) -> None:
+    def add(
+        self, weight: float, gradients: dict[int, float], name: str = "", times: float | None = None
+    ) -> None:
         if self.uncleared:
             self.poison = self.poison or "a pass added to gradients that were used"
         for one in self.ledgers:
@@ -227,7 +272,9 @@ class Program:
     def plain(self) -> None:
         loss, gradients = self.loss()
         self.last = (1, gradients, None)
-        self.attempt("loss.backward()", self.scaled(loss).backward, lambda _: self.add(1, gradients))
+        self.attempt(
+            "loss.backward()", self.scaled(loss).backward, lambda _: self.add(1, gradients)
+        )
 
     def two_losses(self) -> None:
         h = torch.stack([one.sum() for one in self.tensors]).sum() * 1.0
@@ -239,7 +286,11 @@ class Program:
 
         if self.attempt("first.backward(retain_graph)", work, lambda _: self.add(1, gradients)):
             later = {id(one): 0.25 for one in self.tensors}
-            self.attempt("second.backward()", self.scaled(second).backward, lambda _: self.add(0, later, times=1.0))
+            self.attempt(
+                "second.backward()",
+                self.scaled(second).backward,
+                lambda _: self.add(0, later, times=1.0),
+            )
 
     def terms(self) -> None:
         parts = {}
@@ -253,7 +304,9 @@ class Program:
 
         work = {name: (loss, weight) for name, (loss, _, weight) in parts.items()}
         self.attempt(
-            f"backward terms={ {n: w for n, (_, w) in work.items()} }", lambda: self.acc.backward(terms=work), effect
+            f"backward terms={ {n: w for n, (_, w) in work.items()} }",
+            lambda: self.acc.backward(terms=work),
+            effect,
         )
 
     def block(self, *, fails: bool = False, call: Callable[[], Any] | None = None) -> None:
@@ -278,7 +331,9 @@ class Program:
                 self.add(number if at == 0 else 0, gradients, times=factor)
 
         if not fails:
-            self.attempt(f"micro_batch weight={weight} own={own} passes={len(losses)}", work, effect)
+            self.attempt(
+                f"micro_batch weight={weight} own={own} passes={len(losses)}", work, effect
+            )
             return
         try:
             self.attempt("failing micro_batch", work)
@@ -286,7 +341,9 @@ class Program:
             self.log.append("  failed")
 
     def put_by_hand(self) -> None:
-        """A gradient in `.grad`, as in a loop without autograd; it takes the place of what was there."""
+        """A gradient in `.grad`, as in a loop without autograd; it takes the place of what was
+        there.
+        """
         gradients = {id(one): self.rng.randint(-8, 8) / 4 for one in self.tensors}
         self.uncleared, self.poison = False, ""  # whatever was there is gone
         self.log.append(f"put by hand {list(gradients.values())}")
@@ -302,17 +359,19 @@ class Program:
             self.ledgers = before
             self.poison = "gradients were put by hand, and not taken"
 
-    # -- one iteration of the loop ----------------------------------------------------------------------------------
+    # -- one iteration of the loop ----------------------------------------------------------------
 
     def iteration(self) -> None:
         style = self.style
         if style == "mixed":
-            kinds = ["own", "plain"] + (["micro_batch"] if self.options["isolate"] or self.options["dtype"] else [])
+            kinds = ["own", "plain"] + (
+                ["micro_batch"] if self.options["isolate"] or self.options["dtype"] else []
+            )
             style = self.rng.choice(kinds)
         {
-            "own": self.own, "plain": self.plain, "is_ready": self.plain, "modulo": self.plain, "apply": self.plain,
-            "micro_batch": self.block, "terms": self.terms, "two_losses": self.two_losses, "by_hand": self.put_by_hand,
-            "threads": self.in_thread,
+            "own": self.own, "plain": self.plain, "is_ready": self.plain, "modulo": self.plain,
+            "apply": self.plain, "micro_batch": self.block, "terms": self.terms, "two_losses":
+            self.two_losses, "by_hand": self.put_by_hand, "threads": self.in_thread,
         }[style]()  # fmt: skip
         if self.style in ("is_ready", "apply"):
             self.ask()
@@ -362,7 +421,9 @@ class Program:
 
     def after_flush(self, result: gf.StepResult) -> None:
         if not self.note_update(result):
-            assert not any(one.weighs for one in self.ledgers) or self.poison, f"flush did not step: {result}"
+            assert not any(one.weighs for one in self.ledgers) or self.poison, (
+                f"flush did not step: {result}"
+            )
             self.clear()
 
     def note_update(self, result: gf.StepResult | None = None) -> bool:
@@ -381,7 +442,9 @@ class Program:
         self.clear()
         return True
 
-    def agrees(self, update: dict[int, float | None], ledger: Ledger, result: gf.StepResult | None) -> bool:
+    def agrees(
+        self, update: dict[int, float | None], ledger: Ledger, result: gf.StepResult | None
+    ) -> bool:
         tolerance = 1e-9 if self.kind == "float64" else 2e-5
         for key, value in update.items():
             mean = ledger.mean(key)
@@ -389,13 +452,17 @@ class Program:
                 continue
             if (mean is None) != (value is None):
                 return False
-            if mean is not None and value is not None and abs(value - mean * self.final) > tolerance * (1 + abs(mean)):
+            if (
+                mean is not None
+                and value is not None
+                and abs(value - mean * self.final) > tolerance * (1 + abs(mean))
+            ):
                 return False
         if result is not None and "" in ledger.totals and ledger.totals[""]:
             return abs(result.weight - ledger.totals[""]) < 1e-9
         return True
 
-    # -- steps by hand ------------------------------------------------------------------------------------------------
+    # -- steps by hand ----------------------------------------------------------------------------
 
     def ask(self) -> None:
         """`if acc.is_ready:`, and what people do then."""
@@ -454,7 +521,9 @@ class Program:
                     return
             else:
                 self.updated = len(self.updates)
-            self.uncleared = any(one.grad is not None and bool(one.grad.any()) for one in self.tensors)
+            self.uncleared = any(
+                one.grad is not None and bool(one.grad.any()) for one in self.tensors
+            )
         if zero:
             self.log.append("optimizer.zero_grad()")
             fill = self.rng.random() < 0.2
@@ -462,7 +531,7 @@ class Program:
             self.filled = self.filled or fill
             self.uncleared = False
 
-    # -- disturbances -------------------------------------------------------------------------------------------------
+    # -- disturbances -----------------------------------------------------------------------------
 
     def disturb(self, what: str) -> None:
         self.log.append(f"-- {what}")
@@ -496,7 +565,8 @@ class Program:
 
     def do_step(self) -> None:
         self.clean = False
-        if self.style not in ("modulo", "is_ready", "apply"):  # where passes are micro-batches by themselves
+        # where passes are micro-batches by themselves
+        if self.style not in ("modulo", "is_ready", "apply"):
             self.step()
 
     def do_is_ready(self) -> None:
@@ -511,7 +581,9 @@ class Program:
         assert read_gradients(self.tensors) == before
 
     def do_garbage(self) -> None:
-        """A trainer in a reference cycle, dead, with an accumulator of the same optimizer; collected in a hook."""
+        """A trainer in a reference cycle, dead, with an accumulator of the same optimizer;
+        collected in a hook.
+        """
         if not self.holds and self.handed and not self.uncleared:
             trainer: dict[str, Any] = {"acc": gf.GradientAccumulator(self.optimizer, steps=2)}
             trainer["self"] = trainer
@@ -577,11 +649,19 @@ class Program:
             assert self.refused != refused or self.uncleared or self.style == "apply" or same
 
     def do_call_in_block(self) -> None:
-        """What ends a window, inside of a micro-batch or from another thread; what it says goes on."""
+        """What ends a window, inside of a micro-batch or from another thread; what it says goes
+        on.
+        """
         if not (self.options["isolate"] or self.options["dtype"]):
             return
         acc, optimizer = self.acc, self.optimizer
-        calls: list[Callable[[], Any]] = [acc.step, acc.flush, acc.reset, acc.state_dict, lambda: acc.is_ready]
+        calls: list[Callable[[], Any]] = [
+            acc.step,
+            acc.flush,
+            acc.reset,
+            acc.state_dict,
+            lambda: acc.is_ready,
+        ]
         calls += [optimizer.step] if self.handed else []
         call = self.rng.choice(calls)
         refused = self.refused
@@ -590,10 +670,18 @@ class Program:
         self.clean = False
 
     def do_interrupt(self) -> None:
-        """Ctrl-C in the middle of a call: what it did is in as a whole, or not at all, or the window is refused."""
+        """Ctrl-C in the middle of a call: what it did is in as a whole, or not at all, or the
+        window is refused.
+        """
         self.clean = False
-        steps = self.style not in ("modulo", "is_ready", "apply", "by_hand") and self.rng.random() < 0.4
-        names = ["end_micro_batch", "combine", "meet"] if steps else ["add", "take_marks", "divisor_for", "begin"]
+        steps = (
+            self.style not in ("modulo", "is_ready", "apply", "by_hand") and self.rng.random() < 0.4
+        )
+        names = (
+            ["end_micro_batch", "combine", "meet"]
+            if steps
+            else ["add", "take_marks", "divisor_for", "begin"]
+        )
         window, name = self.acc.window, self.rng.choice(names)
         original, after = getattr(window, name), self.rng.random() < 0.5
 
@@ -641,7 +729,9 @@ class Program:
             updates = len(self.updates)
             if self.attempt("second.backward", lambda: second.backward(loss)) and second.step():
                 for key, value in gradients.items():
-                    assert abs((self.updates[updates][key] or 0.0) - value) < 1e-2, "the second accumulator's update"
+                    assert abs((self.updates[updates][key] or 0.0) - value) < 1e-2, (
+                        "the second accumulator's update"
+                    )
                 self.updated = len(self.updates)
             second.reset()
 
@@ -667,13 +757,19 @@ class Program:
         bad = loss * float("nan") if self.rng.random() < 0.5 else loss
         if self.style in ("modulo", "is_ready", "apply"):
             return
-        self.attempt("backward weight=0", lambda: self.acc.backward(bad, weight=0), lambda _: self.add(0, gradients))
+        self.attempt(
+            "backward weight=0",
+            lambda: self.acc.backward(bad, weight=0),
+            lambda _: self.add(0, gradients),
+        )
         if self.style != "by_hand":
             self.step()
 
     def do_nan(self) -> None:
         """A micro-batch that is skipped: it leaves no trace but its count."""
-        if not self.options["isolate"] or (self.options["on_nonfinite"] == "raise" and self.scaler is None):
+        if not self.options["isolate"] or (
+            self.options["on_nonfinite"] == "raise" and self.scaler is None
+        ):
             return
         if self.style in ("modulo", "is_ready", "apply"):
             return
@@ -695,8 +791,16 @@ class Program:
         assert self.refused > refused or self.acc.window.state.phase.value == "broken"
 
     def do_parallel(self) -> None:
-        """Threads that all run the same loss and step, side by side: each update is that loss's gradient."""
-        if self.holds or self.uncleared or self.poison or not self.handed or self.style in ("modulo", "is_ready"):
+        """Threads that all run the same loss and step, side by side: each update is that loss's
+        gradient.
+        """
+        if (
+            self.holds
+            or self.uncleared
+            or self.poison
+            or not self.handed
+            or self.style in ("modulo", "is_ready")
+        ):
             return
         if self.acc.window.in_use:  # a pass has died in it
             return
@@ -757,6 +861,8 @@ class Program:
                 self.recover()
                 return
             assert self.note_update()
-            self.uncleared = any(one.grad is not None and bool(one.grad.any()) for one in self.tensors)
+            self.uncleared = any(
+                one.grad is not None and bool(one.grad.any()) for one in self.tensors
+            )
         finally:
             handle.remove()

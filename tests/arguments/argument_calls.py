@@ -1,6 +1,8 @@
-"""For each public callable a call that is right, and for each of its parameters what else it may take.
+"""For each public callable a call that is right, and for each of its parameters what else it may
+take.
 
-A parameter that is not listed under `accepts` takes none of the bad values; a predicate says which of them are legal.
+A parameter that is not listed under `accepts` takes none of the bad values; a predicate says which
+of them are legal.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ Accepts = Callable[[Any], bool]
 
 @dataclass
 class Good:
-    """A call that works. `*name` in `arguments` are the positional ones; `watched` must not change if it is refused."""
+    """A call that works. `*name` in `arguments` are the positional ones; `watched` must not change
+    if it is refused.
+    """
 
     call: Callable[..., Any]
     arguments: dict[str, Any]
@@ -31,7 +35,9 @@ class Good:
 
     def run(self, **changed: Any) -> Any:
         arguments = {**self.arguments, **changed}
-        positional = [item for name in arguments if name.startswith("*") for item in arguments[name]]
+        positional = [
+            item for name in arguments if name.startswith("*") for item in arguments[name]
+        ]
         first = {name: arguments[name] for name in arguments if name.startswith("/")}
         named = {name: value for name, value in arguments.items() if name[0] not in "*/"}
         return self.call(*first.values(), *positional, **named)
@@ -48,7 +54,7 @@ def good(name: str) -> Callable[[Callable[[], Good]], Callable[[], Good]]:
     return register
 
 
-# -- what a parameter may take ----------------------------------------------------------------------------------------
+# -- what a parameter may take -------------------------------------------------------------------
 
 
 def is_count(value: Any) -> bool:
@@ -80,7 +86,9 @@ def is_tensor(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    number = value.item() if is_tensor(value) and value.numel() == 1 and not value.is_meta else value
+    number = (
+        value.item() if is_tensor(value) and value.numel() == 1 and not value.is_meta else value
+    )
     return type(number) in (int, float) and abs(number) < 2**63 and math.isfinite(number)
 
 
@@ -101,7 +109,11 @@ def is_function(value: Any) -> bool:
 
 
 def is_nothing_iterable(value: Any) -> bool:
-    return not isinstance(value, str | bytes | Tensor) and hasattr(value, "__iter__") and not list(value)
+    return (
+        not isinstance(value, str | bytes | Tensor)
+        and hasattr(value, "__iter__")
+        and not list(value)
+    )
 
 
 def is_one_of(*kinds: Accepts) -> Accepts:
@@ -116,7 +128,7 @@ def is_float_tensor(value: Any) -> bool:
     return is_tensor(value) and value.is_floating_point()
 
 
-# -- what the calls are about -----------------------------------------------------------------------------------------
+# -- what the calls are about --------------------------------------------------------------------
 
 
 def weight() -> Tensor:
@@ -149,7 +161,7 @@ def a_plan() -> gf.Plan:
     return gf.plan(a_profile(), memory="1 GiB")
 
 
-# -- accumulate -------------------------------------------------------------------------------------------------------
+# -- accumulate ----------------------------------------------------------------------------------
 
 
 @good("AccumulationContext")
@@ -200,7 +212,12 @@ def _() -> Good:
 @good("GradientAccumulator.accumulation_count=")
 def _() -> Good:
     acc = gf.GradientAccumulator(parameters=[weight()], steps=3)
-    return Good(setter(acc, "accumulation_count"), {"accumulation_count": 2}, {"accumulation_count": is_count}, [acc])
+    return Good(
+        setter(acc, "accumulation_count"),
+        {"accumulation_count": 2},
+        {"accumulation_count": is_count},
+        [acc],
+    )
 
 
 @good("GradientAccumulator.enabled=")
@@ -240,7 +257,12 @@ def _() -> Good:
         with acc.micro_batch(weight):
             (w * 2).sum().backward()
 
-    return Good(call, {"weight": 2}, {"weight": is_one_of(is_none, is_not_negative, is_equal_to(10**30))}, [acc, w])
+    return Good(
+        call,
+        {"weight": 2},
+        {"weight": is_one_of(is_none, is_not_negative, is_equal_to(10**30))},
+        [acc, w],
+    )
 
 
 @good("GradientAccumulator.apply_gradients")
@@ -295,7 +317,12 @@ for _name in ("FixedStepCount", "FixedTargetBatch", "AdaptiveAccumulation"):
     def _(name: str = _name) -> Good:
         strategy = getattr(gf, name)(4)
         accepts = is_equal_to({}) if name.startswith("Fixed") else is_equal_to()
-        return Good(strategy.load_state_dict, {"state": strategy.state_dict()}, {"state": accepts}, [strategy])
+        return Good(
+            strategy.load_state_dict,
+            {"state": strategy.state_dict()},
+            {"state": accepts},
+            [strategy],
+        )
 
 
 @good("DynamicBatchAccumulator")
@@ -313,7 +340,10 @@ def _() -> Good:
     return Good(
         accumulator.accumulate,
         {"batch_gradient": torch.ones(2), "batch_size": 2},
-        {"batch_gradient": is_gradient, "batch_size": is_one_of(is_not_negative, is_equal_to(10**30))},
+        {
+            "batch_gradient": is_gradient,
+            "batch_size": is_one_of(is_not_negative, is_equal_to(10**30)),
+        },
         [accumulator],
     )
 
@@ -340,7 +370,11 @@ def _() -> Good:
     return Good(
         gf.GradientScaling.average_accumulated,
         {"accumulated": torch.ones(2), "total_batch_size": 2, "reference_size": 4},
-        {"accumulated": is_gradient, "total_batch_size": is_positive, "reference_size": is_positive},
+        {
+            "accumulated": is_gradient,
+            "total_batch_size": is_positive,
+            "reference_size": is_positive,
+        },
     )
 
 
@@ -361,13 +395,22 @@ def _() -> Good:
 @good("VariableBatchScheduler.get_effective_batch_size")
 def _() -> Good:
     scheduler = gf.VariableBatchScheduler([1, 2])
-    return Good(scheduler.get_effective_batch_size, {"window_size": 1}, {"window_size": is_count}, [scheduler])
+    return Good(
+        scheduler.get_effective_batch_size,
+        {"window_size": 1},
+        {"window_size": is_count},
+        [scheduler],
+    )
 
 
 @good("VariableBatchScheduler.batches")
 def _() -> Good:
     scheduler = gf.VariableBatchScheduler([1, 2])
-    return Good(lambda sampler: list(scheduler.batches(sampler)), {"sampler": range(6)}, {"sampler": is_plain_iterable})
+    return Good(
+        lambda sampler: list(scheduler.batches(sampler)),
+        {"sampler": range(6)},
+        {"sampler": is_plain_iterable},
+    )
 
 
 def is_plain_iterable(value: Any) -> bool:
@@ -380,12 +423,16 @@ def _() -> Good:
 
 
 def is_dimension(value: Any) -> bool:
-    return is_whole(value) or (is_text(value) and value.isidentifier()) or value == [] or value == ()
+    return (
+        is_whole(value) or (is_text(value) and value.isidentifier()) or value == [] or value == ()
+    )
 
 
 @good("SymbolicShape.bounds")
 def _() -> Good:
-    return Good(gf.SymbolicShape(2, "n").bounds, {"dimension": 0}, {"dimension": is_equal_to(0, -1)})
+    return Good(
+        gf.SymbolicShape(2, "n").bounds, {"dimension": 0}, {"dimension": is_equal_to(0, -1)}
+    )
 
 
 for _method in ("problem", "matches"):
@@ -432,7 +479,9 @@ def _() -> Good:
     buffer = gf.AccumulationBufferDynamic(("n", 2), max_size=4)
     buffer.resize(4)
     return Good(
-        buffer.get_slice, {"start_idx": 1, "count": 2}, {"start_idx": is_equal_to(0), "count": is_equal_to(0, 3)}
+        buffer.get_slice,
+        {"start_idx": 1, "count": 2},
+        {"start_idx": is_equal_to(0), "count": is_equal_to(0, 3)},
     )
 
 
@@ -440,7 +489,9 @@ def _() -> Good:
 def _() -> Good:
     validator = gf.GradientAccumulationValidator()
     arguments = {"gradients": [torch.ones(2)], "batch_sizes": [2]}
-    return Good(validator.validate_accumulation, arguments, {"gradients": is_any, "batch_sizes": is_any})
+    return Good(
+        validator.validate_accumulation, arguments, {"gradients": is_any, "batch_sizes": is_any}
+    )
 
 
 @good("GradientAccumulationValidator.check_shape_compatibility")
@@ -454,7 +505,11 @@ def _() -> Good:
 def _() -> Good:
     validator = gf.GradientAccumulationValidator()
     arguments = {"accumulated": torch.ones(2), "components": [torch.ones(2)]}
-    return Good(validator.validate_accumulated_shape, arguments, {"accumulated": is_any, "components": is_any})
+    return Good(
+        validator.validate_accumulated_shape,
+        arguments,
+        {"accumulated": is_any, "components": is_any},
+    )
 
 
 @good("GradientAccumulationValidator.explain")
@@ -472,7 +527,7 @@ for _function in ("enable_grad_accumulation", "disable_grad_accumulation", "has_
         return Good(getattr(gf, function), {"tensor": weight()}, {"tensor": accepts})
 
 
-# -- recompute --------------------------------------------------------------------------------------------------------
+# -- recompute -----------------------------------------------------------------------------------
 
 
 @good("CheckpointScope")
@@ -523,13 +578,17 @@ def _() -> Good:
 @good("CheckpointNode.is_checkpoint=")
 def _() -> Good:
     node = gf.CheckpointNode(weight(), "exp")
-    return Good(setter(node, "is_checkpoint"), {"is_checkpoint": True}, {"is_checkpoint": is_flag}, [node])
+    return Good(
+        setter(node, "is_checkpoint"), {"is_checkpoint": True}, {"is_checkpoint": is_flag}, [node]
+    )
 
 
 @good("CheckpointNode.save_activations")
 def _() -> Good:
     node = gf.CheckpointNode(weight(), "exp")
-    return Good(node.save_activations, {"*activations": [weight()]}, {"activations": is_tensor}, [node])
+    return Good(
+        node.save_activations, {"*activations": [weight()]}, {"activations": is_tensor}, [node]
+    )
 
 
 @good("CheckpointNode.add_recompute_function")
@@ -590,7 +649,9 @@ def _() -> Good:
 def _() -> Good:
     manager = gf.CheckpointManager()
     arguments = {"nodes": [gf.CheckpointNode(weight(), "exp")]}
-    return Good(manager.selective_checkpointing, arguments, {"nodes": is_equal_to([], ())}, [manager])
+    return Good(
+        manager.selective_checkpointing, arguments, {"nodes": is_equal_to([], ())}, [manager]
+    )
 
 
 @good("checkpoint")
@@ -653,7 +714,7 @@ def _() -> Good:
     return Good(gf.is_checkpoint, {"tensor": weight()}, {"tensor": is_tensor})
 
 
-# -- profile, plan, fit -----------------------------------------------------------------------------------------------
+# -- profile, plan, fit --------------------------------------------------------------------------
 
 
 def is_split(value: Any) -> bool:
@@ -665,7 +726,12 @@ def _() -> Good:
     module = model()
     return Good(
         gf.profile,
-        {"model": module, "loss_fn": loss_fn, "sample_batch": BATCH, "optimizer": sgd(*module.parameters())},
+        {
+            "model": module,
+            "loss_fn": loss_fn,
+            "sample_batch": BATCH,
+            "optimizer": sgd(*module.parameters()),
+        },
         {
             "model": is_module,
             "sample_batch": is_rows,
@@ -684,7 +750,13 @@ def _() -> Good:
 
 def is_rows(value: Any) -> bool:
     """What the model takes: floats in rows of 2."""
-    return is_tensor(value) and value.dtype == torch.float32 and value.dim() > 0 and value.numel() > 0 and value.is_cpu
+    return (
+        is_tensor(value)
+        and value.dtype == torch.float32
+        and value.dim() > 0
+        and value.numel() > 0
+        and value.is_cpu
+    )
 
 
 def is_optimizer_or_none(value: Any) -> bool:
@@ -723,8 +795,19 @@ def _() -> Good:
     module = model()
     return Good(
         gf.estimate,
-        {"model": module, "loss_fn": loss_fn, "batch": BATCH, "optimizer": sgd(*module.parameters()), "hardware": "t4"},
-        {"model": is_module, "batch": is_rows, "optimizer": is_optimizer_or_none, "split": is_split},
+        {
+            "model": module,
+            "loss_fn": loss_fn,
+            "batch": BATCH,
+            "optimizer": sgd(*module.parameters()),
+            "hardware": "t4",
+        },
+        {
+            "model": is_module,
+            "batch": is_rows,
+            "optimizer": is_optimizer_or_none,
+            "split": is_split,
+        },
         [module],
     )
 
@@ -767,7 +850,11 @@ def a_record(name: str) -> Any:
     loss = (weight() * 2).exp().sum()
     if name == "AutogradGraph":
         return gf.AutogradContext.graph(loss)
-    return gf.AutogradContext.memory_stats() if name == "MemoryStats" else gf.inspect_gradients([weight()])
+    return (
+        gf.AutogradContext.memory_stats()
+        if name == "MemoryStats"
+        else gf.inspect_gradients([weight()])
+    )
 
 
 @good("apply")
@@ -860,7 +947,9 @@ def _() -> Good:
 @good("TrainStep.load_state_dict")
 def _() -> Good:
     step = a_step()
-    return Good(step.load_state_dict, {"state": step.state_dict()}, {}, [step.model, step.accumulator])
+    return Good(
+        step.load_state_dict, {"state": step.state_dict()}, {}, [step.model, step.accumulator]
+    )
 
 
 @good("whole")
@@ -906,7 +995,11 @@ def _() -> Good:
     return Good(
         gf.Loss,
         {"sum": weight().sum(), "count": 2, "logs": {}},
-        {"sum": is_any, "count": is_any, "logs": is_any},  # read by the step that gets it, which names loss_fn
+        {
+            "sum": is_any,
+            "count": is_any,
+            "logs": is_any,
+        },  # read by the step that gets it, which names loss_fn
     )
 
 
@@ -939,7 +1032,10 @@ for _function in ("causal_lm", "masked_lm", "seq2seq_lm", "classification"):
     @good(f"losses.{_function}")
     def _(function: str = _function) -> Good:
         labels = torch.zeros(3, 2, dtype=torch.int64)
-        return Good(getattr(gf.losses, function), {"model": LanguageModel(2, 2), "batch": {"labels": labels}})
+        return Good(
+            getattr(gf.losses, function),
+            {"model": LanguageModel(2, 2), "batch": {"labels": labels}},
+        )
 
 
 @good("meter")
@@ -961,7 +1057,7 @@ def _() -> Good:
     return Good(gf.Meter().watch, {"*tensors": [weight()]}, {"tensors": is_any})
 
 
-# -- autograd ---------------------------------------------------------------------------------------------------------
+# -- autograd ------------------------------------------------------------------------------------
 
 
 @good("backward")
@@ -1066,13 +1162,17 @@ def _() -> Good:
 @good("GradientMap.add_")
 def _() -> Good:
     grads = a_map()
-    return Good(grads.add_, {"other": a_map()}, {"other": is_equal_to({}), "alpha": is_number}, [grads])
+    return Good(
+        grads.add_, {"other": a_map()}, {"other": is_equal_to({}), "alpha": is_number}, [grads]
+    )
 
 
 @good("GradientMap.scale_")
 def _() -> Good:
     grads = a_map()
-    return Good(grads.scale_, {"factor": 2.0}, {"factor": is_one_of(is_number, is_one_element)}, [grads])
+    return Good(
+        grads.scale_, {"factor": 2.0}, {"factor": is_one_of(is_number, is_one_element)}, [grads]
+    )
 
 
 def is_one_element(value: Any) -> bool:
@@ -1119,7 +1219,9 @@ def _() -> Good:
 def _() -> Good:
     grads = a_map()
     clipper = gf.GradientClipper(1.0)
-    return Good(clipper.clip_grads, {"grads": grads}, {"grads": is_source, "scale": is_positive}, [grads])
+    return Good(
+        clipper.clip_grads, {"grads": grads}, {"grads": is_source, "scale": is_positive}, [grads]
+    )
 
 
 @good("custom_op")
@@ -1201,14 +1303,18 @@ def is_optimizer(value: Any) -> bool:
 def _() -> Good:
     w = weight()
     w.grad = torch.ones(2)
-    return Good(gf.LossScaler().step, {"/optimizer": sgd(w), "*args": []}, {"optimizer": is_optimizer}, [w])
+    return Good(
+        gf.LossScaler().step, {"/optimizer": sgd(w), "*args": []}, {"optimizer": is_optimizer}, [w]
+    )
 
 
 @good("LossScaler.update")
 def _() -> Good:
     scaler = gf.LossScaler()
     scaler.unscale_(a_map())
-    return Good(scaler.update, {"new_scale": 2.0}, {"new_scale": is_one_of(is_none, is_positive)}, [scaler])
+    return Good(
+        scaler.update, {"new_scale": 2.0}, {"new_scale": is_one_of(is_none, is_positive)}, [scaler]
+    )
 
 
 @good("LossScaler.load_state_dict")

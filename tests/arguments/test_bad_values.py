@@ -1,4 +1,6 @@
-"""Every public parameter × bad values: an error that names the parameter, with nothing changed, or a legal value."""
+"""Every public parameter × bad values: an error that names the parameter, with nothing changed, or
+a legal value.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from torch import Tensor, nn
 
 import gradfit as gf
 
-# Records that gradfit returns, objects that its functions make, and what its own engine calls: nobody passes these.
+# Records that gradfit returns, objects that its functions make, and what its own engine calls:
+# nobody passes these.
 RESULTS = {
     "Estimate",
     "Lever",
@@ -52,17 +55,27 @@ def parameters_of(function: Any) -> list[str]:
 
 
 def public_callables() -> Iterator[tuple[str, list[str]]]:
-    """Each public callable with its parameters: functions, constructors, methods, and settable properties."""
+    """Each public callable with its parameters: functions, constructors, methods, and settable
+    properties.
+    """
     for name in gf.__all__:
         thing = getattr(gf, name)
         if inspect.isfunction(thing):
             yield name, parameters_of(thing)
         elif inspect.ismodule(thing):
             for member, function in vars(thing).items():
-                if inspect.isfunction(function) and function.__module__ == thing.__name__ and member[0] != "_":
+                if (
+                    inspect.isfunction(function)
+                    and function.__module__ == thing.__name__
+                    and member[0] != "_"
+                ):
                     yield f"{name}.{member}", parameters_of(function)
         elif inspect.isclass(thing) and not issubclass(thing, BaseException):
-            if name not in RESULTS and not inspect.isabstract(thing) and (names := parameters_of(thing)):
+            if (
+                name not in RESULTS
+                and not inspect.isabstract(thing)
+                and (names := parameters_of(thing))
+            ):
                 yield name, names
             yield from public_methods(name, thing)
 
@@ -83,7 +96,11 @@ def public_methods(name: str, kind: type) -> Iterator[tuple[str, list[str]]]:
             yield f"{name}.{member}", names
 
 
-WALK = {name: parameters for name, parameters in public_callables() if parameters and not ENGINE.match(name)}
+WALK = {
+    name: parameters
+    for name, parameters in public_callables()
+    if parameters and not ENGINE.match(name)
+}
 
 
 def takes_nothing() -> None: ...
@@ -150,7 +167,9 @@ def fingerprint(things: list[Any]) -> list[Any]:
 
 
 def problem(name: str, parameter: str, value: Any) -> str | None:
-    """What is wrong with the outcome of a call with one bad value; None if it is refused by name, or legal."""
+    """What is wrong with the outcome of a call with one bad value; None if it is refused by name,
+    or legal.
+    """
     good = CALLS[name]()
     names = ALSO_CALLED.get((name, parameter), parameter)
     key = next((key for key in good.arguments if key.lstrip("*/") == parameter), parameter)
@@ -161,7 +180,11 @@ def problem(name: str, parameter: str, value: Any) -> str | None:
     except gf.GradfitError as error:
         if not re.search(rf"\b({names})\b", str(error)):
             return f"does not name {parameter}: {type(error).__name__}: {str(error)[:200]}"
-        return None if fingerprint(good.watched) == before else f"refused, but something changed: {error}"
+        return (
+            None
+            if fingerprint(good.watched) == before
+            else f"refused, but something changed: {error}"
+        )
     except Exception as error:
         if came_from_the_caller(error):
             return None if fingerprint(good.watched) == before else f"something changed: {error}"
@@ -170,14 +193,21 @@ def problem(name: str, parameter: str, value: Any) -> str | None:
 
 
 def came_from_the_caller(error: BaseException) -> bool:
-    """Whether it was raised by the caller's own function, or in calling the caller's model, with a bad value."""
+    """Whether it was raised by the caller's own function, or in calling the caller's model, with a
+    bad value.
+    """
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-    own = any(code.co_filename == argument_calls.__file__ and code.co_name in ("loss_fn", "exp") for code in codes)
+    own = any(
+        code.co_filename == argument_calls.__file__ and code.co_name in ("loss_fn", "exp")
+        for code in codes
+    )
     return own or codes[-1] is nn.Module._call_impl.__code__
 
 
 def outcomes(name: str, *, every: int) -> dict[str, str]:
-    """What is wrong with each parameter of a callable, with one in `every` bad values, others for each parameter."""
+    """What is wrong with each parameter of a callable, with one in `every` bad values, others for
+    each parameter.
+    """
     found = {}
     for at, parameter in enumerate(WALK[name]):
         for number, (bad, make) in enumerate(BAD.items()):
@@ -215,7 +245,9 @@ def test_a_raw_exception_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         if arguments["steps"] is None:
             raise KeyError("steps")
 
-    monkeypatch.setitem(CALLS, "FixedStepCount", lambda: argument_calls.Good(takes_anything, {"steps": 2}))
+    monkeypatch.setitem(
+        CALLS, "FixedStepCount", lambda: argument_calls.Good(takes_anything, {"steps": 2})
+    )
     found = outcomes("FixedStepCount", every=1)
     assert found.pop("steps=None") == "raw KeyError: 'steps'"
     assert set(found.values()) == {"accepted"}

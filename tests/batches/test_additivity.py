@@ -47,7 +47,9 @@ def time_steps(model: nn.Module, batch: Any) -> Tensor:
 
 def attention(model: nn.Module, batch: Any) -> Tensor:
     states = batch[0][:, None].expand(-1, 3, -1)
-    return model(F.scaled_dot_product_attention(states, states, states, dropout_p=0.5)).square().mean()
+    return (
+        model(F.scaled_dot_product_attention(states, states, states, dropout_p=0.5)).square().mean()
+    )
 
 
 @pytest.mark.parametrize("loss_fn", [entropy, functional_dropout, noisy, time_steps, attention])
@@ -59,16 +61,23 @@ def test_randomness_does_not_hide_that_a_loss_adds_up(loss_fn: Callable[..., Ten
 
 def test_nothing_stays_changed() -> None:
     model = network()
-    before, mode = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
+    before, mode = (
+        copy.deepcopy(model.state_dict()),
+        [module.training for module in model.modules()],
+    )
     versions = [parameter.grad for parameter in model.parameters()]
     measure_additivity(model, entropy, rows())
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.state_dict().values(), before.values(), strict=True)
+    )
     assert [module.training for module in model.modules()] == mode
     assert [parameter.grad for parameter in model.parameters()] == versions
 
 
 def test_a_loss_that_only_seems_to_add_up_where_the_model_is_now() -> None:
-    """All outputs are 0, so that the largest is each one's: the second look, elsewhere, sees the maximum."""
+    """All outputs are 0, so that the largest is each one's: the second look, elsewhere, sees the
+    maximum.
+    """
     model = network(0.0)
     nn.init.zeros_(model[3].weight)  # type: ignore[arg-type]
     nn.init.zeros_(model[3].bias)  # type: ignore[arg-type]
@@ -101,7 +110,10 @@ def test_from_nan_and_zero_nothing_can_be_told(value: float, text: str) -> None:
 def test_a_sample_of_one_row_is_measured_too() -> None:
     x, y = rows()
     assert measure_additivity(network(), entropy, (x[:1], y[:1])).over == "divisor"
-    assert measure_additivity(network(), lambda m, b: m(b[0]).softmax(0).max(), (x[:1], y[:1])).over is None
+    assert (
+        measure_additivity(network(), lambda m, b: m(b[0]).softmax(0).max(), (x[:1], y[:1])).over
+        is None
+    )
 
 
 def test_a_mean_with_a_count_is_an_error() -> None:
@@ -123,7 +135,9 @@ def test_activations_are_not_kept() -> None:
     with gf.meter(model, x) as live:
         before = live.current_bytes
         measure_additivity(model, lambda m, b: m(b).square().mean(), x)
-    copies = sum(p.nbytes for p in model.parameters()) / 16 + max(p.nbytes for p in model.parameters())
+    copies = sum(p.nbytes for p in model.parameters()) / 16 + max(
+        p.nbytes for p in model.parameters()
+    )
     assert live.peak_bytes - before < kept / 2 + copies
 
 
@@ -147,9 +161,13 @@ def test_the_first_way_that_holds_is_taken() -> None:
 
 
 def test_a_part_that_was_divided_by_nothing_and_is_not_nothing_is_lost() -> None:
-    whole, a, b = runs((2.0, 4, None, (8.0,)), (2.0, 3, None, (8.0,)), (float("inf"), 1, None, (0.0,)))
+    whole, a, b = runs(
+        (2.0, 4, None, (8.0,)), (2.0, 3, None, (8.0,)), (float("inf"), 1, None, (0.0,))
+    )
     assert judge([Comparison(whole, (a, b))], 1e-6).over is None
-    whole, a, b = runs((2.0, 4, None, (8.0,)), (2.0, 3, None, (8.0,)), (float("nan"), 1, None, (0.0,)))
+    whole, a, b = runs(
+        (2.0, 4, None, (8.0,)), (2.0, 3, None, (8.0,)), (float("nan"), 1, None, (0.0,))
+    )
     assert judge([Comparison(whole, (a, b))], 1e-6).over == "divisor"
 
 

@@ -59,10 +59,19 @@ PAIRS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
         lambda x: F.binary_cross_entropy_with_logits(x, like(x), reduction="sum"),
     ),
     "mse": (lambda x: F.mse_loss(x, like(x)), lambda x: F.mse_loss(x, like(x), reduction="sum")),
-    "mse, the target trained": (lambda x: F.mse_loss(like(x), x), lambda x: F.mse_loss(like(x), x, reduction="sum")),
+    "mse, the target trained": (
+        lambda x: F.mse_loss(like(x), x),
+        lambda x: F.mse_loss(like(x), x, reduction="sum"),
+    ),
     "l1": (lambda x: F.l1_loss(x, like(x)), lambda x: F.l1_loss(x, like(x), reduction="sum")),
-    "smooth l1": (lambda x: F.smooth_l1_loss(x, like(x)), lambda x: F.smooth_l1_loss(x, like(x), reduction="sum")),
-    "huber": (lambda x: F.huber_loss(x, like(x)), lambda x: F.huber_loss(x, like(x), reduction="sum")),
+    "smooth l1": (
+        lambda x: F.smooth_l1_loss(x, like(x)),
+        lambda x: F.smooth_l1_loss(x, like(x), reduction="sum"),
+    ),
+    "huber": (
+        lambda x: F.huber_loss(x, like(x)),
+        lambda x: F.huber_loss(x, like(x), reduction="sum"),
+    ),
     "kl_div, batchmean": (
         lambda x: F.kl_div(x.log_softmax(1), like(x), reduction="batchmean"),
         lambda x: F.kl_div(x.log_softmax(1), like(x), reduction="sum"),
@@ -77,7 +86,9 @@ PAIRS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
     ),
     "multilabel margin": (
         lambda x: F.multilabel_margin_loss(x, TARGETS.clamp(0)[:, None].expand(-1, CLASSES)),
-        lambda x: F.multilabel_margin_loss(x, TARGETS.clamp(0)[:, None].expand(-1, CLASSES), reduction="sum"),
+        lambda x: F.multilabel_margin_loss(
+            x, TARGETS.clamp(0)[:, None].expand(-1, CLASSES), reduction="sum"
+        ),
     ),
     "cosine": (
         lambda x: F.cosine_embedding_loss(x, like(x), torch.ones(ROWS)),
@@ -91,15 +102,23 @@ PAIRS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] 
         lambda x: F.gaussian_nll_loss(x, like(x), like(x)),
         lambda x: F.gaussian_nll_loss(x, like(x), like(x), reduction="sum"),
     ),
-    "poisson": (lambda x: F.poisson_nll_loss(x, like(x)), lambda x: F.poisson_nll_loss(x, like(x), reduction="sum")),
+    "poisson": (
+        lambda x: F.poisson_nll_loss(x, like(x)),
+        lambda x: F.poisson_nll_loss(x, like(x), reduction="sum"),
+    ),
     "ctc": (
         lambda x: F.ctc_loss(x.log_softmax(1)[:, None], torch.tensor([[1, 2]]), (ROWS,), (1,)),
-        lambda x: F.ctc_loss(x.log_softmax(1)[:, None], torch.tensor([[1, 2]]), (ROWS,), (1,), reduction="sum"),
+        lambda x: F.ctc_loss(
+            x.log_softmax(1)[:, None], torch.tensor([[1, 2]]), (ROWS,), (1,), reduction="sum"
+        ),
     ),
     "mean, then mean": (lambda x: x.mean(1).mean(), lambda x: x.sum()),
     "mean over the rows first": (lambda x: x.mean(0).mean(), lambda x: x.sum()),
     "mean, then sum": (lambda x: x.mean(0).sum(), lambda x: x.sum()),
-    "masked by hand": (lambda x: (x.sum(1) * MASK).sum() / MASK.sum(), lambda x: (x.sum(1) * MASK).sum()),
+    "masked by hand": (
+        lambda x: (x.sum(1) * MASK).sum() / MASK.sum(),
+        lambda x: (x.sum(1) * MASK).sum(),
+    ),
     "indexed": (lambda x: x[MASK.bool()].mean(), lambda x: x[MASK.bool()].sum()),
     "multiplied by the inverse": (lambda x: x.sum() * (1 / MASK.sum()), lambda x: x.sum()),
     "nanmean": (lambda x: x.nanmean(), lambda x: x.nansum()),
@@ -201,14 +220,18 @@ def test_under_autocast() -> None:
         assert divisors(F.cross_entropy(layer(scores()), TARGETS)) == [5]
 
 
-def test_no_more_than_the_scalars_behind_the_reduction_are_visited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_the_scalars_behind_the_reduction_are_visited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The walk ends at the reduction, however deep the model is below it."""
     from gradfit.batches import denominator
 
     visited: list[str] = []
     for name, rule in list(denominator._RULES.items()):
         monkeypatch.setitem(
-            denominator._RULES, name, lambda path, name=name, rule=rule: (visited.append(name), rule(path))[1]
+            denominator._RULES,
+            name,
+            lambda path, name=name, rule=rule: (visited.append(name), rule(path))[1],
         )
     x = scores()
     for _ in range(100):

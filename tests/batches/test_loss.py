@@ -25,7 +25,9 @@ def test_a_mean() -> None:
     assert part.rows == 4
 
 
-@pytest.mark.parametrize("count", [3, np.int64(3), torch.tensor(3), torch.tensor([3], dtype=torch.int32)])
+@pytest.mark.parametrize(
+    "count", [3, np.int64(3), torch.tensor(3), torch.tensor([3], dtype=torch.int32)]
+)
 def test_a_sum_and_its_count(count: Any) -> None:
     part = read_loss((graph(), count), 4)
     assert part.count is not None
@@ -39,7 +41,9 @@ def test_a_count_on_a_device_stays_there() -> None:
 
 
 def test_a_loss_and_logs() -> None:
-    part = read_loss((graph(), {"accuracy": 0.5, "tensor": torch.tensor(2.0), "numpy": np.float32(1)}), 4)
+    part = read_loss(
+        (graph(), {"accuracy": 0.5, "tensor": torch.tensor(2.0), "numpy": np.float32(1)}), 4
+    )
     assert part.count is None
     assert set(part.logs) == {"accuracy", "tensor", "numpy"}
 
@@ -50,7 +54,10 @@ def test_a_record() -> None:
 
 
 WRONG = {
-    "a float beside it": (lambda: (graph(), 0.9), r"\(loss_sum, count\).*\(loss, \{\"accuracy\": value\}\)"),
+    "a float beside it": (
+        lambda: (graph(), 0.9),
+        r"\(loss_sum, count\).*\(loss, \{\"accuracy\": value\}\)",
+    ),
     "a float tensor beside it": (lambda: (graph(), torch.tensor(0.9)), r"float32.*whole number"),
     "a bool": (lambda: (graph(), True), "whole number"),
     "a negative count": (lambda: (graph(), -1), "0 or more"),
@@ -97,7 +104,9 @@ class _Head(torch.nn.Module):
         scores = self.table(input_ids)
         if self.shift:
             scores, labels = scores[:, :-1], labels[:, 1:]
-        return SimpleNamespace(loss=torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()))
+        return SimpleNamespace(
+            loss=torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+        )
 
 
 @pytest.mark.parametrize("name", ["causal_lm", "masked_lm", "seq2seq_lm", "classification"])
@@ -109,7 +118,8 @@ def test_ready_losses_are_the_sum_over_the_items_that_the_head_averages_over(nam
     batch = {"input_ids": ids, "labels": labels}
     loss = getattr(gf.losses, name)(model, batch)
     parts = [
-        getattr(gf.losses, name)(model, {k: v[rows] for k, v in batch.items()}) for rows in (slice(2), slice(2, 5))
+        getattr(gf.losses, name)(model, {k: v[rows] for k, v in batch.items()})
+        for rows in (slice(2), slice(2, 5))
     ]
     mean = model(**batch).loss
     torch.testing.assert_close(loss.sum / loss.count, mean)
@@ -121,7 +131,9 @@ def test_ready_losses_of_floating_point_labels_count_elements() -> None:
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:  # type: ignore[override]
             return SimpleNamespace(loss=torch.nn.functional.mse_loss(super().forward(x), labels))
 
-    loss = gf.losses.classification(Regression(3, 2), {"x": torch.ones(4, 3), "labels": torch.ones(4, 2)})
+    loss = gf.losses.classification(
+        Regression(3, 2), {"x": torch.ones(4, 3), "labels": torch.ones(4, 2)}
+    )
     assert int(loss.count) == 8
 
 

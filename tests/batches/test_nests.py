@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 
 from gradfit import tree
 from gradfit.errors import MisuseError
-from gradfit.tree import leaves, map_tensors, repeat_rows, size_of_batch, split_batch, take_rows, unmarked, whole
+from gradfit.tree import (
+    leaves,
+    map_tensors,
+    repeat_rows,
+    size_of_batch,
+    split_batch,
+    take_rows,
+    unmarked,
+    whole,
+)
 
 _DEEP = 5000  # more than the interpreter's limit of recursion
 
@@ -30,7 +39,14 @@ def test_a_deep_nest_is_walked_cut_and_made_again() -> None:
     assert size_of_batch(batch) == 6
     parts = list(split_batch(batch, 4))
     assert [next(leaves(part)).tolist() for part in parts] == [[0, 1, 2, 3], [4, 5]]
-    assert next(leaves(map_tensors(batch, lambda tensor: tensor + 1))).tolist() == [1, 2, 3, 4, 5, 6]
+    assert next(leaves(map_tensors(batch, lambda tensor: tensor + 1))).tolist() == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     assert next(leaves(repeat_rows(batch, 8))).tolist() == [0, 1, 2, 3, 4, 5, 0, 1]
     inner = unmarked(batch)
     for level in reversed(range(_DEEP)):
@@ -50,7 +66,9 @@ def test_a_nest_that_holds_itself_is_refused() -> None:
 @pytest.mark.parametrize(
     "walk", [lambda b: list(leaves(b)), size_of_batch, unmarked, lambda b: list(split_batch(b, 1))]
 )
-def test_a_list_of_strings_is_not_looked_into_item_by_item(walk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_strings_is_not_looked_into_item_by_item(
+    walk: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever its length, and however many parts are cut from it."""
     looked = []
     items = tree._items
@@ -123,13 +141,18 @@ def _cut(nest: Any, rows: slice) -> Any:
     return nest[rows] if isinstance(nest, list | tuple) else nest
 
 
-@given(st.integers(1, 5).flatmap(lambda rows: st.tuples(st.just(rows), _row_nests(rows))), st.integers(1, 3))
+@given(
+    st.integers(1, 5).flatmap(lambda rows: st.tuples(st.just(rows), _row_nests(rows))),
+    st.integers(1, 3),
+)
 def test_parts_are_those_of_the_definition(drawn: tuple[int, Any], size: int) -> None:
     rows, nest = drawn
     batch = {"x": torch.arange(rows), "nest": nest}
     assert size_of_batch(batch) == rows
     expected = [_cut(batch, slice(start, start + size)) for start in range(0, rows, size)]
-    assert [_plain(part) for part in split_batch(batch, size)] == [_plain(part) for part in expected]
+    assert [_plain(part) for part in split_batch(batch, size)] == [
+        _plain(part) for part in expected
+    ]
     assert _plain(take_rows(batch, slice(0, size))) == _plain(expected[0])
 
 
@@ -142,6 +165,11 @@ def test_what_goes_into_every_part_may_be_sparse() -> None:
 
 
 def test_the_place_of_a_wrong_length_is_said() -> None:
-    batch = {"x": torch.zeros(3), "rest": [_Record(torch.zeros(3), {"names": ["a", "b"]}), torch.zeros(3)]}
-    with pytest.raises(MisuseError, match=r"\['rest'\]\[0\]\.rest\['names'\] has length 2, \['x'\] has 3 rows"):
+    batch = {
+        "x": torch.zeros(3),
+        "rest": [_Record(torch.zeros(3), {"names": ["a", "b"]}), torch.zeros(3)],
+    }
+    with pytest.raises(
+        MisuseError, match=r"\['rest'\]\[0\]\.rest\['names'\] has length 2, \['x'\] has 3 rows"
+    ):
         size_of_batch(batch)

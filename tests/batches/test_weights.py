@@ -44,7 +44,10 @@ def test_terms_that_grow_alike_go_together() -> None:
 def test_padding_that_comes_later_in_a_loss_of_two_denominators_stops_it() -> None:
     weights = BatchWeights(Additivity("divisor", roles=("adds", "adds")), 8)
     weights.of(part(4, 12, second=4))
-    with pytest.raises(gf.MisuseError, match=r"mean over 12 \+ mean over 4 and mean over 9 \+ mean over 4.*gf\.Loss"):
+    with pytest.raises(
+        gf.MisuseError,
+        match=r"mean over 12 \+ mean over 4 and mean over 9 \+ mean over 4.*gf\.Loss",
+    ):
         weights.of(part(4, 9, second=4))
 
 
@@ -53,7 +56,8 @@ def test_a_loss_that_can_no_longer_be_read_stops_it() -> None:
     unreadable = read_loss(torch.ones(3, requires_grad=True).norm(), 4)
     with pytest.raises(gf.MisuseError, match="cannot be read; the sample's was mean over 4"):
         weights.of(unreadable)
-    assert BatchWeights(Additivity("divisor", roles=("adds",)), 4).of(unreadable) == (4, "mean")  # in one piece
+    # in one piece
+    assert BatchWeights(Additivity("divisor", roles=("adds",)), 4).of(unreadable) == (4, "mean")
 
 
 def test_a_sum_divided_by_nothing_is_lost_and_said() -> None:

@@ -60,7 +60,13 @@ def gradfit(folder: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command(*arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=240, check=False
+            command(*arguments),
+            cwd=folder,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
         )
 
     return call

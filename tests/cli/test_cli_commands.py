@@ -52,9 +52,25 @@ def test_audit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert found.compared["gradient"] == 4
 
 
-def test_train_writes_state_model_scalars_and_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--memory", MEMORY, "--epochs", "2", "--out", "run", "--log-every", "3", "--seed", "4"]
-    assert main(["train", "job.py:make", *options, "--tensorboard", "--report", "page.html", "--json"]) == 0
+def test_train_writes_state_model_scalars_and_page(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [
+        "--memory",
+        MEMORY,
+        "--epochs",
+        "2",
+        "--out",
+        "run",
+        "--log-every",
+        "3",
+        "--seed",
+        "4",
+    ]
+    assert (
+        main(["train", "job.py:make", *options, "--tensorboard", "--report", "page.html", "--json"])
+        == 0
+    )
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert found["step"] == 12  # 96 rows, 16 to an update, twice
@@ -73,10 +89,22 @@ def test_train_writes_state_model_scalars_and_page(folder: Path, capsys: pytest.
     assert not list((folder / "run").glob("*.pt")) + list((folder / "run").glob("*.pkl"))
 
 
-def test_the_same_seed_gives_the_same_parameters(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_seed_gives_the_same_parameters(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = []
     for number, seed in enumerate(("1", "1", "2")):
-        options = ["--memory", MEMORY, "--steps", "5", "--out", f"run{number}", "--seed", seed, "--json"]
+        options = [
+            "--memory",
+            MEMORY,
+            "--steps",
+            "5",
+            "--out",
+            f"run{number}",
+            "--seed",
+            seed,
+            "--json",
+        ]
         assert main(["train", "job.py:make", *options]) == 0
         found.append(json.loads(capsys.readouterr().out)["parameters_sha256"])
     assert found[0] == found[1] != found[2]
@@ -87,13 +115,17 @@ def test_resume_goes_on_and_extends(folder: Path, capsys: pytest.CaptureFixture[
     assert main([*through, "--steps", "9", "--out", "through"]) == 0
     expected = json.loads(capsys.readouterr().out)["parameters_sha256"]
     assert main([*through, "--steps", "4", "--out", "parts"]) == 0
-    assert main(["train", "job.py:make", "--out", "parts", "--resume", "--steps", "9", "--json"]) == 0
+    assert (
+        main(["train", "job.py:make", "--out", "parts", "--resume", "--steps", "9", "--json"]) == 0
+    )
     said = capsys.readouterr()
     assert json.loads(said.out.splitlines()[-1])["parameters_sha256"] == expected
     assert "Resuming at step 4" in said.err
     newest = sorted((folder / "parts").glob("state-*.safetensors"))[-1]
     newest.write_bytes(newest.read_bytes()[:-100])
-    assert main(["train", "job.py:make", "--out", "parts", "--resume", "--steps", "9", "--json"]) == 0
+    assert (
+        main(["train", "job.py:make", "--out", "parts", "--resume", "--steps", "9", "--json"]) == 0
+    )
     said = capsys.readouterr()
     assert "Passed over state-00000009-0000" in said.err
     assert "the one before" in said.err
@@ -145,7 +177,22 @@ def test_built_in_jobs_plan(name: str) -> None:
 def test_the_guide_s_job_works(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     guide = (Path(__file__).parents[2] / "docs/guides/cli.md").read_text()
     (folder / "guide.py").write_text(guide.split("```python")[1].split("```")[0])
-    assert main(["train", "guide.py:make_job", "--memory", "4 MiB", "--steps", "3", "--out", "run", "--json"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "guide.py:make_job",
+                "--memory",
+                "4 MiB",
+                "--steps",
+                "3",
+                "--out",
+                "run",
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["batch_size"] == 512
 
 
@@ -162,7 +209,10 @@ def test_the_hugging_face_example_works_with_every_command(gradfit: Call, comman
 
 def test_the_micro_batch_can_be_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for given, cut in (("5", (5, 4)), ("whole", (16, 1))):
-        assert main(["plan", "job.py:make", "--memory", "1 MiB", "--micro-batch", given, "--json"]) == 0
+        assert (
+            main(["plan", "job.py:make", "--memory", "1 MiB", "--micro-batch", given, "--json"])
+            == 0
+        )
         plan = Plan.from_json(capsys.readouterr().out)
         assert (plan.micro_batch, plan.steps) == cut
         assert main(["audit", "job.py:make", "--micro-batch", given, "--json"]) == 0
@@ -174,18 +224,38 @@ def test_the_micro_batch_can_be_said(folder: Path, capsys: pytest.CaptureFixture
         assert f"micro-batch {cut[0]} × {cut[1]}" in capsys.readouterr().err
         assert main(["train", "job.py:make", "--resume", "--out", given, "--steps", "3"]) == 0
         assert f"micro-batch {cut[0]} × {cut[1]}" in capsys.readouterr().err
-    assert main(["train", "job.py:make", "--resume", "--out", "whole", "--micro-batch", "5", "--steps", "4"]) != 0
+    assert (
+        main(
+            [
+                "train",
+                "job.py:make",
+                "--resume",
+                "--out",
+                "whole",
+                "--micro-batch",
+                "5",
+                "--steps",
+                "4",
+            ]
+        )
+        != 0
+    )
     assert "begun with micro_batch whole, not 5" in capsys.readouterr().err
     for wrong in ("0", "-1", "half"):
         assert main(["plan", "job.py:make", "--memory", "1 MiB", "--micro-batch", wrong]) == 2
         assert "Pass an int of at least 1, or 'whole'" in capsys.readouterr().err
 
 
-def test_plan_says_what_is_predicted_and_whether_parts_add_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_says_what_is_predicted_and_whether_parts_add_up(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "job.py:make", "--memory", MEMORY]) == 0
     said = capsys.readouterr().out
     assert "predicted: peak " in said
-    assert "exactness: the parts of a batch add up, by items (measured on a few rows: relative error " in said
+    assert (
+        "exactness: the parts of a batch add up, by items (measured on a few rows: relative error "
+        in said
+    )
     assert main(["plan", "job.py:make", "--report", "page.html"]) == 0
     said = capsys.readouterr().out
     assert "micro-batch × count" in said

@@ -24,7 +24,8 @@ class Stream(IterableDataset):
 def job(data, batch_size):
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return gradfit.Job(model, lambda model, x: model(x).square().mean(), data, optimizer, batch_size)
+    loss_fn = lambda model, x: model(x).square().mean()
+    return gradfit.Job(model, loss_fn, data, optimizer, batch_size)
 
 
 def stream():
@@ -48,10 +49,27 @@ def jobs(folder: Path) -> Path:
 
 
 def test_a_loader_over_an_iterable_dataset(jobs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has no length; regrouped, its batches are the rows in their order, and a run can be resumed in the middle."""
+    """It has no length; regrouped, its batches are the rows in their order, and a run can be
+    resumed in the middle.
+    """
     found = []
     for name in ("stream", "rows"):
-        assert main(["train", f"jobs.py:{name}", "--memory", "1 MiB", "--epochs", "2", "--out", name, "--json"]) == 0
+        assert (
+            main(
+                [
+                    "train",
+                    f"jobs.py:{name}",
+                    "--memory",
+                    "1 MiB",
+                    "--epochs",
+                    "2",
+                    "--out",
+                    name,
+                    "--json",
+                ]
+            )
+            == 0
+        )
         found.append(json.loads(capsys.readouterr().out))
     assert found[0]["step"] == found[1]["step"] == 6  # 12, 12 and 6 rows, twice
     assert found[0]["losses"] == found[1]["losses"]
@@ -64,11 +82,34 @@ def test_a_loader_over_an_iterable_dataset(jobs: Path, capsys: pytest.CaptureFix
         assert main([command, "jobs.py:stream"]) == 0
 
 
-def test_batches_of_several_lengths_are_not_joined(jobs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "jobs.py:lengths", "--memory", "1 MiB", "--epochs", "1", "--out", "run"]) == 2
+def test_batches_of_several_lengths_are_not_joined(
+    jobs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(["train", "jobs.py:lengths", "--memory", "1 MiB", "--epochs", "1", "--out", "run"])
+        == 2
+    )
     error = capsys.readouterr().err
-    assert "cannot be joined into one of 6 rows: rows of one have shape (5, 8), of the next (7, 8)" in error
+    assert (
+        "cannot be joined into one of 6 rows: rows of one have shape (5, 8), of the next (7, 8)"
+        in error
+    )
     assert "--batch-size 4" in error
     assert "Traceback" not in error
-    assert main(["train", "jobs.py:lengths", "--memory", "1 MiB", "--batch-size", "4", "--out", "each", "--json"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "jobs.py:lengths",
+                "--memory",
+                "1 MiB",
+                "--batch-size",
+                "4",
+                "--out",
+                "each",
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["step"] == 4

@@ -49,7 +49,9 @@ def test_debug_shows_the_traceback(folder: Path) -> None:
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_an_infeasible_budget_is_exit_code_3(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_infeasible_budget_is_exit_code_3(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "job.py:make", "--memory", "4 KiB", "--json"]) == 3
     said = capsys.readouterr()
     found = json.loads(said.out)

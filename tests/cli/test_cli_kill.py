@@ -39,11 +39,15 @@ def wait_for_training(process: subprocess.Popen[str]) -> None:
 
 
 def resumed(folder: Path) -> list[str]:
-    """`--resume`, once there is a run to resume: a process that is killed early has not begun one."""
+    """`--resume`, once there is a run to resume: a process that is killed early has not begun
+    one.
+    """
     return ["--resume"] if (folder / "killed" / "run.json").exists() else []
 
 
-@pytest.mark.parametrize(("kills", "steps"), [(3, 40), pytest.param(30, 200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kills", "steps"), [(3, 40), pytest.param(30, 200, marks=pytest.mark.slow)]
+)
 def test_sigkill_at_random_moments(folder: Path, kills: int, steps: int) -> None:
     code, out, errors = finish(start(folder, "--steps", str(steps), "--out", "through"))
     assert code == 0, errors
@@ -61,17 +65,25 @@ def test_sigkill_at_random_moments(folder: Path, kills: int, steps: int) -> None
         code, _, errors = finish(process)
         assert code == -signal.SIGKILL, f"over before it could be killed: {code} {errors}"
         done += 1
-    code, out, errors = finish(start(folder, "--steps", str(steps), "--out", "killed", *resumed(folder)))
+    code, out, errors = finish(
+        start(folder, "--steps", str(steps), "--out", "killed", *resumed(folder))
+    )
     assert code == 0, errors
     found = json.loads(out)
     assert found["step"] == steps
     assert found["parameters_sha256"] == expected["parameters_sha256"]
-    assert (folder / "killed/model.safetensors").read_bytes() == (folder / "through/model.safetensors").read_bytes()
+    assert (folder / "killed/model.safetensors").read_bytes() == (
+        folder / "through/model.safetensors"
+    ).read_bytes()
     assert found["losses"][-1] == expected["losses"][-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-def test_ctrl_c_finishes_the_micro_batch_saves_and_says_how_to_resume(folder: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
+def test_ctrl_c_finishes_the_micro_batch_saves_and_says_how_to_resume(
+    folder: Path, number: signal.Signals
+) -> None:
     code, out, errors = finish(start(folder, "--steps", "12", "--out", "through"))
     assert code == 0, errors
     expected = json.loads(out)["parameters_sha256"]

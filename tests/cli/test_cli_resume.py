@@ -29,26 +29,46 @@ def make():
 """
 
 
-def test_a_run_that_was_killed_before_its_first_state_keeps_its_settings(folder: Path, gradfit: Call) -> None:
+def test_a_run_that_was_killed_before_its_first_state_keeps_its_settings(
+    folder: Path, gradfit: Call
+) -> None:
     (folder / "killed.py").write_text(KILLED)
-    options = ("--memory", "40 KiB", "--batch-size", "12", "--seed", "5", "--steps", "3", "--out", "run")
+    options = (
+        "--memory",
+        "40 KiB",
+        "--batch-size",
+        "12",
+        "--seed",
+        "5",
+        "--steps",
+        "3",
+        "--out",
+        "run",
+    )
     assert gradfit("train", "killed.py:make", *options).returncode == 9
     assert not list((folder / "run").glob("state-*"))
     (folder / "survive").touch()
     done = gradfit("train", "killed.py:make", "--resume", "--out", "run", "--json")
     assert done.returncode == 0, done.stderr
-    assert "has no state yet: starting from the beginning, with the settings it was begun with" in done.stderr
+    assert (
+        "has no state yet: starting from the beginning, with the settings it was begun with"
+        in done.stderr
+    )
     found = json.loads(done.stdout)
     assert (found["budget_bytes"], found["batch_size"], found["step"]) == (40 * 1024, 12, 3)
     assert found["peak_bytes"] <= 40 * 1024
 
 
-def test_a_directory_without_a_run_is_not_resumed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_without_a_run_is_not_resumed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (folder / "empty").mkdir()
     for out in ("typo", "empty"):
         assert main(["train", "job.py:make", "--resume", "--out", out, "--steps", "1"]) == 2
         said = capsys.readouterr()
-        assert f"There is no run in '{out}' to resume. Check --out, or leave out --resume" in said.err
+        assert (
+            f"There is no run in '{out}' to resume. Check --out, or leave out --resume" in said.err
+        )
         assert said.out == ""
     assert not (folder / "typo").exists()
     assert main(["train", "job.py:make", "--resume", "--steps", "1"]) == 2
@@ -56,9 +76,12 @@ def test_a_directory_without_a_run_is_not_resumed(folder: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"format": "gradfit-run", "settings": {"batch_size": "16"}}', "[" * 100_000]
+    "content",
+    ["", "[]", '{"format": "gradfit-run", "settings": {"batch_size": "16"}}', "[" * 100_000],
 )
-def test_settings_that_are_damaged_are_said(folder: Path, capsys: pytest.CaptureFixture[str], content: str) -> None:
+def test_settings_that_are_damaged_are_said(
+    folder: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
     (folder / "run").mkdir()
     (folder / "run" / "run.json").write_text(content)
     assert main(["train", "job.py:make", "--resume", "--out", "run", "--steps", "1"]) != 0

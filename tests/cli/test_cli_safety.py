@@ -1,4 +1,6 @@
-"""Whatever a job's code, the disk or Ctrl-C does: one JSON document, the right exit code, nothing lost."""
+"""Whatever a job's code, the disk or Ctrl-C does: one JSON document, the right exit code, nothing
+lost.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def fills_the_disk():
         calls.append(1)
         if len(calls) == int(os.environ["FULL_AFTER"]):
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
         return plain(model, batch)
     made.loss_fn = loss
     return made
@@ -73,7 +76,11 @@ def test_code_that_ends_the_process_is_an_error(
 ) -> None:
     more = ["--out", "out", "--steps", "1"] if verb == "train" else []
     assert (
-        main([verb, target, "--memory", "1 MiB", "--json", *more] if verb != "profile" else [verb, target, "--json"])
+        main(
+            [verb, target, "--memory", "1 MiB", "--json", *more]
+            if verb != "profile"
+            else [verb, target, "--json"]
+        )
         == code
     )
     said = capsys.readouterr()
@@ -124,7 +131,9 @@ def current_umask() -> int:
         ["plan", "job.py:make", "--report", "."],
     ],
 )
-def test_what_cannot_be_is_bad_usage(folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+def test_what_cannot_be_is_bad_usage(
+    folder: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
     assert main([*arguments, "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["exit_code"] == 2
 
@@ -134,7 +143,8 @@ def test_a_job_file_named_like_a_standard_module_does_not_replace_it(
 ) -> None:
     import queue
 
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])  # a worker of xdist has the folder itself
+    # a worker of xdist has the folder itself
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
 
     (folder / "queue.py").write_text((folder / "job.py").read_text())
     assert main(["profile", "queue.py:make", "--json"]) == 0
@@ -210,9 +220,13 @@ sys.meta_path.insert(0, Interrupt())
 """
 
 
-@pytest.mark.parametrize("module", ["torch.nn", "scipy", "gradfit.tape.record", "gradfit.cli.app", "job"])
+@pytest.mark.parametrize(
+    "module", ["torch.nn", "scipy", "gradfit.tape.record", "gradfit.cli.app", "job"]
+)
 def test_interrupted_while_it_is_imported(folder: Path, module: str) -> None:
-    """A line, a document, and no traceback: where a module of another library, of ours, or the job begins to load."""
+    """A line, a document, and no traceback: where a module of another library, of ours, or the job
+    begins to load.
+    """
     (folder / "sitecustomize.py").write_text(SITECUSTOMIZE)
     (folder / "loads.py").write_text("import job\nmake = job.make\n")
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])

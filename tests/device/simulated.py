@@ -1,4 +1,5 @@
-"""The simulated accelerator `sim`: builds it on first use, registers it with torch, and is its device module.
+"""The simulated accelerator `sim`: builds it on first use, registers it with torch, and is its
+device module.
 
 Load it before the first backward pass of a process: autograd starts its threads for devices once.
 """
@@ -33,7 +34,9 @@ def why_missing() -> str | None:
 
 
 def load() -> types.ModuleType:
-    """Build (about a minute; then cached, by source and version of torch) and register the device."""
+    """Build (about a minute; then cached, by source and version of torch) and register the
+    device.
+    """
     global _native
     module = sys.modules[__name__]
     if _native is not None:
@@ -41,10 +44,14 @@ def load() -> types.ModuleType:
     from torch.utils.cpp_extension import load as build
 
     content = b"".join((HERE / name).read_bytes() for name in _SOURCES)
-    key = hashlib.sha256(content + torch.__version__.encode() + sys.version.encode()).hexdigest()[:16]
+    key = hashlib.sha256(content + torch.__version__.encode() + sys.version.encode()).hexdigest()[
+        :16
+    ]
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, module)
-    _native = build(f"simulated_{key}", [str(HERE / "device.cpp")], extra_cflags=["-O1", "-std=c++20"])
+    _native = build(
+        f"simulated_{key}", [str(HERE / "device.cpp")], extra_cflags=["-O1", "-std=c++20"]
+    )
     torch.utils.generate_methods_for_privateuse1_backend()
     for index in range(DEVICES):
         manual_seed_of(index, 0)
@@ -157,7 +164,9 @@ def settings() -> Any:
 
 
 def set_delays(seed: int = 0, probability: float = 0.0, longest_us: int = 0) -> None:
-    """From now on this share of what is written, and every copy that does not wait, appears late."""
+    """From now on this share of what is written, and every copy that does not wait, appears
+    late.
+    """
     _native.set_delays(seed, probability, longest_us)
 
 

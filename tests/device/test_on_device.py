@@ -1,4 +1,6 @@
-"""What broke on a device, each with its test; the rest of the suite runs there by `make test-device`."""
+"""What broke on a device, each with its test; the rest of the suite runs there by `make
+test-device`.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Block(nn.Module):
         self.first, self.second = nn.Dropout(0.2), nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(self.down(self.first(torch.nn.functional.gelu(self.up(self.norm(x))))))
+        return x + self.second(
+            self.down(self.first(torch.nn.functional.gelu(self.up(self.norm(x)))))
+        )
 
 
 def network(width: int = 32, blocks: int = 4) -> nn.Module:
@@ -164,7 +168,9 @@ def test_fit_over_two_devices(sim: Any) -> None:
         plain.zero_grad()
         two_device_loss(other, batch).backward()
         plain.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 def test_offloading_is_planned_and_exact(sim: Any) -> None:
@@ -176,7 +182,9 @@ def test_offloading_is_planned_and_exact(sim: Any) -> None:
     budget = (whole.peak_bytes + least) // 2
     sim.set_delays(2, 0.1, 300)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = gf.fit(model, optimizer, mean_loss, batch, memory=budget + MIB, offload=True, micro_batch="whole")
+    step = gf.fit(
+        model, optimizer, mean_loss, batch, memory=budget + MIB, offload=True, micro_batch="whole"
+    )
     for number in range(2):
         torch.manual_seed(number)
         result = step(batch)
@@ -187,7 +195,9 @@ def test_offloading_is_planned_and_exact(sim: Any) -> None:
         plain.zero_grad()
         mean_loss(other, batch).backward()
         plain.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 def test_a_meter_counts_what_the_allocator_was_asked_for(sim: Any) -> None:
@@ -197,21 +207,31 @@ def test_a_meter_counts_what_the_allocator_was_asked_for(sim: Any) -> None:
     torch.accelerator.synchronize()
     torch.accelerator.reset_peak_memory_stats()
     with gf.meter(model, batch, device="sim") as live:
-        others = torch.accelerator.memory_stats()["requested_bytes.all.current"] - live.current_bytes
+        others = (
+            torch.accelerator.memory_stats()["requested_bytes.all.current"] - live.current_bytes
+        )
         mean_loss(model, batch).backward()
     assert live.peak_bytes + others == torch.accelerator.memory_stats()["requested_bytes.all.peak"]
 
 
-@pytest.mark.parametrize("text", ["CUDA error: out of memory", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
-    "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: out of memory",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
 def test_every_way_to_say_that_memory_ran_out(text: str) -> None:
     from gradfit._torch import is_out_of_memory
 
     assert is_out_of_memory(RuntimeError(text))
-    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert not is_out_of_memory(
+        RuntimeError("CUDA error: an illegal memory access was encountered")
+    )
 
 
-# -- reads: nothing waits between micro-batches --------------------------------------------------------------------
+# -- reads: nothing waits between micro-batches --------------------------------------------------
 
 
 def padded_batch(rows: int = 16) -> tuple[Tensor, Tensor]:
@@ -302,10 +322,12 @@ def test_a_whole_batch_is_plain_bit_by_bit(loss_fn: Any) -> None:
         loss.backward()
         plain.step()
         assert result.weight == int((batch[1] != -100).sum())
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
-# -- memory that runs out ------------------------------------------------------------------------------------------
+# -- memory that runs out ------------------------------------------------------------------------
 
 
 def fitted_step(sim: Any, optimizer: str = "AdamW", rows: int = 16) -> tuple[nn.Module, Any, Any]:
@@ -323,13 +345,17 @@ def fitted_step(sim: Any, optimizer: str = "AdamW", rows: int = 16) -> tuple[nn.
 def everything(model: nn.Module, step: Any) -> list[Tensor]:
     states = [t for s in step.optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
     generators = [torch.get_rng_state(), *(torch.sim.get_rng_state(i) for i in range(2))]  # type: ignore[attr-defined]
-    return [t.detach().cpu().clone() for t in (*model.parameters(), *model.buffers(), *states, *generators)]
+    return [
+        t.detach().cpu().clone()
+        for t in (*model.parameters(), *model.buffers(), *states, *generators)
+    ]
 
 
 def copy_into(model: nn.Module, step: Any, saved: tuple[Any, Any, Any]) -> None:
     model.load_state_dict(saved[0])
     step.optimizer.load_state_dict(copy.deepcopy(saved[1]))  # which takes tensors over as they are
-    step.load_state_dict(saved[2])  # the plan: a tighter one may have no room for a copy to go back to
+    # the plan: a tighter one may have no room for a copy to go back to
+    step.load_state_dict(saved[2])
 
 
 @pytest.mark.parametrize("times", [1, 2], ids=["once", "again"])
@@ -355,13 +381,21 @@ def test_memory_may_run_out_at_any_allocation_of_a_step(sim: Any, part: int, tim
         if result.micro_batches == 2:  # a tighter plan may cut the batch in other places
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)), point
         else:
-            assert all(torch.allclose(a.double(), b.double(), atol=1e-6) for a, b in zip(got, expected, strict=True))
+            assert all(
+                torch.allclose(a.double(), b.double(), atol=1e-6)
+                for a, b in zip(got, expected, strict=True)
+            )
 
 
 def test_a_cap_that_stays_is_held_by_a_tighter_plan(sim: Any) -> None:
     model, batch = network(64, 12), a_batch(2048, 64)
     step = gf.fit(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss, batch, memory="1 GiB", micro_batch=2048
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        mean_loss,
+        batch,
+        memory="1 GiB",
+        micro_batch=2048,
     )
     step(batch)
     torch.accelerator.empty_cache()

@@ -36,13 +36,22 @@ def test_the_host_cannot_touch_the_device_s_memory() -> None:
         "import simulated, torch, ctypes; simulated.load()\n"
         "x = torch.ones(4, device='sim'); print(ctypes.c_float.from_address(x.data_ptr()).value)"
     )
-    child = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True)
+    child = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True
+    )
     assert child.returncode < 0  # ended by a signal
 
 
 def test_a_model_gives_the_cpu_s_numbers() -> None:
     torch.manual_seed(0)
-    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(8 * 36, 5))
+    layers = (
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Dropout(0.3),
+        nn.Flatten(),
+        nn.Linear(8 * 36, 5),
+    )
     here = nn.Sequential(*layers)
     there = copy.deepcopy(here).to("cpu")
     x = torch.randn(6, 3, 8, 8)

@@ -1,4 +1,5 @@
-"""Training runs over ranks, each beside the same run on one rank with the full batch: how far apart are they?
+"""Training runs over ranks, each beside the same run on one rank with the full batch: how far apart
+are they?
 
 Everything is drawn from a seed on every rank alike, so that each can do the full batch by itself.
 """
@@ -49,7 +50,9 @@ class Net(nn.Module):
 
 
 def wrap(model: nn.Module, how: str, size: int, **options: Any) -> nn.Module:
-    """The model as DDP or FSDP2 would have it; each block is a unit. HSDP: shards over 2 ranks, each pair a replica."""
+    """The model as DDP or FSDP2 would have it; each block is a unit. HSDP: shards over 2 ranks,
+    each pair a replica.
+    """
     if how == "ddp":
         return DistributedDataParallel(model, **options)
     if how == "hsdp":
@@ -102,7 +105,10 @@ def parts_of_window(setting: Setting, size: int, window: int) -> list[list[torch
     if not any(counts):
         counts[draw.randrange(size)] = 1
     return [
-        [torch.randn(draw.randint(1, 5), 4, generator=generator, dtype=torch.float64) for _ in range(count)]
+        [
+            torch.randn(draw.randint(1, 5), 4, generator=generator, dtype=torch.float64)
+            for _ in range(count)
+        ]
         for count in counts
     ]
 
@@ -113,9 +119,15 @@ def make_optimizer(setting: Setting, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def contribute(acc: gf.GradientAccumulator, setting: Setting, model: nn.Module, rows: torch.Tensor) -> None:
+def contribute(
+    acc: gf.GradientAccumulator, setting: Setting, model: nn.Module, rows: torch.Tensor
+) -> None:
     """One micro-batch's backward."""
-    scope = gf.CheckpointScope("all") if setting.recompute == "scope" else gf.CheckpointScope("all", enabled=False)
+    scope = (
+        gf.CheckpointScope("all")
+        if setting.recompute == "scope"
+        else gf.CheckpointScope("all", enabled=False)
+    )
     with scope:
         out = model(rows.to(setting.dtype))
     out = out.double()
@@ -134,7 +146,9 @@ def contribute(acc: gf.GradientAccumulator, setting: Setting, model: nn.Module, 
         acc.backward(out.square().mean(), weight=len(rows))
 
 
-def full_batch_loss(setting: Setting, model: nn.Module, window: list[list[torch.Tensor]]) -> torch.Tensor:
+def full_batch_loss(
+    setting: Setting, model: nn.Module, window: list[list[torch.Tensor]]
+) -> torch.Tensor:
     rows = torch.cat([part for parts in window for part in parts])
     out = model(rows.to(setting.dtype)).double()
     if setting.terms:
@@ -143,7 +157,9 @@ def full_batch_loss(setting: Setting, model: nn.Module, window: list[list[torch.
         return out.square().mean() + some / max(1, int(masked.sum()))
     if setting.plain:  # each micro-batch weighs the same
         parts = [part for parts in window for part in parts]
-        return torch.stack([model(part.to(setting.dtype)).double().square().mean() for part in parts]).mean()
+        return torch.stack(
+            [model(part.to(setting.dtype)).double().square().mean() for part in parts]
+        ).mean()
     return out.square().mean()
 
 
@@ -159,7 +175,12 @@ def against_one_rank(rank: int, size: int, setting: Setting) -> dict[str, Any]:
     optimizer, plain = make_optimizer(setting, model), make_optimizer(setting, reference)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10) if setting.scaler else None
     acc = gf.GradientAccumulator(
-        optimizer, steps=1000, clip=setting.clip, scaler=scaler, dtype=setting.wide, isolate=setting.isolate
+        optimizer,
+        steps=1000,
+        clip=setting.clip,
+        scaler=scaler,
+        dtype=setting.wide,
+        isolate=setting.isolate,
     )
     alone = gf.GradientAccumulator(plain, steps=1000, clip=setting.clip, dtype=setting.wide)
     for number in range(setting.updates):
@@ -177,16 +198,25 @@ def against_one_rank(rank: int, size: int, setting: Setting) -> dict[str, Any]:
         assert result.micro_batches == sum(len(parts) for parts in window), result
         if not setting.terms and not setting.plain:
             assert result.weight == sum(len(part) for parts in window for part in parts), result
-        assert abs(result.grad_norm - expected.grad_norm) < 1e-3 * expected.grad_norm, (result, expected)
+        assert abs(result.grad_norm - expected.grad_norm) < 1e-3 * expected.grad_norm, (
+            result,
+            expected,
+        )
     return {"difference": largest_difference(model, reference), "norm": result.grad_norm}
 
 
 def narrow_sums(rank: int, size: int, how: str) -> tuple[dict[str, float], dict[str, float]]:
-    """One update of bfloat16 parameters from 24 micro-batches per rank: how far are we, and a bfloat16 sum, off?"""
+    """One update of bfloat16 parameters from 24 micro-batches per rank: how far are we, and a
+    bfloat16 sum, off?
+    """
     torch.manual_seed(3)
     inner = Net(2, 32).bfloat16()
     reference = copy.deepcopy(inner)
-    policy = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)} if how == "fsdp, its own policy" else {}
+    policy = (
+        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
+        if how == "fsdp, its own policy"
+        else {}
+    )
     model = wrap(inner, how[:4], size, **policy)
     generator = torch.Generator().manual_seed(1)
     data = [torch.randn(1 + i % 5, 4, generator=generator).bfloat16() for i in range(24 * size)]
@@ -203,12 +233,15 @@ def narrow_sums(rank: int, size: int, how: str) -> tuple[dict[str, float], dict[
             total += gradient.double() * len(part) / rows
         (loss(native, part) * (len(part) / rows)).backward()
     stepped = [
-        (p.detach().double() - 0.1 * total).bfloat16() for p, total in zip(reference.parameters(), sums, strict=True)
+        (p.detach().double() - 0.1 * total).bfloat16()
+        for p, total in zip(reference.parameters(), sums, strict=True)
     ]
 
     seen: list[torch.Tensor] = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_pre_hook(lambda *_: seen.extend(full(p.grad).double() for p in model.parameters()))
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.extend(full(p.grad).double() for p in model.parameters())
+    )
     acc = gf.GradientAccumulator(optimizer, steps=1000, dtype=torch.float32)
     for part in data[rank::size]:
         acc.backward(loss(model, part), weight=len(part))
@@ -217,7 +250,10 @@ def narrow_sums(rank: int, size: int, how: str) -> tuple[dict[str, float], dict[
     torch.optim.SGD(native.parameters(), lr=0.1).step()
 
     def off(gradients: list[torch.Tensor], parameters: list[torch.Tensor]) -> dict[str, float]:
-        worst = max(((g - s).abs().max() / s.abs().max()).item() for g, s in zip(gradients, sums, strict=True))
+        worst = max(
+            ((g - s).abs().max() / s.abs().max()).item()
+            for g, s in zip(gradients, sums, strict=True)
+        )
         wrong = sum(int((p != s).sum()) for p, s in zip(parameters, stepped, strict=True))
         return {"gradient": worst, "parameters": wrong / sum(s.numel() for s in stepped)}
 

@@ -1,4 +1,6 @@
-"""Processes on this machine that form a group, kept alive over many jobs because starting them takes seconds."""
+"""Processes on this machine that form a group, kept alive over many jobs because starting them
+takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ class JobFailed(AssertionError):
 
 
 class Pool:
-    """`size` processes in one gloo group; `run(job, *args)` gives each rank's `job(rank, size, *args)`."""
+    """`size` processes in one gloo group; `run(job, *args)` gives each rank's `job(rank, size,
+    *args)`.
+    """
 
     def __init__(self, size: int, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self.size, self._timeout = size, timeout_seconds
@@ -35,7 +39,9 @@ class Pool:
         self._pipes, self._processes = [], []
         for rank in range(size):
             here, there = context.Pipe()
-            process = context.Process(target=_work, args=(there, rank, size, port, timeout_seconds), daemon=True)
+            process = context.Process(
+                target=_work, args=(there, rank, size, port, timeout_seconds), daemon=True
+            )
             process.start()
             there.close()
             self._pipes.append(here)
@@ -44,7 +50,11 @@ class Pool:
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
         """Run a job on all ranks; the first rank that failed says why."""
         answers = self.outcomes(job, *args)
-        failed = [f"rank {rank} of {self.size}: {answer}" for rank, (good, answer) in enumerate(answers) if not good]
+        failed = [
+            f"rank {rank} of {self.size}: {answer}"
+            for rank, (good, answer) in enumerate(answers)
+            if not good
+        ]
         if failed:
             raise JobFailed("\n".join(failed))
         return [answer for _, answer in answers]
@@ -91,9 +101,14 @@ def _work(pipe: Any, rank: int, size: int, port: int, timeout_seconds: float) ->
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    torch.backends.mkldnn.enabled = False  # its bfloat16 kernels are illegal instructions on some virtual machines
+    # its bfloat16 kernels are illegal instructions on some virtual machines
+    torch.backends.mkldnn.enabled = False
     warnings.simplefilter("error")
-    for text in ("Full backward hook is firing", "FSDP2-wrapped module", "This function should only be used"):
+    for text in (
+        "Full backward hook is firing",
+        "FSDP2-wrapped module",
+        "This function should only be used",
+    ):
         warnings.filterwarnings("ignore", message=f".*{text}")
     dist.init_process_group(
         "gloo",

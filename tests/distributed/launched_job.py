@@ -1,4 +1,6 @@
-"""A job for `torchrun -m gradfit train`; rank 1 kills itself in a step, once there is a state in KILL_AFTER."""
+"""A job for `torchrun -m gradfit train`; rank 1 kills itself in a step, once there is a state in
+KILL_AFTER.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def tiny() -> gf.Job:
 
 
 def sharded() -> gf.Job:
-    """Each layer a `fully_shard` unit, where there is a group: a process alone has the plain model."""
+    """Each layer a `fully_shard` unit, where there is a group: a process alone has the plain
+    model.
+    """
     model = _network()
     if dist.is_initialized():
         for layer in (model[0], model[3]):
@@ -32,7 +36,11 @@ def sharded() -> gf.Job:
 
 def _network() -> torch.nn.Sequential:
     return torch.nn.Sequential(
-        torch.nn.Linear(4, 15), torch.nn.Tanh(), torch.nn.Dropout(0.1), torch.nn.Linear(15, 1), Own(1)
+        torch.nn.Linear(4, 15),
+        torch.nn.Tanh(),
+        torch.nn.Dropout(0.1),
+        torch.nn.Linear(15, 1),
+        Own(1),
     ).double()
 
 
@@ -58,7 +66,12 @@ def _job(model: torch.nn.Module) -> gf.Job:
         nonlocal calls
         trigger = os.environ.get("KILL_AFTER")
         first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-        if trigger and first and os.environ.get("RANK") == "1" and any(Path(trigger).glob("state-*[1-9]-*.json")):
+        if (
+            trigger
+            and first
+            and os.environ.get("RANK") == "1"
+            and any(Path(trigger).glob("state-*[1-9]-*.json"))
+        ):
             calls += 1
             if calls == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -66,4 +79,6 @@ def _job(model: torch.nn.Module) -> gf.Job:
         return (model(batch["x"]) - batch["y"]).square().mean()
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    return gf.Job(model, loss, {"x": rows, "y": rows.sum(1, keepdim=True)}, optimizer, batch_size=13)
+    return gf.Job(
+        model, loss, {"x": rows, "y": rows.sum(1, keepdim=True)}, optimizer, batch_size=13
+    )

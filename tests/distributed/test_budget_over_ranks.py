@@ -1,4 +1,6 @@
-"""A budget under FSDP2 is peak bytes on that rank: its shards, what its units have gathered, what they communicate."""
+"""A budget under FSDP2 is peak bytes on that rank: its shards, what its units have gathered, what
+they communicate.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ FULL_BYTES = sum(parameter.numel() for parameter in Net(4, WIDTH).parameters()) 
 
 
 class LiveBytes(TorchDispatchMode):
-    """Every storage that any operation has touched, its size read again after each one: slow, and knows no FSDP2."""
+    """Every storage that any operation has touched, its size read again after each one: slow, and
+    knows no FSDP2.
+    """
 
     def __init__(self, *tensors: Any) -> None:
         super().__init__()
@@ -54,7 +58,9 @@ def whole(batch: torch.Tensor, size: int) -> list[torch.Tensor]:
 
 
 def planned(rank: int, size: int) -> dict[str, Any]:
-    """Ten updates by a plan for 70 % of what the activations take plainly, beside one rank with the full batch."""
+    """Ten updates by a plan for 70 % of what the activations take plainly, beside one rank with the
+    full batch.
+    """
     torch.manual_seed(0)
     inner = Net(4, WIDTH).double()
     reference = copy.deepcopy(inner)
@@ -62,7 +68,9 @@ def planned(rank: int, size: int) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     alone = torch.optim.AdamW(reference.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(1)
-    data = [torch.randn(ROWS + 32 * r, 4, generator=generator, dtype=torch.float64) for r in range(size)]
+    data = [
+        torch.randn(ROWS + 32 * r, 4, generator=generator, dtype=torch.float64) for r in range(size)
+    ]
     mine = data[rank]
 
     plainly = gf.fit(model, optimizer, loss, mine, memory="1 GiB", split=whole)
@@ -96,7 +104,9 @@ def planned(rank: int, size: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_plan_rebuilds_and_every_rank_stays_below_its_budget(size: int, request: pytest.FixtureRequest) -> None:
+def test_a_plan_rebuilds_and_every_rank_stays_below_its_budget(
+    size: int, request: pytest.FixtureRequest
+) -> None:
     pool: Pool = request.getfixturevalue({2: "pair", 4: "four"}[size])
     for answer in pool.run(planned):
         assert answer["least"] < answer["budget"] < answer["plain"]
@@ -105,7 +115,8 @@ def test_a_plan_rebuilds_and_every_rank_stays_below_its_budget(size: int, reques
             assert seen == metered <= answer["budget"]
             assert reported <= answer["budget"]
         last, _, reported = answer["peaks"][-1]
-        assert abs(reported - last) < 0.01 * last  # a result says what was measured in the second step
+        # a result says what was measured in the second step
+        assert abs(reported - last) < 0.01 * last
         assert abs(answer["predicted"] - last) < 0.05 * last
         assert answer["difference"] < 1e-10
         found: gf.Profile = answer["profile"]
@@ -113,14 +124,17 @@ def test_a_plan_rebuilds_and_every_rank_stays_below_its_budget(size: int, reques
         assert shard <= found.parameter_bytes < 1.1 * shard
         assert 1.9 * shard < found.optimizer_bytes < 2.2 * shard
         assert found.gradient_bytes == FULL_BYTES  # not reduced before the window's end
-        assert 0 < max(op.gathered_bytes for op in found.operations) < FULL_BYTES / 2  # one unit of four, and the root
+        # one unit of four, and the root
+        assert 0 < max(op.gathered_bytes for op in found.operations) < FULL_BYTES / 2
 
 
 def by_itself(rank: int, size: int) -> Any:
     """`gf.profile` alone, of a model that reduces in every backward."""
     model = wrap(Net(4, WIDTH).double(), "fsdp", size)
     rows = torch.randn(64, 4, dtype=torch.float64)
-    found = gf.profile(model, lambda m, x: m(x).square().mean(), rows, torch.optim.SGD(model.parameters(), lr=0.1))
+    found = gf.profile(
+        model, lambda m, x: m(x).square().mean(), rows, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     left = [parameter.grad is None for parameter in model.parameters()]
     with gf.meter(model, rows) as live:
         model(rows).square().mean().backward()
@@ -136,10 +150,16 @@ def test_a_profile_counts_shards(pair: Pool) -> None:
         assert abs(plain.peak_bytes - peak) < 0.1 * peak
 
 
-def narrow(rank: int, size: int, how: str, policy: MixedPrecisionPolicy | None, dtype: torch.dtype) -> dict[str, Any]:
-    """Sums in float32 of parameters, or of passes, in bfloat16, with a budget below what it takes plainly."""
+def narrow(
+    rank: int, size: int, how: str, policy: MixedPrecisionPolicy | None, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Sums in float32 of parameters, or of passes, in bfloat16, with a budget below what it takes
+    plainly.
+    """
     torch.manual_seed(0)
-    model = wrap(Net(4, WIDTH).to(dtype), how, size, **({} if policy is None else {"mp_policy": policy}))
+    model = wrap(
+        Net(4, WIDTH).to(dtype), how, size, **({} if policy is None else {"mp_policy": policy})
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     rows = torch.randn(512, 4).to(dtype)
 
@@ -153,11 +173,18 @@ def narrow(rank: int, size: int, how: str, policy: MixedPrecisionPolicy | None, 
     step = gf.fit(model, optimizer, total, rows, budget, dtype=wide, split=whole)
     peaks = []
     for _ in range(3):
-        live = LiveBytes(rows, list(model.parameters()), [list(one.values()) for one in optimizer.state.values()])
+        live = LiveBytes(
+            rows, list(model.parameters()), [list(one.values()) for one in optimizer.state.values()]
+        )
         with live:
             result = step(rows)
         peaks.append(live.peak + step.accumulator.ranks.reserved_bytes)
-    kinds = {value.dtype for entries in optimizer.state.values() for value in entries.values() if value.dim()}
+    kinds = {
+        value.dtype
+        for entries in optimizer.state.values()
+        for value in entries.values()
+        if value.dim()
+    }
     return {
         "budget": budget,
         "peaks": peaks,
@@ -172,7 +199,11 @@ def narrow(rank: int, size: int, how: str, policy: MixedPrecisionPolicy | None, 
     [
         ("ddp", None, torch.bfloat16),
         ("fsdp", None, torch.bfloat16),
-        ("fsdp", MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), torch.float32),
+        (
+            "fsdp",
+            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+            torch.float32,
+        ),
     ],
 )
 def test_narrow_parameters_with_wide_sums_hold_a_budget(

@@ -1,4 +1,6 @@
-"""Several ranks with unequal micro-batches against one rank with the full batch, ten updates, float64."""
+"""Several ranks with unequal micro-batches against one rank with the full batch, ten updates,
+float64.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +45,20 @@ def test_four_ranks(four: Pool, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp", "fsdp, its own policy"])
 def test_narrow_parameters_add_up_in_float32(pair: Pool, how: str) -> None:
-    """Against the same bfloat16 gradients added up in float64 and rounded once, and beside a bfloat16 sum."""
+    """Against the same bfloat16 gradients added up in float64 and rounded once, and beside a
+    bfloat16 sum.
+    """
     for ours, native in pair.run(narrow_sums, how):
         assert ours["gradient"] < 1e-6
         assert native["gradient"] > 1000 * ours["gradient"]
-        assert ours["parameters"] < 0.001  # so many of them are not the float64 result, rounded once: ties
+        # so many of them are not the float64 result, rounded once: ties
+        assert ours["parameters"] < 0.001
         assert native["parameters"] > 0.02
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     seed=st.integers(0, 10**6),
     how=st.sampled_from(["ddp", "fsdp"]),

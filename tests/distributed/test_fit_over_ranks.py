@@ -1,4 +1,6 @@
-"""`fit` on several ranks: each holds its own budget, with unequal batches, and the update is that of all rows."""
+"""`fit` on several ranks: each holds its own budget, with unequal batches, and the update is that
+of all rows.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def fitted(rank: int, size: int, how: str, memory: str) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     alone = torch.optim.AdamW(reference.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(1)
-    data = [torch.randn(192 + 64 * r, 4, generator=generator, dtype=torch.float64) for r in range(size)]
+    data = [
+        torch.randn(192 + 64 * r, 4, generator=generator, dtype=torch.float64) for r in range(size)
+    ]
 
     def loss(model: torch.nn.Module, rows: torch.Tensor) -> torch.Tensor:
         return model(rows).square().mean()
@@ -55,11 +59,14 @@ def test_every_rank_holds_its_budget(pair: Pool, how: str) -> None:
         assert answer["loss"] < 1e-12
         assert answer["peak"] <= answer["budget"]
     assert answers[0]["unchanged"] == answers[1]["unchanged"]
-    assert all(answer["tight"] for answer in answers)  # the budget is too small for one piece with all kept
+    # the budget is too small for one piece with all kept
+    assert all(answer["tight"] for answer in answers)
 
 
 def planned(rank: int, size: int) -> Any:
-    """A plan made by hand for an FSDP2 model, followed: bit for bit what the run that keeps everything gives."""
+    """A plan made by hand for an FSDP2 model, followed: bit for bit what the run that keeps
+    everything gives.
+    """
     torch.manual_seed(0)
     model = wrap(Net(4, 16).double(), "fsdp", size)
     rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
@@ -88,7 +95,13 @@ def too_small(rank: int, size: int) -> Any:
     model = wrap(Net(4, 64).double(), "ddp", size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with pytest.raises(gf.BudgetInfeasible) as caught:
-        gf.fit(model, optimizer, lambda m, x: m(x).square().mean(), torch.ones(8, 4).double(), memory="100 KiB")
+        gf.fit(
+            model,
+            optimizer,
+            lambda m, x: m(x).square().mean(),
+            torch.ones(8, 4).double(),
+            memory="100 KiB",
+        )
     return str(caught.value)
 
 

@@ -1,4 +1,6 @@
-"""What goes wrong on one rank, and what users do to their models: the others go on, hear of it, and nothing is off."""
+"""What goes wrong on one rank, and what users do to their models: the others go on, hear of it, and
+nothing is off.
+"""
 
 from __future__ import annotations
 
@@ -47,13 +49,17 @@ def fail_in(model: nn.Module, where: str) -> None:
     handle = norm.register_forward_hook(fail if where == "forward" else fail_later)
 
 
-# -- one rank fails, and goes on --------------------------------------------------------------------------------------
+# -- one rank fails, and goes on -----------------------------------------------------------------
 
 
 def taken_back(rank: int, size: int, how: str, where: str) -> Any:
-    """Rank 1's second micro-batch fails half-way, is taken back and repeated; rank 0 has fewer, and waits already."""
+    """Rank 1's second micro-batch fails half-way, is taken back and repeated; rank 0 has fewer, and
+    waits already.
+    """
     model, reference = models(how, size)
-    acc = gf.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=100, isolate=True)
+    acc = gf.GradientAccumulator(
+        torch.optim.SGD(model.parameters(), lr=0.1), steps=100, isolate=True
+    )
     data = [[rows(10 * r + i, 1 + i) for i in range(2 + 2 * r)] for r in range(size)]
     for number, batch in enumerate(data[rank]):
         if (rank, number) == (1, 1):
@@ -70,7 +76,9 @@ def taken_back(rank: int, size: int, how: str, where: str) -> Any:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_a_micro_batch_that_fails_on_one_rank_is_taken_back(pair: Pool, how: str, where: str) -> None:
+def test_a_micro_batch_that_fails_on_one_rank_is_taken_back(
+    pair: Pool, how: str, where: str
+) -> None:
     for count, difference in pair.run(taken_back, how, where):
         assert count == 6
         assert difference < 1e-10
@@ -93,7 +101,9 @@ def repeated(rank: int, size: int, how: str, where: str) -> Any:
     return attempts, largest_difference(model, reference)
 
 
-@pytest.mark.parametrize(("how", "where"), [("ddp", "forward"), ("fsdp", "forward"), ("fsdp", "backward")])
+@pytest.mark.parametrize(
+    ("how", "where"), [("ddp", "forward"), ("fsdp", "forward"), ("fsdp", "backward")]
+)
 def test_out_of_memory_on_one_rank_repeats_the_step_there(pair: Pool, how: str, where: str) -> None:
     (first, apart), (second, _) = pair.run(repeated, how, where)
     assert first == [1, 1, 1]
@@ -107,9 +117,14 @@ def too_small_on_one(rank: int, size: int, how: str) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with pytest.raises(gf.GradfitError) as caught:
         gf.fit(
-            model, optimizer, loss, rows(rank, 8) if rank == 0 else rows(1, 8)[:, None].expand(-1, 999, -1), "90 KiB"
+            model,
+            optimizer,
+            loss,
+            rows(rank, 8) if rank == 0 else rows(1, 8)[:, None].expand(-1, 999, -1),
+            "90 KiB",
         )
-    acc = gf.GradientAccumulator(optimizer, steps=1)  # the model is as it was, and the ranks are together
+    # the model is as it was, and the ranks are together
+    acc = gf.GradientAccumulator(optimizer, steps=1)
     acc.backward(loss(model, rows(rank, 2)))
     return type(caught.value).__name__, str(caught.value), acc.step().stepped
 
@@ -143,11 +158,13 @@ def test_a_nan_on_one_rank_raises_on_all(pair: Pool, how: str) -> None:
     assert again_there
 
 
-# -- one rank fails, and is gone --------------------------------------------------------------------------------------
+# -- one rank fails, and is gone -----------------------------------------------------------------
 
 
 def gone(rank: int, size: int, how: str, where: str) -> Any:
-    """Rank 1 fails for good: in the model, or in code that is not ours, as the interpreter would end it."""
+    """Rank 1 fails for good: in the model, or in code that is not ours, as the interpreter would
+    end it.
+    """
     model, _ = models(how, size)
     acc = gf.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
     if rank == 1 and where == "forward":
@@ -168,7 +185,10 @@ def gone(rank: int, size: int, how: str, where: str) -> Any:
 
 @pytest.mark.parametrize(
     ("where", "says"),
-    [("forward", "OutOfMemoryError: as if"), pytest.param("elsewhere", "no such row", marks=pytest.mark.slow)],
+    [
+        ("forward", "OutOfMemoryError: as if"),
+        pytest.param("elsewhere", "no such row", marks=pytest.mark.slow),
+    ],
 )
 def test_a_rank_that_is_gone_in_a_gather_is_named(where: str, says: str) -> None:
     with Pool(2, timeout_seconds=3) as pool:
@@ -178,10 +198,12 @@ def test_a_rank_that_is_gone_in_a_gather_is_named(where: str, says: str) -> None
     assert says in text
 
 
-# -- what users do to their models ------------------------------------------------------------------------------------
+# -- what users do to their models ---------------------------------------------------------------
 
 
-def odd(rank: int, size: int, how: str, options: dict[str, Any], frozen: bool, clipper: dict[str, Any]) -> float:
+def odd(
+    rank: int, size: int, how: str, options: dict[str, Any], frozen: bool, clipper: dict[str, Any]
+) -> float:
     """Three windows with unequal ranks, and an evaluation after each."""
     torch.manual_seed(7)
     inner = Net().double()
@@ -191,11 +213,15 @@ def odd(rank: int, size: int, how: str, options: dict[str, Any], frozen: bool, c
     model = wrap(inner, how, size, **options)
     clip = gf.GradientClipper(**clipper) if clipper else None
     optimizer, alone = (
-        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.1) for m in (model, reference)
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], 0.1)
+        for m in (model, reference)
     )
     acc = gf.GradientAccumulator(optimizer, steps=100, clip=clip)
     for window in range(3):
-        data = [[rows(100 * window + 10 * r + i, 1 + i) for i in range((r + window) % 3)] for r in range(size)]
+        data = [
+            [rows(100 * window + 10 * r + i, 1 + i) for i in range((r + window) % 3)]
+            for r in range(size)
+        ]
         for batch in data[rank]:
             acc.backward(loss(model, batch), weight=len(batch))
         acc.flush()
@@ -216,21 +242,33 @@ def odd(rank: int, size: int, how: str, options: dict[str, Any], frozen: bool, c
         ("ddp", {"static_graph": True}, False, {}),
         ("ddp", {"find_unused_parameters": True}, True, {}),
         ("ddp", {"gradient_as_bucket_view": True}, False, {"max_value": 0.01}),
-        ("fsdp", {"reshard_after_forward": False}, False, {"max_norm": 0.05, "per_parameter": True}),
+        (
+            "fsdp",
+            {"reshard_after_forward": False},
+            False,
+            {"max_norm": 0.05, "per_parameter": True},
+        ),
         ("fsdp", {}, True, {"max_norm": 0.05, "max_value": 0.01}),
     ],
 )
-def test_wrappers_options(pair: Pool, how: str, options: dict[str, Any], frozen: bool, clipper: dict[str, Any]) -> None:
+def test_wrappers_options(
+    pair: Pool, how: str, options: dict[str, Any], frozen: bool, clipper: dict[str, Any]
+) -> None:
     for difference in pair.run(odd, how, options, frozen, clipper):
         assert difference < 1e-10
 
 
 def two_optimizers(rank: int, size: int, how: str) -> Any:
-    """Two optimizers with an accumulator each for two parts of one model, on ranks with unequal micro-batches."""
+    """Two optimizers with an accumulator each for two parts of one model, on ranks with unequal
+    micro-batches.
+    """
     model, reference = models(how, size)
     both = []
     for m in (model, reference):
-        parts = [[p for name, p in m.named_parameters() if ("blocks" in name) == inner] for inner in (True, False)]
+        parts = [
+            [p for name, p in m.named_parameters() if ("blocks" in name) == inner]
+            for inner in (True, False)
+        ]
         both.append([torch.optim.SGD(part, lr=0.1 * (1 + at)) for at, part in enumerate(parts)])
     accumulators = [gf.GradientAccumulator(optimizer, steps=100) for optimizer in both[0]]
     data = [[rows(10 * r + i, 2) for i in range(2 + 2 * r)] for r in range(size)]

@@ -1,4 +1,6 @@
-"""What the tape does around FSDP2's units, which take their parameters' memory away and give it back."""
+"""What the tape does around FSDP2's units, which take their parameters' memory away and give it
+back.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from gradfit.recompute.evict import Online
 
 
 class Twice(nn.Module):
-    """One unit that is used several times in a forward, and so is gathered in the middle of a scope again and again."""
+    """One unit that is used several times in a forward, and so is gathered in the middle of a scope
+    again and again.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +73,9 @@ def differences(rank: int, size: int, kind: str, frozen: bool, how: str) -> list
         reference.zero_grad()
         reference(x).square().mean().backward()
         pairs = zip(model.parameters(), reference.parameters(), strict=True)
-        worst.append(max((full(p.grad) - q.grad).abs().max().item() for p, q in pairs if q.grad is not None))
+        worst.append(
+            max((full(p.grad) - q.grad).abs().max().item() for p, q in pairs if q.grad is not None)
+        )
     assert how == "scope" or evictions > 0
     return worst
 

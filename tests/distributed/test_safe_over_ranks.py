@@ -1,4 +1,6 @@
-"""Ranks that differ are told apart before they communicate; what they save runs no code when it is read."""
+"""Ranks that differ are told apart before they communicate; what they save runs no code when it is
+read.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def fit_different(rank: int, size: int) -> str:
     model.module.register_buffer("extra", torch.zeros(1 + rank))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
-        gf.fit(model, optimizer, lambda m, x: m(x).square().mean(), torch.randn(8, 4), memory="1 MiB")
+        gf.fit(
+            model, optimizer, lambda m, x: m(x).square().mean(), torch.randn(8, 4), memory="1 MiB"
+        )
     except gf.MisuseError as error:
         return str(error)
     return ""
@@ -82,7 +86,14 @@ def fit_otherwise(rank: int, size: int, how: str) -> str:
         options = {"on_nonfinite": "skip" if rank else "raise"}
     memory = f"{1 + rank * (how == 'budget')} MiB"
     try:
-        step = gf.fit(model, optimizer, lambda m, x: m(x).square().mean(), torch.randn(8, 4), memory, **options)
+        step = gf.fit(
+            model,
+            optimizer,
+            lambda m, x: m(x).square().mean(),
+            torch.randn(8, 4),
+            memory,
+            **options,
+        )
     except gf.MisuseError as error:
         return str(error)
     return f"budget {step.budget_bytes}, stepped {step(torch.randn(8, 4)).stepped}"
@@ -96,10 +107,15 @@ def fit_otherwise(rank: int, size: int, how: str) -> str:
         ("clip", ["rank 0 has 'clip=1.0', rank 1 has 'clip=2.0'"] * 2),
         ("clipper", ["rank 0 has 'clip=GradientClipper(max_norm=1.0"] * 2),
         ("nonfinite", ["rank 0 has \"on_nonfinite='raise'\", rank 1 has"] * 2),
-        ("budget", ["budget 1048576, stepped True", "budget 2097152, stepped True"]),  # each rank's own
+        (
+            "budget",
+            ["budget 1048576, stepped True", "budget 2097152, stepped True"],
+        ),  # each rank's own
     ],
 )
-def test_what_makes_the_update_is_the_same_and_budgets_may_differ(pair: Pool, how: str, texts: list[str]) -> None:
+def test_what_makes_the_update_is_the_same_and_budgets_may_differ(
+    pair: Pool, how: str, texts: list[str]
+) -> None:
     said = pair.run(fit_otherwise, how)
     assert all(text in one for text, one in zip(texts, said, strict=True)), said
 
@@ -119,7 +135,7 @@ def test_a_runs_settings_are_the_same(pair: Pool) -> None:
     assert all("rank 0 has 'steps=3', rank 1 has 'steps=4'" in one for one in said), said
 
 
-# ------------------------------------------------------------------------------------------------ files
+# -------------------------------------------------------------------------------------------- files
 
 
 class Bomb:

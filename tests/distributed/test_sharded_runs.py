@@ -1,4 +1,6 @@
-"""`gradfit train`'s runs of a `fully_shard` model: saved at one world size, resumed at another, exactly."""
+"""`gradfit train`'s runs of a `fully_shard` model: saved at one world size, resumed at another,
+exactly.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,14 @@ ROWS, BATCH, MEMORY = 60, 13, 4 * 2**20
 
 def make_job(how: str, size: int) -> gf.Job:
     torch.manual_seed(5)
-    inner = Net(2, 7).double()  # 7 rows over 4 ranks: the last shard is smaller, and the root's last one is empty
+    # 7 rows over 4 ranks: the last shard is smaller, and the root's last one is empty
+    inner = Net(2, 7).double()
     model = wrap(inner, how, size) if how in ("fsdp", "hsdp") else inner
     rows = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
-    scales = torch.linspace(0.5, 1.5, 32, dtype=torch.float64)[:, None]  # many activations, few parameters
+    # many activations, few parameters
+    scales = torch.linspace(0.5, 1.5, 32, dtype=torch.float64)[:, None]
 
     def loss(model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         return (model(x[:, None] * scales) - x[:, None, :3]).square().mean()
@@ -64,9 +68,17 @@ class Dying(StateStore):
 
 
 def go_on(
-    rank: int, size: int, how: str, out: str, steps: int, memory: int = MEMORY, kill: tuple[str, ...] = ()
+    rank: int,
+    size: int,
+    how: str,
+    out: str,
+    steps: int,
+    memory: int = MEMORY,
+    kill: tuple[str, ...] = (),
 ) -> list[torch.Tensor]:
-    """Train up to `steps`, from whatever state there is; `kill` says for each rank at which state it dies, if any."""
+    """Train up to `steps`, from whatever state there is; `kill` says for each rank at which state
+    it dies, if any.
+    """
     ranks = Ranks(Group(dist.group.WORLD)) if dist.is_initialized() else Ranks()
     job = make_job(how, size)
     ranks.share(job.model)
@@ -109,7 +121,9 @@ def test_the_number_of_ranks_may_change_at_every_resume(
         assert agree(answer, straight)
 
 
-def test_at_the_same_world_size_not_a_bit_changes(pair: Pool, straight: list[torch.Tensor], tmp_path: Path) -> None:
+def test_at_the_same_world_size_not_a_bit_changes(
+    pair: Pool, straight: list[torch.Tensor], tmp_path: Path
+) -> None:
     through = pair.run(go_on, "fsdp", str(tmp_path / "through"), 6)
     pair.run(go_on, "fsdp", str(tmp_path / "stopped"), 3)
     stopped = pair.run(go_on, "fsdp", str(tmp_path / "stopped"), 6)
@@ -117,7 +131,9 @@ def test_at_the_same_world_size_not_a_bit_changes(pair: Pool, straight: list[tor
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
         assert agree(first, straight)
     written = load_file(tmp_path / "through" / "model.safetensors")
-    for (name, _), parameter in zip(make_job("plain", 1).model.named_parameters(), through[0], strict=True):
+    for (name, _), parameter in zip(
+        make_job("plain", 1).model.named_parameters(), through[0], strict=True
+    ):
         assert torch.equal(written.pop(name), parameter)
     assert not written
 
@@ -154,14 +170,17 @@ def least_bytes(rank: int, size: int, how: str) -> int:
     ("how", "kill"),
     [
         ("fsdp", ("after 1-2", "after 1-2")),
-        pytest.param("replicas", ("before 2-1", "after 2-1"), marks=pytest.mark.slow),  # while a window fills, alone
+        pytest.param(
+            "replicas", ("before 2-1", "after 2-1"), marks=pytest.mark.slow
+        ),  # while a window fills, alone
         ("replicas", ("after 3-1", "before 3-0")),  # one has gone further
     ],
 )
 def test_killed_in_the_middle_of_a_step(
     pair: Pool, straight: list[torch.Tensor], tmp_path: Path, how: str, kill: tuple[str, ...]
 ) -> None:
-    steps, memory = 2 if how == "fsdp" else 4, max(pair.run(least_bytes, how))  # a few rows at a time
+    # a few rows at a time
+    steps, memory = 2 if how == "fsdp" else 4, max(pair.run(least_bytes, how))
     through = pair.run(go_on, how, str(tmp_path / "through"), steps, memory)
     out = tmp_path / "killed"
     pair.run(go_on, how, str(out), steps, memory, kill)
@@ -184,7 +203,9 @@ def test_a_mesh_of_some_of_the_ranks_is_refused(pair: Pool) -> None:
         assert "over 1 ranks, the run has 2" in text
 
 
-@pytest.mark.parametrize("data", [["a", [2], [0]], ["w", [2], [1]], ["w", [2, 2], [0]], ["w", "x", [0]], ["w"]])
+@pytest.mark.parametrize(
+    "data", [["a", [2], [0]], ["w", [2], [1]], ["w", [2, 2], [0]], ["w", "x", [0]], ["w"]]
+)
 def test_a_piece_that_is_none_is_refused(data: Any) -> None:
     with pytest.raises(StateError):
         unflatten(json.loads(json.dumps({"$piece": data})), {"w": torch.ones(2)})

@@ -1,4 +1,6 @@
-"""What several threads, or everybody in the process, share: hooks on forwards, FSDP2's functions, the default store."""
+"""What several threads, or everybody in the process, share: hooks on forwards, FSDP2's functions,
+the default store.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ def test_forwards_in_two_threads_are_told_apart() -> None:
         with torch.no_grad():
             module(torch.ones(1))
 
-    training, evaluating = threading.Thread(target=module, args=(torch.ones(1),)), threading.Thread(target=evaluate)
+    training, evaluating = (
+        threading.Thread(target=module, args=(torch.ones(1),)),
+        threading.Thread(target=evaluate),
+    )
     training.start()
     assert module.entered[True].wait(10)
     evaluating.start()
@@ -70,12 +75,16 @@ def test_forwards_in_two_threads_are_told_apart() -> None:
     ear.close()
 
 
-def test_two_threads_that_hear_of_resizes_leave_fsdp_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_threads_that_hear_of_resizes_leave_fsdp_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     there = [(w, n) for w, n in _torch_fsdp._resizers if hasattr(sys.modules.get(w), n)]
     originals = [getattr(sys.modules[where], name) for where, name in there]
     telling = _torch_fsdp._telling_of_resizes
     ends: list[Any] = []
-    second = threading.Thread(target=lambda: ends.append(_torch_fsdp.hear_resizes(lambda tensor: None)))
+    second = threading.Thread(
+        target=lambda: ends.append(_torch_fsdp.hear_resizes(lambda tensor: None))
+    )
 
     def slowly(call: Any) -> Any:
         if second.ident is None:  # the first thread is in the middle of patching

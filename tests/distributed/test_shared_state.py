@@ -1,4 +1,6 @@
-"""Saved in the middle of a window at one world size, resumed at another: as if it had never been stopped."""
+"""Saved in the middle of a window at one world size, resumed at another: as if it had never been
+stopped.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def build(how: str, size: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def contribute(acc: gf.GradientAccumulator, model: nn.Module, number: int, terms: bool) -> None:
     out = model(micro_batch(number))
     if terms:
-        acc.backward(terms={"a": (out.square().sum(), out.numel()), "b": (out.exp().sum(), 1 + number % 3)})
+        acc.backward(
+            terms={"a": (out.square().sum(), out.numel()), "b": (out.exp().sum(), 1 + number % 3)}
+        )
     else:
         acc.backward(out.square().mean(), weight=len(out))
 
@@ -43,8 +47,12 @@ def parameters(model: nn.Module) -> list[torch.Tensor]:
     return [full(p).clone() for p in model.parameters()]
 
 
-def first_half(rank: int, size: int, how: str, path: str, terms: bool, through: str) -> list[torch.Tensor]:
-    """Eight micro-batches, unevenly over the ranks, then a state, then the other eight without a stop."""
+def first_half(
+    rank: int, size: int, how: str, path: str, terms: bool, through: str
+) -> list[torch.Tensor]:
+    """Eight micro-batches, unevenly over the ranks, then a state, then the other eight without a
+    stop.
+    """
     model, optimizer = build(how, size)
     acc = gf.GradientAccumulator(optimizer, steps=MICRO_BATCHES // size)
     for number in range(8):
@@ -61,7 +69,9 @@ def first_half(rank: int, size: int, how: str, path: str, terms: bool, through: 
     return parameters(model)
 
 
-def second_half(rank: int, size: int, how: str, path: str, terms: bool, through: str) -> list[torch.Tensor]:
+def second_half(
+    rank: int, size: int, how: str, path: str, terms: bool, through: str
+) -> list[torch.Tensor]:
     """A new process takes the window up and ends it."""
     model, optimizer = build(how, size)
     acc = gf.GradientAccumulator(optimizer, steps=MICRO_BATCHES // size)
@@ -94,7 +104,9 @@ def agree(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("terms", [False, True])
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_saved_at_four_resumed_at_two_and_at_one(four: Pool, pair: Pool, tmp_path: Path, how: str, terms: bool) -> None:
+def test_saved_at_four_resumed_at_two_and_at_one(
+    four: Pool, pair: Pool, tmp_path: Path, how: str, terms: bool
+) -> None:
     path, expected = str(tmp_path / "window"), never_stopped(terms)
     for answer in four.run(first_half, how, path, terms, "state"):
         assert agree(answer, expected)
@@ -103,8 +115,12 @@ def test_saved_at_four_resumed_at_two_and_at_one(four: Pool, pair: Pool, tmp_pat
     assert agree(second_half(0, 1, "alone", path, terms, "state"), expected)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("ddp", "ddp"), ("fsdp", "fsdp"), ("ddp", "fsdp"), ("hsdp", "ddp")])
-def test_it_is_a_stateful_of_torch(four: Pool, pair: Pool, tmp_path: Path, saved: str, loaded: str) -> None:
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("ddp", "ddp"), ("fsdp", "fsdp"), ("ddp", "fsdp"), ("hsdp", "ddp")]
+)
+def test_it_is_a_stateful_of_torch(
+    four: Pool, pair: Pool, tmp_path: Path, saved: str, loaded: str
+) -> None:
     path, expected = str(tmp_path / "window"), never_stopped(False)
     four.run(first_half, saved, path, False, "dcp")
     for answer in pair.run(second_half, loaded, path, False, "dcp"):

@@ -1,4 +1,6 @@
-"""Tiles on several ranks: gradients arrive once, parameters are gathered once, and the update is that of all rows."""
+"""Tiles on several ranks: gradients arrive once, parameters are gathered once, and the update is
+that of all rows.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.mix = nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -90,7 +94,9 @@ def tiled_by_hand(rank: int, size: int, how: str) -> Any:
     loss_fn(reference, tokens).backward()
     pairs = zip(model.parameters(), reference.parameters(), strict=True)
     worst = max(
-        float((full(p.grad) - q.grad).abs().max()) for p, q in pairs if p.grad is not None and q.grad is not None
+        float((full(p.grad) - q.grad).abs().max())
+        for p, q in pairs
+        if p.grad is not None and q.grad is not None
     )
     return {"worst": worst, "calls": set(calls.values()), "counts": counts, "modules": modules}
 

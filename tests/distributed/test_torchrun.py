@@ -1,4 +1,6 @@
-"""`torchrun -m gradfit train`: the same run on two ranks, killed and restarted, and resumed by one process."""
+"""`torchrun -m gradfit train`: the same run on two ranks, killed and restarted, and resumed by one
+process.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,30 @@ from gradfit.runs.training_run import RunSettings, TrainingRun
 JOBS = Path(__file__).with_name("launched_job.py")
 
 
-def train(out: Path, *options: str, job: str = "tiny", ranks: int = 2, **environment: str) -> dict[str, Any]:
+def train(
+    out: Path, *options: str, job: str = "tiny", ranks: int = 2, **environment: str
+) -> dict[str, Any]:
     start = [sys.executable, "-m"]
     if ranks > 1:
-        start += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=2", "-m"]
-    command = [*start, "gradfit", "train", f"{JOBS}:{job}", "--out", str(out), "--memory", "2 MiB", "--json", *options]
+        start += [
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            "--max-restarts=2",
+            "-m",
+        ]
+    command = [
+        *start,
+        "gradfit",
+        "train",
+        f"{JOBS}:{job}",
+        "--out",
+        str(out),
+        "--memory",
+        "2 MiB",
+        "--json",
+        *options,
+    ]
     done = subprocess.run(
         command,
         capture_output=True,
@@ -48,14 +69,20 @@ def through(rank: int, size: int, name: str, steps: int) -> tuple[list[float], s
     ranks.share(job.model)
     if rank:
         seed_everything(rank)
-    report = TrainingRun(job, RunSettings(job.batch_size, 2 * 2**20, steps=steps), ranks=ranks).train()
+    report = TrainingRun(
+        job, RunSettings(job.batch_size, 2 * 2**20, steps=steps), ranks=ranks
+    ).train()
     return report.losses, digest_of(job.model)
 
 
 @pytest.mark.parametrize("job", [pytest.param("tiny", marks=pytest.mark.slow), "sharded"])
-def test_a_rank_killed_in_a_step_is_restarted_and_the_end_is_the_same(pair: Pool, job: str, tmp_path: Path) -> None:
+def test_a_rank_killed_in_a_step_is_restarted_and_the_end_is_the_same(
+    pair: Pool, job: str, tmp_path: Path
+) -> None:
     losses, digest = pair.run(through, job, 6)[0]
-    killed = train(tmp_path, "--steps", "6", job=job, KILL_AFTER=str(tmp_path / "ranks/1"), STEP_SECONDS="0.1")
+    killed = train(
+        tmp_path, "--steps", "6", job=job, KILL_AFTER=str(tmp_path / "ranks/1"), STEP_SECONDS="0.1"
+    )
     assert "Resuming at step" in killed["stderr"]
     assert killed["parameters_sha256"] == digest
     assert killed["losses"] == losses[-len(killed["losses"]) :]

@@ -1,4 +1,6 @@
-"""What ranks decide together: windows of different lengths, skips, flushes, failures; and what they send."""
+"""What ranks decide together: windows of different lengths, skips, flushes, failures; and what they
+send.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,13 @@ def rows(seed: int, count: int) -> torch.Tensor:
     return torch.randn(count, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-# -- how many windows ------------------------------------------------------------------------------------------------
+# -- how many windows ----------------------------------------------------------------------------
 
 
 def uneven_epoch(rank: int, size: int, how: str) -> Any:
-    """Rank r has 3 + 2r micro-batches and windows of 2; the scheduler must be the same for those that have run out."""
+    """Rank r has 3 + 2r micro-batches and windows of 2; the scheduler must be the same for those
+    that have run out.
+    """
     model, reference = models(how, size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -72,7 +76,7 @@ def test_a_flush_of_nothing(pair: Pool) -> None:
     assert pair.run(nothing_anywhere) == ["empty window"] * 2
 
 
-# -- what is sent ----------------------------------------------------------------------------------------------------
+# -- what is sent --------------------------------------------------------------------------------
 
 
 def traffic(rank: int, size: int, how: str, micro_batches: int) -> dict[str, int]:
@@ -96,18 +100,21 @@ def test_one_all_reduce_per_window(pair: Pool, micro_batches: int) -> None:
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_one_reduce_scatter_per_unit_and_window(pair: Pool, micro_batches: int) -> None:
     for counts in pair.run(traffic, "fsdp", micro_batches):
-        assert counts["reduce_scatter_tensor"] + counts["reduce_scatter_single"] == 3  # two blocks and the root
+        # two blocks and the root
+        assert counts["reduce_scatter_tensor"] + counts["reduce_scatter_single"] == 3
         assert counts["all_reduce"] == 1  # the norm
 
 
-# -- what is skipped -------------------------------------------------------------------------------------------------
+# -- what is skipped -----------------------------------------------------------------------------
 
 
 def one_bad_micro_batch(rank: int, size: int, how: str, isolate: bool, scaler: bool) -> Any:
     model, reference = models(how, size)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8) if scaler else None
-    acc = gf.GradientAccumulator(optimizer, steps=2, isolate=isolate, on_nonfinite="skip", scaler=loss_scaler)
+    acc = gf.GradientAccumulator(
+        optimizer, steps=2, isolate=isolate, on_nonfinite="skip", scaler=loss_scaler
+    )
     before = [full(p).clone() for p in model.parameters()]
     for number in range(2):
         part = rows(10 * rank + number, 3)
@@ -115,7 +122,9 @@ def one_bad_micro_batch(rank: int, size: int, how: str, isolate: bool, scaler: b
             part[0, 0] = float("nan")
         acc.backward(model(part).square().mean(), weight=3)
         result = acc.step()
-    unchanged = all(torch.equal(a, full(b)) for a, b in zip(before, model.parameters(), strict=True))
+    unchanged = all(
+        torch.equal(a, full(b)) for a, b in zip(before, model.parameters(), strict=True)
+    )
     alone = torch.optim.SGD(reference.parameters(), lr=0.1)
     reference(torch.cat([rows(0, 3), rows(1, 3), rows(11, 3)])).square().mean().backward()
     alone.step()
@@ -137,19 +146,28 @@ def test_a_nan_on_one_rank_costs_the_window_on_all(pair: Pool, how: str, scaler:
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_isolated_it_costs_one_micro_batch(pair: Pool, how: str, scaler: bool) -> None:
     for result, _, difference, scale in pair.run(one_bad_micro_batch, how, True, scaler):
-        assert (result.stepped, result.weight, result.skipped, result.micro_batches) == (True, 9, 1, 3)
+        assert (result.stepped, result.weight, result.skipped, result.micro_batches) == (
+            True,
+            9,
+            1,
+            3,
+        )
         assert difference < 1e-10
         assert scale == (2.0**7 if scaler else 0.0)
 
 
-# -- who waits for whom ----------------------------------------------------------------------------------------------
+# -- who waits for whom --------------------------------------------------------------------------
 
 
 def one_rank_raises(rank: int, size: int, where: str) -> Any:
     model, _ = models("ddp", size)
     acc = gf.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=1)
     try:
-        loss = model(rows(0, 2) if rank == 0 or where != "forward" else rows(0, 2)[:, :3]).square().mean()
+        loss = (
+            model(rows(0, 2) if rank == 0 or where != "forward" else rows(0, 2)[:, :3])
+            .square()
+            .mean()
+        )
         if rank == 1 and where == "backward":
             loss.register_hook(_refuse)
         acc.backward(loss)
@@ -165,7 +183,10 @@ def _refuse(gradient: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("where", "says"),
-    [pytest.param("forward", "mat1 and mat2", marks=pytest.mark.slow), ("backward", "no gradient today")],
+    [
+        pytest.param("forward", "mat1 and mat2", marks=pytest.mark.slow),
+        ("backward", "no gradient today"),
+    ],
 )
 def test_the_others_hear_which_rank_failed_and_why(where: str, says: str) -> None:
     with Pool(2, timeout_seconds=3) as pool:
@@ -177,7 +198,9 @@ def test_the_others_hear_which_rank_failed_and_why(where: str, says: str) -> Non
 
 
 def half_a_pass(rank: int, size: int) -> Any:
-    """A pass that died half-way is found out at the end of the window, by all ranks, without waiting."""
+    """A pass that died half-way is found out at the end of the window, by all ranks, without
+    waiting.
+    """
     model, _ = models("ddp", size)
     acc = gf.GradientAccumulator(torch.optim.SGD(model.parameters(), lr=0.1), steps=1)
     loss = model(rows(rank, 2)).square().mean()
@@ -202,7 +225,7 @@ def test_half_a_micro_batch_stops_all_ranks_at_once(pair: Pool) -> None:
     assert (again, again_there) == (True, True)
 
 
-# -- flags -----------------------------------------------------------------------------------------------------------
+# -- flags ---------------------------------------------------------------------------------------
 
 
 def flags(rank: int, size: int) -> Any:
@@ -227,7 +250,8 @@ def flags(rank: int, size: int) -> Any:
     sharded, _ = models("fsdp", size)
     acc = gf.GradientAccumulator(torch.optim.SGD(sharded.parameters(), lr=0.1), steps=2)
     units = [m for m in sharded.modules() if isinstance(m, FSDPModule)]
-    units[0]._get_fsdp_state()._fsdp_param_groups[0].reduce_grads = False  # what the user has set stays
+    # what the user has set stays
+    units[0]._get_fsdp_state()._fsdp_param_groups[0].reduce_grads = False
     before = [m._get_fsdp_state()._fsdp_param_groups[0].reduce_grads for m in units]
     acc.backward(sharded(rows(0, 2)).square().mean())
     middle = [m._get_fsdp_state()._fsdp_param_groups[0].reduce_grads for m in units]
@@ -246,11 +270,13 @@ def test_flags_are_what_the_user_set(pair: Pool) -> None:
         assert restored
 
 
-# -- DDP's own options -----------------------------------------------------------------------------------------------
+# -- DDP's own options ---------------------------------------------------------------------------
 
 
 class Odd(nn.Module):
-    """A parameter that only some inputs use, running statistics, a frozen weight, a sparse embedding."""
+    """A parameter that only some inputs use, running statistics, a frozen weight, a sparse
+    embedding.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,9 +304,16 @@ def odd_model(rank: int, size: int, options: dict[str, bool]) -> Any:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}],
+    [
+        {},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+    ],
 )
-def test_unused_parameters_sparse_gradients_and_buffers(pair: Pool, options: dict[str, bool]) -> None:
+def test_unused_parameters_sparse_gradients_and_buffers(
+    pair: Pool, options: dict[str, bool]
+) -> None:
     (first, buffers), (second, other) = pair.run(odd_model, options)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(buffers, other, strict=True))

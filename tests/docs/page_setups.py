@@ -1,4 +1,6 @@
-"""What a page's snippets take for granted: the names that a reader has, and the page does not write down."""
+"""What a page's snippets take for granted: the names that a reader has, and the page does not write
+down.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ import tempfile, torch, lightning, transformers
 from lightning import Trainer as LightningTrainer
 rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (8, 8))]
 arguments = transformers.TrainingArguments(
-    output_dir=tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps=1, report_to=[], use_cpu=True,
-    save_strategy="no", disable_tqdm=True,
+    output_dir=tempfile.mkdtemp(), per_device_train_batch_size=4, max_steps=1, report_to=[],
+    use_cpu=True, save_strategy="no", disable_tqdm=True,
 )
 
 class Module(lightning.LightningModule):
@@ -33,8 +35,8 @@ class Module(lightning.LightningModule):
 
 def Trainer(**options):
     return LightningTrainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, **options,
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **options,
     )
 
 module, loader = Module(), torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=4)
@@ -70,14 +72,18 @@ SETUPS = {
 }
 # Run after the last snippet: what shows that its functions work.
 CHECKS = {
-    "docs/guides/distributed.md": "assert main().batch_size == 512\ntorch.distributed.destroy_process_group()",
-    "docs/guides/cli.md": """
+    "docs/guides/distributed.md": (
+        "assert main().batch_size == 512\ntorch.distributed.destroy_process_group()"
+    ),
+    "docs/guides/cli.md": (
+        """
 job = make_job()
 assert loss_fn(job.model, {key: rows[:4] for key, rows in job.data.items()}) > 0
-""",
+"""
+    ),
 }
-# Process groups, trainers and accelerators leave state behind that other tests would meet. Importing them takes
-# seconds, so the trainers' pages share a process.
+# Process groups, trainers and accelerators leave state behind that other tests would meet.
+# Importing them takes seconds, so the trainers' pages share a process.
 IN_PROCESSES_OF_THEIR_OWN = (
     ("docs/guides/distributed.md",),
     (

@@ -1,4 +1,6 @@
-"""Every parameter of every public name is described where a reader looks: in the docstring's Args or Attributes."""
+"""Every parameter of every public name is described where a reader looks: in the docstring's Args
+or Attributes.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from gradfit.integrations.accelerate import accumulator
 from gradfit.integrations.lightning import Fit
 from gradfit.integrations.transformers import FitTrainer, enable_checkpointing
 
-# What `AccumulationContext` has of the window behind it, and promises; the rest is between the accumulator's parts.
+# What `AccumulationContext` has of the window behind it, and promises; the rest is between the
+# accumulator's parts.
 PROMISED = {"register_tensor", "step", "reset", "close"}
 
 
@@ -26,9 +29,15 @@ def public() -> dict[str, Any]:
     modules = [(name, value) for name, value in names.items() if inspect.ismodule(value)]
     for name, module in modules:
         del names[name]
-        own = {key: one for key, one in vars(module).items() if getattr(one, "__module__", "") == module.__name__}
+        own = {
+            key: one
+            for key, one in vars(module).items()
+            if getattr(one, "__module__", "") == module.__name__
+        }
         names |= {f"{name}.{key}": one for key, one in own.items() if not key.startswith("_")}
-    return names | {one.__name__: one for one in (accumulator, Fit, FitTrainer, enable_checkpointing)}
+    return names | {
+        one.__name__: one for one in (accumulator, Fit, FitTrainer, enable_checkpointing)
+    }
 
 
 def methods(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -39,7 +48,9 @@ def methods(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
             function = getattr(raw, "__func__", raw)
             if not inspect.isfunction(function) or (name.startswith("_") and name != "__call__"):
                 continue
-            if id(base) in everything or (base.__module__.startswith("gradfit.") and name in PROMISED):
+            if id(base) in everything or (
+                base.__module__.startswith("gradfit.") and name in PROMISED
+            ):
                 yield name, getattr(kind, name)
 
 
@@ -86,7 +97,11 @@ def undescribed(call: Any) -> list[str]:
 def test_every_parameter_is_described(name: str) -> None:
     one = public()[name]
     missing = {name: undescribed(one)}
-    if inspect.isclass(one) and one.__module__.startswith("gradfit.") and "integrations" not in one.__module__:
+    if (
+        inspect.isclass(one)
+        and one.__module__.startswith("gradfit.")
+        and "integrations" not in one.__module__
+    ):
         missing |= {f"{name}.{key}": undescribed(method) for key, method in methods(one)}
     assert not {key: names for key, names in missing.items() if names}
 

@@ -1,4 +1,6 @@
-"""Links lead to pages and headings that are there; every public name is on one page of the reference."""
+"""Links lead to pages and headings that are there; every public name is on one page of the
+reference.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,8 @@ def test_a_broken_link_is_noticed(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("# What it is\n")
     page = tmp_path / "page.md"
     page.write_text(
-        "[a](other.md#what-it-is) [b](other.md#no) [c](gone.md) [d](https://example.org) [e](#here)\n\n## Here\n"
+        "[a](other.md#what-it-is) [b](other.md#no) [c](gone.md) [d](https://example.org)"
+        " [e](#here)\n\n## Here\n"
     )
     assert broken(page) == ["other.md#no", "gone.md"]
 
@@ -80,12 +83,22 @@ def test_paths_that_contributing_names_exist() -> None:
 def test_the_glossary_is_short_and_its_words_are_used() -> None:
     page = (DOCS / "architecture.md").read_text(encoding="utf-8")
     table, rest = page.split("## Words\n")[1], page.split("## Words\n")[0]
-    words = [cell for cell in re.findall(r"^\| (.+?) \|", table, re.MULTILINE) if cell not in ("word", "---")]
+    words = [
+        cell
+        for cell in re.findall(r"^\| (.+?) \|", table, re.MULTILINE)
+        if cell not in ("word", "---")
+    ]
     assert 0 < len(words) <= 30
-    guides = "".join(path.read_text(encoding="utf-8") for path in sorted((DOCS / "guides").glob("*.md")))
-    sources = "".join(path.read_text(encoding="utf-8") for path in sorted((DOCS.parent / "src").rglob("*.py")))
+    guides = "".join(
+        path.read_text(encoding="utf-8") for path in sorted((DOCS / "guides").glob("*.md"))
+    )
+    sources = "".join(
+        path.read_text(encoding="utf-8") for path in sorted((DOCS.parent / "src").rglob("*.py"))
+    )
     everything = (rest + guides + sources).lower()
-    assert not [word for entry in words for word in entry.split(", ") if word.split()[0] not in everything]
+    assert not [
+        word for entry in words for word in entry.split(", ") if word.split()[0] not in everything
+    ]
 
 
 def test_every_page_is_in_the_site_s_navigation() -> None:
@@ -100,4 +113,6 @@ def test_every_page_is_in_the_site_s_navigation() -> None:
 
     collect(yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
     made = {"contributing.md", "changelog.md"}  # from the files at the root, by docs/site/hooks.py
-    assert sorted(listed) == sorted({path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | made)
+    assert sorted(listed) == sorted(
+        {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")} | made
+    )

@@ -38,7 +38,9 @@ Look = Callable[[], State]
 
 
 class Row(NamedTuple):
-    """How to read a state, and a program that calls what it is given while the state may be changed."""
+    """How to read a state, and a program that calls what it is given while the state may be
+    changed.
+    """
 
     read: Callable[[], State]
     use: Callable[[Callable[[], None]], None]
@@ -46,7 +48,9 @@ class Row(NamedTuple):
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.GELU(), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    return nn.Sequential(
+        nn.Linear(4, 8), nn.Dropout(0.5), nn.GELU(), nn.BatchNorm1d(8), nn.Linear(8, 1)
+    )
 
 
 def in_a_scope(look: Callable[[], None]) -> None:
@@ -129,18 +133,23 @@ UNDONE = {
     "garbage collector": Row(gc.get_threshold, in_a_scope),
     "dynamo's stance": Row(stance, in_a_scope),
     "dispatch key": Row(lambda: torch._C._dispatch_tls_is_dispatch_key_included(KEY), in_a_scope),
-    "saved-tensor hooks": Row(lambda: torch._C._autograd._top_saved_tensors_default_hooks(False), in_a_scope),
+    "saved-tensor hooks": Row(
+        lambda: torch._C._autograd._top_saved_tensors_default_hooks(False), in_a_scope
+    ),
     "dispatch modes": Row(torch._C._len_torch_dispatch_stack, while_predicting),
     "function modes": Row(torch._C._len_torch_function_stack, in_a_fit),
     "global module hooks": Row(
-        lambda: (list(modules._global_forward_hooks), list(modules._global_forward_pre_hooks)), in_a_profile
+        lambda: (list(modules._global_forward_hooks), list(modules._global_forward_pre_hooks)),
+        in_a_profile,
     ),
     "FSDP2's functions": Row(resizing_functions, in_a_meter),
     "Ctrl-C": Row(lambda: signal.getsignal(signal.SIGINT), in_uninterrupted),
     "random generators": Row(generators, in_a_fit),
     "gradient mode": Row(torch.is_grad_enabled, in_a_replay),
     "warning filters": Row(lambda: list(warnings.filters), in_a_fit),
-    "torch's logger": Row(lambda: logging.getLogger("torch._subclasses.fake_tensor").disabled, while_predicting),
+    "torch's logger": Row(
+        lambda: logging.getLogger("torch._subclasses.fake_tensor").disabled, while_predicting
+    ),
 }
 
 
@@ -164,12 +173,29 @@ def test_it_is_put_back(name: str) -> None:
         row.use(lambda: during.append(row.read()))
         assert row.read() == before
     assert during
-    assert any(state != before for state in during), "it is not changed at all: the page need not list it"
+    assert any(state != before for state in during), (
+        "it is not changed at all: the page need not list it"
+    )
 
 
-@pytest.mark.parametrize("name", sorted({"garbage collector", "dynamo's stance", "dispatch key", "saved-tensor hooks",
-                                         "dispatch modes", "FSDP2's functions", "Ctrl-C", "global module hooks",
-                                         "random generators", "warning filters", "function modes"}))  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        {
+            "garbage collector",
+            "dynamo's stance",
+            "dispatch key",
+            "saved-tensor hooks",
+            "dispatch modes",
+            "FSDP2's functions",
+            "Ctrl-C",
+            "global module hooks",
+            "random generators",
+            "warning filters",
+            "function modes",
+        }
+    ),
+)
 def test_it_is_put_back_after_an_interrupt(name: str) -> None:
     row = UNDONE[name]
     in_a_scope(lambda: None)
@@ -271,7 +297,9 @@ raise ValueError("an error of one's own")
 
 
 def test_flags_of_ddp_and_the_exception_hook() -> None:
-    child = subprocess.run([sys.executable, "-c", SEVERAL_RANKS], capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", SEVERAL_RANKS], capture_output=True, text=True, check=False
+    )
     assert child.stderr.rstrip().endswith("ValueError: an error of one's own"), child.stderr
 
 
@@ -279,8 +307,8 @@ IMPORTED = """
 import gc, signal, sys, threading, warnings, torch
 def state():
     kernel = torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm", "Fake")
-    return (sys.excepthook, gc.get_threshold(), signal.getsignal(signal.SIGINT), kernel, threading.active_count(),
-            list(sys.path), torch.get_rng_state().tolist())
+    return (sys.excepthook, gc.get_threshold(), signal.getsignal(signal.SIGINT), kernel,
+            threading.active_count(), list(sys.path), torch.get_rng_state().tolist())
 import numpy, scipy, rich
 before = state()
 import gradfit as gf
@@ -292,7 +320,9 @@ assert torch._C._dispatch_has_kernel_for_dispatch_key("aten::mm", "Fake")
 
 
 def test_nothing_happens_at_import_and_kernels_come_with_the_first_recording() -> None:
-    child = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=False)
+    child = subprocess.run(
+        [sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=False
+    )
     assert child.returncode == 0, child.stderr
 
 

@@ -1,4 +1,6 @@
-"""docs/seeds.md says where each thing is and what shows it: every name, example and test in it exists."""
+"""docs/seeds.md says where each thing is and what shows it: every name, example and test in it
+exists.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ DOCUMENTS = 5
 
 def rows() -> list[tuple[str, str, str]]:
     """What each row of each table says: in the document, here, shown by."""
-    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in PAGE.splitlines() if line[:1] == "|"]
+    cells = [
+        [cell.strip() for cell in line.strip("|").split(" | ")]
+        for line in PAGE.splitlines()
+        if line[:1] == "|"
+    ]
     plain = [row for row in cells if not row[0].startswith(("**", "---", "in the document"))]
     assert all(len(row) == 3 for row in plain), [row for row in plain if len(row) != 3]
     return [(row[0], row[1], row[2].strip(" |")) for row in plain]
@@ -31,7 +37,9 @@ def rows() -> list[tuple[str, str, str]]:
 @functools.cache
 def functions_of(path: Path) -> set[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return {
+        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
 
 
 def problem_with_function(reference: str) -> str | None:
@@ -52,7 +60,9 @@ def problem_with_name(name: str) -> str | None:
     found: Any = getattr(gf, owner)
     if not member or hasattr(found, member):
         return None
-    if member in getattr(found, "__annotations__", {}) or re.search(rf"self\.{member}\b", source_of_init(found)):
+    if member in getattr(found, "__annotations__", {}) or re.search(
+        rf"self\.{member}\b", source_of_init(found)
+    ):
         return None
     return f"{owner} has no {member}"
 
@@ -60,16 +70,24 @@ def problem_with_name(name: str) -> str | None:
 def source_of_init(kind: type) -> str:
     """Where attributes of instances are set; a dataclass has its fields as annotations instead."""
     inits = [
-        one.__init__ for one in kind.__mro__ if "__init__" in vars(one) and not hasattr(one, "__dataclass_fields__")
+        one.__init__
+        for one in kind.__mro__
+        if "__init__" in vars(one) and not hasattr(one, "__dataclass_fields__")
     ]
     return "".join(inspect.getsource(init) for init in inits if inspect.isfunction(init))
 
 
 def problems_with(here: str, shown_by: str) -> list[str]:
-    names = [name for name in re.findall(r"`([^`]+)`", here) if re.fullmatch(r"[\w.]+|examples/.*", name)]
+    names = [
+        name for name in re.findall(r"`([^`]+)`", here) if re.fullmatch(r"[\w.]+|examples/.*", name)
+    ]
     tests = re.findall(r"`([^`]+)`", shown_by)
     found = [
-        *(problem_with_function(name) if "/" in name else problem_with_name(name) for name in names if name != "x"),
+        *(
+            problem_with_function(name) if "/" in name else problem_with_name(name)
+            for name in names
+            if name != "x"
+        ),
         *map(problem_with_function, tests),
         None if names else "no name",
         None if tests and all(re.search(r"::test_\w+$", test) for test in tests) else "no test",
@@ -96,7 +114,10 @@ def test_every_row_has_a_name_and_a_test_that_exist() -> None:
         ("`GradAccumulator`", "`tests/docs/test_seeds.py::test_no_such_test`"),
         ("`GradAccumulator`", "`tests/docs/no_such_file.py::test_example`"),
         ("`GradAccumulator`", "`tests/docs/test_seeds.py::rows`"),
-        ("`examples/document_autograd.py::no_such_function`", "`tests/docs/test_seeds.py::test_example`"),
+        (
+            "`examples/document_autograd.py::no_such_function`",
+            "`tests/docs/test_seeds.py::test_example`",
+        ),
         ("`GradAccumulator`", ""),
         ("", "`tests/docs/test_seeds.py::test_example`"),
     ],
@@ -112,6 +133,8 @@ EXAMPLES = [*sorted((ROOT / "examples").glob("document_*.py")), ROOT / "examples
 def test_example(path: Path) -> None:
     """In a process of its own: some examples measure all graphs that are alive."""
     assert path.stem == "lbfgs" or f"examples/{path.name}" in PAGE
-    child = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=200, check=False)
+    child = subprocess.run(
+        [sys.executable, str(path)], capture_output=True, text=True, timeout=200, check=False
+    )
     assert child.returncode == 0, child.stderr
     assert child.stdout.strip()

@@ -14,7 +14,8 @@ from page_setups import CHECKS, IN_PROCESSES_OF_THEIR_OWN, SETUPS
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(\w*).*?\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# What the other fences hold: commands, file contents, output. Python under another name would not be run.
+# What the other fences hold: commands, file contents, output. Python under another name would not
+# be run.
 OTHER_LANGUAGES = {"", "bash", "console", "text", "toml", "json"}
 
 
@@ -23,13 +24,19 @@ def pages() -> list[Path]:
 
 
 def snippets(page: Path) -> list[str]:
-    return [code for language, code in FENCE.findall(page.read_text(encoding="utf-8")) if language == "python"]
+    return [
+        code
+        for language, code in FENCE.findall(page.read_text(encoding="utf-8"))
+        if language == "python"
+    ]
 
 
 def program(page: Path) -> list[tuple[str, str]]:
     """The page's pieces of code in order, each with what it is called in a traceback."""
     name = page_id(page)
-    pieces = [(f"{name}, snippet {number}", code) for number, code in enumerate(snippets(page), start=1)]
+    pieces = [
+        (f"{name}, snippet {number}", code) for number, code in enumerate(snippets(page), start=1)
+    ]
     before = [(f"{name}, set-up", SETUPS[name])] if name in SETUPS else []
     after = [(f"{name}, check", CHECKS[name])] if name in CHECKS else []
     return before + pieces + after
@@ -40,7 +47,8 @@ def run(page: Path) -> None:
     names: dict[str, Any] = {"__name__": "page"}
     for name, code in program(page):
         exec(compile(code, name, "exec"), names)
-    if "accelerate" in sys.modules:  # all accelerators of a process share one state: the next page begins anew
+    # all accelerators of a process share one state: the next page begins anew
+    if "accelerate" in sys.modules:
         state: Any = sys.modules["accelerate.state"]
         state.AcceleratorState._reset_state(True)
         state.GradientState._reset_state()
@@ -56,7 +64,9 @@ APART = {name for names in IN_PROCESSES_OF_THEIR_OWN for name in names}
 @pytest.mark.parametrize(
     "page", [page for page in pages() if snippets(page) and page_id(page) not in APART], ids=page_id
 )
-def test_the_snippets_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_snippets_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     run(page)
 
@@ -64,7 +74,9 @@ def test_the_snippets_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("names", IN_PROCESSES_OF_THEIR_OWN, ids=lambda names: names[0])
 def test_the_snippets_of_pages_run_in_a_process(names: tuple[str, ...], tmp_path: Path) -> None:
     command = [sys.executable, __file__, *(str(ROOT / name) for name in names)]
-    child = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False)
+    child = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=800, check=False
+    )
     assert child.returncode == 0, child.stderr
 
 

@@ -1,4 +1,6 @@
-"""An audit finds the operation that lies, says what micro-batches cannot be exact about, and leaves no trace."""
+"""An audit finds the operation that lies, says what micro-batches cannot be exact about, and leaves
+no trace.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ import gradfit as gf
 
 @pytest.fixture
 def liar() -> Iterator[Any]:
-    """An operator that says it is a function of its input, and is not: no two of its calls return the same.
+    """An operator that says it is a function of its input, and is not: no two of its calls return
+    the same.
 
     It has one of torch's own namespaces: what others write in Python is never replayed.
     """
@@ -173,7 +176,10 @@ def test_a_loss_that_couples_the_batch_is_noted() -> None:
 
 def test_batch_norm_is_noted_where_the_batch_is_split() -> None:
     torch.manual_seed(0)
-    model, batch = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)), torch.randn(8, 6)
+    model, batch = (
+        nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)),
+        torch.randn(8, 6),
+    )
     before = copy.deepcopy(model.state_dict())
     report = gf.audit(model, square, batch, plan=split_plan(model, square, batch))
     assert report.identical

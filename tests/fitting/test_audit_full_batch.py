@@ -1,4 +1,6 @@
-"""An audit's second answer: how far the parts' gradient is from the whole batch's, with the same random numbers."""
+"""An audit's second answer: how far the parts' gradient is from the whole batch's, with the same
+random numbers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from gradfit.runs.builtin_jobs import masked_byte_loss
 from gradfit.runs.builtin_networks import Transformer
 
 
-def audited(model: nn.Module, loss_fn: Any, batch: Any, *, micro_batch: int = 3, split: Any = None) -> gf.AuditReport:
+def audited(
+    model: nn.Module, loss_fn: Any, batch: Any, *, micro_batch: int = 3, split: Any = None
+) -> gf.AuditReport:
     """The report on a plan that cuts the batch into unequal parts."""
     found = gf.profile(model, loss_fn, batch, split=split)
     plan = gf.plan(found, memory="1 GiB", batch_size=8, micro_batch=micro_batch, exact=False)
@@ -62,7 +66,9 @@ def test_a_mean_over_rows_adds_up_with_dropout_on() -> None:
 
 def test_a_transformer_whose_loss_draws_its_own_mask() -> None:
     torch.manual_seed(0)
-    model = Transformer(vocabulary=257, length=12, layers=2, width=24, heads=2, causal=False, dropout=0.3)
+    model = Transformer(
+        vocabulary=257, length=12, layers=2, width=24, heads=2, causal=False, dropout=0.3
+    )
     report = audited(model, masked_byte_loss, torch.randint(0, 256, (8, 12)))
     assert error_of(report) < 1e-6
     assert report.full_batch is not None

@@ -16,7 +16,10 @@ def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 def network() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        *(nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.2)) for _ in range(8))
+        *(
+            nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.2))
+            for _ in range(8)
+        )
     )
 
 

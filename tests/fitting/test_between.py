@@ -1,4 +1,6 @@
-"""What happens between two micro-batches of a step, a save for example, is not the step's memory."""
+"""What happens between two micro-batches of a step, a save for example, is not the step's
+memory.
+"""
 
 from __future__ import annotations
 

@@ -13,11 +13,20 @@ from gradfit.machines import MACHINES, find_machine
 
 
 def perceptron() -> tuple[nn.Module, Tensor]:
-    return nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 64)), torch.randn(128, 64)
+    return nn.Sequential(
+        nn.Linear(64, 512), nn.GELU(), nn.Dropout(0.1), nn.Linear(512, 64)
+    ), torch.randn(128, 64)
 
 
 def convolutions() -> tuple[nn.Module, Tensor]:
-    layers = [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 144, 8)]
+    layers = [
+        nn.Conv2d(3, 16, 3),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(16 * 144, 8),
+    ]
     return nn.Sequential(*layers), torch.randn(32, 3, 16, 16)
 
 
@@ -31,7 +40,9 @@ def loss_fn(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("make", [perceptron, convolutions, attention])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_the_peak_is_that_of_a_plain_step(make: Callable[[], tuple[nn.Module, Tensor]], kind: type) -> None:
+def test_the_peak_is_that_of_a_plain_step(
+    make: Callable[[], tuple[nn.Module, Tensor]], kind: type
+) -> None:
     model, x = make()
     optimizer = kind(model.parameters(), lr=0.1)
     found = gf.estimate(model, loss_fn, x, optimizer, hardware="t4")

@@ -1,4 +1,6 @@
-"""Every kind of loss and batch in docs/exactness.md is exact in micro-batches, or refused with the right next call."""
+"""Every kind of loss and batch in docs/exactness.md is exact in micro-batches, or refused with the
+right next call.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +44,7 @@ def test_the_page_lists_every_kind_with_its_outcome() -> None:
     assert len(table.KINDS) >= 30
     shown = dict(re.findall(r"^\| (.+?) \| (exact|not cut|refused)", page, re.MULTILINE))
     expected = {
-        kind.name: ("refused" if kind.misuse else "not cut") if kind.refused else "exact" for kind in table.KINDS
+        kind.name: ("refused" if kind.misuse else "not cut") if kind.refused else "exact"
+        for kind in table.KINDS
     }
     assert shown == expected

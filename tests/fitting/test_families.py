@@ -1,4 +1,6 @@
-"""Batches of new shapes: served by arithmetic where a plan that is known holds, and planned for where it may not."""
+"""Batches of new shapes: served by arithmetic where a plan that is known holds, and planned for
+where it may not.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def _shape(dims: Any) -> Shape:
 
 
 @given(st.lists(_dims, min_size=2, max_size=2), st.lists(_dims, min_size=2, max_size=2))
-def test_a_corner_covers_the_shape_it_was_made_for_and_is_not_much_larger(old: Any, new: Any) -> None:
+def test_a_corner_covers_the_shape_it_was_made_for_and_is_not_much_larger(
+    old: Any, new: Any
+) -> None:
     known, shape = _shape(old), _shape(new)
     size = growth(known, shape)
     assert (size == 1.0) == covers(known, shape)
@@ -129,7 +133,9 @@ class _Cubic(nn.Module):
         return torch.sin(wide).reshape(x.size(0), n**3)
 
 
-def test_what_grows_faster_than_reckoned_with_is_noticed_and_planned_for(profiled: list[int]) -> None:
+def test_what_grows_faster_than_reckoned_with_is_noticed_and_planned_for(
+    profiled: list[int],
+) -> None:
     torch.manual_seed(0)
     model = _Cubic()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

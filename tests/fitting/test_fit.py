@@ -1,4 +1,6 @@
-"""The budget is held, and the update is the plain one, bit for bit: over models, optimizers, budgets and shapes."""
+"""The budget is held, and the update is the plain one, bit for bit: over models, optimizers,
+budgets and shapes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,16 @@ import pytest
 import torch
 from sampling import sampled
 from torch import nn
-from train_models import MODELS, OPTIMIZERS, images, make, plain_peak, plain_steps, same_state, tokens
+from train_models import (
+    MODELS,
+    OPTIMIZERS,
+    images,
+    make,
+    plain_peak,
+    plain_steps,
+    same_state,
+    tokens,
+)
 
 import gradfit as gf
 from gradfit.tree import size_of_batch
@@ -28,7 +39,9 @@ def least(name: str, optimizer: str) -> int:
 
 
 def held_and_exact(name: str, optimizer: str, budget: int, steps: int = 2) -> gf.Plan:
-    """Fit and train with the meter on: nothing may pass the budget, not even measuring, and no bit may differ."""
+    """Fit and train with the meter on: nothing may pass the budget, not even measuring, and no bit
+    may differ.
+    """
     model, batch, loss_fn = make(name)
     made = OPTIMIZERS[optimizer](model.parameters())
     with warnings.catch_warnings(), gf.meter(model, made, batch) as live:
@@ -38,8 +51,11 @@ def held_and_exact(name: str, optimizer: str, budget: int, steps: int = 2) -> gf
         results = [step(batch) for _ in range(steps)]
     assert live.peak_bytes <= budget
     assert all(result.stepped and result.peak_bytes <= budget for result in results)
-    assert results[0].weight % size_of_batch(batch) == 0  # rows, or what each of them was divided by
-    assert same_state(model, plain_steps(name, optimizer, [batch] * steps, [step.plan.micro_batch] * steps))
+    # rows, or what each of them was divided by
+    assert results[0].weight % size_of_batch(batch) == 0
+    assert same_state(
+        model, plain_steps(name, optimizer, [batch] * steps, [step.plan.micro_batch] * steps)
+    )
     return step.plan
 
 
@@ -83,7 +99,14 @@ def test_one_byte_below_everything_static_is_refused_up_front() -> None:
 
 def test_as_good_as_the_full_batch_in_float64() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+    model = nn.Sequential(
+        nn.Linear(8, 64),
+        nn.GELU(),
+        nn.LayerNorm(64),
+        nn.Linear(64, 64),
+        nn.GELU(),
+        nn.Linear(64, 1),
+    )
     model = model.double()
     plain = copy.deepcopy(model)
     x = torch.randn(50, 8, dtype=torch.float64)
@@ -107,7 +130,10 @@ def test_as_good_as_the_full_batch_in_float64() -> None:
 def test_shapes_that_vary_get_plans_of_their_own_and_the_budget_holds() -> None:
     model, _, loss_fn = make("gpt2")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    batches = [tokens(8, length) for length in (12, 20, 6, 20, 12, 28)] + [tokens(5, 12), tokens(11, 9)]
+    batches = [tokens(8, length) for length in (12, 20, 6, 20, 12, 28)] + [
+        tokens(5, 12),
+        tokens(11, 9),
+    ]
     budget = int(plain_peak("gpt2", "adamw") * 0.75)
     torch.manual_seed(7)
     sizes = []
@@ -116,10 +142,12 @@ def test_shapes_that_vary_get_plans_of_their_own_and_the_budget_holds() -> None:
         for batch in batches:
             result = step(batch)
             assert result.stepped
-            assert result.weight == len(batch) * (batch.size(1) - 1)  # the tokens that are predicted
+            # the tokens that are predicted
+            assert result.weight == len(batch) * (batch.size(1) - 1)
             sizes.append(step.plan.micro_batch)
     others = sum(batch.nbytes for batch in batches) - min(batch.nbytes for batch in batches)
-    assert live.peak_bytes <= budget + others  # the caller holds all batches at once, a loader would not
+    # the caller holds all batches at once, a loader would not
+    assert live.peak_bytes <= budget + others
     assert len(step.known) < len(batches)  # the shorter go by the plans of the longer
     assert same_state(model, plain_steps("gpt2", "adamw", batches, sizes))
 
@@ -154,7 +182,9 @@ def test_the_caller_says_how_to_split() -> None:
 
 def test_sums_and_counts_weigh_what_is_not_padding() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(64, 32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 64)).double()
+    model = nn.Sequential(
+        nn.Embedding(64, 32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 64)
+    ).double()
     plain = copy.deepcopy(model)
     mask = torch.ones(8, 12, dtype=torch.bool)
     for row in range(8):
@@ -167,7 +197,13 @@ def test_sums_and_counts_weigh_what_is_not_padding() -> None:
         return (losses * kept.flatten()).sum(), kept.sum()
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = gf.fit(model, optimizer, loss_fn, batch, memory=2 * sum(p.nbytes for p in model.parameters()) + 150_000)
+    step = gf.fit(
+        model,
+        optimizer,
+        loss_fn,
+        batch,
+        memory=2 * sum(p.nbytes for p in model.parameters()) + 150_000,
+    )
     assert step.plan.steps > 1
     result = step(batch)
     assert result.weight == int(mask.sum())
@@ -199,7 +235,8 @@ def test_a_larger_batch_than_the_sample() -> None:
     torch.manual_seed(7)
     with gf.meter(model, optimizer, list(images(20).values())) as live:
         step(whole)
-    assert live.peak_bytes <= budget + sum(t.nbytes for t in images(20).values())  # both copies of the images
+    # both copies of the images
+    assert live.peak_bytes <= budget + sum(t.nbytes for t in images(20).values())
     assert same_state(model, plain_steps("vit", "sgd", [images(20)], [step.plan.micro_batch]))
 
 
@@ -233,7 +270,9 @@ def test_batch_norm_is_not_cut_and_named_where_that_costs_something() -> None:
 def test_batch_norm_is_cut_where_that_is_asked_for_and_the_error_said() -> None:
     model, batch, loss_fn = make("resnet")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(gf.ExactnessWarning, match=r"is cut into micro-batches of 4.*relative error 0\.\d"):
+    with pytest.warns(
+        gf.ExactnessWarning, match=r"is cut into micro-batches of 4.*relative error 0\.\d"
+    ):
         step = gf.fit(model, optimizer, loss_fn, batch, memory="1 GiB", exact=False, micro_batch=4)
     assert step(batch).micro_batches == 2
 
@@ -244,7 +283,9 @@ class TestBadInput:
     @pytest.fixture(autouse=True)
     def set_up(self) -> Iterator[nn.Module]:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.Linear(16, 1))
+        self.model = nn.Sequential(
+            nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Dropout(), nn.Linear(16, 1)
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.batch = torch.randn(8, 4)
         before, content = copy.deepcopy(self.model.state_dict()), self.batch.clone()
@@ -259,11 +300,22 @@ class TestBadInput:
             assert not parameter._post_accumulate_grad_hooks
             assert not gf.has_grad_accumulation(parameter)
 
-    def fit(self, loss_fn: Any = None, memory: Any = "1 MiB", batch: Any = None, **options: Any) -> gf.TrainStep:
+    def fit(
+        self, loss_fn: Any = None, memory: Any = "1 MiB", batch: Any = None, **options: Any
+    ) -> gf.TrainStep:
         batch = self.batch if batch is None else batch
-        return gf.fit(self.model, self.optimizer, loss_fn or (lambda m, b: m(b).mean()), batch, memory, **options)
+        return gf.fit(
+            self.model,
+            self.optimizer,
+            loss_fn or (lambda m, b: m(b).mean()),
+            batch,
+            memory,
+            **options,
+        )
 
-    @pytest.mark.parametrize("memory", [0, -5, "3 bananas", "", "GiB", float("nan"), True, [], "0 MiB", "0%", "101%"])
+    @pytest.mark.parametrize(
+        "memory", [0, -5, "3 bananas", "", "GiB", float("nan"), True, [], "0 MiB", "0%", "101%"]
+    )
     def test_a_budget_that_is_none(self, memory: Any) -> None:
         with pytest.raises(gf.MisuseError, match="memory="):
             self.fit(memory=memory)
@@ -273,7 +325,13 @@ class TestBadInput:
             self.fit(memory="1 kB")
 
     def test_a_batch_that_cannot_be_split(self) -> None:
-        for batch in ([torch.zeros(3, 4), torch.zeros(5)], torch.tensor(1.0), {}, "text", torch.zeros(0, 4)):
+        for batch in (
+            [torch.zeros(3, 4), torch.zeros(5)],
+            torch.tensor(1.0),
+            {},
+            "text",
+            torch.zeros(0, 4),
+        ):
             with pytest.raises(gf.MisuseError, match="batch"):
                 self.fit(batch=batch)
         with pytest.raises(gf.MisuseError, match="split"):

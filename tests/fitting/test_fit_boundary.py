@@ -1,4 +1,6 @@
-"""Where a user's code meets `fit`: other backward passes, optimizers, lists, padding that comes later, state."""
+"""Where a user's code meets `fit`: other backward passes, optimizers, lists, padding that comes
+later, state.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ def network(width: int = 8) -> nn.Module:
 def batch(rows: int = ROWS, *, padding: float = 0.0) -> dict[str, Tensor]:
     torch.manual_seed(1)
     y = torch.randint(0, 3, (rows,))
-    return {"x": torch.randn(rows, 4).double(), "y": y.masked_fill(torch.rand(rows) < padding, -100)}
+    return {
+        "x": torch.randn(rows, 4).double(),
+        "y": y.masked_fill(torch.rand(rows) < padding, -100),
+    }
 
 
 def entropy(model: nn.Module, batch: Any) -> Tensor:
@@ -39,7 +44,9 @@ def two_denominators(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(out, batch["y"]) + 0.1 * out.square().mean()
 
 
-def fitted(model: nn.Module, loss_fn: Any = entropy, sample: Any = None, **options: Any) -> gf.TrainStep:
+def fitted(
+    model: nn.Module, loss_fn: Any = entropy, sample: Any = None, **options: Any
+) -> gf.TrainStep:
     optimizer = options.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.5)
     options = {"memory": "1 MiB", "micro_batch": 3, **options}
     return gf.fit(model, optimizer, loss_fn, batch() if sample is None else sample, **options)
@@ -180,10 +187,15 @@ class TestOptimizers:
         assert_parameters(model, expected)
 
     def test_one_of_another_model_is_refused(self) -> None:
-        with pytest.raises(gf.MisuseError, match=r"none of the model's 4 trained parameters; the first is '0.weight'"):
+        with pytest.raises(
+            gf.MisuseError,
+            match=r"none of the model's 4 trained parameters; the first is '0.weight'",
+        ):
             fitted(network(), optimizer=torch.optim.SGD(network().parameters(), lr=0.5))
 
-    def test_one_that_leaves_parameters_out_is_said_and_their_gradients_do_not_pile_up(self) -> None:
+    def test_one_that_leaves_parameters_out_is_said_and_their_gradients_do_not_pile_up(
+        self,
+    ) -> None:
         model, data = network(), batch()
         head = torch.optim.SGD(model[2].parameters(), lr=0.5)  # type: ignore[union-attr]
         with pytest.warns(UserWarning, match="2 of the model's 4 trained parameters; '0.weight'"):
@@ -192,7 +204,9 @@ class TestOptimizers:
         assert all(parameter.grad is None for parameter in model.parameters())
 
     def test_one_that_does_not_say_what_it_holds(self) -> None:
-        with pytest.raises(gf.MisuseError, match=r"a Duck has no param_groups.*GradientAccumulator"):
+        with pytest.raises(
+            gf.MisuseError, match=r"a Duck has no param_groups.*GradientAccumulator"
+        ):
             fitted(network(), optimizer=Duck())
 
 
@@ -315,13 +329,16 @@ class TestState:
         model, padded = network(), batch(padding=0.5)
         step = fitted(model)
         old = [
-            dataclasses.replace(plan, profile=dataclasses.replace(plan.profile, additivity=None)) for plan in step.known
+            dataclasses.replace(plan, profile=dataclasses.replace(plan.profile, additivity=None))
+            for plan in step.known
         ]
         expected = after_plain_step(model, entropy, padded)
         assert fitted(model, known=old)(padded).weight == int((padded["y"] >= 0).sum())
         assert_parameters(model, expected)
 
-    @pytest.mark.parametrize("state", [{}, [], None, {"version": 1, "plans": [{}], "accumulator": {}}])
+    @pytest.mark.parametrize(
+        "state", [{}, [], None, {"version": 1, "plans": [{}], "accumulator": {}}]
+    )
     def test_another_state_is_refused(self, state: Any) -> None:
         step = fitted(network())
         with pytest.raises((gf.StateError, gf.MisuseError), match="state"):
@@ -364,7 +381,8 @@ def test_the_readme_as_it_stands_on_padded_batches() -> None:
 
     expected = after_plain_step(model, loss_fn, data)
     assert fitted(model, loss_fn, data)(data).micro_batches == 6
-    assert_parameters(model, expected, atol=1e-8)  # its loss is computed in float32, whatever the model's type
+    # its loss is computed in float32, whatever the model's type
+    assert_parameters(model, expected, atol=1e-8)
 
 
 def test_a_loss_that_can_be_read_only_uncompiled_is_repeated_so() -> None:

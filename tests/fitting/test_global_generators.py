@@ -1,4 +1,6 @@
-"""A model that draws from Python's and NumPy's generators draws the same numbers, whatever was tried out before."""
+"""A model that draws from Python's and NumPy's generators draws the same numbers, whatever was
+tried out before.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ class Jittered(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            x = F.dropout(torch.tanh(layer(x) * random.uniform(0.5, 1.5)), 0.1) + float(np.random.rand())
+            x = F.dropout(torch.tanh(layer(x) * random.uniform(0.5, 1.5)), 0.1) + float(
+                np.random.rand()
+            )
         return x
 
 
@@ -65,9 +69,13 @@ def test_the_same_numbers_as_plain(fails_at: tuple[int, ...]) -> None:
     after = drawn()
 
     seed()
-    accumulator = gf.GradientAccumulator(torch.optim.SGD(plain.parameters(), lr=0.1), step.plan.steps)
+    accumulator = gf.GradientAccumulator(
+        torch.optim.SGD(plain.parameters(), lr=0.1), step.plan.steps
+    )
     for part in split_batch(batch, step.plan.micro_batch):
         accumulator.backward(loss_fn(plain, part), weight=len(part))
     accumulator.flush()
     assert drawn() == after
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True)
+    )

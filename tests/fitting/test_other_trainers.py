@@ -1,4 +1,6 @@
-"""Passes for other libraries' loops: a batch whose passes fail is begun anew, whole, or has left no trace."""
+"""Passes for other libraries' loops: a batch whose passes fail is begun anew, whole, or has left no
+trace.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from gradfit.fitting.other_trainers import MeanInProgress, Passes
 
 
 class Failing:
-    """A mean loss over labels that raises what it is told to, in its n-th call from when it was armed."""
+    """A mean loss over labels that raises what it is told to, in its n-th call from when it was
+    armed.
+    """
 
     def __init__(self) -> None:
         self.countdown, self.error = -1, RuntimeError("nothing")
@@ -34,7 +38,14 @@ class Failing:
 
 def made() -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
-    layers = [nn.Linear(6, 16), nn.BatchNorm1d(16).eval(), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 16), nn.Tanh()]
+    layers = [
+        nn.Linear(6, 16),
+        nn.BatchNorm1d(16).eval(),
+        nn.Dropout(0.2),
+        nn.Tanh(),
+        nn.Linear(16, 16),
+        nn.Tanh(),
+    ]
     model = nn.Sequential(*layers, nn.Linear(16, 16), nn.Linear(16, 3)).double()
     model[6].weight = model[4].weight  # tied
     labels = torch.randint(0, 3, (12,))
@@ -55,7 +66,9 @@ def run(passes: Passes, model: nn.Module, batch: Any) -> float:
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    return [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
 
 
 @pytest.mark.parametrize("calls", [1, 2, 4])
@@ -63,7 +76,9 @@ def gradients(model: nn.Module) -> list[Tensor]:
 def test_a_batch_for_which_memory_ran_out_is_begun_anew(calls: int, had_gradients: bool) -> None:
     model, batch = made()
     loss_fn = Failing()
-    passes = Passes(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, "1 GiB", micro_batch=3)
+    passes = Passes(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, "1 GiB", micro_batch=3
+    )
     passes.plan(batch)
     before = []
     if had_gradients:
@@ -75,8 +90,13 @@ def test_a_batch_for_which_memory_ran_out_is_begun_anew(calls: int, had_gradient
     start = copy.deepcopy(model.state_dict())
     for parameter in plain.parameters():
         parameter.grad = None
-    expected = run(Passes(plain, torch.optim.SGD(plain.parameters(), lr=0.1), Failing(), "1 GiB", micro_batch=3),
-                   plain, batch)  # fmt: skip
+    expected = run(
+        Passes(
+            plain, torch.optim.SGD(plain.parameters(), lr=0.1), Failing(), "1 GiB", micro_batch=3
+        ),
+        plain,
+        batch,
+    )
     generator = torch.get_rng_state()
     torch.manual_seed(1)
     loss_fn.arm(calls, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB."))
@@ -84,7 +104,9 @@ def test_a_batch_for_which_memory_ran_out_is_begun_anew(calls: int, had_gradient
     assert loss_fn.countdown < 0, "it did not fail"
     assert torch.equal(torch.get_rng_state(), generator)
     for place, (found, other) in enumerate(zip(gradients(model), gradients(plain), strict=True)):
-        torch.testing.assert_close(found, other + before[place] if had_gradients else other, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(
+            found, other + before[place] if had_gradients else other, rtol=1e-12, atol=1e-14
+        )
     assert all(torch.equal(tensor, start[name]) for name, tensor in model.state_dict().items())
 
 
@@ -92,7 +114,9 @@ def test_a_batch_for_which_memory_ran_out_is_begun_anew(calls: int, had_gradient
 def test_another_failure_leaves_everything_as_it_was(error: Exception) -> None:
     model, batch = made()
     loss_fn = Failing()
-    passes = Passes(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, "1 GiB", micro_batch=3)
+    passes = Passes(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, "1 GiB", micro_batch=3
+    )
     passes.plan(batch)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

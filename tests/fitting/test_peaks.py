@@ -21,7 +21,10 @@ STEADY = ("gpt2", "bert", "t5", "vit", "resnet")
 @pytest.mark.parametrize("share", [0.7, 4.0])
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    sampled(itertools.product(STEADY, OPTIMIZERS), lambda pair: (pair[1] == "adamw") == (pair[0] != "bert")),
+    sampled(
+        itertools.product(STEADY, OPTIMIZERS),
+        lambda pair: (pair[1] == "adamw") == (pair[0] != "bert"),
+    ),
 )
 def test_predicted_and_measured(name: str, optimizer: str, share: float) -> None:
     model, batch, loss_fn = make(name)

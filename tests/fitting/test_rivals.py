@@ -1,4 +1,6 @@
-"""Few large micro-batches with recomputation, or many small ones without: the clock decides, whichever was planned."""
+"""Few large micro-batches with recomputation, or many small ones without: the clock decides,
+whichever was planned.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from gradfit.profiling.profile import Linear, Profile
 
 def network() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(6)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(6))
+    )
 
 
 def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -46,13 +50,18 @@ def test_the_best_of_the_larger_ones(found: Profile) -> None:
     assert not other.keeps_everything
     assert other.peak_bytes <= budget
     assert (
-        recomputing_plan(found, memory=budget_for(found, 1) // 4, batch_size=64, above=1, most_seconds=math.inf) is None
+        recomputing_plan(
+            found, memory=budget_for(found, 1) // 4, batch_size=64, above=1, most_seconds=math.inf
+        )
+        is None
     )
     assert recomputing_plan(found, memory=budget, batch_size=64, above=8, most_seconds=0.0) is None
 
 
 @pytest.mark.parametrize("recomputation_is_slow", [False, True])
-def test_the_clock_decides(recomputation_is_slow: bool, monkeypatch: pytest.MonkeyPatch, found: Profile) -> None:
+def test_the_clock_decides(
+    recomputation_is_slow: bool, monkeypatch: pytest.MonkeyPatch, found: Profile
+) -> None:
     asked: set[bool] = set()
 
     def seconds(self: Planner, made: Any, part: Any) -> float:
@@ -97,7 +106,9 @@ def test_plain_seconds_lie_between_those_measured(found: Profile) -> None:
     assert made.plain_seconds(1) == pytest.approx(line.at(1))
     again = Profile.from_json(made.to_json())
     assert again.plain_points == points
-    shrinking = Profile(found.values, found.operations, found.nodes, plain_points=((2, 5.0), (4, 4.0)))
+    shrinking = Profile(
+        found.values, found.operations, found.nodes, plain_points=((2, 5.0), (4, 4.0))
+    )
     assert shrinking.plain_seconds(8) == 8.0  # in proportion, as no line through noise
     assert shrinking.plain_seconds(1) == 2.5
 
@@ -105,7 +116,10 @@ def test_plain_seconds_lie_between_those_measured(found: Profile) -> None:
 def test_a_large_batch_is_measured_at_small_sizes_too() -> None:
     sizes = [size for size, _ in gf.profile(network(), square, torch.randn(64, 32)).plain_points]
     assert sizes == [1, 8, 32, 64]
-    assert [size for size, _ in gf.profile(network(), square, torch.randn(2, 32)).plain_points] == [1, 2]
+    assert [size for size, _ in gf.profile(network(), square, torch.randn(2, 32)).plain_points] == [
+        1,
+        2,
+    ]
 
 
 def test_what_refuses_a_single_row_is_never_split_so_far() -> None:
@@ -115,7 +129,11 @@ def test_what_refuses_a_single_row_is_never_split_so_far() -> None:
         found = gf.profile(model, square, torch.randn(rows, 32))
         assert found.min_batch == 2
         assert (
-            gf.plan(found, memory=gf.frontier(found, points=2, batch_size=8)[-1].peak_bytes, batch_size=8).micro_batch
+            gf.plan(
+                found,
+                memory=gf.frontier(found, points=2, batch_size=8)[-1].peak_bytes,
+                batch_size=8,
+            ).micro_batch
             > 1
         )
 
@@ -163,9 +181,12 @@ def test_memory_that_runs_out_while_plans_are_timed(monkeypatch: pytest.MonkeyPa
 def test_a_rank_without_rows_counts_what_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = gf.fit(model, optimizer, lambda m, x: m(x).square().mean(), torch.randn(16, 8), memory="1 MiB")
+    step = gf.fit(
+        model, optimizer, lambda m, x: m(x).square().mean(), torch.randn(16, 8), memory="1 MiB"
+    )
     nothing = gf.StepResult(False, "empty window", None, 0, 0, 0)
-    monkeypatch.setattr(step, "_close_window", lambda totals: (nothing, 0.0, {}))  # which asks the other ranks
+    # which asks the other ranks
+    monkeypatch.setattr(step, "_close_window", lambda totals: (nothing, 0.0, {}))
     before = step.idle().peak_bytes
     step._planner.reserved_bytes = 1000  # buckets for communication
     assert step.idle().peak_bytes == before + 1000

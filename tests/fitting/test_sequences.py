@@ -1,4 +1,6 @@
-"""A plan for each sequence of operations: batches of one shape that do different things each get one of their own."""
+"""A plan for each sequence of operations: batches of one shape that do different things each get
+one of their own.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ _ROWS, _WIDTH = 16, 32
 
 
 class _Branching(nn.Module):
-    """A mask that is all ones is dropped, as `transformers` does; then layers whose values are worth rebuilding."""
+    """A mask that is all ones is dropped, as `transformers` does; then layers whose values are
+    worth rebuilding.
+    """
 
     def __init__(self, layers: int = 6, branch_at: int = 0) -> None:
         super().__init__()
@@ -75,7 +79,9 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("branch_at", [0, 3])
-def test_each_sequence_is_planned_once_and_then_switched_to(profiled: list[int], branch_at: int) -> None:
+def test_each_sequence_is_planned_once_and_then_switched_to(
+    profiled: list[int], branch_at: int
+) -> None:
     model, reference = _twins(branch_at=branch_at)
     optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
     budget = _budget(model)
@@ -142,7 +148,9 @@ def test_a_forward_does_not_go_over_to_a_plan_that_begins_otherwise() -> None:
 def test_micro_batches_of_one_step_may_follow_different_plans(profiled: list[int]) -> None:
     model, reference = _twins()
     optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
-    step = gf.fit(model, optimizer, _loss, _batch(padded=False), memory=_budget(model), micro_batch=4)
+    step = gf.fit(
+        model, optimizer, _loss, _batch(padded=False), memory=_budget(model), micro_batch=4
+    )
     profiles = 0
     for number in range(4):
         batch = _batch(padded=False, seed=number)
@@ -177,7 +185,9 @@ def test_what_does_another_thing_each_time_runs_online_and_that_is_said_once() -
     budget = _budget(_Branching())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        step = gf.fit(model, optimizer, _loss, _batch(padded=False), memory=budget, micro_batch="whole")
+        step = gf.fit(
+            model, optimizer, _loss, _batch(padded=False), memory=budget, micro_batch="whole"
+        )
         results = [step(_batch(padded=False, seed=seed)) for seed in range(12)]
     assert "operation" in results[-1].online
     assert "online" in str(step.plan)

@@ -1,4 +1,6 @@
-"""The smallest budget that `fit` names is enough, for measuring and for every step; noticeably less is not."""
+"""The smallest budget that `fit` names is enough, for measuring and for every step; noticeably less
+is not.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +31,16 @@ def chain() -> Case:
 
 def wide_activations() -> Case:
     """Two rows of a forward alone take more than one row of a step does."""
-    model = nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 8), nn.LayerNorm(8))
+    model = nn.Sequential(
+        nn.Linear(8, 256), nn.GELU(), nn.Dropout(0.1), nn.Linear(256, 8), nn.LayerNorm(8)
+    )
     return model, squares, torch.randn(8, 64, 8)
 
 
 def one_row() -> Case:
-    layers = [layer for _ in range(5) for layer in (nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))]
+    layers = [
+        layer for _ in range(5) for layer in (nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+    ]
     return nn.Sequential(*layers), squares, torch.randn(1, 128, 32)
 
 
@@ -43,7 +49,10 @@ class Routed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.layers = nn.Linear(12, 2), nn.ModuleList(nn.Linear(12, 12) for _ in range(2))
+        self.gate, self.layers = (
+            nn.Linear(12, 2),
+            nn.ModuleList(nn.Linear(12, 12) for _ in range(2)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         chosen, out = self.gate(x).argmax(-1), torch.zeros_like(x)
@@ -90,8 +99,12 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
-def attempt(make: Callable[[], Case], optimizer_of: Any, memory: int, *, steps: int = 3) -> tuple[int, int]:
-    """`fit` and some steps at a budget: the peak of everything, and the least that was named, or 0 if it fitted."""
+def attempt(
+    make: Callable[[], Case], optimizer_of: Any, memory: int, *, steps: int = 3
+) -> tuple[int, int]:
+    """`fit` and some steps at a budget: the peak of everything, and the least that was named, or 0
+    if it fitted.
+    """
     torch.manual_seed(0)
     model, loss_fn, batch = make()
     optimizer = optimizer_of(model.parameters())
@@ -135,7 +148,9 @@ def test_the_smallest_budget_is_enough_and_less_is_not(name: str, optimizer: str
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_step_at_its_smallest_budget_is_planned_once() -> None:
-    """A real step holds some numbers that a trial does not: that alone is no reason to plan again."""
+    """A real step holds some numbers that a trial does not: that alone is no reason to plan
+    again.
+    """
     _, least = attempt(chain, OPTIMIZERS["AdamW"], 1000)
     torch.manual_seed(0)
     model, loss_fn, batch = chain()
@@ -148,10 +163,14 @@ def test_a_step_at_its_smallest_budget_is_planned_once() -> None:
 
 BLOCKS: list[Callable[[int], nn.Module]] = [
     lambda width: nn.Linear(width, width),
-    lambda width: nn.Sequential(nn.Linear(width, 8 * width), nn.GELU(), nn.Linear(8 * width, width)),
+    lambda width: nn.Sequential(
+        nn.Linear(width, 8 * width), nn.GELU(), nn.Linear(8 * width, width)
+    ),
     lambda width: nn.Sequential(nn.LayerNorm(width), nn.Dropout(0.2), nn.SiLU()),
     lambda width: nn.Sequential(nn.Tanh(), nn.Softmax(-1)),
-    lambda width: nn.Sequential(nn.Linear(width, width // 2), nn.ReLU(inplace=True), nn.Linear(width // 2, width)),
+    lambda width: nn.Sequential(
+        nn.Linear(width, width // 2), nn.ReLU(inplace=True), nn.Linear(width // 2, width)
+    ),
 ]
 
 
@@ -161,12 +180,18 @@ def random_case(seed: int) -> Callable[[], Case]:
         width = dice.choice([8, 16, 32])
         layers = [dice.choice(BLOCKS)(width) for _ in range(dice.randrange(2, 7))]
         rows, length = dice.choice([1, 2, 5, 8]), dice.choice([1, 8, 64])
-        return nn.Sequential(nn.Linear(width, width), *layers), squares, torch.randn(rows, length, width)
+        return (
+            nn.Sequential(nn.Linear(width, width), *layers),
+            squares,
+            torch.randn(rows, length, width),
+        )
 
     return make
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 40))]
+)
 def test_random_models_at_their_smallest_budget(seed: int) -> None:
     check(random_case(seed), OPTIMIZERS["AdamW" if seed % 2 else "SGD"])

@@ -1,4 +1,6 @@
-"""Memory that runs out in the middle of a step: the step is repeated tighter, and ends as if nothing had happened."""
+"""Memory that runs out in the middle of a step: the step is repeated tighter, and ends as if
+nothing had happened.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,17 @@ Failure = Callable[[], BaseException]
 FAILURES: dict[str, Failure] = {
     "accelerator": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB."),
     "cpu": lambda: RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:125] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
-        "allocate 4096 bytes. Error code 12 (Cannot allocate memory)"
+        "[enforce fail at alloc_cpu.cpp:125] err == 0. DefaultCPUAllocator: can't allocate memory:"
+        " you tried to allocate 4096 bytes. Error code 12 (Cannot allocate memory)"
     ),
     "python": MemoryError,
 }
 
 
 class FailAt(TorchDispatchMode):
-    """Fails at the n-th operation; counts them. Copying into what is there allocates nothing, so it cannot fail."""
+    """Fails at the n-th operation; counts them. Copying into what is there allocates nothing, so it
+    cannot fail.
+    """
 
     def __init__(self, *at: int, failure: Failure = FAILURES["accelerator"]) -> None:
         super().__init__()
@@ -70,7 +74,9 @@ class Setting:
     def plain(self, micro_batch: int) -> dict[str, torch.Tensor]:
         _, batch, _ = make(self.name)
         if micro_batch not in self.expected:
-            self.expected[micro_batch] = plain_steps(self.name, self.optimizer, [batch, batch], [micro_batch] * 2)
+            self.expected[micro_batch] = plain_steps(
+                self.name, self.optimizer, [batch, batch], [micro_batch] * 2
+            )
         return self.expected[micro_batch]
 
     def survives(self, *at: int, failure: Failure = FAILURES["accelerator"]) -> None:
@@ -129,7 +135,10 @@ def test_where_nothing_helps_the_error_comes_out_and_nothing_has_changed(gpt2: S
     model, optimizer, step, batch = gpt2.fresh()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     generator = torch.get_rng_state()
-    with FailAt(*range(20, 100_000)), pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+    with (
+        FailAt(*range(20, 100_000)),
+        pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"),
+    ):
         step(batch)
     assert same_state(model, before)
     assert torch.equal(torch.get_rng_state(), generator)
@@ -153,7 +162,8 @@ def test_another_error_is_the_callers(gpt2: Setting) -> None:
 
 def test_a_new_shape_that_fails_while_it_is_measured_leaves_the_window_clean(gpt2: Setting) -> None:
     model, _, step, batch = gpt2.fresh()
-    # From there on: what only looks whether something could be done differently takes a failure for a no.
+    # From there on: what only looks whether something could be done differently takes a failure for
+    # a no.
     failing = FailAt(*range(30, 3000), failure=lambda: RuntimeError("not today"))
     with failing, pytest.raises(RuntimeError, match="not today"):
         step(tokens(16, 24))  # more rows than any plan is for
@@ -163,8 +173,7 @@ def test_a_new_shape_that_fails_while_it_is_measured_leaves_the_window_clean(gpt
     assert same_state(model, gpt2.plain(step.plan.micro_batch))
 
 
-CAPPED = textwrap.dedent(
-    """
+CAPPED = textwrap.dedent("""
     import json, resource, sys
     import torch
     import gradfit as gf
@@ -172,7 +181,8 @@ CAPPED = textwrap.dedent(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[
-        layer for _ in range(8) for layer in (torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Dropout(0.1))
+        layer for _ in range(8)
+        for layer in (torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Dropout(0.1))
     ])
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.randn(16384, 256)
@@ -200,18 +210,23 @@ CAPPED = textwrap.dedent(
     else:
         step = gf.fit(model, optimizer, loss_fn, batch, memory=budget)
         results = [step(batch) for _ in range(2)]
-        print(json.dumps({"losses": [r.loss for r in results], "peak": max(r.peak_bytes for r in results),
-                          "attempts": [r.attempts for r in results], "plan": str(step.plan).splitlines()[0]}))
-    """
+        print(json.dumps({
+            "losses": [r.loss for r in results], "peak": max(r.peak_bytes for r in results),
+            "attempts": [r.attempts for r in results], "plan": str(step.plan).splitlines()[0],
+        }))
+    """)
+
+
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="reads what is in use from /proc"
 )
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads what is in use from /proc")
 def test_under_a_cap_of_the_system_plain_dies_and_fit_trains() -> None:
     def run(mode: str) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
         command = [sys.executable, "-c", CAPPED, mode]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+        return subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=240, check=False
+        )
 
     plain = run("plain")
     assert plain.returncode != 0

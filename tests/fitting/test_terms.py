@@ -1,4 +1,6 @@
-"""Losses whose terms are over different items, and losses with clamped divisors: cut, each is the whole batch's."""
+"""Losses whose terms are over different items, and losses with clamped divisors: cut, each is the
+whole batch's.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,13 @@ def batch_of(seed: int = 0) -> Batch:
     mask[:5, 0] = 1.0
     mask[6:8] = 0.0  # two rows without items
     x = torch.randn(ROWS, LENGTH, 6, generator=g, dtype=torch.float64)
-    return {"x": x, "first": first, "second": second, "mask": mask, "y": torch.randn(ROWS, generator=g).double()}
+    return {
+        "x": x,
+        "first": first,
+        "second": second,
+        "mask": mask,
+        "y": torch.randn(ROWS, generator=g).double(),
+    }
 
 
 def two_labels(model: nn.Module, b: Batch) -> Tensor:
@@ -51,7 +59,9 @@ def two_labels(model: nn.Module, b: Batch) -> Tensor:
 
 def tokens_and_rows(model: nn.Module, b: Batch) -> Tensor:
     first, _, score = model(b["x"])
-    return F.cross_entropy(first.flatten(0, 1), b["first"].flatten()) + F.mse_loss(score.mean(1), b["y"])
+    return F.cross_entropy(first.flatten(0, 1), b["first"].flatten()) + F.mse_loss(
+        score.mean(1), b["y"]
+    )
 
 
 def tokens_and_a_sum(model: nn.Module, b: Batch) -> Tensor:
@@ -68,7 +78,9 @@ def with_a_penalty(model: nn.Module, b: Batch) -> tuple[Tensor, dict[str, Tensor
 
 
 def two_labels_and_decay(model: nn.Module, b: Batch) -> Tensor:
-    return two_labels(model, b) + 1e-2 * sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+    return two_labels(model, b) + 1e-2 * sum(
+        (p.square().sum() for p in model.parameters()), torch.zeros(())
+    )
 
 
 def clamped(model: nn.Module, b: Batch) -> Tensor:
@@ -111,8 +123,9 @@ def by_einsum(model: nn.Module, b: Batch) -> Tensor:
 
 
 EXACT: list[LossFunction] = [
-    two_labels, tokens_and_rows, tokens_and_a_sum, with_a_penalty, two_labels_and_decay, clamped, clamped_number,
-    clamped_fractions, clamped_beside_another, plus_epsilon, by_reciprocal, by_where, by_if, by_einsum,
+    two_labels, tokens_and_rows, tokens_and_a_sum, with_a_penalty, two_labels_and_decay, clamped,
+    clamped_number, clamped_fractions, clamped_beside_another, plus_epsilon, by_reciprocal,
+    by_where, by_if, by_einsum,
 ]  # fmt: skip
 
 
@@ -174,7 +187,10 @@ def test_a_term_that_scales_another_is_not_cut() -> None:
 
     def loss_fn(model: nn.Module, b: Batch) -> Tensor:
         first, _, score = model(b["x"])
-        one, other = F.cross_entropy(first.flatten(0, 1), b["first"].flatten()), score.square().mean()
+        one, other = (
+            F.cross_entropy(first.flatten(0, 1), b["first"].flatten()),
+            score.square().mean(),
+        )
         return one + other * (one.detach() / other.detach())
 
     with pytest.raises(gf.MisuseError, match="does not add up"):
@@ -183,7 +199,9 @@ def test_a_term_that_scales_another_is_not_cut() -> None:
 
 def test_an_audit_weighs_the_terms_too() -> None:
     model, _ = made()
-    plan = gf.plan(gf.profile(model, two_labels, batch_of()), memory="1 GiB", batch_size=ROWS, micro_batch=3)
+    plan = gf.plan(
+        gf.profile(model, two_labels, batch_of()), memory="1 GiB", batch_size=ROWS, micro_batch=3
+    )
     report = gf.audit(model, two_labels, batch_of(seed=1), plan)
     assert report.exact, report
 

@@ -1,4 +1,6 @@
-"""Where everything is kept nothing is recorded; what then does more than was measured is noticed."""
+"""Where everything is kept nothing is recorded; what then does more than was measured is
+noticed.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def test_no_tape_and_not_a_bit_changes(monkeypatch: pytest.MonkeyPatch) -> None:
         other.zero_grad()
         loss_fn(plain, x).backward()
         other.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("looks", [False, True])
@@ -86,7 +90,9 @@ def test_what_saves_more_than_was_measured_is_run_online(looks: bool) -> None:
     torch.manual_seed(4)
     loss_fn(plain, x).backward()
     other.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+    )
 
 
 def test_the_limit_is_of_what_autograd_saves() -> None:

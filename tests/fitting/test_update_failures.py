@@ -1,4 +1,6 @@
-"""Memory that runs out while the optimizer steps: with room for a copy, without, and in steps of other kinds."""
+"""Memory that runs out while the optimizer steps: with room for a copy, without, and in steps of
+other kinds.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,14 @@ ONE_BY_ONE = ("adamw", "momentum", "adafactor", "counting")
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Dropout(0.1), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3))
+    return nn.Sequential(
+        nn.Linear(12, 24),
+        nn.Tanh(),
+        nn.Dropout(0.1),
+        nn.Linear(24, 24),
+        nn.Tanh(),
+        nn.Linear(24, 3),
+    )
 
 
 def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -61,11 +70,20 @@ BATCH = torch.randn(16, 12, generator=torch.Generator().manual_seed(1))
 class Run:
     """Two steps (or one, with `steps=0`), the last of which may fail at some operations."""
 
-    def __init__(self, optimizer: str, budget: int, known: Any = (), *, steps: int = 1, **options: Any) -> None:
+    def __init__(
+        self, optimizer: str, budget: int, known: Any = (), *, steps: int = 1, **options: Any
+    ) -> None:
         self.model = network()
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
         self.step = gf.fit(
-            self.model, self.optimizer, loss_fn, BATCH, memory=budget, known=known, reproducible=True, **options
+            self.model,
+            self.optimizer,
+            loss_fn,
+            BATCH,
+            memory=budget,
+            known=known,
+            reproducible=True,
+            **options,
         )
         torch.manual_seed(3)
         for _ in range(steps):
@@ -115,7 +133,9 @@ def test_operations_of_the_update(name: str, roomy: bool, every: int) -> None:
     for at in range(total - 30, total + 1, every):
         run = Run(name, budget, expected.step.known)
         run.second(at)
-        assert all(torch.equal(a, b) for a, b in zip(run.parameters, expected.parameters, strict=True)), at
+        assert all(
+            torch.equal(a, b) for a, b in zip(run.parameters, expected.parameters, strict=True)
+        ), at
         assert repr(run.optimizer.state_dict()) == repr(state)
 
 
@@ -125,7 +145,9 @@ def test_wider_sums() -> None:
     for at in range(total - 60, total + 1, 4):
         run = Run("adamw", 10**7, expected.step.known, dtype=torch.float64)
         run.second(at)
-        assert all(torch.equal(a, b) for a, b in zip(run.parameters, expected.parameters, strict=True)), at
+        assert all(
+            torch.equal(a, b) for a, b in zip(run.parameters, expected.parameters, strict=True)
+        ), at
         assert {p.dtype for p in run.parameters} == {torch.float32}
 
 
@@ -141,7 +163,9 @@ def test_a_step_that_has_half_happened_is_not_repeated() -> None:
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_without_room_for_a_copy_a_step_is_whole_or_refused(name: str, first: bool) -> None:
-    """Wherever memory runs out for good in the update: as if it had not, or an error; nothing is stepped twice."""
+    """Wherever memory runs out for good in the update: as if it had not, or an error; nothing is
+    stepped twice.
+    """
     budget, steps = least(name), 0 if first else 1
     expected = Run(name, budget, steps=steps)
     total = expected.fail_in_update()
@@ -155,7 +179,9 @@ def test_without_room_for_a_copy_a_step_is_whole_or_refused(name: str, first: bo
             outcomes.add("refused")
             continue
         outcomes.add("repeated")
-        assert all(torch.equal(a, b) for a, b in zip(run.parameters, expected.parameters, strict=True)), at
+        assert all(
+            torch.equal(a, b) for a, b in zip(run.parameters, expected.parameters, strict=True)
+        ), at
         assert repr(run.optimizer.state_dict()) == repr(state), at
     assert "refused" in outcomes
     assert "repeated" in outcomes or not first  # a later Adam begins with a write
@@ -164,7 +190,8 @@ def test_without_room_for_a_copy_a_step_is_whole_or_refused(name: str, first: bo
 def test_the_copy_is_in_the_predicted_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Planner, "_copy_seconds", lambda self: 1000.0)
     roomy, tight = Run("adamw", 10**7).step.plan, Run("adamw", least("adamw")).step.plan
-    # There was no state yet: with Adam's two averages the copy takes three times as long, and its counters' bytes.
+    # There was no state yet: with Adam's two averages the copy takes three times as long, and its
+    # counters' bytes.
     assert roomy.step_seconds == pytest.approx(3000.0, rel=0.01)
     assert roomy.extra_seconds < 1.0
     assert tight.step_seconds < 1.0
@@ -172,7 +199,8 @@ def test_the_copy_is_in_the_predicted_seconds(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_plan_that_was_tightened_can_be_saved_and_read() -> None:
     run = Run("adamw", 10**7)
-    tighter = dataclasses.replace(run.step.known[0], saved_bytes=None, asked=3)  # as after an out-of-memory
+    # as after an out-of-memory
+    tighter = dataclasses.replace(run.step.known[0], saved_bytes=None, asked=3)
     again = read_plan(json.loads(json.dumps(write_plan(tighter, lambda record: record.to_json()))))
     assert (again.saved_bytes, again.asked, again.copied) == (None, 3, True)
     assert again.plan == tighter.plan

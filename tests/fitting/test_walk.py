@@ -1,4 +1,6 @@
-"""The walk of one batch through `fit` and `step` on the architecture page is the one that is taken."""
+"""The walk of one batch through `fit` and `step` on the architecture page is the one that is
+taken.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 
 
 def listed() -> list[str]:
-    section = PAGE.read_text(encoding="utf-8").split("### One batch, function by function")[1].split("\n#")[0]
+    section = (
+        PAGE.read_text(encoding="utf-8")
+        .split("### One batch, function by function")[1]
+        .split("\n#")[0]
+    )
     return re.findall(r"^\d+\. `([\w.]+)`", section, re.MULTILINE)
 
 
@@ -59,6 +65,8 @@ def test_a_batch_takes_the_walk_that_is_written_down() -> None:
         sys.setprofile(None)
     order = [name for name in names if name in in_fit]
     first_of_step = next(place for place, name in enumerate(names) if name.endswith("__call__"))
-    assert [name for name in in_fit if name in names[:first_of_step]] == order[: len(names[:first_of_step])]
+    assert [name for name in in_fit if name in names[:first_of_step]] == order[
+        : len(names[:first_of_step])
+    ]
     assert set(names[:first_of_step]) <= set(in_fit)
     assert [name for name in entered if name in names[first_of_step:]] == names[first_of_step:]

@@ -1,4 +1,6 @@
-"""Six small models with random weights and dropout: each with a batch, the loss of a batch, and the plain step."""
+"""Six small models with random weights and dropout: each with a batch, the loss of a batch, and the
+plain step.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,18 @@ from gradfit.tree import size_of_batch, split_batch
 Case = tuple[nn.Module, Any, Callable[[nn.Module, Any], Any]]
 
 ROWS = 8
-_VOCABULARY: dict[str, Any] = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_VOCABULARY: dict[str, Any] = {
+    "vocab_size": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
 def tokens(rows: int = ROWS, length: int = 12) -> torch.Tensor:
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(rows * 100 + length))
+    return torch.randint(
+        3, 64, (rows, length), generator=torch.Generator().manual_seed(rows * 100 + length)
+    )
 
 
 def images(rows: int = ROWS) -> dict[str, torch.Tensor]:
@@ -40,48 +49,67 @@ def image_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor
 
 
 def gpt2() -> Case:
-    model = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=32, **_VOCABULARY))
+    model = hf.GPT2LMHeadModel(
+        hf.GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=32, **_VOCABULARY)
+    )
     return model, tokens(), language_loss
 
 
 def bert() -> Case:
     config = hf.BertConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=64, **_VOCABULARY
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=2,
+        intermediate_size=64,
+        **_VOCABULARY,
     )
     return hf.BertForMaskedLM(config), tokens(), language_loss
 
 
 def t5() -> Case:
     config = hf.T5Config(
-        num_layers=1, d_model=32, d_kv=16, d_ff=64, num_heads=2, decoder_start_token_id=0, vocab_size=64
+        num_layers=1,
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_heads=2,
+        decoder_start_token_id=0,
+        vocab_size=64,
     )
     return hf.T5ForConditionalGeneration(config), tokens(), language_loss
 
 
 def vit() -> Case:
     config = hf.ViTConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=4,
-        hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1, num_labels=4,
+        num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=64,
+        image_size=16, patch_size=4, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
+        num_labels=4,
     )  # fmt: skip
     return hf.ViTForImageClassification(config), images(), image_loss
 
 
 def resnet() -> Case:
-    config = hf.ResNetConfig(depths=[1, 1], hidden_sizes=[8, 16], embedding_size=8, layer_type="basic", num_labels=4)
+    config = hf.ResNetConfig(
+        depths=[1, 1], hidden_sizes=[8, 16], embedding_size=8, layer_type="basic", num_labels=4
+    )
     return hf.ResNetForImageClassification(config), images(), image_loss
 
 
 def mixtral() -> Case:
     config = hf.MixtralConfig(
-        num_hidden_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
-        max_position_embeddings=32, attention_dropout=0.1, num_local_experts=4, num_experts_per_tok=2, **_VOCABULARY,
+        num_hidden_layers=1, hidden_size=32, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=64, max_position_embeddings=32, attention_dropout=0.1,
+        num_local_experts=4, num_experts_per_tok=2, **_VOCABULARY,
     )  # fmt: skip
     model = hf.MixtralForCausalLM(config)
-    model.set_experts_implementation("eager")  # its operations depend on which expert the router chooses
+    # its operations depend on which expert the router chooses
+    model.set_experts_implementation("eager")
     return model, tokens(), language_loss
 
 
-MODELS: dict[str, Callable[[], Case]] = {make.__name__: make for make in (gpt2, bert, t5, vit, resnet, mixtral)}
+MODELS: dict[str, Callable[[], Case]] = {
+    make.__name__: make for make in (gpt2, bert, t5, vit, resnet, mixtral)
+}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
@@ -112,7 +140,9 @@ def plain_peak(name: str, optimizer: str) -> int:
 def plain_steps(
     name: str, optimizer: str, batches: list[Any], micro_batches: list[int], *, seed: int = 7
 ) -> dict[str, torch.Tensor]:
-    """The state after plain steps, each in micro-batches of the given size, with nothing recomputed."""
+    """The state after plain steps, each in micro-batches of the given size, with nothing
+    recomputed.
+    """
     model, _, loss_fn = make(name)
     accumulator = gf.GradientAccumulator(OPTIMIZERS[optimizer](model.parameters()))
     torch.manual_seed(seed)
@@ -127,4 +157,6 @@ def plain_steps(
 
 def same_state(model: nn.Module, expected: dict[str, torch.Tensor]) -> bool:
     found = model.state_dict()
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in found
+    )

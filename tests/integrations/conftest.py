@@ -8,6 +8,8 @@ from accelerate.state import AcceleratorState, GradientState
 
 @pytest.fixture(autouse=True)
 def new_accelerate() -> None:
-    """All accelerators of a process share one state: a Trainer's of one test would decide whether another's steps."""
+    """All accelerators of a process share one state: a Trainer's of one test would decide whether
+    another's steps.
+    """
     AcceleratorState._reset_state(True)
     GradientState._reset_state()

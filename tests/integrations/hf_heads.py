@@ -1,4 +1,6 @@
-"""Tiny models of `transformers`, one for each kind of head, with rows of unequal numbers of items; dropout is off."""
+"""Tiny models of `transformers`, one for each kind of head, with rows of unequal numbers of items;
+dropout is off.
+"""
 
 from __future__ import annotations
 
@@ -46,21 +48,24 @@ def _class(number: int, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def images(labels: Callable[[int], torch.Tensor], rows: int = ROWS) -> Rows:
-    pixels = torch.randn(rows, 3, 16, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    pixels = torch.randn(
+        rows, 3, 16, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
     return [{"pixel_values": one, "labels": labels(number)} for number, one in enumerate(pixels)]
 
 
 def _bert(**options: Any) -> Any:
     return hf.BertConfig(
-        vocab_size=WORDS, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **options,
+        vocab_size=WORDS, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=16, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, **options,
     )  # fmt: skip
 
 
 def _gpt2(**options: Any) -> Any:
     return hf.GPT2Config(
-        vocab_size=WORDS, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0,
-        attn_pdrop=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2, **options,
+        vocab_size=WORDS, n_embd=16, n_layer=2, n_head=2, n_positions=16, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2, **options,
     )  # fmt: skip
 
 
@@ -70,8 +75,8 @@ def gpt2() -> tuple[Any, Rows]:
 
 def llama() -> tuple[Any, Rows]:
     config = hf.LlamaConfig(
-        vocab_size=WORDS, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=16, pad_token_id=0,
+        vocab_size=WORDS, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        intermediate_size=32, max_position_embeddings=16, pad_token_id=0,
     )  # fmt: skip
     return hf.LlamaForCausalLM(config), tokens(labels=_every_token)
 
@@ -89,7 +94,9 @@ def bert_rows() -> tuple[Any, Rows]:
 
 
 def bert_several_labels() -> tuple[Any, Rows]:
-    model = hf.BertForSequenceClassification(_bert(num_labels=3, problem_type="multi_label_classification"))
+    model = hf.BertForSequenceClassification(
+        _bert(num_labels=3, problem_type="multi_label_classification")
+    )
     return model, tokens(labels=lambda n, ids, mask: torch.tensor([n % 2, n % 3 == 0, 1]).double())
 
 
@@ -104,7 +111,12 @@ def bert_tokens() -> tuple[Any, Rows]:
 
 def bert_spans() -> tuple[Any, Rows]:
     """Two cross-entropies, each with its own ignored rows."""
-    rows = tokens(labels=lambda n, ids, mask: {"start_positions": n % 4, "end_positions": LENGTH if n % 4 == 3 else 5})
+    rows = tokens(
+        labels=lambda n, ids, mask: {
+            "start_positions": n % 4,
+            "end_positions": LENGTH if n % 4 == 3 else 5,
+        }
+    )
     return hf.BertForQuestionAnswering(_bert()), rows
 
 
@@ -115,17 +127,22 @@ def bert_choices() -> tuple[Any, Rows]:
 
 
 def bert_pretraining() -> tuple[Any, Rows]:
-    """The sum of a mean over masked tokens and a mean over rows: no one weight is right for both."""
+    """The sum of a mean over masked tokens and a mean over rows: no one weight is right for
+    both.
+    """
     rows = tokens(
-        labels=lambda n, ids, mask: {"labels": _some_tokens(n, ids, mask), "next_sentence_label": torch.tensor(n % 2)}
+        labels=lambda n, ids, mask: {
+            "labels": _some_tokens(n, ids, mask),
+            "next_sentence_label": torch.tensor(n % 2),
+        }
     )
     return hf.BertForPreTraining(_bert()), rows
 
 
 def distilbert_masked() -> tuple[Any, Rows]:
     config = hf.DistilBertConfig(
-        vocab_size=WORDS, dim=16, n_layers=2, n_heads=2, hidden_dim=32, max_position_embeddings=16, dropout=0.0,
-        attention_dropout=0.0, seq_classif_dropout=0.0,
+        vocab_size=WORDS, dim=16, n_layers=2, n_heads=2, hidden_dim=32, max_position_embeddings=16,
+        dropout=0.0, attention_dropout=0.0, seq_classif_dropout=0.0,
     )  # fmt: skip
     return hf.DistilBertForMaskedLM(config), tokens(labels=_some_tokens)
 
@@ -141,27 +158,32 @@ def t5() -> tuple[Any, Rows]:
 def bart() -> tuple[Any, Rows]:
     config = hf.BartConfig(
         vocab_size=WORDS, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=16, dropout=0.0,
-        attention_dropout=0.0, activation_dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        decoder_start_token_id=2, forced_eos_token_id=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        max_position_embeddings=16, dropout=0.0, attention_dropout=0.0, activation_dropout=0.0,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2,
+        forced_eos_token_id=2,
     )  # fmt: skip
     return hf.BartForConditionalGeneration(config), tokens(labels=_every_token)
 
 
 def vit() -> tuple[Any, Rows]:
     config = hf.ViTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=4,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3,
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        image_size=16, patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        num_labels=3,
     )  # fmt: skip
     return hf.ViTForImageClassification(config), images(lambda n: torch.tensor(n % 3))
 
 
 def segformer() -> tuple[Any, Rows]:
-    """A class for each pixel, 255 for those that do not count; BatchNorm in its head, so it is not cut."""
+    """A class for each pixel, 255 for those that do not count; BatchNorm in its head, so it is not
+    cut.
+    """
     config = hf.SegformerConfig(
-        num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 16], num_attention_heads=[1, 2],
-        patch_sizes=[3, 3], strides=[2, 2], mlp_ratios=[2, 2], decoder_hidden_size=16, num_labels=3,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.0, drop_path_rate=0.0,
+        num_encoder_blocks=2, depths=[1, 1], sr_ratios=[2, 1], hidden_sizes=[8, 16],
+        num_attention_heads=[1, 2], patch_sizes=[3, 3], strides=[2, 2], mlp_ratios=[2, 2],
+        decoder_hidden_size=16, num_labels=3, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, classifier_dropout_prob=0.0, drop_path_rate=0.0,
     )  # fmt: skip
 
     def labels(number: int) -> torch.Tensor:
@@ -173,7 +195,9 @@ def segformer() -> tuple[Any, Rows]:
 
 
 def resnet() -> tuple[Any, Rows]:
-    config = hf.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3)
+    config = hf.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3
+    )
     return hf.ResNetForImageClassification(config), images(lambda n: torch.tensor(n % 3))
 
 
@@ -184,8 +208,8 @@ def clip() -> tuple[Any, Rows]:
         "intermediate_size": 32, "max_position_embeddings": 16,
     }  # fmt: skip
     vision = {
-        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
-        "image_size": 16, "patch_size": 8,
+        "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size":
+        32, "image_size": 16, "patch_size": 8,
     }  # fmt: skip
     model = hf.CLIPModel(hf.CLIPConfig(text_config=text, vision_config=vision, projection_dim=8))
     rows = [
@@ -198,9 +222,10 @@ def clip() -> tuple[Any, Rows]:
 def mixtral() -> tuple[Any, Rows]:
     """With the loss that balances the load of experts, a product of two means over the batch."""
     config = hf.MixtralConfig(
-        vocab_size=WORDS, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        intermediate_size=16, num_local_experts=2, num_experts_per_tok=1, max_position_embeddings=16,
-        output_router_logits=True, router_aux_loss_coef=0.5, pad_token_id=0,
+        vocab_size=WORDS, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=16, num_local_experts=2, num_experts_per_tok=1,
+        max_position_embeddings=16, output_router_logits=True, router_aux_loss_coef=0.5,
+        pad_token_id=0,
     )  # fmt: skip
     config._experts_implementation = "eager"  # the grouped product has no float64
     return hf.MixtralForCausalLM(config), tokens(labels=_every_token)
@@ -231,4 +256,5 @@ HEADS: dict[str, Callable[[], tuple[Any, Rows]]] = {
     )
 }
 NOT_CUT = {"segformer", "resnet", "clip", "mixtral"}
-FLOAT32_INSIDE = {"llama", "mixtral", "t5"}  # their norms are computed in float32, whatever the parameters' type
+# their norms are computed in float32, whatever the parameters' type
+FLOAT32_INSIDE = {"llama", "mixtral", "t5"}

@@ -29,7 +29,9 @@ def test_unequal_micro_batches_are_the_full_batch() -> None:
     plain = torch.optim.AdamW(reference.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(1)
     for number in range(5):
-        parts = [torch.randn(size, 4, generator=generator, dtype=torch.float64) for size in (1, 7, 3)]
+        parts = [
+            torch.randn(size, 4, generator=generator, dtype=torch.float64) for size in (1, 7, 3)
+        ]
         for part in parts:
             acc.backward(model(part).square().mean(), weight=len(part))
             result = acc.step()

@@ -1,4 +1,6 @@
-"""`FitTrainer` beside plain `Trainer` with the batch in one piece, whatever the head: the same update to rounding."""
+"""`FitTrainer` beside plain `Trainer` with the batch in one piece, whatever the head: the same
+update to rounding.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,33 @@ from hf_heads import FLOAT32_INSIDE, HEADS, NOT_CUT, ROWS
 import gradfit as gf
 from gradfit.integrations.transformers import FitTrainer
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
 QUICK = ("gpt2", "bert_masked", "bert_rows", "t5")
 SHARES = (0.6, 0.2)  # of what activations take in one piece
 
 
 def trainer(kind: type, model: Any, rows: Any, out: Path, /, **options: Any) -> Any:
     """A trainer for one update of all rows, by a step whose size is the gradient's."""
-    given = {name: options.pop(name) for name in ("gradient_accumulation_steps", "label_smoothing_factor")
-             if name in options}  # fmt: skip
+    given = {
+        name: options.pop(name)
+        for name in ("gradient_accumulation_steps", "label_smoothing_factor")
+        if name in options
+    }
     steps = given.get("gradient_accumulation_steps", 1)
     arguments = hf.TrainingArguments(
-        output_dir=str(out), per_device_train_batch_size=ROWS // steps, max_steps=1, report_to=[], use_cpu=True,
-        save_strategy="no", logging_steps=1, disable_tqdm=True, remove_unused_columns=False, max_grad_norm=0.0, **given,
+        output_dir=str(out), per_device_train_batch_size=ROWS // steps, max_steps=1, report_to=[],
+        use_cpu=True, save_strategy="no", logging_steps=1, disable_tqdm=True,
+        remove_unused_columns=False, max_grad_norm=0.0, **given,
     )  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return kind(model, arguments, train_dataset=rows, optimizers=(optimizer, schedule), **options)
+        return kind(
+            model, arguments, train_dataset=rows, optimizers=(optimizer, schedule), **options
+        )
 
 
 def made(name: str) -> tuple[Any, Any]:
@@ -49,7 +59,9 @@ class Collated:
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
         flag = rows[0].get("return_loss")
-        batch = hf.default_data_collator([{k: v for k, v in row.items() if k != "return_loss"} for row in rows])
+        batch = hf.default_data_collator(
+            [{k: v for k, v in row.items() if k != "return_loss"} for row in rows]
+        )
         return {**batch, "return_loss": flag} if flag else dict(batch)
 
 
@@ -75,7 +87,9 @@ def bytes_in_one_piece(plain: Any) -> tuple[int, int]:
 
 
 def fitted(model: Any, rows: Any, out: Path, budget: int, **options: Any) -> Any:
-    """With this budget, or with the smallest that can be held; that may be said anew when more rows are measured."""
+    """With this budget, or with the smallest that can be held; that may be said anew when more rows
+    are measured.
+    """
     for _ in range(4):
         ours = trainer(FitTrainer, copy.deepcopy(model), rows, out, memory=budget, **options)
         try:
@@ -86,18 +100,30 @@ def fitted(model: Any, rows: Any, out: Path, budget: int, **options: Any) -> Any
 
 
 @pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in HEADS])
-def test_the_update_is_that_of_the_batch_in_one_piece(name: str, share: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in HEADS]
+)
+def test_the_update_is_that_of_the_batch_in_one_piece(
+    name: str, share: float, tmp_path: Path
+) -> None:
     model, rows = made(name)
-    plain = trainer(hf.Trainer, copy.deepcopy(model), rows, tmp_path / "plain", data_collator=Collated())
+    plain = trainer(
+        hf.Trainer, copy.deepcopy(model), rows, tmp_path / "plain", data_collator=Collated()
+    )
     expected = updated(plain)
     static, peak = bytes_in_one_piece(plain)
     ours, found = fitted(
-        model, rows, tmp_path / "ours", int(static + share * (peak - static)), data_collator=Collated()
+        model,
+        rows,
+        tmp_path / "ours",
+        int(static + share * (peak - static)),
+        data_collator=Collated(),
     )
     plan = ours._passes.plan(next(iter(ours.get_train_dataloader())))
     assert error(found, expected) < (1e-6 if name in FLOAT32_INSIDE else 1e-9)
-    assert ours.state.log_history[0]["loss"] == pytest.approx(plain.state.log_history[0]["loss"], rel=1e-4)
+    assert ours.state.log_history[0]["loss"] == pytest.approx(
+        plain.state.log_history[0]["loss"], rel=1e-4
+    )
     if name in NOT_CUT:
         assert plan.steps == 1
     elif share < 0.5:
@@ -115,7 +141,10 @@ def share_of_all(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> t
     logits = outputs["logits"].flatten(0, 1)
     if num_items_in_batch is None:
         return torch.nn.functional.cross_entropy(logits, labels.flatten())
-    return torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum") / num_items_in_batch
+    return (
+        torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum")
+        / num_items_in_batch
+    )
 
 
 class Own:
@@ -151,15 +180,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(v, marks=() if v.startswith(("a loss", "compute_loss_func, a m")) else pytest.mark.slow)
+        pytest.param(
+            v, marks=() if v.startswith(("a loss", "compute_loss_func, a m")) else pytest.mark.slow
+        )
         for v in VARIANTS
     ],
 )
-def test_ways_to_make_a_loss_and_batches_that_accumulate(variant: str, steps: int, tmp_path: Path) -> None:
+def test_ways_to_make_a_loss_and_batches_that_accumulate(
+    variant: str, steps: int, tmp_path: Path
+) -> None:
     """Over `gradient_accumulation_steps` as well, the update is that of all rows in one piece."""
     name, options = VARIANTS[variant]
     options = dict(options)
-    plain_kind, kind = (OwnTrainer, OwnFitTrainer) if options.pop("own", False) else (hf.Trainer, FitTrainer)
+    plain_kind, kind = (
+        (OwnTrainer, OwnFitTrainer) if options.pop("own", False) else (hf.Trainer, FitTrainer)
+    )
     model, rows = made(name)
     plain = trainer(plain_kind, copy.deepcopy(model), rows, tmp_path / "plain", **options)
     expected = updated(plain)
@@ -168,7 +203,9 @@ def test_ways_to_make_a_loss_and_batches_that_accumulate(variant: str, steps: in
     given = {**options, "gradient_accumulation_steps": steps, "memory": budget}
     ours = trainer(kind, copy.deepcopy(model), rows, tmp_path / "ours", **given)
     assert error(updated(ours), expected) < 1e-9
-    assert ours.state.log_history[0]["loss"] == pytest.approx(plain.state.log_history[0]["loss"], rel=1e-4)
+    assert ours.state.log_history[0]["loss"] == pytest.approx(
+        plain.state.log_history[0]["loss"], rel=1e-4
+    )
     if steps == 1:
         assert ours._passes.plan(next(iter(ours.get_train_dataloader()))).steps > 1
 
@@ -177,7 +214,9 @@ def test_ways_to_make_a_loss_and_batches_that_accumulate(variant: str, steps: in
 def test_the_micro_batch_can_be_said(size: Any, steps: int, tmp_path: Path) -> None:
     model, rows = made("gpt2")
     expected = updated(trainer(hf.Trainer, copy.deepcopy(model), rows, tmp_path / "plain"))
-    ours = trainer(FitTrainer, copy.deepcopy(model), rows, tmp_path / "ours", memory="1 GiB", micro_batch=size)
+    ours = trainer(
+        FitTrainer, copy.deepcopy(model), rows, tmp_path / "ours", memory="1 GiB", micro_batch=size
+    )
     assert error(updated(ours), expected) < 1e-9
     assert ours._passes.plan(next(iter(ours.get_train_dataloader()))).steps == steps
 
@@ -191,5 +230,8 @@ def test_what_does_not_add_up_is_cut_only_if_asked_for(tmp_path: Path) -> None:
     plain = trainer(hf.Trainer, copy.deepcopy(model), rows, tmp_path, data_collator=Collated())
     expected = updated(plain)
     with pytest.warns(gf.ExactnessWarning, match="not that of the whole batch"):
-        found = updated(trainer(FitTrainer, copy.deepcopy(model), rows, tmp_path, exact=False, **given))
-    assert 0.01 < error(found, expected) < 3  # another loss, and of the same size: not added up three times
+        found = updated(
+            trainer(FitTrainer, copy.deepcopy(model), rows, tmp_path, exact=False, **given)
+        )
+    # another loss, and of the same size: not added up three times
+    assert 0.01 < error(found, expected) < 3

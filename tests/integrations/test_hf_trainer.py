@@ -14,13 +14,22 @@ import gradfit as gf
 from gradfit.fitting import recovery
 from gradfit.integrations.transformers import FitTrainer
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
+)
 
 
 def language_model() -> Any:
     torch.manual_seed(0)
     config = hf.GPT2Config(
-        n_layer=3, n_embd=32, n_head=4, vocab_size=50, n_positions=64, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        n_layer=3,
+        n_embd=32,
+        n_head=4,
+        vocab_size=50,
+        n_positions=64,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     return hf.GPT2LMHeadModel(config).double()
 
@@ -41,7 +50,12 @@ def sentences(count: int = 48) -> list[dict[str, torch.Tensor]]:
 def classifier() -> Any:
     torch.manual_seed(0)
     config = hf.ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=4
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        image_size=16,
+        patch_size=4,
     )
     return hf.ViTForImageClassification(config).double()
 
@@ -49,7 +63,10 @@ def classifier() -> Any:
 def images(count: int = 48) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randn(count, 3, 16, 16, generator=generator, dtype=torch.float64)
-    return [{"pixel_values": one, "labels": torch.tensor(number % 2)} for number, one in enumerate(pixels)]
+    return [
+        {"pixel_values": one, "labels": torch.tensor(number % 2)}
+        for number, one in enumerate(pixels)
+    ]
 
 
 def arguments(out: Path, **options: Any) -> Any:
@@ -84,9 +101,13 @@ def peak_of(trainer: Any) -> int:
 
 @pytest.mark.parametrize(("make", "data"), [(language_model, sentences), (classifier, images)])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_the_same_training_in_less_memory(make: Any, data: Any, accumulation: int, tmp_path: Path) -> None:
+def test_the_same_training_in_less_memory(
+    make: Any, data: Any, accumulation: int, tmp_path: Path
+) -> None:
     plain = hf.Trainer(
-        make(), arguments(tmp_path / "plain", gradient_accumulation_steps=accumulation), train_dataset=data()
+        make(),
+        arguments(tmp_path / "plain", gradient_accumulation_steps=accumulation),
+        train_dataset=data(),
     )
     plain.train()
     needed = peak_of(plain)
@@ -105,9 +126,13 @@ def test_the_same_training_in_less_memory(make: Any, data: Any, accumulation: in
         assert (a - b).abs().max() < 1e-9
 
 
-def test_the_smallest_budget_is_held_by_its_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_budget_is_held_by_its_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def trainer(memory: int) -> Any:
-        return FitTrainer(language_model(), arguments(tmp_path), train_dataset=sentences(), memory=memory)
+        return FitTrainer(
+            language_model(), arguments(tmp_path), train_dataset=sentences(), memory=memory
+        )
 
     with pytest.raises(gf.BudgetInfeasible) as refused:
         trainer(10_000).train()

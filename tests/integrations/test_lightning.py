@@ -16,7 +16,9 @@ import gradfit as gf
 from gradfit.fitting import recovery
 from gradfit.integrations.lightning import Fit
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
 
 
 class Module(L.LightningModule):
@@ -45,7 +47,8 @@ class Module(L.LightningModule):
 def loader() -> Any:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(1600, 8, generator=generator, dtype=torch.float64)
-    return DataLoader(TensorDataset(x, x[:, :1].sin()), batch_size=512)  # the last batch has 64 rows
+    # the last batch has 64 rows
+    return DataLoader(TensorDataset(x, x[:, :1].sin()), batch_size=512)
 
 
 class Peak(L.Callback):
@@ -60,7 +63,9 @@ class Peak(L.Callback):
         if batch_idx:  # in the first one plans are made
             self.meter.__enter__()
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         if batch_idx:
             self.meter.__exit__(None, None, None)
             self.peak_bytes = max(self.peak_bytes, self.meter.peak_bytes)
@@ -68,15 +73,20 @@ class Peak(L.Callback):
 
 def train(module: Module, out: Path, callbacks: list[Any], **options: Any) -> None:
     trainer = L.Trainer(
-        max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=out, callbacks=callbacks, **options,
+        max_epochs=2, accelerator="cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=out,
+        callbacks=callbacks, **options,
     )  # fmt: skip
     trainer.fit(module, loader())
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}]
+)
 @pytest.mark.parametrize("as_dict", [False, True])
-def test_the_same_training_in_less_memory(options: dict[str, Any], as_dict: bool, tmp_path: Path) -> None:
+def test_the_same_training_in_less_memory(
+    options: dict[str, Any], as_dict: bool, tmp_path: Path
+) -> None:
     plain, ours = Module(as_dict=as_dict), Module(as_dict=as_dict)
     before, after = Peak(), Peak()
     train(plain, tmp_path, [before], **options)
@@ -90,14 +100,17 @@ def test_the_same_training_in_less_memory(options: dict[str, Any], as_dict: bool
     assert "log" not in vars(ours)
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}]
+)
 def test_the_smallest_budget_is_held_by_its_plan(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(gf.BudgetInfeasible) as refused:
         train(Module(), tmp_path, [Fit("10 KiB")], **options)
     least = refused.value.min_bytes
-    monkeypatch.setattr(recovery, "WithinLimit", None)  # what the forward logs is no reason to leave the plan
+    # what the forward logs is no reason to leave the plan
+    monkeypatch.setattr(recovery, "WithinLimit", None)
     plain, ours, after = Module(), Module(), Peak()
     train(plain, tmp_path, [], **options)
     train(ours, tmp_path, [after, Fit(least)], **options)

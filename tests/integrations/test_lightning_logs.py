@@ -1,4 +1,6 @@
-"""What a module logs under `Fit` is what it logs without: each batch once, with the mean over its items."""
+"""What a module logs under `Fit` is what it logs without: each batch once, with the mean over its
+items.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import gradfit as gf
 from gradfit.integrations.lightning import Fit
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
 
 
 class Lines(Logger):
@@ -42,12 +46,16 @@ class Lines(Logger):
 
 
 class Masked(L.LightningModule):
-    """A mean over targets that are not ignored; batches and parts hold very unequal numbers of them."""
+    """A mean over targets that are not ignored; batches and parts hold very unequal numbers of
+    them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 3))
+        self.net = nn.Sequential(
+            nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 3)
+        )
         self.net.double()
         self.returned: list[Any] = []
 
@@ -60,10 +68,19 @@ class Masked(L.LightningModule):
         loss, logits = self.loss(batch)
         kept = batch[1] != -100
         self.log("loss", loss, on_step=True, on_epoch=True)
-        self.log("accuracy", (logits.argmax(1) == batch[1])[kept].double().mean(), on_step=True, on_epoch=True)
+        self.log(
+            "accuracy",
+            (logits.argmax(1) == batch[1])[kept].double().mean(),
+            on_step=True,
+            on_epoch=True,
+        )
         self.log("rows", float(len(batch[1])), on_step=True, on_epoch=True, reduce_fx="sum")
-        self.log("largest", logits.detach().abs().max(), on_step=True, on_epoch=True, reduce_fx="max")
-        self.log("by_rows", batch[0][:, 0].mean(), on_step=True, on_epoch=True, batch_size=len(batch[1]))
+        self.log(
+            "largest", logits.detach().abs().max(), on_step=True, on_epoch=True, reduce_fx="max"
+        )
+        self.log(
+            "by_rows", batch[0][:, 0].mean(), on_step=True, on_epoch=True, batch_size=len(batch[1])
+        )
         self.log_dict({"twice": 2 * loss.detach()}, on_step=True, on_epoch=True)
         return {"loss": loss, "logits": logits, "where": batch_idx}
 
@@ -86,8 +103,9 @@ def loader() -> Any:
 def train(module: Any, out: Path, *callbacks: Any) -> Lines:
     lines = Lines()
     trainer = L.Trainer(
-        max_epochs=2, accelerator="cpu", devices=1, logger=lines, enable_checkpointing=False, log_every_n_steps=1,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=out, callbacks=list(callbacks),
+        max_epochs=2, accelerator="cpu", devices=1, logger=lines, enable_checkpointing=False,
+        log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=out, callbacks=list(callbacks),
     )  # fmt: skip
     trainer.fit(module, loader())
     return lines

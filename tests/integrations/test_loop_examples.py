@@ -1,4 +1,6 @@
-"""The examples of steps inside other loops run, and hold what they assert: the plain loop's parameters."""
+"""The examples of steps inside other loops run, and hold what they assert: the plain loop's
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["accelerate_fit", "audit_between_steps", "gan", "lightning_two_optimizers"])
+@pytest.mark.parametrize(
+    "name", ["accelerate_fit", "audit_between_steps", "gan", "lightning_two_optimizers"]
+)
 def test_example(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,6 @@
-"""A budget that cannot be held, caught, and tried again: tracebacks with tensors in them are garbage in cycles."""
+"""A budget that cannot be held, caught, and tried again: tracebacks with tensors in them are
+garbage in cycles.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import gradfit as gf
 
 def forward() -> None:
     x = torch.randn(4, 4, requires_grad=True)
-    with gf.CheckpointManager(max_memory_mb=200 / 2**20, auto_checkpoint=True, memory_threshold=1.0):
+    with gf.CheckpointManager(
+        max_memory_mb=200 / 2**20, auto_checkpoint=True, memory_threshold=1.0
+    ):
         b = torch.zeros(4, 4)
         b[1:3].copy_(x[1:3] * 2)
         (b * x).sin()

@@ -22,5 +22,7 @@ def run_child(script: str, *arguments: object, seconds: float = 900) -> Any:
         timeout=seconds,
         env={**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
     )
-    assert ended.returncode == 0, f"{script} {arguments} ended with {ended.returncode}:\n{ended.stderr[-4000:]}"
+    assert ended.returncode == 0, (
+        f"{script} {arguments} ended with {ended.returncode}:\n{ended.stderr[-4000:]}"
+    )
     return json.loads(ended.stdout)

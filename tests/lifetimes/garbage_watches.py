@@ -1,7 +1,7 @@
 """Storages that die by their reference count, watched by twelve who are garbage in a cycle by then.
 
-CPython before 3.12 allocates, and may collect, while it tells several weak references of one object; the collector is
-switched on just before, so that it does.
+CPython before 3.12 allocates, and may collect, while it tells several weak references of one
+object; the collector is switched on just before, so that it does.
 """
 
 from __future__ import annotations

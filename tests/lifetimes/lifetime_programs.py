@@ -1,11 +1,12 @@
 """Random programs in which tensors die, run plainly and on the tape, in a process of their own.
 
-What other random programs leave out: storages die and their addresses are used again, `.data =` swaps them, DLPack and
-NumPy give the same memory a second storage, scopes are left by exceptions whose tracebacks are garbage in cycles, the
-garbage collector runs at any moment, tensors are dropped by other threads, budgets cannot be held.
+What other random programs leave out: storages die and their addresses are used again, `.data =`
+swaps them, DLPack and NumPy give the same memory a second storage, scopes are left by exceptions
+whose tracebacks are garbage in cycles, the garbage collector runs at any moment, tensors are
+dropped by other threads, budgets cannot be held.
 
-`python lifetime_programs.py FIRST COUNT` runs the programs with these seeds and prints one line of JSON: how many were
-equal to plain PyTorch, how many were refused, and the first that were neither.
+`python lifetime_programs.py FIRST COUNT` runs the programs with these seeds and prints one line of
+JSON: how many were equal to plain PyTorch, how many were refused, and the first that were neither.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Program:
         self.open_scope = open_scope
         self.marks = open_scope in (_scope, _keeping)
         numbers = torch.Generator().manual_seed(seed)
-        self.parameters = [torch.nn.Parameter(torch.randn(SIZE, SIZE, generator=numbers)) for _ in range(3)]
+        self.parameters = [
+            torch.nn.Parameter(torch.randn(SIZE, SIZE, generator=numbers)) for _ in range(3)
+        ]
         self.numbers = numbers
         self.slots: list[torch.Tensor | None] = [None] * SLOTS
         self.later: list[Callable[[], object]] = []  # what is done to the inputs after the scope
@@ -67,8 +70,12 @@ class Program:
         return [*kept, *self.results, *(p.grad for p in self.parameters if p.grad is not None)]
 
     def step(self) -> None:
-        """One random instruction. The number of dice rolled does not depend on what is in memory."""
-        name = self.dice.choices(list(INSTRUCTIONS), [weight for weight, _ in INSTRUCTIONS.values()])[0]
+        """One random instruction. The number of dice rolled does not depend on what is in
+        memory.
+        """
+        name = self.dice.choices(
+            list(INSTRUCTIONS), [weight for weight, _ in INSTRUCTIONS.values()]
+        )[0]
         into, a, b = (self.dice.randrange(SLOTS) for _ in range(3))
         number = self.dice.randrange(1, 8)
         first = next((slot for slot in self.slots[a:] + self.slots[:a] if slot is not None), None)
@@ -80,7 +87,7 @@ class Program:
             self.slots[into] = result
 
 
-# ------------------------------------------------------------------------------------------------ instructions
+# ------------------------------------------------------------------------------------- instructions
 Instruction = Callable[[Program, torch.Tensor, torch.Tensor, int], torch.Tensor | None]
 INSTRUCTIONS: dict[str, tuple[int, Instruction]] = {}
 
@@ -95,15 +102,26 @@ def instruction(weight: int) -> Callable[[Instruction], Instruction]:
 
 @instruction(6)
 def compute(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> torch.Tensor:
-    return [a.sin, a.tanh, lambda: a * b, lambda: a @ b, lambda: (a - b).sigmoid(), lambda: a + number, a.exp][
-        number - 1
-    ]().clamp(-3, 3)
+    return [
+        a.sin,
+        a.tanh,
+        lambda: a * b,
+        lambda: a @ b,
+        lambda: (a - b).sigmoid(),
+        lambda: a + number,
+        a.exp,
+    ][number - 1]().clamp(-3, 3)
 
 
 @instruction(6)
 def read_parameter(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> torch.Tensor:
     p = program.parameters[number % 3]
-    return [lambda: a * p, lambda: F.linear(a, p, p[0]), lambda: a + p.sin(), lambda: (a @ p.t()).tanh()][number % 4]()
+    return [
+        lambda: a * p,
+        lambda: F.linear(a, p, p[0]),
+        lambda: a + p.sin(),
+        lambda: (a @ p.t()).tanh(),
+    ][number % 4]()
 
 
 @instruction(2)
@@ -113,7 +131,9 @@ def dropout(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> 
 
 @instruction(3)
 def view(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> torch.Tensor:
-    return [a.t, lambda: a.view(SIZE, SIZE), lambda: torch.cat([a, b])[number % 4 :][:SIZE]][number % 3]()
+    return [a.t, lambda: a.view(SIZE, SIZE), lambda: torch.cat([a, b])[number % 4 :][:SIZE]][
+        number % 3
+    ]()
 
 
 @instruction(4)
@@ -134,9 +154,12 @@ def die_in_a_thread(program: Program, a: torch.Tensor, b: torch.Tensor, number: 
 @instruction(3)
 def write(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> torch.Tensor:
     fresh = a * number
-    [lambda: fresh.mul_(b), lambda: fresh[1:3].copy_(b[1:3]), lambda: fresh.add_(1), lambda: fresh.t().tanh_()][
-        number % 4
-    ]()
+    [
+        lambda: fresh.mul_(b),
+        lambda: fresh[1:3].copy_(b[1:3]),
+        lambda: fresh.add_(1),
+        lambda: fresh.t().tanh_(),
+    ][number % 4]()
     return fresh
 
 
@@ -149,14 +172,18 @@ def fill(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> tor
 
 @instruction(2)
 def swap_parameter(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> None:
-    """As `module.to()` does. The new storage is as large, so that the old one's address is soon somebody else's."""
+    """As `module.to()` does. The new storage is as large, so that the old one's address is soon
+    somebody else's.
+    """
     p = program.parameters[number % 3]
     p.data = p.data * 0.5 + number
 
 
 @instruction(1)
 def swap_two_parameters(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> None:
-    """Their storages: a later write through one is not counted by the other, through which it was read."""
+    """Their storages: a later write through one is not counted by the other, through which it was
+    read.
+    """
     p, q = program.parameters[number % 3], program.parameters[(number + 1) % 3]
     p.data, q.data = q.data, p.data
 
@@ -178,14 +205,18 @@ def write_parameter(program: Program, a: torch.Tensor, b: torch.Tensor, number: 
 
 
 @instruction(2)
-def swap_activation(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> torch.Tensor:
+def swap_activation(
+    program: Program, a: torch.Tensor, b: torch.Tensor, number: int
+) -> torch.Tensor:
     fresh = a * number  # autograd does not save what a product by a number returns
     fresh.data = [lambda: fresh.data + 1, lambda: b.detach().clone()][number % 2]()
     return fresh
 
 
 @instruction(2)
-def read_through_data(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> torch.Tensor:
+def read_through_data(
+    program: Program, a: torch.Tensor, b: torch.Tensor, number: int
+) -> torch.Tensor:
     """Which has a version counter of its own."""
     fresh = a * number if number % 3 else program.parameters[number % 2]
     with torch.no_grad():
@@ -197,23 +228,31 @@ def read_through_data(program: Program, a: torch.Tensor, b: torch.Tensor, number
 
 
 @instruction(2)
-def write_through_dlpack(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> torch.Tensor:
+def write_through_dlpack(
+    program: Program, a: torch.Tensor, b: torch.Tensor, number: int
+) -> torch.Tensor:
     fresh = a * number
     torch.from_dlpack(fresh.detach())[number % 3 :].mul_(3)
     return fresh
 
 
 @instruction(2)
-def write_through_numpy(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> torch.Tensor:
+def write_through_numpy(
+    program: Program, a: torch.Tensor, b: torch.Tensor, number: int
+) -> torch.Tensor:
     fresh = a + number
     torch.as_tensor(fresh.detach().numpy()).add_(b.detach())
     return fresh
 
 
 @instruction(2)
-def read_through_alias(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> torch.Tensor:
+def read_through_alias(
+    program: Program, a: torch.Tensor, b: torch.Tensor, number: int
+) -> torch.Tensor:
     fresh = a + number
-    alias = torch.from_dlpack(fresh.detach()) if number % 2 else torch.as_tensor(fresh.detach().numpy())
+    alias = (
+        torch.from_dlpack(fresh.detach()) if number % 2 else torch.as_tensor(fresh.detach().numpy())
+    )
     result = b + alias
     with torch.no_grad():
         fresh.mul_(2)  # which the alias sees, and its version counter does not
@@ -236,7 +275,9 @@ def refill_numpy(program: Program, a: torch.Tensor, b: torch.Tensor, number: int
 
 
 @instruction(2)
-def refill_inference(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> torch.Tensor:
+def refill_inference(
+    program: Program, a: torch.Tensor, b: torch.Tensor, number: int
+) -> torch.Tensor:
     with torch.inference_mode():
         shared = torch.randn(SIZE, SIZE, generator=program.numbers)
 
@@ -254,7 +295,9 @@ def refill_inference(program: Program, a: torch.Tensor, b: torch.Tensor, number:
 
 @instruction(2)
 def fail_inside(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> None:
-    """A scope that is left by an exception; its traceback, with all tensors of its frames, is garbage in a cycle."""
+    """A scope that is left by an exception; its traceback, with all tensors of its frames, is
+    garbage in a cycle.
+    """
 
     def inner(depth: int) -> torch.Tensor:
         c = a * program.parameters[0]
@@ -287,7 +330,9 @@ def mark(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> tor
 @instruction(1)
 def differentiate(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> None:
     loss = (a * program.parameters[number % 3]).sin().sum()
-    program.results.append(torch.autograd.grad(loss, program.parameters[number % 3], retain_graph=True)[0])
+    program.results.append(
+        torch.autograd.grad(loss, program.parameters[number % 3], retain_graph=True)[0]
+    )
 
 
 @instruction(1)
@@ -298,7 +343,7 @@ def metered(program: Program, a: torch.Tensor, b: torch.Tensor, number: int) -> 
     return result
 
 
-# ------------------------------------------------------------------------------------------------ the ways to run one
+# ------------------------------------------------------------------------------ the ways to run one
 def _nothing(name: str) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
@@ -314,7 +359,9 @@ def _keeping(name: str) -> contextlib.AbstractContextManager[Any]:
 def _budget(nbytes: int) -> Contexts:
     @contextlib.contextmanager
     def opened(name: str) -> Iterator[None]:
-        manager = gf.CheckpointManager(max_memory_mb=nbytes / 2**20, auto_checkpoint=True, memory_threshold=1.0)
+        manager = gf.CheckpointManager(
+            max_memory_mb=nbytes / 2**20, auto_checkpoint=True, memory_threshold=1.0
+        )
         with manager if name == "program" else gf.CheckpointScope(name):
             yield
 
@@ -337,7 +384,9 @@ def outcome(seed: int, open_scope: Contexts) -> list[torch.Tensor] | str:
 def judge(seed: int) -> str:
     """Run one program plainly and on the tape: "equal", "refused", or what is wrong."""
     dice = random.Random(-seed)
-    way = dice.choice([_scope, _scope, _keeping, _budget(10**6), _budget(dice.randrange(300, 4000))])
+    way = dice.choice(
+        [_scope, _scope, _keeping, _budget(10**6), _budget(dice.randrange(300, 4000))]
+    )
     gc.set_threshold(dice.choice([0, 1, 5, 50, 700]))
     try:
         plain = outcome(seed, _nothing)
@@ -356,7 +405,9 @@ def judge(seed: int) -> str:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """`torch.equal` for which a NaN is itself."""
-    return a.shape == b.shape and torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+    return a.shape == b.shape and torch.equal(
+        a.contiguous().view(torch.int32), b.contiguous().view(torch.int32)
+    )
 
 
 def main(first: int, count: int) -> None:
@@ -365,7 +416,9 @@ def main(first: int, count: int) -> None:
     gc.collect()
     gc.freeze()  # what is imported stays: let no collection look through it again
     verdicts = {seed: judge(seed) for seed in range(first, first + count)}
-    wrong = {seed: verdict for seed, verdict in verdicts.items() if verdict not in ("equal", "refused")}
+    wrong = {
+        seed: verdict for seed, verdict in verdicts.items() if verdict not in ("equal", "refused")
+    }
     counts = {verdict: list(verdicts.values()).count(verdict) for verdict in ("equal", "refused")}
     print(json.dumps({**counts, "wrong": dict(list(wrong.items())[:5]), "wrong_count": len(wrong)}))
 

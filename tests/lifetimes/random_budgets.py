@@ -1,7 +1,9 @@
-"""Random models under random budgets, through `CheckpointManager` and through `fit`, in a process of their own.
+"""Random models under random budgets, through `CheckpointManager` and through `fit`, in a process
+of their own.
 
-`python random_budgets.py online|fit FIRST COUNT` prints one line of JSON: how many held their budget and were equal to
-plain PyTorch, how many were refused (`BudgetInfeasible`, before anything changed), and the first that were neither.
+`python random_budgets.py online|fit FIRST COUNT` prints one line of JSON: how many held their
+budget and were equal to plain PyTorch, how many were refused (`BudgetInfeasible`, before anything
+changed), and the first that were neither.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ WIDTH, LENGTH = 16, 6
 
 
 class Experts(nn.Module):
-    """A mixture of experts: which rows an expert gets, and so every shape inside, is decided by the data."""
+    """A mixture of experts: which rows an expert gets, and so every shape inside, is decided by the
+    data.
+    """
 
     def __init__(self, count: int) -> None:
         super().__init__()
         self.gate = nn.Linear(WIDTH, count)
         self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(count)
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+            for _ in range(count)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,7 +52,11 @@ class Experts(nn.Module):
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.qkv, self.out, self.norm = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out, self.norm = (
+            nn.Linear(WIDTH, 3 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+            nn.LayerNorm(WIDTH),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
@@ -94,9 +103,11 @@ def batch_of(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(rows, LENGTH, WIDTH), torch.randn(rows, LENGTH)
 
 
-# ------------------------------------------------------------------------------------------------ online
+# ------------------------------------------------------------------------------------------- online
 def judge_online(seed: int) -> str:
-    """One forward and backward under a budget, several budgets in turn: bit-identical, or refused."""
+    """One forward and backward under a budget, several budgets in turn: bit-identical, or
+    refused.
+    """
     dice = random.Random(seed)
     torch.manual_seed(seed)
     model, batch = model_of(dice), batch_of(dice.randrange(1, 9))
@@ -107,7 +118,9 @@ def judge_online(seed: int) -> str:
     for _ in range(4):
         model.zero_grad()
         limit = int(meter.peak_bytes * dice.uniform(0.3, 1.1))
-        manager = gf.CheckpointManager(max_memory_mb=limit / 2**20, auto_checkpoint=True, memory_threshold=1.0)
+        manager = gf.CheckpointManager(
+            max_memory_mb=limit / 2**20, auto_checkpoint=True, memory_threshold=1.0
+        )
         try:
             with gf.meter(model, batch), manager:
                 loss_fn(model, batch).backward()
@@ -123,9 +136,11 @@ def judge_online(seed: int) -> str:
     return held
 
 
-# ------------------------------------------------------------------------------------------------ fit
+# ---------------------------------------------------------------------------------------------- fit
 def judge_fit(seed: int) -> str:
-    """`fit` near its smallest budget: the update of plain PyTorch, in no more memory, or refused before it starts."""
+    """`fit` near its smallest budget: the update of plain PyTorch, in no more memory, or refused
+    before it starts.
+    """
     dice = random.Random(seed)
     torch.manual_seed(seed)
     model, rows = model_of(dice), dice.choice([2, 4, 6])
@@ -173,7 +188,9 @@ def main(way: str, first: int, count: int) -> None:
             verdicts[seed] = judge(seed)
         except Exception as error:
             verdicts[seed] = f"{type(error).__name__}: {error}"
-    wrong = {seed: verdict for seed, verdict in verdicts.items() if verdict not in ("equal", "refused")}
+    wrong = {
+        seed: verdict for seed, verdict in verdicts.items() if verdict not in ("equal", "refused")
+    }
     counts = {verdict: list(verdicts.values()).count(verdict) for verdict in ("equal", "refused")}
     print(json.dumps({**counts, "wrong": dict(list(wrong.items())[:5]), "wrong_count": len(wrong)}))
 

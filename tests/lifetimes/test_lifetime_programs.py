@@ -1,4 +1,6 @@
-"""Random programs in which tensors die: see `lifetime_programs.py`. A child that dies is a failure like any other."""
+"""Random programs in which tensors die: see `lifetime_programs.py`. A child that dies is a failure
+like any other.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Random models under random budgets: see `random_budgets.py`. A child that dies is a failure like any other."""
+"""Random models under random budgets: see `random_budgets.py`. A child that dies is a failure like
+any other.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Graphs to plan for: random ones of every shape the rules speak of, and networks with the operations torch runs."""
+"""Graphs to plan for: random ones of every shape the rules speak of, and networks with the
+operations torch runs.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from gradfit.profiling.profile import BackwardNode, Linear, Operation, Profile, 
 def random_profile(
     seed: int, operations: int, *, odd: bool = True, branchy: float = 0.5, bandwidth: float = 0.0
 ) -> Profile:
-    """A random forward pass and a backward pass that needs some of it; `odd`: in-place, multi-output, no replay."""
+    """A random forward pass and a backward pass that needs some of it; `odd`: in-place,
+    multi-output, no replay.
+    """
     rng = random.Random(seed)
     values = [Value(Linear(rng.randint(1, 99)), None, i, operations) for i in range(2)]
     ops: list[Operation] = []
@@ -25,7 +29,13 @@ def random_profile(
         if odd and recent and rng.random() < 0.2:
             old = rng.choice(sorted(inputs))
             overwrites = (old,)
-            values[old] = Value(values[old].nbytes, values[old].operation, values[old].storage, values[old].dies, True)
+            values[old] = Value(
+                values[old].nbytes,
+                values[old].operation,
+                values[old].storage,
+                values[old].dies,
+                True,
+            )
             outputs = [len(values)]
             values.append(Value(values[old].nbytes, index, values[old].storage, 0))
         else:
@@ -61,7 +71,9 @@ def random_profile(
     for index in reversed(range(operations)):
         if rng.random() < 0.2:
             continue
-        candidates = [v for v in (*ops[index].inputs, *ops[index].outputs) if not values[v].overwritten]
+        candidates = [
+            v for v in (*ops[index].inputs, *ops[index].outputs) if not values[v].overwritten
+        ]
         needs = tuple(v for v in candidates if rng.random() < 0.6)
         after = rng.randint(0, 60)
         nodes.append(
@@ -76,8 +88,8 @@ def random_profile(
         )
         flow = after
     return Profile(
-        tuple(values), tuple(ops), tuple(nodes), parameter_bytes=50, gradient_bytes=50, optimizer_burst_bytes=10,
-        batch_size=1, host_bandwidth=bandwidth,
+        tuple(values), tuple(ops), tuple(nodes), parameter_bytes=50, gradient_bytes=50,
+        optimizer_burst_bytes=10, batch_size=1, host_bandwidth=bandwidth,
     )  # fmt: skip
 
 
@@ -99,7 +111,9 @@ def random_plan(profile: Profile, seed: int, *, levels: bool) -> tuple[list[int]
 
 
 class Builder:
-    """Writes a profile operation by operation; seconds from a roofline (flops, bytes moved, a fixed cost per call)."""
+    """Writes a profile operation by operation; seconds from a roofline (flops, bytes moved, a fixed
+    cost per call).
+    """
 
     flops_per_second, bytes_per_second, call_seconds = 100e9, 10e9, 5e-6
 
@@ -138,7 +152,9 @@ class Builder:
         random: bool = False,
         grads: bool = True,
     ) -> list[int]:
-        """`saves`: which inputs, `save_outputs`: which outputs backward needs; gradients in flight follow the sizes."""
+        """`saves`: which inputs, `save_outputs`: which outputs backward needs; gradients in flight
+        follow the sizes.
+        """
         index = len(self.ops)
         if inplace is not None:
             outputs = [self.value(self.sizes[inplace], index, self.storages[inplace])]
@@ -150,16 +166,22 @@ class Builder:
         for v in inputs:
             self.readers[v] = index
         self.ops.append(
-            Operation(
-                name, tuple(inputs), tuple(outputs), () if inplace is None else (inplace,),
-                Linear(self.call_seconds, per_item), random=random, module=self.module, source=f"model.py:{name}",
-            )
+            Operation( name, tuple(inputs), tuple(outputs), () if inplace is None else (inplace,),
+            Linear(self.call_seconds, per_item), random=random, module=self.module,
+            source=f"model.py:{name}", )
         )  # fmt: skip
         if grads:
             needs = tuple(saves or []) + tuple(outputs[i] for i in save_outputs)
             into = sum(self.sizes[v] for v in inputs if self.made[v] is not None)
             self.tape.append(
-                (name, needs, per_item * (2 if flops else 1), sum(self.sizes[v] for v in outputs), into, self.module)
+                (
+                    name,
+                    needs,
+                    per_item * (2 if flops else 1),
+                    sum(self.sizes[v] for v in outputs),
+                    into,
+                    self.module,
+                )
             )
         return outputs
 
@@ -171,40 +193,42 @@ class Builder:
 
     def norm(self, x: int) -> int:
         size = self.sizes[x]
-        out, mean, rstd = self.op("native_layer_norm", [x, self.parameter(4096)], [size, size / 256, size / 256])
+        out, mean, rstd = self.op(
+            "native_layer_norm", [x, self.parameter(4096)], [size, size / 256, size / 256]
+        )
         self.tape[-1] = (*self.tape[-1][:1], (x, mean, rstd), *self.tape[-1][2:])
         return out
 
     def linear(self, x: int, rows: int, fan_in: int, fan_out: int) -> int:
         weight = self.parameter(fan_in * fan_out * 4)
         flops = 2.0 * rows * fan_in * fan_out
-        return self.op("addmm", [x, weight], [rows * fan_out * 4.0], flops=flops, saves=[x, weight])[0]
+        return self.op(
+            "addmm", [x, weight], [rows * fan_out * 4.0], flops=flops, saves=[x, weight]
+        )[0]
 
     def profile(self, batch_size: int = 8) -> Profile:
         operations = len(self.ops)
         values = tuple(
-            Value(
-                Linear(0, size), made, storage,
-                operations if made is None or index == len(self.sizes) - 1 else self.readers.get(index, made), over,
-            )
-            for index, (size, made, storage, over) in enumerate(
-                zip(self.sizes, self.made, self.storages, self.overwritten, strict=True)
-            )
+            Value( Linear(0, size), made, storage, operations if made is None or index ==
+            len(self.sizes) - 1 else self.readers.get(index, made), over, ) for index, (size, made,
+            storage, over) in enumerate( zip(self.sizes, self.made, self.storages, self.overwritten,
+            strict=True) )
         )  # fmt: skip
         nodes = tuple(
-            BackwardNode(
-                f"{name}Backward", needs, Linear(self.call_seconds, seconds), Linear(0, out), Linear(0, out + into),
-                Linear(0, into), module,
-            )
-            for name, needs, seconds, out, into, module in reversed(self.tape)
+            BackwardNode( f"{name}Backward", needs, Linear(self.call_seconds, seconds), Linear(0,
+            out), Linear(0, out + into), Linear(0, into), module, ) for name, needs, seconds, out,
+            into, module in reversed(self.tape)
         )  # fmt: skip
         return Profile(
-            values, tuple(self.ops), nodes, self.parameter_bytes, self.parameter_bytes, 0, 2 * self.parameter_bytes,
-            batch_bytes=Linear(0, 2048), batch_size=batch_size, overhead_seconds=1e-3, optimizer_seconds=1e-3,
+            values, tuple(self.ops), nodes, self.parameter_bytes, self.parameter_bytes, 0, 2 *
+            self.parameter_bytes, batch_bytes=Linear(0, 2048), batch_size=batch_size,
+            overhead_seconds=1e-3, optimizer_seconds=1e-3,
         )  # fmt: skip
 
 
-def transformer(layers: int, *, width: int = 256, tokens: int = 256, heads: int = 4, dropout: bool = True) -> Profile:
+def transformer(
+    layers: int, *, width: int = 256, tokens: int = 256, heads: int = 4, dropout: bool = True
+) -> Profile:
     """A GPT: what eager torch runs and saves on a CPU for each block."""
     b = Builder()
     stream = tokens * width * 4.0
@@ -219,7 +243,12 @@ def transformer(layers: int, *, width: int = 256, tokens: int = 256, heads: int 
         q, k, v = (b.op("clone", [qkv], [stream])[0] for _ in range(3))
         flops = 4.0 * tokens * tokens * width
         out, _ = b.op(
-            "sdpa", [q, k, v], [stream, tokens * heads * 4.0], flops=flops, saves=[q, k, v], save_outputs=(0, 1)
+            "sdpa",
+            [q, k, v],
+            [stream, tokens * heads * 4.0],
+            flops=flops,
+            saves=[q, k, v],
+            save_outputs=(0, 1),
         )
         (out,) = b.op("clone", [out], [stream])
         (x,) = b.op("add", [x, drop(b.linear(out, tokens, width, width))], [stream])
@@ -235,14 +264,23 @@ def transformer(layers: int, *, width: int = 256, tokens: int = 256, heads: int 
 
 
 def resnet(blocks: int, *, channels: int = 64, pixels: int = 1024) -> Profile:
-    """Convolutions, batch norms, in-place ReLUs and residual sums; every fourth block halves the picture."""
+    """Convolutions, batch norms, in-place ReLUs and residual sums; every fourth block halves the
+    picture.
+    """
     b = Builder()
     b.module = "stem"
-    (x,) = b.op("conv", [b.parameter(27 * channels * 4)], [pixels * channels * 4.0], flops=54.0 * channels * pixels)
+    (x,) = b.op(
+        "conv",
+        [b.parameter(27 * channels * 4)],
+        [pixels * channels * 4.0],
+        flops=54.0 * channels * pixels,
+    )
 
     def conv_norm(v: int, size: float) -> int:
         weight = b.parameter(9 * channels * channels * 4)
-        (v,) = b.op("conv", [v, weight], [size], flops=18.0 * channels * size / 4, saves=[v, weight])
+        (v,) = b.op(
+            "conv", [v, weight], [size], flops=18.0 * channels * size / 4, saves=[v, weight]
+        )
         out, _, _ = b.op("native_batch_norm", [v], [size, 1.0, 1.0], saves=[v], save_outputs=(1, 2))
         return out
 

@@ -1,4 +1,6 @@
-"""The engine's rules once more, as objects and sets, slow and literal: what `simulate` is tested against."""
+"""The engine's rules once more, as objects and sets, slow and literal: what `simulate` is tested
+against.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ class Val:
     action: int
     maker: Op | None = None
     readers: list[Op] = field(default_factory=list)
-    handles: list[int] = field(default_factory=list)  # nodes that have not unpacked it, one entry per need
+    # nodes that have not unpacked it, one entry per need
+    handles: list[int] = field(default_factory=list)
     nodes: set[int] = field(default_factory=set)  # nodes that need it and have not run
     path: tuple[int, ...] = (0,)  # segments from the root down
     dies: int = 0
@@ -48,7 +51,10 @@ class Reference:
         ]
         self.ops = []
         for i in range(len(graph.op_inputs)):
-            pick = [[self.vals[v] for v in g[i]] for g in (graph.op_inputs, graph.op_outputs, graph.op_overwrites)]
+            pick = [
+                [self.vals[v] for v in g[i]]
+                for g in (graph.op_inputs, graph.op_outputs, graph.op_overwrites)
+            ]
             op = Op(i, *pick)
             self.ops.append(op)
             for v in op.outputs:
@@ -74,7 +80,9 @@ class Reference:
         self.peak = max(self.peak, total)
 
     def alive(self, v: Val) -> bool:
-        return bool(v.nodes) or any(w.action == REBUILD and self.alive(w) for op in v.readers for w in op.outputs)
+        return bool(v.nodes) or any(
+            w.action == REBUILD and self.alive(w) for op in v.readers for w in op.outputs
+        )
 
     def there(self, v: Val) -> bool:
         return v.maker is None or v.action == KEEP or v in self.cache
@@ -91,7 +99,9 @@ class Reference:
         return sum(
             v.held
             for v in self.vals
-            if v.maker is not None and not v.overwritten and (v.dies >= last or (v.action == KEEP and self.alive(v)))
+            if v.maker is not None
+            and not v.overwritten
+            and (v.dies >= last or (v.action == KEEP and self.alive(v)))
         )
 
     def run(self) -> Reference:
@@ -104,12 +114,18 @@ class Reference:
             for v in self.vals:
                 if v.maker is None or v.maker.id > op.id:
                     continue
-                in_python = max(v.dies, v.maker.id) >= op.id if not v.overwritten else v in overwritten_later
+                in_python = (
+                    max(v.dies, v.maker.id) >= op.id
+                    if not v.overwritten
+                    else v in overwritten_later
+                )
                 if in_python or (v.action == KEEP and v in needed):
                     total += v.held
             self.note(total)
         self.seconds += sum(
-            v.size * graph.transfer_seconds_per_byte for v in self.vals if v.action == OFFLOAD and v in needed
+            v.size * graph.transfer_seconds_per_byte
+            for v in self.vals
+            if v.action == OFFLOAD and v in needed
         )
         for n, needs in enumerate(graph.node_needs):
             self.used: set[Val] = set()
@@ -124,14 +140,19 @@ class Reference:
                 if v in self.cache and not self.wanted(v):
                     self.cache.discard(v)
             self.note(
-                graph.static_bytes + graph.node_peak[n] + self.kept_now() + sum(v.size for v in self.cache | self.used)
+                graph.static_bytes
+                + graph.node_peak[n]
+                + self.kept_now()
+                + sum(v.size for v in self.cache | self.used)
             )
             for i in needs:
                 self.vals[i].nodes.discard(n)
             self.cache = {v for v in self.cache if self.alive(v)}
         self.used = set()
         survivors = sum(
-            v.held for v in self.vals if v.maker is not None and v.dies >= len(self.ops) and not v.overwritten
+            v.held
+            for v in self.vals
+            if v.maker is not None and v.dies >= len(self.ops) and not v.overwritten
         )
         self.note(graph.static_bytes + graph.optimizer_burst_bytes + survivors)
         return self
@@ -150,7 +171,9 @@ class Reference:
             else:
                 assert v.maker is not None
                 replay.add(v.maker)
-                rebuilt.update(w for w in v.maker.outputs if w.action == REBUILD and not self.there(w))
+                rebuilt.update(
+                    w for w in v.maker.outputs if w.action == REBUILD and not self.there(w)
+                )
                 for u in v.maker.inputs:
                     need(u)
 
@@ -167,7 +190,9 @@ class Reference:
         held = self.kept_now() + sum(v.size for v in before | self.used)
         around = graph.static_bytes + graph.node_before[n]
         live: set[Val] = set()  # new bytes of this sweep
-        order = sorted(replay | {v.maker for v in rebuilt if v.action == OFFLOAD}, key=lambda op: op.id)  # type: ignore[union-attr]
+        order = sorted(
+            replay | {v.maker for v in rebuilt if v.action == OFFLOAD}, key=lambda op: op.id
+        )  # type: ignore[union-attr]
         for position, op in enumerate(order):
             loads = {v for v in op.outputs if v.action == OFFLOAD and v in rebuilt}
             live |= loads
@@ -176,14 +201,18 @@ class Reference:
             if op not in replay:
                 continue
             self.seconds += graph.op_seconds[op.id] if graph.op_replayable[op.id] else math.inf
-            used_later = {u for later in order[position + 1 :] if later in replay for u in later.inputs}
+            used_later = {
+                u for later in order[position + 1 :] if later in replay for u in later.inputs
+            }
             during = set(live)
             for old in op.overwrites:
                 if old in live and old in op.inputs and old not in used_later and old not in stay:
                     during.discard(old)
             copies = sum(v.size for v in op.outputs if v not in rebuilt or v.action == OFFLOAD)
             during |= {v for v in op.outputs if v in rebuilt and v.action == REBUILD}
-            self.note(around + held + sum(v.size for v in during) + copies + graph.op_workspace[op.id])
+            self.note(
+                around + held + sum(v.size for v in during) + copies + graph.op_workspace[op.id]
+            )
             live = {v for v in during if v in stay or v in used_later}
         self.note(around + held + sum(v.size for v in live))
         self.cache -= drop

@@ -50,7 +50,9 @@ def test_exact_is_what_brute_force_finds(seed: int) -> None:
             assert simulate(graph, exact.actions).peak_bytes <= budget
 
 
-def ratios(graphs: Iterable[Graph], shares: Iterable[float], seconds_limit: float = 20.0) -> list[float]:
+def ratios(
+    graphs: Iterable[Graph], shares: Iterable[float], seconds_limit: float = 20.0
+) -> list[float]:
     """Fast over exact, for every budget that one level of recomputation can reach."""
     found = []
     for graph in graphs:
@@ -62,19 +64,27 @@ def ratios(graphs: Iterable[Graph], shares: Iterable[float], seconds_limit: floa
             fast = solver.solve(budget)
             assert fast is not None, "the exact solver fits a budget that the fast one does not"
             assert fast.peak_bytes <= budget
-            found.append(fast.extra_seconds / exact.extra_seconds if exact.extra_seconds else 1.0 + fast.extra_seconds)
+            found.append(
+                fast.extra_seconds / exact.extra_seconds
+                if exact.extra_seconds
+                else 1.0 + fast.extra_seconds
+            )
     return found
 
 
 def random_graphs(seeds: Iterable[int]) -> list[Graph]:
     return [
-        random_profile(seed, 15 + seed * 7 % 30, odd=seed % 2 == 0, branchy=(0, 0.2, 0.5)[seed % 3]).at(1)
+        random_profile(
+            seed, 15 + seed * 7 % 30, odd=seed % 2 == 0, branchy=(0, 0.2, 0.5)[seed % 3]
+        ).at(1)
         for seed in seeds
     ]
 
 
 def test_fast_is_near_the_optimum() -> None:
-    real = ratios([transformer(1).at(8), transformer(2, dropout=False).at(8), resnet(4).at(8)], (0.5, 0.4))
+    real = ratios(
+        [transformer(1).at(8), transformer(2, dropout=False).at(8), resnet(4).at(8)], (0.5, 0.4)
+    )
     drawn = ratios(random_graphs(range(4)), (0.7, 0.45))
     found = real + drawn
     assert len(found) >= 12
@@ -92,7 +102,9 @@ def test_fast_is_near_the_optimum_at_length() -> None:
         resnet(4).at(8),
         resnet(6).at(8),
     ]
-    found = ratios(real, (0.85, 0.7, 0.55, 0.4), 60.0) + ratios(random_graphs(range(60)), (0.85, 0.7, 0.55, 0.4), 60.0)
+    found = ratios(real, (0.85, 0.7, 0.55, 0.4), 60.0) + ratios(
+        random_graphs(range(60)), (0.85, 0.7, 0.55, 0.4), 60.0
+    )
     assert len(found) >= 200
     assert statistics.mean(found) <= 1.05
     assert max(found) <= 1.2

@@ -30,7 +30,11 @@ def test_every_plan_stays_within_its_budget_and_the_smallest_peak_can_be_asked_f
     graph = random_profile(seed, size, bandwidth=bandwidth).at(1)
     solver = FastSolver(graph)
     smallest = solver.smallest()
-    for budget in {smallest.peak_bytes, (smallest.peak_bytes + solver.plain.peak_bytes) // 2, solver.plain.peak_bytes}:
+    for budget in {
+        smallest.peak_bytes,
+        (smallest.peak_bytes + solver.plain.peak_bytes) // 2,
+        solver.plain.peak_bytes,
+    }:
         found = solver.solve(budget)
         assert found is not None
         assert found.peak_bytes <= budget
@@ -41,7 +45,9 @@ def test_every_plan_stays_within_its_budget_and_the_smallest_peak_can_be_asked_f
 
 @pytest.mark.parametrize(("share", "most"), [(0.7, 0.02), (0.5, 0.08), (0.35, 0.14), (0.15, 0.26)])
 def test_a_transformer_pays_little(share: float, most: float) -> None:
-    """The minimum cut says 1.7, 7, 12.9 and 22.6 % for the kept bytes alone, without burst and gradients."""
+    """The minimum cut says 1.7, 7, 12.9 and 22.6 % for the kept bytes alone, without burst and
+    gradients.
+    """
     graph = transformer(12).at(16)
     solver = FastSolver(graph)
     found = solver.solve(room(graph, solver, share))
@@ -53,7 +59,8 @@ def test_nested_segments_reach_below_one_kept_value_per_block() -> None:
     layers = 24
     graph = transformer(layers).at(8)
     smallest = min_peak(graph)
-    stream = 256 * 256 * 4 * 8  # the residual stream's bytes: one such value per half block is the usual floor
+    # the residual stream's bytes: one such value per half block is the usual floor
+    stream = 256 * 256 * 4 * 8
     assert smallest.simulation.saved_bytes < 2 * layers * stream / 4
     assert len(smallest.segments.parent) > layers
     assert max(smallest.simulation.replays) > 1
@@ -68,7 +75,8 @@ def test_a_residual_network_with_in_place_operations_is_planned() -> None:
 
 
 def test_offloading_is_taken_where_moving_is_cheaper_than_rebuilding() -> None:
-    profile = random_profile(11, 25, odd=False, bandwidth=1e6)  # operations take seconds, a transfer microseconds
+    # operations take seconds, a transfer microseconds
+    profile = random_profile(11, 25, odd=False, bandwidth=1e6)
     graph = profile.at(1)
     solver = FastSolver(graph)
     found = solver.solve((solver.smallest().peak_bytes + solver.plain.peak_bytes) // 2)
@@ -130,8 +138,12 @@ def test_cuts_are_where_only_the_residual_stream_crosses() -> None:
     assert set(adds) <= set(cuts)
 
 
-def passes_over_the_graph(graph: Graph, share: float, monkeypatch: pytest.MonkeyPatch) -> tuple[float, float]:
-    """The solver's work for one budget: operations simulated, and operations in cuts, as multiples of the graph's."""
+def passes_over_the_graph(
+    graph: Graph, share: float, monkeypatch: pytest.MonkeyPatch
+) -> tuple[float, float]:
+    """The solver's work for one budget: operations simulated, and operations in cuts, as multiples
+    of the graph's.
+    """
     counts = Counter[str]()
 
     def count(kind: Any, name: str) -> None:

@@ -55,7 +55,8 @@ def test_the_plan_round_trips_through_json(half: gf.Plan) -> None:
 def test_the_plan_prints_what_a_person_wants_to_know(half: gf.Plan) -> None:
     lines = str(half).splitlines()
     assert lines[0].startswith(
-        f"micro-batch 8 × 1, {half.kept_values} of {half.saved_values} values kept; predicted: peak "
+        f"micro-batch 8 × 1, {half.kept_values} of {half.saved_values} values kept; predicted:"
+        " peak "
     )
     assert "% time, step " in lines[0]
     text = str(half)
@@ -63,7 +64,9 @@ def test_the_plan_prints_what_a_person_wants_to_know(half: gf.Plan) -> None:
     assert "kept activations" in text
     assert 1 <= len(half.decisions) <= 10
     assert all(f"({d.source})" in text and d.module in text for d in half.decisions)
-    assert [d.seconds for d in half.decisions] == sorted((d.seconds for d in half.decisions), reverse=True)
+    assert [d.seconds for d in half.decisions] == sorted(
+        (d.seconds for d in half.decisions), reverse=True
+    )
     assert "next with less memory" in text
     assert "next with more memory" in text
     assert half.less_memory is not None
@@ -73,7 +76,10 @@ def test_the_plan_prints_what_a_person_wants_to_know(half: gf.Plan) -> None:
 
 @pytest.mark.parametrize("share", [0.9, 0.7, 0.35, 0.2, 0.1])
 def test_with_more_memory_it_is_faster(profile: Profile, share: float) -> None:
-    plain, least = gf.plan(profile, memory="10 GiB").peak_bytes, gf.frontier(profile, points=2)[-1].peak_bytes
+    plain, least = (
+        gf.plan(profile, memory="10 GiB").peak_bytes,
+        gf.frontier(profile, points=2)[-1].peak_bytes,
+    )
     plan = gf.plan(profile, memory=int(least + share * (plain - least)))
     assert plan.less_memory is None or plan.less_memory.peak_bytes < plan.peak_bytes
     assert plan.more_memory is not None
@@ -90,7 +96,8 @@ def test_enough_memory_means_no_recomputation(profile: Profile) -> None:
 
 def test_too_little_memory_says_what_would_do(profile: Profile) -> None:
     with pytest.raises(
-        BudgetInfeasible, match=r"Smallest feasible peak is .*the budget is 1 MiB\. Pass batch_size=8"
+        BudgetInfeasible,
+        match=r"Smallest feasible peak is .*the budget is 1 MiB\. Pass batch_size=8",
     ) as caught:
         gf.plan(profile, memory="1 MiB")
     assert caught.value.min_bytes > MIB
@@ -100,7 +107,9 @@ def test_too_little_memory_says_what_would_do(profile: Profile) -> None:
         gf.plan(profile, memory=caught.value.min_bytes - 1)
 
 
-def test_the_smallest_budget_of_a_batch_that_may_be_split_is_reachable_too(profile: Profile) -> None:
+def test_the_smallest_budget_of_a_batch_that_may_be_split_is_reachable_too(
+    profile: Profile,
+) -> None:
     with pytest.raises(BudgetInfeasible, match="at micro-batch 1") as caught:
         gf.plan(profile, memory="1 MiB", batch_size=16)
     plan = gf.plan(profile, memory=caught.value.min_bytes, batch_size=16)
@@ -126,7 +135,9 @@ def test_a_profile_of_nothing_is_misuse() -> None:
 
 
 def test_micro_batch_and_recomputation_are_chosen_together(profile: Profile) -> None:
-    """With a fixed cost per micro-batch between the two extremes, the best step is neither of them."""
+    """With a fixed cost per micro-batch between the two extremes, the best step is neither of
+    them.
+    """
     costly = replace(profile, overhead_seconds=0.1)
     budget = 200 * MIB
     joint = gf.plan(costly, memory=budget, batch_size=64)
@@ -137,7 +148,8 @@ def test_micro_batch_and_recomputation_are_chosen_together(profile: Profile) -> 
         except BudgetInfeasible:
             break
     plain = [plan for plan in one_by_one if plan.extra_seconds == 0]
-    assert joint.step_seconds < plain[-1].step_seconds  # the largest micro-batch without recomputation
+    # the largest micro-batch without recomputation
+    assert joint.step_seconds < plain[-1].step_seconds
     assert joint.step_seconds < one_by_one[-1].step_seconds  # the largest of all
     assert joint.step_seconds <= 1.03 * min(plan.step_seconds for plan in one_by_one)
     assert joint.micro_batch * (joint.steps - 1) < 64 <= joint.micro_batch * joint.steps
@@ -170,7 +182,9 @@ def test_offloading_shows_in_the_plan() -> None:
 
 
 def test_a_plan_from_a_predicted_profile_says_so() -> None:
-    plan = gf.plan(replace(random_profile(1, 10), predicted=True, batch_bytes=Linear(0, 1)), memory="1 GiB")
+    plan = gf.plan(
+        replace(random_profile(1, 10), predicted=True, batch_bytes=Linear(0, 1)), memory="1 GiB"
+    )
     assert plan.predicted
     assert "predicted" in str(plan).splitlines()[0]
 

@@ -1,4 +1,6 @@
-"""What a plan predicts is what a step takes: the peak at the measured size, and at sizes that were not measured."""
+"""What a plan predicts is what a step takes: the peak at the measured size, and at sizes that were
+not measured.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def test_the_peak_is_predicted(name: str) -> None:
     found = gf.profile(model, loss_fn, batch)
     plain = gf.plan(found, memory="1 GiB")
     smallest = gf.frontier(found, points=2)[-1]
-    for plan in (plain, gf.plan(found, memory=(plain.peak_bytes + smallest.peak_bytes) // 2), smallest):
+    for plan in (
+        plain,
+        gf.plan(found, memory=(plain.peak_bytes + smallest.peak_bytes) // 2),
+        smallest,
+    ):
         assert measured(name, plan) == pytest.approx(plan.peak_bytes, rel=0.05)
 
 
@@ -53,7 +59,9 @@ def test_the_peak_of_other_micro_batches_is_predicted(name: str) -> None:
 
 def test_a_prediction_beyond_what_was_measured() -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)])
+    model = torch.nn.Sequential(
+        *[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)]
+    )
 
     def loss_fn(m: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
         return m(x).square().mean()

@@ -30,11 +30,17 @@ class Block(nn.Module):
         self.norm_first = norm_first
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down, self.drop = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.Dropout(0.1)
+        self.up, self.down, self.drop = (
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+            nn.Dropout(0.1),
+        )
 
     def attend(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, -1).permute(2, 0, 3, 1, 4).unbind(0)
-        return self.drop(self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)))
+        return self.drop(
+            self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.norm_first:
@@ -97,7 +103,11 @@ def perceptron() -> nn.Module:
 def convolutions() -> nn.Module:
     widths = (3, 16, 32, 32, 64)
     return nn.Sequential(
-        *(part for a, b in pairwise(widths) for part in (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()))
+        *(
+            part
+            for a, b in pairwise(widths)
+            for part in (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU())
+        )
     )
 
 
@@ -125,10 +135,13 @@ def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def ratios(name: str, shares: Iterable[float], seconds_limit: float) -> list[float]:
-    """Fast over exact at budgets between the smallest peak and the plain one, where the exact one was proven."""
+    """Fast over exact at budgets between the smallest peak and the plain one, where the exact one
+    was proven.
+    """
     torch.manual_seed(0)
     make, shape = MODELS[name]
-    # The exact one knows recorded runs only, and not that a GRU's gates can be kept for nothing by not recording.
+    # The exact one knows recorded runs only, and not that a GRU's gates can be kept for nothing by
+    # not recording.
     profile = dataclasses.replace(gf.profile(make(), loss, torch.randn(*shape)), runs_plain=False)
     assert sum(op.name != MASK for op in profile.operations) <= 60
     graph = profile.at(shape[0], rows=shape[0])
@@ -142,7 +155,11 @@ def ratios(name: str, shares: Iterable[float], seconds_limit: float) -> list[flo
             fast = solver.solve(budget)
             assert fast is not None
             assert fast.peak_bytes <= budget
-            found.append(fast.extra_seconds / exact.extra_seconds if exact.extra_seconds else 1.0 + fast.extra_seconds)
+            found.append(
+                fast.extra_seconds / exact.extra_seconds
+                if exact.extra_seconds
+                else 1.0 + fast.extra_seconds
+            )
     return found
 
 
@@ -174,7 +191,9 @@ def test_the_smallest_plan_of_a_long_graph_replays_only_what_can_be_replayed() -
 
 
 @pytest.mark.parametrize("cell", [nn.GRU, partial(nn.LSTM, proj_size=12)])
-def test_gates_that_are_written_side_by_side_are_kept_as_plain_autograd_keeps_them(cell: Any) -> None:
+def test_gates_that_are_written_side_by_side_are_kept_as_plain_autograd_keeps_them(
+    cell: Any,
+) -> None:
     torch.manual_seed(0)
     model, batch = cell(8, 16, batch_first=True), torch.randn(8, 10, 8)
 

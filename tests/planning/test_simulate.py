@@ -19,8 +19,16 @@ from gradfit.profiling.step_graph import Graph
 
 
 @settings(deadline=None, max_examples=400)
-@given(st.integers(0, 10**6), st.integers(1, 25), st.booleans(), st.booleans(), st.sampled_from([0.0, 10.0]))
-def test_it_does_what_the_reference_does(seed: int, size: int, levels: bool, odd: bool, bandwidth: float) -> None:
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 25),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([0.0, 10.0]),
+)
+def test_it_does_what_the_reference_does(
+    seed: int, size: int, levels: bool, odd: bool, bandwidth: float
+) -> None:
     profile = random_profile(seed, size, odd=odd, bandwidth=bandwidth)
     actions, segments = random_plan(profile, seed + 1, levels=levels)
     graph = profile.at(1)
@@ -35,12 +43,20 @@ def test_it_does_what_the_reference_does(seed: int, size: int, levels: bool, odd
 
 
 def chain(actions_of: str) -> tuple[Graph, list[int]]:
-    """x → a → b → c → loss, 100 bytes and one second each; backward needs c, b, a; gradients are 10 bytes."""
+    """x → a → b → c → loss, 100 bytes and one second each; backward needs c, b, a; gradients are 10
+    bytes.
+    """
     values = [Value(Linear(5), None, 0, 4)]
-    values += [Value(Linear(100), i, i + 1, min(i + 1, 3)) for i in range(3)] + [Value(Linear(4), 3, 4, 4)]
-    ops = tuple(Operation(name, (i,), (i + 1,), seconds=Linear(1.0)) for i, name in enumerate("abcl"))
+    values += [Value(Linear(100), i, i + 1, min(i + 1, 3)) for i in range(3)] + [
+        Value(Linear(4), 3, 4, 4)
+    ]
+    ops = tuple(
+        Operation(name, (i,), (i + 1,), seconds=Linear(1.0)) for i, name in enumerate("abcl")
+    )
     nodes = tuple(
-        BackwardNode(f"{v}", (v,), before_bytes=Linear(10), peak_bytes=Linear(10), after_bytes=Linear(10))
+        BackwardNode(
+            f"{v}", (v,), before_bytes=Linear(10), peak_bytes=Linear(10), after_bytes=Linear(10)
+        )
         for v in (3, 2, 1)
     )
     graph = Profile(tuple(values), ops, nodes, parameter_bytes=1000).at(1)
@@ -51,7 +67,8 @@ def test_everything_kept_by_hand() -> None:
     graph, actions = chain("kkk")
     result = simulate(graph, actions)
     assert result.extra_seconds == 0
-    assert result.peak_bytes == 1000 + 300 + 4 + 10  # three activations, the loss the caller holds, a gradient
+    # three activations, the loss the caller holds, a gradient
+    assert result.peak_bytes == 1000 + 300 + 4 + 10
     assert (result.phase, result.kept_bytes, result.saved_bytes) == ("backward", 300, 300)
 
 
@@ -59,7 +76,8 @@ def test_dropping_the_middle_by_hand() -> None:
     graph, actions = chain("krk")
     result = simulate(graph, actions)
     assert result.extra_seconds == 1.0
-    # Forward: a, b and c live together while c is made. Backward: never more than two activations and the loss.
+    # Forward: a, b and c live together while c is made. Backward: never more than two activations
+    # and the loss.
     assert (result.peak_bytes, result.phase) == (1000 + 300, "forward")
 
 
@@ -84,9 +102,15 @@ def test_segments_hold_less_and_replay_more() -> None:
 
 def test_what_cannot_be_replayed_makes_a_plan_that_replays_it_worthless() -> None:
     profile = random_profile(3, 12, odd=False)
-    operations = (*profile.operations[:5], replace(profile.operations[5], replayable=False), *profile.operations[6:])
+    operations = (
+        *profile.operations[:5],
+        replace(profile.operations[5], replayable=False),
+        *profile.operations[6:],
+    )
     graph = replace(profile, operations=operations).at(1)
-    assert math.isinf(simulate(graph, [KEEP if p < 0 else REBUILD for p in graph.producer]).extra_seconds)
+    assert math.isinf(
+        simulate(graph, [KEEP if p < 0 else REBUILD for p in graph.producer]).extra_seconds
+    )
 
 
 def test_the_work_is_in_proportion_to_the_operations() -> None:
@@ -94,7 +118,9 @@ def test_the_work_is_in_proportion_to_the_operations() -> None:
     for layers in (45, 180):
         graph = transformer(layers).at(8)
         actions = [KEEP if p < 0 else REBUILD for p in graph.producer]
-        assert calls(lambda graph=graph, actions=actions: simulate(graph, actions)) <= 25 * len(graph.op_inputs)
+        assert calls(lambda graph=graph, actions=actions: simulate(graph, actions)) <= 25 * len(
+            graph.op_inputs
+        )
 
 
 def calls(function: Callable[[], object]) -> int:

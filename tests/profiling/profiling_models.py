@@ -11,7 +11,12 @@ from torch import nn
 
 Case = tuple[nn.Module, Any, Callable[[nn.Module, Any], Any]]
 
-_VOCABULARY: dict[str, Any] = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_VOCABULARY: dict[str, Any] = {
+    "vocab_size": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 _LLAMA: dict[str, Any] = {
     "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 64, "max_position_embeddings": 32, **_VOCABULARY,
@@ -23,7 +28,10 @@ def tokens() -> torch.Tensor:
 
 
 def images() -> dict[str, torch.Tensor]:
-    return {"x": torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(7)), "y": torch.arange(4)}
+    return {
+        "x": torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(7)),
+        "y": torch.arange(4),
+    }
 
 
 def language_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -38,18 +46,26 @@ def image_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor
 def masked_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, float]:
     """A sum over what is not padding, and how much that is: reads the mask in Python."""
     logits = model(input_ids=batch["ids"], attention_mask=batch["mask"]).logits
-    losses = nn.functional.cross_entropy(logits.flatten(0, 1), batch["ids"].flatten(), reduction="none")
+    losses = nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch["ids"].flatten(), reduction="none"
+    )
     return (losses * batch["mask"].flatten()).sum(), batch["mask"].sum().item()
 
 
 def gpt2() -> Case:
-    model = hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=32, **_VOCABULARY))
+    model = hf.GPT2LMHeadModel(
+        hf.GPT2Config(n_layer=2, n_embd=32, n_head=2, n_positions=32, **_VOCABULARY)
+    )
     return model, tokens(), language_loss
 
 
 def bert() -> Case:
     config = hf.BertConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=64, **_VOCABULARY
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=2,
+        intermediate_size=64,
+        **_VOCABULARY,
     )
     mask = torch.ones_like(tokens())
     mask[:, 8:] = 0
@@ -58,7 +74,13 @@ def bert() -> Case:
 
 def t5() -> Case:
     config = hf.T5Config(
-        num_layers=2, d_model=32, d_kv=16, d_ff=64, num_heads=2, decoder_start_token_id=0, vocab_size=64
+        num_layers=2,
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_heads=2,
+        decoder_start_token_id=0,
+        vocab_size=64,
     )
     return hf.T5ForConditionalGeneration(config), tokens(), language_loss
 
@@ -68,15 +90,17 @@ def llama() -> Case:
 
 
 def mixtral() -> Case:
-    model = hf.MixtralForCausalLM(hf.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **_LLAMA))
+    model = hf.MixtralForCausalLM(
+        hf.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, **_LLAMA)
+    )
     model.set_experts_implementation("eager")
     return model, tokens(), language_loss
 
 
 def vit() -> Case:
     config = hf.ViTConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8,
-        num_labels=10,
+        num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=64,
+        image_size=32, patch_size=8, num_labels=10,
     )  # fmt: skip
     return hf.ViTForImageClassification(config), images(), image_loss
 
@@ -88,7 +112,11 @@ def resnet() -> Case:
 
 def perceptron() -> Case:
     model = nn.Sequential(
-        nn.Linear(16, 64), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.BatchNorm1d(64), nn.Linear(64, 1)
+        nn.Linear(16, 64),
+        nn.ReLU(inplace=True),
+        nn.Dropout(0.2),
+        nn.BatchNorm1d(64),
+        nn.Linear(64, 1),
     )
     return model, torch.randn(4, 16, generator=torch.Generator().manual_seed(7)), square_loss
 
@@ -98,7 +126,8 @@ def square_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 MODELS: dict[str, Callable[[], Case]] = {
-    "perceptron": perceptron, "gpt2": gpt2, "bert": bert, "t5": t5, "llama": llama, "vit": vit, "resnet": resnet,
+    "perceptron": perceptron, "gpt2": gpt2, "bert": bert, "t5": t5, "llama": llama, "vit": vit,
+    "resnet": resnet,
 }  # fmt: skip
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -59,7 +59,9 @@ def test_what_others_take_is_taken_off_the_operation_it_fell_into(machine: _Mach
     assert timer.since(started) == pytest.approx(0.01)
 
 
-def test_what_others_take_between_two_operations_is_not_taken_off_the_next(machine: _Machine) -> None:
+def test_what_others_take_between_two_operations_is_not_taken_off_the_next(
+    machine: _Machine,
+) -> None:
     timer = OperationClock()
     started = timer.start()
     machine.run(1e-5)

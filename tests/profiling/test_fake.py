@@ -1,4 +1,6 @@
-"""A prediction on shapes: the same operations, values and bytes as a real run, and nothing of the model is touched."""
+"""A prediction on shapes: the same operations, values and bytes as a real run, and nothing of the
+model is touched.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,12 @@ ROOT = Path(__file__).parents[2]
 A100 = gf.Hardware(memory="80 GiB", name="A100")
 
 
-def predicted(model: nn.Module, batch: Any, loss_fn: Any, optimizer: Any = None, **options: Any) -> gf.Profile:
-    return gf.profile(model, loss_fn, batch, optimizer, **{"fake": True, "hardware": A100, **options})
+def predicted(
+    model: nn.Module, batch: Any, loss_fn: Any, optimizer: Any = None, **options: Any
+) -> gf.Profile:
+    return gf.profile(
+        model, loss_fn, batch, optimizer, **{"fake": True, "hardware": A100, **options}
+    )
 
 
 def _comparable(op: Any, alike: bool) -> Any:
@@ -48,7 +54,9 @@ def test_the_structure_is_that_of_a_real_run(name: str) -> None:
     alike = [op.name for op in fake.operations] == [op.name for op in real.operations]
     assert alike == (name not in ("gpt2", "bert", "t5"))
     # The last operation is backward's, called from here and there.
-    assert [_comparable(op, alike) for op in fake.operations] == [_comparable(op, alike) for op in real.operations]
+    assert [_comparable(op, alike) for op in fake.operations] == [
+        _comparable(op, alike) for op in real.operations
+    ]
     assert [op.source for op in fake.operations[:-1]] == [op.source for op in real.operations[:-1]]
     assert len(fake.values) == len(real.values)
     for mine, its in zip(fake.values, real.values, strict=True):
@@ -65,8 +73,15 @@ def test_the_structure_is_that_of_a_real_run(name: str) -> None:
         assert [round(getattr(n, part).at(4)) for n in fake.nodes] == [
             round(getattr(n, part).at(4)) for n in real.nodes
         ]
-    for part in ("parameter_bytes", "gradient_bytes", "buffer_bytes", "optimizer_bytes", "optimizer_burst_bytes",
-                 "batch_bytes", "batch_size"):  # fmt: skip
+    for part in (
+        "parameter_bytes",
+        "gradient_bytes",
+        "buffer_bytes",
+        "optimizer_bytes",
+        "optimizer_burst_bytes",
+        "batch_bytes",
+        "batch_size",
+    ):
         assert getattr(fake, part) == getattr(real, part), part
 
 
@@ -99,10 +114,13 @@ def test_a_model_without_memory_gives_the_same(where: str) -> None:
     for rows in (batch, nothing):
         found = predicted(model, rows, loss_fn, optimizer)
         assert found.optimizer_seconds == pytest.approx(expected.optimizer_seconds, rel=0.2)
-        # What is on meta will be on an accelerator, where torch's optimizers step all parameters at once.
+        # What is on meta will be on an accelerator, where torch's optimizers step all parameters at
+        # once.
         burst = 2 * found.parameter_bytes if where == "meta" else expected.optimizer_burst_bytes
         assert found.optimizer_burst_bytes == burst
-        same = {name: getattr(expected, name) for name in ("optimizer_seconds", "optimizer_burst_bytes")}
+        same = {
+            name: getattr(expected, name) for name in ("optimizer_seconds", "optimizer_burst_bytes")
+        }
         assert replace(found, **same) == expected
 
 
@@ -138,7 +156,9 @@ def test_nothing_of_the_model_is_touched() -> None:
             assert now.keys() == before.keys()
             assert all(now[key] is before[key] for key in now)
         assert model.state_dict().keys() == content.keys()
-        assert all(torch.equal(tensor, content[name]) for name, tensor in model.state_dict().items())
+        assert all(
+            torch.equal(tensor, content[name]) for name, tensor in model.state_dict().items()
+        )
         assert not any(isinstance(tensor, FakeTensor) for tensor in tensors_in(model))
         assert torch.equal(model.norm.weight.grad, torch.full((4,), 3.0))
         assert torch.equal(torch.get_rng_state(), generator)
@@ -161,7 +181,9 @@ def test_the_optimizer_is_predicted(name: str) -> None:
     found = predicted(shapes, batch, loss_fn, OPTIMIZERS[name](shapes.parameters()))
     loss_fn(model, batch).backward()
     optimizer.step()
-    assert found.optimizer_bytes == sum(t.nbytes for t in tensors_in(list(optimizer.state.values())))
+    assert found.optimizer_bytes == sum(
+        t.nbytes for t in tensors_in(list(optimizer.state.values()))
+    )
     assert found.optimizer_seconds > 0
 
 
@@ -182,8 +204,11 @@ def test_sharding_divides_all_but_activations() -> None:
     spread = predicted(model, batch, loss_fn, optimizer, hardware=replace(A100, devices=4))
     block, head = 64 * 64 * 4, 130 * 64 * 4
     shards = 8 * block // 4 + math.ceil(130 / 4) * 64 * 4
-    assert alone.parameter_bytes == alone.gradient_bytes == alone.optimizer_bytes == 8 * block + head
-    assert spread.parameter_bytes == shards + 2 * head  # the largest unit in use, the next one being fetched
+    assert (
+        alone.parameter_bytes == alone.gradient_bytes == alone.optimizer_bytes == 8 * block + head
+    )
+    # the largest unit in use, the next one being fetched
+    assert spread.parameter_bytes == shards + 2 * head
     assert spread.gradient_bytes == shards + head
     assert spread.optimizer_bytes == shards
     assert spread.saved_bytes(4) == alone.saved_bytes(4)
@@ -193,13 +218,21 @@ def test_sharding_divides_all_but_activations() -> None:
 def test_seconds_are_the_rooflines() -> None:
     model = nn.Linear(1000, 1000, bias=False)
     hardware = gf.Hardware(memory="1 GiB", flops=1e12, bandwidth=1e9)
-    found = predicted(model, torch.randn(500, 1000), lambda m, x: m(x).exp().sum(), hardware=hardware)
-    seconds = {op.name: op.seconds.at(500) - LAUNCH_SECONDS for op in found.operations}
-    assert seconds["aten.exp.default"] == pytest.approx(2 * 500 * 1000 * 4 / 1e9)  # read and written
-    quick = predicted(
-        model, torch.randn(500, 1000), lambda m, x: m(x).exp().sum(), hardware=replace(hardware, bandwidth=1e15)
+    found = predicted(
+        model, torch.randn(500, 1000), lambda m, x: m(x).exp().sum(), hardware=hardware
     )
-    assert quick.operations[0].seconds.at(500) - LAUNCH_SECONDS == pytest.approx(2 * 500 * 1000 * 1000 / 1e12)
+    seconds = {op.name: op.seconds.at(500) - LAUNCH_SECONDS for op in found.operations}
+    # read and written
+    assert seconds["aten.exp.default"] == pytest.approx(2 * 500 * 1000 * 4 / 1e9)
+    quick = predicted(
+        model,
+        torch.randn(500, 1000),
+        lambda m, x: m(x).exp().sum(),
+        hardware=replace(hardware, bandwidth=1e15),
+    )
+    assert quick.operations[0].seconds.at(500) - LAUNCH_SECONDS == pytest.approx(
+        2 * 500 * 1000 * 1000 / 1e12
+    )
     assert quick.backward_seconds(500) < found.backward_seconds(500)
 
 
@@ -228,7 +261,9 @@ def test_a_batch_that_only_split_can_cut() -> None:
 def test_what_depends_on_content_says_so() -> None:
     model, batch, loss_fn = mixtral()
     model.train()
-    with pytest.raises(gf.UnsupportedOp, match=r"nonzero.* at transformers.*has only a shape.*gf\.profile\("):
+    with pytest.raises(
+        gf.UnsupportedOp, match=r"nonzero.* at transformers.*has only a shape.*gf\.profile\("
+    ):
         predicted(model, batch, loss_fn)
     model, batch, _ = make("perceptron")
     with pytest.raises(gf.UnsupportedOp, match=r"_local_scalar_dense.* at .*test_fake\.py"):
@@ -237,7 +272,8 @@ def test_what_depends_on_content_says_so() -> None:
 
 def test_an_operation_that_fails_says_where() -> None:
     with pytest.raises(
-        gf.UnsupportedOp, match=r"addmm.* at .*profiling_models\.py.*failed on fake tensors.*If real ones"
+        gf.UnsupportedOp,
+        match=r"addmm.* at .*profiling_models\.py.*failed on fake tensors.*If real ones",
     ):
         predicted(nn.Linear(3, 3), torch.randn(4, 5), square_loss)
 
@@ -247,7 +283,11 @@ def test_an_operation_without_a_fake_kernel() -> None:
     library.define("opaque(Tensor x) -> Tensor")
     library.impl("opaque", lambda x: x.clone(), "CPU")
     with pytest.raises(gf.UnsupportedOp, match=r"opaque.*torch\.library\.register_fake"):
-        predicted(nn.Linear(3, 3), torch.randn(4, 3), lambda m, x: m(torch.ops.gradfit_tests.opaque(x)).sum())
+        predicted(
+            nn.Linear(3, 3),
+            torch.randn(4, 3),
+            lambda m, x: m(torch.ops.gradfit_tests.opaque(x)).sum(),
+        )
 
 
 def test_misuse_is_refused_as_in_a_real_run() -> None:
@@ -273,7 +313,9 @@ def test_the_guide_and_the_example_run(capsys: pytest.CaptureFixture[str]) -> No
     assert "1 × 40 GiB: Smallest feasible peak" in printed
 
 
-def test_an_accelerator_that_torch_is_built_for_and_the_machine_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_accelerator_that_torch_is_built_for_and_the_machine_has_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What `pip install torch` gives on a laptop: built for CUDA, and no driver."""
     monkeypatch.setattr(
         torch.accelerator,
@@ -282,24 +324,30 @@ def test_an_accelerator_that_torch_is_built_for_and_the_machine_has_not(monkeypa
     )
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
-    assert predicted(model, torch.ones(4, 8), square_loss, torch.optim.AdamW(model.parameters())).operations
+    assert predicted(
+        model, torch.ones(4, 8), square_loss, torch.optim.AdamW(model.parameters())
+    ).operations
 
 
 _SEVENTY_BILLION = """
 import torch, transformers, gradfit as gf
 config = transformers.LlamaConfig(
-    num_hidden_layers=80, hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8,
-    vocab_size=128256, dtype=torch.bfloat16,
+    num_hidden_layers=80, hidden_size=8192, intermediate_size=28672, num_attention_heads=64,
+    num_key_value_heads=8, vocab_size=128256, dtype=torch.bfloat16,
 )
 with torch.device("meta"):
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
 profile = gf.profile(
     model, lambda m, ids: m(input_ids=ids, labels=ids).loss, torch.zeros(1, 4096, dtype=torch.long),
-    torch.optim.AdamW(model.parameters()), fake=True, hardware=gf.Hardware(memory="80 GiB", devices=64),
+    torch.optim.AdamW(model.parameters()), fake=True,
+    hardware=gf.Hardware(memory="80 GiB", devices=64),
 )
 plan = gf.plan(profile, memory="80 GiB", batch_size=8)
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
-print(sum(p.numel() for p in model.parameters()), plan.peak_bytes, plan.predicted, plan.steps * plan.micro_batch)
+print(
+    sum(p.numel() for p in model.parameters()), plan.peak_bytes, plan.predicted,
+    plan.steps * plan.micro_batch,
+)
 print(int(peak.split()[1]) * 1024)
 """
 

@@ -1,4 +1,6 @@
-"""What a profile and a plan do grows as the model does: counted in operators and simulated operations, not seconds."""
+"""What a profile and a plan do grows as the model does: counted in operators and simulated
+operations, not seconds.
+"""
 
 from __future__ import annotations
 
@@ -43,17 +45,22 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("memory", [None, 1 << 16])
-def test_a_profile_watches_as_much_per_operation_however_many_there_are(watched: list[int], memory: int | None) -> None:
+def test_a_profile_watches_as_much_per_operation_however_many_there_are(
+    watched: list[int], memory: int | None
+) -> None:
     per_operation = []
     for rounds in (600, 1200):
         watched[0] = 0
         found = gf.profile(_Chain(rounds), _loss, torch.rand(8, 4), memory_bytes=memory)
         per_operation.append(watched[0] / len(found.operations))
     assert per_operation[1] < 1.1 * per_operation[0]
-    assert per_operation[1] < 60  # of six runs, each a forward, a replay and a backward of two operators
+    # of six runs, each a forward, a replay and a backward of two operators
+    assert per_operation[1] < 60
 
 
-def test_a_plan_simulates_as_much_per_operation_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_simulates_as_much_per_operation_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     simulated = [0]
     run = Simulator.run
 

@@ -34,9 +34,17 @@ class Log(OperationListener):
 
     def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        aliases = [argument.alias_info for argument in schema_of(func).arguments if argument.alias_info is not None]
+        aliases = [
+            argument.alias_info
+            for argument in schema_of(func).arguments
+            if argument.alias_info is not None
+        ]
         is_view = aliases and not any(alias.is_write for alias in aliases)
-        if not is_view and isinstance(out, torch.Tensor | tuple | list) and "_unsafe_view" not in str(func):
+        if (
+            not is_view
+            and isinstance(out, torch.Tensor | tuple | list)
+            and "_unsafe_view" not in str(func)
+        ):
             self.names.append(str(func))
         return out
 
@@ -59,7 +67,9 @@ def test_operations_are_those_of_a_plain_run(name: str) -> None:
 def test_saved_bytes_are_what_autograd_saves(name: str) -> None:
     model, batch, loss_fn = make(name)
     found = gf.profile(model, loss_fn, batch)
-    static = {storage_key(tensor) for tensor in (*model.parameters(), *model.buffers(), *leaves(batch))}
+    static = {
+        storage_key(tensor) for tensor in (*model.parameters(), *model.buffers(), *leaves(batch))
+    }
     saved: dict[int, torch.Tensor] = {}  # holds each, so that no address is used twice
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,7 +80,9 @@ def test_saved_bytes_are_what_autograd_saves(name: str) -> None:
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         result = loss_fn(model, batch)
     assert result is not None
-    assert found.saved_bytes(4) == sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    assert found.saved_bytes(4) == sum(
+        tensor.untyped_storage().nbytes() for tensor in saved.values()
+    )
 
 
 @pytest.mark.parametrize("name", ["perceptron", "gpt2", "resnet"])
@@ -128,8 +140,17 @@ def test_what_dies_and_what_survives() -> None:
 
     found = gf.profile(nn.Linear(8, 8), loss_fn, torch.randn(4, 8))
     names = [op.name for op in found.operations]
-    assert names == [f"aten.{name}" for name in ("add.Tensor", "mul.Tensor", "addmm.default", "add.Tensor",
-                                                 "sum.default", "ones_like.default")]  # fmt: skip
+    assert names == [
+        f"aten.{name}"
+        for name in (
+            "add.Tensor",
+            "mul.Tensor",
+            "addmm.default",
+            "add.Tensor",
+            "sum.default",
+            "ones_like.default",
+        )
+    ]
     made = {value.operation: value for value in found.values if value.operation is not None}
     assert made[0].dies == 1
     assert made[1].dies in (3, 4)  # a local variable until loss_fn returns
@@ -193,7 +214,8 @@ def test_the_optimizers_state_is_known_before_its_first_step(name: str) -> None:
     parameters = [parameter.detach().clone() for parameter in model.parameters()]
     cost = optimizer_cost(optimizer)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), parameters, strict=True))
-    assert not any(optimizer.state.values()) or name == "adagrad"  # which makes its state when it is built
+    # which makes its state when it is built
+    assert not any(optimizer.state.values()) or name == "adagrad"
 
     loss_fn(model, batch).backward()
     optimizer.step()
@@ -287,5 +309,7 @@ def test_where_memory_runs_out_when_it_is_watched_again_once_must_do(rows: int) 
     found = gf.profile(model, loss := Watched(rows), torch.randn(16, 64), memory_bytes=1 << 30)
     assert loss.passes[rows] == 2
     assert found.batch_size == 16
-    assert found.saved_bytes(16) == gf.profile(model, square_loss, torch.randn(16, 64)).saved_bytes(16)
+    assert found.saved_bytes(16) == gf.profile(model, square_loss, torch.randn(16, 64)).saved_bytes(
+        16
+    )
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,4 +1,6 @@
-"""What an optimizer takes is seen whatever kind it is: all at once, with state of its own, with attributes."""
+"""What an optimizer takes is seen whatever kind it is: all at once, with state of its own, with
+attributes.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,11 @@ def test_kinds_that_torch_does_not_have(kind: Any) -> None:
 
 
 def test_large_values_of_one_size_in_the_smallest_budget() -> None:
-    layers = [m for _ in range(3) for m in (nn.Conv2d(3, 3, 3, padding=1), nn.SELU(), nn.AlphaDropout(0.3))]
+    layers = [
+        m
+        for _ in range(3)
+        for m in (nn.Conv2d(3, 3, 3, padding=1), nn.SELU(), nn.AlphaDropout(0.3))
+    ]
     model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(243, 2))
     optimizer, x = torch.optim.AdamW(model.parameters()), torch.randn(13, 3, 9, 9)
 
@@ -89,14 +95,18 @@ def test_large_values_of_one_size_in_the_smallest_budget() -> None:
 
 
 class Timed(AllFirst):
-    """Takes one second for a call and a tenth for a parameter, and a hundred more where something listens."""
+    """Takes one second for a call and a tenth for a parameter, and a hundred more where something
+    listens.
+    """
 
     now = 0.0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         listening = torch.utils._python_dispatch._get_current_dispatch_mode() is not None
-        Timed.now += 100.0 * listening + sum(1.0 + 0.1 * len(group["params"]) for group in self.param_groups)
+        Timed.now += 100.0 * listening + sum(
+            1.0 + 0.1 * len(group["params"]) for group in self.param_groups
+        )
 
 
 @pytest.mark.parametrize("count", [1, 4, 25])

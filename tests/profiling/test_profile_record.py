@@ -18,24 +18,47 @@ def small_profile() -> Profile:
         Value(Linear(4, 0), 2, 2, 3),
     )
     operations = (
-        Operation("aten.linear", (0,), (1,), seconds=Linear(1e-6, 1e-6), module="net.fc", source="net.py:7"),
-        Operation("aten.relu_", (1,), (2,), overwrites=(1,), seconds=Linear(0, 1e-7), module="net", source="net.py:8"),
+        Operation(
+            "aten.linear",
+            (0,),
+            (1,),
+            seconds=Linear(1e-6, 1e-6),
+            module="net.fc",
+            source="net.py:7",
+        ),
+        Operation(
+            "aten.relu_",
+            (1,),
+            (2,),
+            overwrites=(1,),
+            seconds=Linear(0, 1e-7),
+            module="net",
+            source="net.py:8",
+        ),
         Operation("aten.sum", (2,), (3,), replayable=False, module="net", source="net.py:9"),
     )
     nodes = (
         BackwardNode("SumBackward", (), peak_bytes=Linear(0, 100), after_bytes=Linear(0, 100)),
         BackwardNode(
-            "ReluBackward", (2,), Linear(0, 1e-6), Linear(0, 100), Linear(0, 200), Linear(0, 100), gradient_bytes=64
+            "ReluBackward",
+            (2,),
+            Linear(0, 1e-6),
+            Linear(0, 100),
+            Linear(0, 200),
+            Linear(0, 100),
+            gradient_bytes=64,
         ),
     )
     return Profile(
-        values, operations, nodes, parameter_bytes=64, gradient_bytes=64, batch_bytes=Linear(0, 8), batch_size=4,
-        optimizer_burst_bytes=7, versions={"torch": "2.13"},
+        values, operations, nodes, parameter_bytes=64, gradient_bytes=64, batch_bytes=Linear(0, 8),
+        batch_size=4, optimizer_burst_bytes=7, versions={"torch": "2.13"},
     )  # fmt: skip
 
 
 @given(st.floats(-1e9, 1e9), st.floats(-1e6, 1e6), st.integers(1, 100), st.integers(101, 200))
-def test_the_line_through_two_points_meets_both(fixed: float, per_item: float, low: int, high: int) -> None:
+def test_the_line_through_two_points_meets_both(
+    fixed: float, per_item: float, low: int, high: int
+) -> None:
     line = Linear.through((low, fixed + per_item * low), (high, fixed + per_item * high))
     assert line.at(low) == pytest.approx(max(0.0, fixed + per_item * low), abs=1e-2, rel=1e-6)
     assert line.at(high) == pytest.approx(max(0.0, fixed + per_item * high), abs=1e-2, rel=1e-6)
@@ -78,7 +101,9 @@ def test_it_prints_totals_modules_and_source_lines() -> None:
     assert "net.fc" in text
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"gradfit": "Plan", "version": 1}', '{"gradfit": "Profile"}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"gradfit": "Plan", "version": 1}', '{"gradfit": "Profile"}']
+)
 def test_other_json_is_a_state_error(text: str) -> None:
     with pytest.raises(StateError):
         Profile.from_json(text)

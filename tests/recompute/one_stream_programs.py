@@ -1,6 +1,7 @@
 """Random programs as models: profiled, then run along plans made from their own profile.
 
-`python one_stream_programs.py FIRST COUNT` runs the programs with these seeds and prints one line of JSON.
+`python one_stream_programs.py FIRST COUNT` runs the programs with these seeds and prints one line
+of JSON.
 """
 
 from __future__ import annotations
@@ -29,10 +30,18 @@ UNSTEADY = {"branch_on_value", "loop_on_value", "masked_select", "nonzero"}
 EXTRA: dict[str, Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
     # torch takes another operator for it where a dispatch mode looks.
     "max_pool_without_gradient": lambda a, b, c: F.max_pool1d(a.detach()[None], 3, 1, 1)[0] * b,
-    "add_sparse": lambda a, b, c: (a * 1).add_(torch.eye(ROWS, COLUMNS, dtype=a.dtype).to_sparse()) * b,
-    "sparse_result": lambda a, b, c: a * torch.eye(ROWS, COLUMNS, dtype=a.dtype).to_sparse().to_dense(),
-    "sparse_product": lambda a, b, c: torch.sparse.mm(torch.eye(ROWS, dtype=a.dtype).to_sparse(), a),
-    "chunks": lambda a, b, c: torch.cat([part.sigmoid_() for part in (a * 1).unsafe_chunk(2, 1)], 1),
+    "add_sparse": lambda a, b, c: (
+        (a * 1).add_(torch.eye(ROWS, COLUMNS, dtype=a.dtype).to_sparse()) * b
+    ),
+    "sparse_result": lambda a, b, c: (
+        a * torch.eye(ROWS, COLUMNS, dtype=a.dtype).to_sparse().to_dense()
+    ),
+    "sparse_product": lambda a, b, c: torch.sparse.mm(
+        torch.eye(ROWS, dtype=a.dtype).to_sparse(), a
+    ),
+    "chunks": lambda a, b, c: torch.cat(
+        [part.sigmoid_() for part in (a * 1).unsafe_chunk(2, 1)], 1
+    ),
     "same_again": lambda a, b, c: a.contiguous().to(a.dtype) * 1,
     "metered": lambda a, b, c: _metered(a, b),
 }
@@ -51,7 +60,9 @@ class Program(nn.Module):
         super().__init__()
         dice = random.Random(seed)
         numbers = torch.Generator().manual_seed(seed)
-        self.weights = nn.ParameterList([torch.randn(ROWS, COLUMNS, generator=numbers) for _ in range(2)])
+        self.weights = nn.ParameterList(
+            [torch.randn(ROWS, COLUMNS, generator=numbers) for _ in range(2)]
+        )
         self.batch = torch.randn(1, ROWS, COLUMNS, generator=numbers)
         self.program = [
             (dice.choice(names), dice.randrange(30), dice.randrange(30), dice.randrange(30))
@@ -76,7 +87,9 @@ def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def gradients(model: nn.Module, batch: torch.Tensor, plan: gf.Plan | None) -> list[torch.Tensor] | str:
+def gradients(
+    model: nn.Module, batch: torch.Tensor, plan: gf.Plan | None
+) -> list[torch.Tensor] | str:
     """What a step gives, or the name of what refused it."""
     model.zero_grad()
     torch.manual_seed(3)
@@ -101,9 +114,14 @@ def random_plan(profile: gf.Profile, dice: random.Random) -> gf.Plan:
     plan = gf.plan(profile, memory="1 GiB")
     makers = [value.operation for value in profile.values]
     actions = tuple(
-        "rebuild"
-        if action == "keep" and maker is not None and profile.operations[maker].replayable and dice.random() < 0.5
-        else action
+        (
+            "rebuild"
+            if action == "keep"
+            and maker is not None
+            and profile.operations[maker].replayable
+            and dice.random() < 0.5
+            else action
+        )
         for action, maker in zip(plan.actions, makers, strict=True)
     )
     return dataclasses.replace(plan, actions=actions, heard=len(plan.operations))
@@ -130,7 +148,8 @@ def judge(seed: int, names: list[str] = NAMES) -> str:
                 if isinstance(ours, str):
                     return "refused"
                 if len(ours) != len(plain) or not all(
-                    bool(((a == b) | ((a != a) & (b != b))).all()) for a, b in zip(ours, plain, strict=True)
+                    bool(((a == b) | ((a != a) & (b != b))).all())
+                    for a, b in zip(ours, plain, strict=True)
                 ):
                     return "gradients differ"
     left = [str(one.message) for one in said if "plan" in str(one.message)]
@@ -146,7 +165,9 @@ def main(first: int, count: int) -> None:
             verdicts[seed] = judge(seed)
         except Exception as error:
             verdicts[seed] = f"{type(error).__name__}: {error}"
-    wrong = {seed: verdict for seed, verdict in verdicts.items() if verdict not in ("equal", "refused")}
+    wrong = {
+        seed: verdict for seed, verdict in verdicts.items() if verdict not in ("equal", "refused")
+    }
     counts = {verdict: list(verdicts.values()).count(verdict) for verdict in ("equal", "refused")}
     print(json.dumps({**counts, "wrong": dict(list(wrong.items())[:8]), "wrong_count": len(wrong)}))
 

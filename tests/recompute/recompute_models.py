@@ -1,4 +1,6 @@
-"""Small models with random weights, each with a batch, and the blocks that a scope can be put around."""
+"""Small models with random weights, each with a batch, and the blocks that a scope can be put
+around.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ Loss = Callable[[nn.Module], torch.Tensor]
 Case = tuple[nn.Module, Loss, list[nn.Module]]
 
 IDS = torch.arange(24).reshape(2, 12) % 50
-_VOCABULARY: dict[str, Any] = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_VOCABULARY: dict[str, Any] = {
+    "vocab_size": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 
 
 def floats(*shape: int) -> torch.Tensor:
@@ -37,26 +44,45 @@ def gpt2() -> Case:
 
 def bert() -> Case:
     config = hf.BertConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=64, **_VOCABULARY
+        num_hidden_layers=2,
+        hidden_size=32,
+        num_attention_heads=2,
+        intermediate_size=64,
+        **_VOCABULARY,
     )
     model = hf.BertForMaskedLM(config)
     mask = torch.ones_like(IDS)
     mask[0, 8:] = 0
-    return model, lambda m: m(input_ids=IDS, attention_mask=mask, labels=IDS).loss, list(model.bert.encoder.layer)
+    return (
+        model,
+        lambda m: m(input_ids=IDS, attention_mask=mask, labels=IDS).loss,
+        list(model.bert.encoder.layer),
+    )
 
 
 def t5() -> Case:
     config = hf.T5Config(
-        num_layers=2, d_model=32, d_kv=16, d_ff=64, num_heads=2, decoder_start_token_id=0, vocab_size=64
+        num_layers=2,
+        d_model=32,
+        d_kv=16,
+        d_ff=64,
+        num_heads=2,
+        decoder_start_token_id=0,
+        vocab_size=64,
     )
     model = hf.T5ForConditionalGeneration(config)
-    return model, lambda m: m(input_ids=IDS, labels=IDS).loss, [*model.encoder.block, *model.decoder.block]
+    return (
+        model,
+        lambda m: m(input_ids=IDS, labels=IDS).loss,
+        [*model.encoder.block, *model.decoder.block],
+    )
 
 
 def _llama_sizes() -> dict[str, Any]:
     return {
-        "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "intermediate_size": 64, "max_position_embeddings": 32, "attention_dropout": 0.1, **_VOCABULARY,
+        "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads":
+        2, "intermediate_size": 64, "max_position_embeddings": 32, "attention_dropout": 0.1,
+        **_VOCABULARY,
     }  # fmt: skip
 
 
@@ -66,15 +92,18 @@ def llama() -> Case:
 
 
 def mixtral() -> Case:
-    config = hf.MixtralConfig(num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, **_llama_sizes())
+    config = hf.MixtralConfig(
+        num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, **_llama_sizes()
+    )
     model = hf.MixtralForCausalLM(config)
     return model, lambda m: m(input_ids=IDS, labels=IDS).loss, list(model.model.layers)
 
 
 def vit() -> Case:
     config = hf.ViTConfig(
-        num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=64, image_size=16, patch_size=8,
-        hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1, num_labels=4,
+        num_hidden_layers=2, hidden_size=32, num_attention_heads=2, intermediate_size=64,
+        image_size=16, patch_size=8, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
+        num_labels=4,
     )  # fmt: skip
     model = hf.ViTForImageClassification(config)
     images = floats(2, 3, 16, 16)
@@ -87,8 +116,8 @@ def vit() -> Case:
 
 def swin() -> Case:
     config = hf.SwinConfig(
-        image_size=16, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[1, 2], window_size=2, drop_path_rate=0.3,
-        hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1, num_labels=4,
+        image_size=16, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[1, 2], window_size=2,
+        drop_path_rate=0.3, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1, num_labels=4,
     )  # fmt: skip
     model = hf.SwinForImageClassification(config)
     images = floats(2, 3, 16, 16)
@@ -98,7 +127,11 @@ def swin() -> Case:
 
 def convnext() -> Case:
     config = hf.ConvNextConfig(
-        depths=[1, 1, 1, 1], hidden_sizes=[8, 8, 16, 16], drop_path_rate=0.3, image_size=32, num_labels=4
+        depths=[1, 1, 1, 1],
+        hidden_sizes=[8, 8, 16, 16],
+        drop_path_rate=0.3,
+        image_size=32,
+        num_labels=4,
     )
     model = hf.ConvNextForImageClassification(config)
     images = floats(2, 3, 32, 32)
@@ -106,7 +139,9 @@ def convnext() -> Case:
 
 
 def resnet() -> Case:
-    config = hf.ResNetConfig(depths=[1, 1], hidden_sizes=[8, 16], embedding_size=8, layer_type="basic", num_labels=4)
+    config = hf.ResNetConfig(
+        depths=[1, 1], hidden_sizes=[8, 16], embedding_size=8, layer_type="basic", num_labels=4
+    )
     model = hf.ResNetForImageClassification(config)
     images = floats(4, 3, 32, 32)
     return model, lambda m: _head(m(_cast(m, images)).logits), list(model.resnet.encoder.stages)
@@ -114,9 +149,10 @@ def resnet() -> Case:
 
 def whisper() -> Case:
     config = hf.WhisperConfig(
-        encoder_layers=1, decoder_layers=1, d_model=16, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=8, max_source_positions=16, max_target_positions=16,
-        dropout=0.1, decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None, **_VOCABULARY,
+        encoder_layers=1, decoder_layers=1, d_model=16, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, num_mel_bins=8,
+        max_source_positions=16, max_target_positions=16, dropout=0.1, decoder_start_token_id=1,
+        suppress_tokens=None, begin_suppress_tokens=None, **_VOCABULARY,
     )  # fmt: skip
     model = hf.WhisperForConditionalGeneration(config)
     sound = floats(2, 8, 32)
@@ -128,7 +164,9 @@ def whisper() -> Case:
 
 
 def mamba() -> Case:
-    config = hf.MambaConfig(num_hidden_layers=2, hidden_size=16, state_size=4, time_step_rank=4, **_VOCABULARY)
+    config = hf.MambaConfig(
+        num_hidden_layers=2, hidden_size=16, state_size=4, time_step_rank=4, **_VOCABULARY
+    )
     model = hf.MambaForCausalLM(config)
     return model, lambda m: m(input_ids=IDS, labels=IDS).loss, list(model.backbone.layers)
 
@@ -162,11 +200,15 @@ def transformer() -> Case:
 
 
 def attention() -> Case:
-    model = nn.ModuleList([nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True) for _ in range(2)])
+    model = nn.ModuleList(
+        [nn.MultiheadAttention(16, 2, dropout=0.1, batch_first=True) for _ in range(2)]
+    )
     x = floats(2, 6, 16)
 
     def loss(m: Any) -> torch.Tensor:
-        h, weights = m[0](_cast(m, x), _cast(m, x), _cast(m, x), need_weights=True, average_attn_weights=False)
+        h, weights = m[0](
+            _cast(m, x), _cast(m, x), _cast(m, x), need_weights=True, average_attn_weights=False
+        )
         h, more = m[1](h, h, h, need_weights=True)
         return _head(h) + _head(weights) + _head(more)
 
@@ -178,9 +220,8 @@ def inplace() -> Case:
         return nn.Sequential(
             nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True),
             nn.Conv2d(8, 8, 3, padding=1), nn.Dropout2d(0.2, inplace=True), nn.GroupNorm(2, 8),
-            nn.LeakyReLU(0.1, inplace=True),
-            nn.Conv2d(8, 8, 1), nn.SiLU(inplace=True), nn.InstanceNorm2d(8, affine=True, track_running_stats=True),
-            nn.ELU(inplace=True),
+            nn.LeakyReLU(0.1, inplace=True), nn.Conv2d(8, 8, 1), nn.SiLU(inplace=True),
+            nn.InstanceNorm2d(8, affine=True, track_running_stats=True), nn.ELU(inplace=True),
         )  # fmt: skip
 
     model = nn.Sequential(stage(3), stage(8), nn.Flatten(), nn.Linear(8 * 64, 3))
@@ -189,11 +230,8 @@ def inplace() -> Case:
 
 
 MODELS: dict[str, Callable[[], Case]] = {
-    make.__name__: make
-    for make in (
-        gpt2, bert, t5, llama, mixtral, vit, swin, convnext, resnet, whisper, mamba, lstm, transformer, attention,
-        inplace,
-    )
+    make.__name__: make for make in ( gpt2, bert, t5, llama, mixtral, vit, swin, convnext, resnet,
+    whisper, mamba, lstm, transformer, attention, inplace, )
 }  # fmt: skip
 
 

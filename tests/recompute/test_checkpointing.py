@@ -1,4 +1,6 @@
-"""The tests that the third document lists, by name (docs/seeds.md); and nodes and managers beyond them."""
+"""The tests that the third document lists, by name (docs/seeds.md); and nodes and managers beyond
+them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def mlp(width: int = 64, depth: int = 8) -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def train(model: nn.Module, blocks: list[nn.Module], x: torch.Tensor, scoped: bool, steps: int = 5) -> Any:
+def train(
+    model: nn.Module, blocks: list[nn.Module], x: torch.Tensor, scoped: bool, steps: int = 5
+) -> Any:
     """Losses, parameters and peak bytes of a few steps of training."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     losses = []
@@ -44,13 +48,15 @@ def train(model: nn.Module, blocks: list[nn.Module], x: torch.Tensor, scoped: bo
 class Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width), nn.Dropout(0.1))
+        self.body = nn.Sequential(
+            nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width), nn.Dropout(0.1)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.body(x)
 
 
-# ------------------------------------------------------------------------------------------------ unit tests
+# --------------------------------------------------------------------------------------- unit tests
 def test_checkpoint_scope_creation_and_disposal() -> None:
     scope = gf.CheckpointScope("layer")
     assert (scope.name, scope.is_enabled, scope.use_recomputation) == ("layer", True, True)
@@ -160,7 +166,7 @@ def test_nested_checkpoints() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-# ------------------------------------------------------------------------------------------------ integration tests
+# -------------------------------------------------------------------------------- integration tests
 def test_train_model_with_checkpointing_reduces_memory() -> None:
     x = torch.randn(256, 64)
     peaks = []
@@ -175,7 +181,14 @@ def test_accuracy_with_and_without_checkpointing_matches() -> None:
     results = []
     for scoped in (False, True):
         model = mlp()
-        results.append(train(model, [model[:8], model[8:]], torch.randn(4, 64, generator=torch.Generator()), scoped))
+        results.append(
+            train(
+                model,
+                [model[:8], model[8:]],
+                torch.randn(4, 64, generator=torch.Generator()),
+                scoped,
+            )
+        )
     assert results[0][0] == results[1][0]
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
 
@@ -197,7 +210,9 @@ def test_checkpointing_with_attention_layers() -> None:
     results = []
     for scoped in (False, True):
         torch.manual_seed(0)
-        model = nn.ModuleList([nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)])
+        model = nn.ModuleList(
+            [nn.TransformerEncoderLayer(16, 2, 32, batch_first=True) for _ in range(3)]
+        )
         results.append(train(model, list(model), torch.randn(4, 6, 16), scoped))
     assert results[0][0] == results[1][0]
     assert all(torch.equal(a, b) for a, b in zip(results[0][1], results[1][1], strict=True))
@@ -209,7 +224,9 @@ def test_memory_savings_on_a_large_model() -> None:
     live = []
     for scoped in (False, True):
         torch.manual_seed(0)
-        model = nn.ModuleList([nn.TransformerEncoderLayer(32, 2, 128, batch_first=True) for _ in range(24)])
+        model = nn.ModuleList(
+            [nn.TransformerEncoderLayer(32, 2, 128, batch_first=True) for _ in range(24)]
+        )
         with gf.meter() as meter:
             h = x
             for block in model:
@@ -233,7 +250,9 @@ class Counting(TorchDispatchMode):
 
 
 def test_recompute_overhead() -> None:
-    """Every operator is replayed once at most, and a scope's last not at all; benchmarks/tape.py has the seconds."""
+    """Every operator is replayed once at most, and a scope's last not at all; benchmarks/tape.py
+    has the seconds.
+    """
     model, h = mlp(depth=16), torch.randn(8, 64)
     for start in range(0, 32, 8):
         with gf.CheckpointScope("block"):
@@ -263,7 +282,7 @@ def test_the_three_usage_examples() -> None:
     CheckpointedLayer().forward(x).sum().backward()
 
 
-# ------------------------------------------------------------------------------------------------ nodes
+# -------------------------------------------------------------------------------------------- nodes
 def test_nodes_of_a_scope() -> None:
     x = torch.randn(3, requires_grad=True)
     with gf.CheckpointScope("a") as scope:
@@ -275,7 +294,10 @@ def test_nodes_of_a_scope() -> None:
     assert names == ["aten.exp.default", "aten.sin.default", "aten.mul.Tensor", "aten.tanh.default"]
     assert [str(node.operation) for node in inner.nodes()] == names
     exp, sin, mul, tanh = scope.nodes()
-    assert [str(child.operation) for child in mul.children] == ["aten.sin.default", "aten.exp.default"]
+    assert [str(child.operation) for child in mul.children] == [
+        "aten.sin.default",
+        "aten.exp.default",
+    ]
     assert exp.children == ()
     assert exp.output is h
     assert sin.output is None
@@ -330,10 +352,14 @@ def test_children_must_be_nodes() -> None:
         gf.CheckpointNode(torch.ones(1), "b", "a")  # type: ignore[arg-type]
 
 
-# ------------------------------------------------------------------------------------------------ manager
+# ------------------------------------------------------------------------------------------ manager
 def test_manager_properties() -> None:
     manager = gf.CheckpointManager()
-    assert (manager.max_memory_mb, manager.auto_checkpoint, manager.memory_threshold) == (None, False, 0.8)
+    assert (manager.max_memory_mb, manager.auto_checkpoint, manager.memory_threshold) == (
+        None,
+        False,
+        0.8,
+    )
     manager = gf.CheckpointManager(max_memory_mb=1024, auto_checkpoint=True, memory_threshold=0.5)
     assert manager.limit_bytes == 512 << 20
     manager.max_memory_mb = 2
@@ -342,7 +368,10 @@ def test_manager_properties() -> None:
         gf.CheckpointManager(max_memory_mb=0)
     with pytest.raises(gf.MisuseError, match="memory_threshold"):
         manager.memory_threshold = 1.5
-    with pytest.raises(gf.MisuseError, match="max_memory_mb"), gf.CheckpointManager(auto_checkpoint=True):
+    with (
+        pytest.raises(gf.MisuseError, match="max_memory_mb"),
+        gf.CheckpointManager(auto_checkpoint=True),
+    ):
         pass
 
 
@@ -401,7 +430,7 @@ def test_clearing_checkpoints_of_a_graph_keeps_gradients_right() -> None:
     assert torch.equal(x.grad, torch.autograd.grad(x.exp().sin().tanh().exp().sum(), x)[0])
 
 
-# ------------------------------------------------------------------------------------------------ disposal, start, stop
+# ---------------------------------------------------------------------------- disposal, start, stop
 def freed_by(scope: gf.CheckpointScope, x: torch.Tensor, *, close: bool) -> int:
     with scope:
         h = x.exp().sin()

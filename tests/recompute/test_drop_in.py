@@ -1,4 +1,6 @@
-"""`gf.checkpoint` in the place of `torch.utils.checkpoint.checkpoint`: same arguments, same results."""
+"""`gf.checkpoint` in the place of `torch.utils.checkpoint.checkpoint`: same arguments, same
+results.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +39,22 @@ def same(program: Callable[[Checkpoint], list[torch.Tensor]]) -> None:
 
 
 def _functions_own(kwargs: dict[str, Any]) -> dict[str, Any]:
-    torchs_own = {"use_reentrant", "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"}
+    torchs_own = {
+        "use_reentrant",
+        "preserve_rng_state",
+        "context_fn",
+        "determinism_check",
+        "debug",
+        "early_stop",
+    }
     return {name: value for name, value in kwargs.items() if name not in torchs_own}
 
 
 def test_a_chain_of_modules() -> None:
     def program(checkpoint: Checkpoint) -> list[torch.Tensor]:
-        layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.GELU()) for _ in range(3)])
+        layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.GELU()) for _ in range(3)]
+        )
         h = torch.randn(4, 8)
         for layer in layers:
             h = checkpoint(layer, h, use_reentrant=False)
@@ -54,7 +65,9 @@ def test_a_chain_of_modules() -> None:
 
 
 def test_keyword_arguments_and_things_that_are_no_tensors() -> None:
-    def function(x: torch.Tensor, scale: float, *, mask: Any = None, names: tuple[str, ...] = ()) -> Any:
+    def function(
+        x: torch.Tensor, scale: float, *, mask: Any = None, names: tuple[str, ...] = ()
+    ) -> Any:
         y = (x * scale).exp()
         if mask is not None:
             y = y.masked_fill(mask["where"], 0.0)
@@ -127,7 +140,9 @@ def test_selective_contexts(kind: str) -> None:
     names = []
 
     class Seen(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             names.append(func)
             return func(*args, **(kwargs or {}))
 
@@ -148,7 +163,11 @@ def test_other_contexts_are_entered_around_the_forward_and_each_replay() -> None
         yield
 
     x = torch.randn(4, requires_grad=True)
-    y = gf.checkpoint(lambda t: t.exp().sin(), x, context_fn=lambda: (noting("forward"), _Again("replay", entered)))
+    y = gf.checkpoint(
+        lambda t: t.exp().sin(),
+        x,
+        context_fn=lambda: (noting("forward"), _Again("replay", entered)),
+    )
     assert entered == ["forward"]
     y.sum().backward()
     assert set(entered[1:]) == {"replay"}
@@ -171,7 +190,9 @@ def test_a_context_of_a_checkpoint_inside_a_scope_is_entered_too() -> None:
     with gf.CheckpointScope("around"):
         h = x.tanh()
         y = gf.checkpoint(
-            lambda t: t.exp().sin().exp(), h, context_fn=lambda: (contextlib.nullcontext(), _Again("replay", entered))
+            lambda t: t.exp().sin().exp(),
+            h,
+            context_fn=lambda: (contextlib.nullcontext(), _Again("replay", entered)),
         )
     y.sum().backward()
     assert "replay" in entered
@@ -210,7 +231,9 @@ def test_checkpoint_sequential() -> None:
     x = torch.randn(3, 6)
     expected = torch.autograd.grad(chain(x).sum(), list(chain.parameters()))
     for segments in (1, 2, 3, 7):
-        found = torch.autograd.grad(gf.checkpoint_sequential(chain, segments, x).sum(), list(chain.parameters()))
+        found = torch.autograd.grad(
+            gf.checkpoint_sequential(chain, segments, x).sum(), list(chain.parameters())
+        )
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     with pytest.raises(gf.MisuseError, match="segments"):
         gf.checkpoint_sequential(chain, 8, x)
@@ -246,7 +269,7 @@ def test_gradient_checkpointing_enable_of_transformers(name: str) -> None:
     assert_same_bits(lambda: run(False), lambda: run(True))
 
 
-# ------------------------------------------------------------------------------------------------ chunked
+# ------------------------------------------------------------------------------------------ chunked
 def info_nce(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     a, b = nn.functional.normalize(a, dim=1), nn.functional.normalize(b, dim=1)
     return nn.functional.cross_entropy(a @ b.t() / 0.1, torch.arange(len(a)))
@@ -261,12 +284,16 @@ def test_chunked_gives_the_full_batchs_gradient() -> None:
     for size in (1, 5, 24, 100):
         ours = info_nce(gf.chunked(encoder, left, size), gf.chunked(encoder, right, size))
         torch.testing.assert_close(ours, loss, rtol=1e-12, atol=1e-14)
-        for a, b in zip(torch.autograd.grad(ours, list(encoder.parameters())), expected, strict=True):
+        for a, b in zip(
+            torch.autograd.grad(ours, list(encoder.parameters())), expected, strict=True
+        ):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
 
 
 def test_chunked_holds_one_chunks_activations() -> None:
-    encoder = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32)) for _ in range(8)])
+    encoder = nn.Sequential(
+        *[nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.LayerNorm(32)) for _ in range(8)]
+    )
     x = torch.randn(1024, 32)
     peaks = []
     for encode in (encoder, lambda batch: gf.chunked(encoder, batch, 32)):
@@ -279,7 +306,9 @@ def test_chunked_holds_one_chunks_activations() -> None:
 
 def test_chunked_takes_nests() -> None:
     batch = {"x": torch.randn(5, 3), "y": torch.randn(5, 3), "note": "same in every chunk"}
-    out = gf.chunked(lambda part: {"sum": part["x"] + part["y"], "parts": (part["x"],)}, batch, size=2)
+    out = gf.chunked(
+        lambda part: {"sum": part["x"] + part["y"], "parts": (part["x"],)}, batch, size=2
+    )
     assert torch.equal(out["sum"], batch["x"] + batch["y"])
     assert torch.equal(out["parts"][0], batch["x"])
 
@@ -299,10 +328,19 @@ def test_chunks_along_tokens_are_the_whole() -> None:
     whole, found = [], []
     for out, gradients in ((mlp(x), whole), (gf.chunked(mlp, x, 3, dim=1), found)):
         assert out.is_contiguous()
-        gradients += [out, *torch.autograd.grad((out * out.detach().roll(1, 1)).sum(), [x, *mlp.parameters()])]
+        gradients += [
+            out,
+            *torch.autograd.grad((out * out.detach().roll(1, 1)).sum(), [x, *mlp.parameters()]),
+        ]
     for one, other in zip(whole, found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     nest = {"x": torch.ones(2, 5), "y": torch.zeros(2, 5, 3)}
-    assert gf.chunked(lambda part: part["y"] + part["x"][..., None], nest, 2, dim=1).shape == (2, 5, 3)
-    with pytest.raises(gf.InvalidParameter, match=r"dim=2 is no dimension of a tensor of shape \(2, 5\)"):
+    assert gf.chunked(lambda part: part["y"] + part["x"][..., None], nest, 2, dim=1).shape == (
+        2,
+        5,
+        3,
+    )
+    with pytest.raises(
+        gf.InvalidParameter, match=r"dim=2 is no dimension of a tensor of shape \(2, 5\)"
+    ):
         gf.chunked(torch.exp, torch.ones(2, 5), 2, dim=2)

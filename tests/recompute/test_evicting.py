@@ -1,4 +1,6 @@
-"""How the evictor chooses: with little work for each choice, and never under the hands of a replay."""
+"""How the evictor chooses: with little work for each choice, and never under the hands of a
+replay.
+"""
 
 from __future__ import annotations
 

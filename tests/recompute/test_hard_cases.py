@@ -1,4 +1,6 @@
-"""What users do inside and around scopes: several passes, escapes, modes, subclasses, threads, and misuse."""
+"""What users do inside and around scopes: several passes, escapes, modes, subclasses, threads, and
+misuse.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ import gradfit as gf
 def both(program: Callable[[Any], list[torch.Tensor]]) -> None:
     """Run a program with a scope and without: same bits, same RNG state afterwards."""
     results = []
-    for scope in (lambda name="s", **k: gf.CheckpointScope(name, enabled=False), gf.CheckpointScope):
+    for scope in (
+        lambda name="s", **k: gf.CheckpointScope(name, enabled=False),
+        gf.CheckpointScope,
+    ):
         torch.manual_seed(0)
         found = program(scope)
         results.append([*found, torch.get_rng_state()])
@@ -37,7 +42,7 @@ def gradients(loss: torch.Tensor, *inputs: torch.Tensor, **options: Any) -> list
     return list(torch.autograd.grad(loss, inputs, **options))
 
 
-# ------------------------------------------------------------------------------------------------ several passes
+# ----------------------------------------------------------------------------------- several passes
 def test_retain_graph() -> None:
     def program(scope: Any) -> list[torch.Tensor]:
         x = leaf(5, 5)
@@ -133,7 +138,7 @@ def test_part_of_the_graph() -> None:
     both(program)
 
 
-# ------------------------------------------------------------------------------------------------ escaping, overwriting
+# ---------------------------------------------------------------------------- escaping, overwriting
 def test_tensors_that_escape() -> None:
     def program(scope: Any) -> list[torch.Tensor]:
         x = leaf(4, 4)
@@ -218,7 +223,9 @@ def test_a_saved_tensor_modified_by_a_backward_is_refused() -> None:
 
 
 def test_running_statistics_read_before_they_are_updated() -> None:
-    """native_batch_norm changes them without saying so; who read them before must get them as they were."""
+    """native_batch_norm changes them without saying so; who read them before must get them as they
+    were.
+    """
 
     def program(scope: Any) -> list[torch.Tensor]:
         norm = nn.BatchNorm1d(4)
@@ -227,7 +234,12 @@ def test_running_statistics_read_before_they_are_updated() -> None:
             y = (x + norm.running_mean).exp().sin()
             y = norm(y).tanh() + norm.running_var
             y = norm(y).exp()
-        return [*gradients(y.square().sum(), x), norm.running_mean, norm.running_var, norm.num_batches_tracked]
+        return [
+            *gradients(y.square().sum(), x),
+            norm.running_mean,
+            norm.running_var,
+            norm.num_batches_tracked,
+        ]
 
     both(program)
 
@@ -261,9 +273,11 @@ def test_a_foreach_operation_on_views_is_refused() -> None:
     assert torch.equal(x.grad, torch.autograd.grad((x * 1).mul(0.5).exp().sum(), x)[0])
 
 
-# ------------------------------------------------------------------------------------------------ custom functions
+# --------------------------------------------------------------------------------- custom functions
 class KeepsEverything(torch.autograd.Function):
-    """Saves an input, an output, something in between; keeps a tensor and a number on its context."""
+    """Saves an input, an output, something in between; keeps a tensor and a number on its
+    context.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, power: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -354,7 +368,7 @@ def test_python_runs_once() -> None:
     assert calls == ["forward"]
 
 
-# ------------------------------------------------------------------------------------------------ modes around
+# ------------------------------------------------------------------------------------- modes around
 def test_autocast_and_its_cache() -> None:
     def program(scope: Any) -> list[torch.Tensor]:
         layer = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
@@ -461,7 +475,7 @@ def test_a_compiled_function_inside() -> None:
     both(program)
 
 
-# ------------------------------------------------------------------------------------------------ layouts, subclasses
+# ------------------------------------------------------------------------------ layouts, subclasses
 @pytest.mark.filterwarnings("ignore")
 def test_sparse_gradients_and_tensors() -> None:
     def program(scope: Any) -> list[torch.Tensor]:
@@ -483,7 +497,9 @@ def test_a_learned_sparse_tensor() -> None:
     def program(scope: Any) -> list[torch.Tensor]:
         values, w = leaf(3), leaf(3, 4)
         with scope("a"):
-            matrix = torch.sparse_coo_tensor(torch.tensor([[0, 1, 2], [1, 2, 0]]), values.exp(), (3, 3))
+            matrix = torch.sparse_coo_tensor(
+                torch.tensor([[0, 1, 2], [1, 2, 0]]), values.exp(), (3, 3)
+            )
             h = torch.sparse.mm(matrix, w.tanh()).exp()
         return gradients(h.sum(), values, w)
 
@@ -563,12 +579,14 @@ def test_nested_tensors() -> None:
     both(program)
 
 
-# ------------------------------------------------------------------------------------------------ threads
+# ------------------------------------------------------------------------------------------ threads
 def test_scopes_in_several_threads() -> None:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)]
     x = torch.randn(16, 8)
-    expected = [torch.autograd.grad(layer(x).exp().sum(), list(layer.parameters())) for layer in layers]
+    expected = [
+        torch.autograd.grad(layer(x).exp().sum(), list(layer.parameters())) for layer in layers
+    ]
     found: dict[int, Any] = {}
     barrier = threading.Barrier(4)
 
@@ -599,7 +617,9 @@ def test_backward_in_another_thread() -> None:
     thread.join()
     assert torch.equal(state, torch.get_rng_state())
     torch.manual_seed(0)
-    assert torch.equal(x.grad, torch.autograd.grad(F.dropout(x.sin().exp(), 0.5).tanh().sum(), x)[0])
+    assert torch.equal(
+        x.grad, torch.autograd.grad(F.dropout(x.sin().exp(), 0.5).tanh().sum(), x)[0]
+    )
 
 
 def test_a_replay_does_not_disturb_who_draws_at_the_same_time() -> None:
@@ -615,7 +635,7 @@ def test_a_replay_does_not_disturb_who_draws_at_the_same_time() -> None:
     assert torch.equal(states[0], before)
 
 
-# ------------------------------------------------------------------------------------------------ using scopes
+# ------------------------------------------------------------------------------------- using scopes
 def test_decorator_and_reuse() -> None:
     scope = gf.CheckpointScope("layer")
 
@@ -762,7 +782,9 @@ def test_a_mark_is_where_recomputation_starts() -> None:
     names = []
 
     class Seen(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             names.append(str(func))
             return func(*args, **(kwargs or {}))
 

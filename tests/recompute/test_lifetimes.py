@@ -34,7 +34,14 @@ def objects_of_the_tape() -> int:
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 1))
+    return nn.Sequential(
+        nn.Linear(16, 64),
+        nn.GELU(),
+        nn.Dropout(0.1),
+        nn.Linear(64, 16),
+        nn.Tanh(),
+        nn.Linear(16, 1),
+    )
 
 
 def test_backward_frees_the_tape() -> None:
@@ -84,7 +91,9 @@ def test_an_exception_frees_the_tape() -> None:
 
 
 def test_an_input_written_to_later_makes_no_cycle() -> None:
-    """An input without a graph gets one when it is written to, and that graph's tape must not hold it."""
+    """An input without a graph gets one when it is written to, and that graph's tape must not hold
+    it.
+    """
     before = objects_of_the_tape()
     weight = torch.randn(4, requires_grad=True)
 
@@ -135,7 +144,9 @@ def test_activations_die_in_the_forward() -> None:
 
 
 def test_handles_die_node_by_node() -> None:
-    """A value is freed when the last backward node that needs it is done, not at the end of the pass."""
+    """A value is freed when the last backward node that needs it is done, not at the end of the
+    pass.
+    """
     x = torch.randn(1024, requires_grad=True)
     with gf.meter() as meter:
         with gf.CheckpointScope("a"):
@@ -154,7 +165,9 @@ def test_no_leak_over_a_thousand_steps() -> None:
     x = torch.randn(8, 16)
 
     def step(number: int) -> None:
-        with gf.CheckpointScope("net", keep=(lambda op, out: number % 3 == 0) if number % 2 else None):
+        with gf.CheckpointScope(
+            "net", keep=(lambda op, out: number % 3 == 0) if number % 2 else None
+        ):
             loss = model(x).sum()
         if number % 5:
             loss.backward()
@@ -185,7 +198,9 @@ def test_a_long_chain_dies_without_recursion() -> None:
 
 
 def test_addresses_are_used_again() -> None:
-    """A dead storage's address goes to the next tensor at once; the tape must not take one for the other."""
+    """A dead storage's address goes to the next tensor at once; the tape must not take one for the
+    other.
+    """
     x = torch.randn(256, requires_grad=True)
     seen = set()
     with gf.CheckpointScope("a"):

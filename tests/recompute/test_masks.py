@@ -62,14 +62,24 @@ def part_of_a_tensor(x: torch.Tensor) -> torch.Tensor:
     return x * noise[:, : x.size(1)]
 
 
-NOISES = [F.dropout, own_mask, own_mask_read_twice, transposed, with_a_generator, per_element, part_of_a_tensor]
+NOISES = [
+    F.dropout,
+    own_mask,
+    own_mask_read_twice,
+    transposed,
+    with_a_generator,
+    per_element,
+    part_of_a_tensor,
+]
 
 
 def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-def gradients(model: nn.Module, x: torch.Tensor, plan: gf.Plan | None) -> tuple[list[torch.Tensor], torch.Tensor]:
+def gradients(
+    model: nn.Module, x: torch.Tensor, plan: gf.Plan | None
+) -> tuple[list[torch.Tensor], torch.Tensor]:
     torch.manual_seed(9)
     model.zero_grad()
     if plan is None:
@@ -88,7 +98,9 @@ def gradients(model: nn.Module, x: torch.Tensor, plan: gf.Plan | None) -> tuple[
         lambda pair: pair[0] is F.dropout or pair[1] is torch.float32,
     ),
 )
-def test_bit_by_bit_at_every_budget(noise: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
+def test_bit_by_bit_at_every_budget(
+    noise: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype
+) -> None:
     torch.manual_seed(1)
     model = Net(noise).to(dtype)
     x = torch.randn(16, 24).to(dtype)
@@ -118,7 +130,9 @@ def test_bits_that_are_kept_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch)
     found = gf.profile(model, loss_fn, x)
     values = [number for number, value in enumerate(found.values) if _makes(found, value) == MASK]
     assert [round(found.values[number].nbytes.at(16)) for number in values] == [16 * 24 // 8] * 4
-    actions = ["keep" if action == "keep" else "rebuild" for action in _everything_kept(found).actions]
+    actions = [
+        "keep" if action == "keep" else "rebuild" for action in _everything_kept(found).actions
+    ]
     chain = ("aten.empty_like.default", "aten.bernoulli_.float", "aten.div_.Scalar")
     for number, value in enumerate(found.values):
         if _makes(found, value) in chain:
@@ -127,7 +141,10 @@ def test_bits_that_are_kept_are_not_drawn_again(monkeypatch: pytest.MonkeyPatch)
         for number in values:
             actions[number] = "keep" if kept else "rebuild"
         full = _everything_kept(found)
-        given = ["external" if was == "external" else now for was, now in zip(full.actions, actions, strict=True)]
+        given = [
+            "external" if was == "external" else now
+            for was, now in zip(full.actions, actions, strict=True)
+        ]
         plan = gf.Plan.from_json(full.to_json())
         object.__setattr__(plan, "actions", tuple(given))
         draws.clear()
@@ -146,7 +163,9 @@ def _everything_kept(found: Any) -> gf.Plan:
 
 @given(
     shape=st.lists(st.integers(1, 9), min_size=0, max_size=4),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]),
+    dtype=st.sampled_from(
+        [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64]
+    ),
     order=st.randoms(use_true_random=False),
 )
 @settings(max_examples=100)
@@ -164,4 +183,6 @@ def test_bits_are_the_mask(shape: list[int], dtype: torch.dtype, order: Any) -> 
     assert again.stride() == mask.stride()
     assert again.dtype == mask.dtype
     assert again.untyped_storage().nbytes() == mask.untyped_storage().nbytes()
-    assert peak <= max(mask.nbytes, 4 * packed_bytes(mask)) + packed_bytes(mask) + packing_bytes(mask)
+    assert peak <= max(mask.nbytes, 4 * packed_bytes(mask)) + packed_bytes(mask) + packing_bytes(
+        mask
+    )

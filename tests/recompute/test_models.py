@@ -1,4 +1,6 @@
-"""Real models in scopes: loss, gradients, buffers and RNG bit-identical to plain PyTorch, dropout on."""
+"""Real models in scopes: loss, gradients, buffers and RNG bit-identical to plain PyTorch, dropout
+on.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,12 @@ def run(name: str, kind: str, where: str) -> Result:
     model, loss_of, blocks = build(name, dtype)
     if where in ("blocks", "nested"):
         scoped(blocks, parts=where == "nested")
-    whole: Any = gf.CheckpointScope("all") if where in ("whole", "nested") else contextlib.nullcontext()
-    cast: Any = torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else contextlib.nullcontext()
+    whole: Any = (
+        gf.CheckpointScope("all") if where in ("whole", "nested") else contextlib.nullcontext()
+    )
+    cast: Any = (
+        torch.autocast("cpu", torch.bfloat16) if kind == "autocast" else contextlib.nullcontext()
+    )
     torch.manual_seed(1)
     with whole, cast:
         loss = loss_of(model)
@@ -96,7 +102,11 @@ def test_running_statistics_are_updated_once() -> None:
     x = torch.randn(8, 4, requires_grad=True)
     with gf.CheckpointScope("norm"):
         y = layer(x).sin()
-    before = layer.running_mean.clone(), layer.running_var.clone(), layer.num_batches_tracked.clone()
+    before = (
+        layer.running_mean.clone(),
+        layer.running_var.clone(),
+        layer.num_batches_tracked.clone(),
+    )
     y.sum().backward()
     assert torch.equal(before[0], layer.running_mean)
     assert torch.equal(before[1], layer.running_var)

@@ -1,4 +1,5 @@
-"""A profile and a plan number operations alike: a forward never leaves a plan made from its profile.
+"""A profile and a plan number operations alike: a forward never leaves a plan made from its
+profile.
 
 See `one_stream_programs`.
 """
@@ -66,9 +67,13 @@ def test_a_plan_fits_its_own_profile(kind: type[nn.Module]) -> None:
 
 
 def test_profiles_are_not_made_under_a_dispatch_mode() -> None:
-    """There torch pools by an operator that finds indices, which nobody asks for without a gradient."""
+    """There torch pools by an operator that finds indices, which nobody asks for without a
+    gradient.
+    """
     profile = gf.profile(Pooled(), square, torch.randn(16, 8))
-    assert "aten.max_pool2d_with_indices.default" not in [operation.name for operation in profile.operations]
+    assert "aten.max_pool2d_with_indices.default" not in [
+        operation.name for operation in profile.operations
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(EXTRA))
@@ -81,11 +86,15 @@ def test_programs_of_what_is_numbered_differently_elsewhere(name: str) -> None:
 @pytest.mark.parametrize("first", range(0, SAMPLED, 10))
 def test_random_programs_follow_plans_from_their_own_profile(first: int) -> None:
     verdicts = {seed: judge(seed) for seed in range(first, first + 10)}
-    assert not {seed: verdict for seed, verdict in verdicts.items() if verdict not in ("equal", "refused")}
+    assert not {
+        seed: verdict for seed, verdict in verdicts.items() if verdict not in ("equal", "refused")
+    }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(SAMPLED, WHOLE, CHILD))
 def test_all_random_programs_follow_plans_from_their_own_profile(first: int) -> None:
     verdicts = {seed: judge(seed) for seed in range(first, first + CHILD)}
-    assert not {seed: verdict for seed, verdict in verdicts.items() if verdict not in ("equal", "refused")}
+    assert not {
+        seed: verdict for seed, verdict in verdicts.items() if verdict not in ("equal", "refused")
+    }

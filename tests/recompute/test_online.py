@@ -90,7 +90,9 @@ def test_without_a_limit_there_is_nothing_to_hold() -> None:
 def test_the_threshold_is_a_part_of_the_limit() -> None:
     _, high = run("gpt2", None)
     model, batch, loss_fn = make("gpt2")
-    manager = gf.CheckpointManager(max_memory_mb=high / MB, auto_checkpoint=True, memory_threshold=0.8)
+    manager = gf.CheckpointManager(
+        max_memory_mb=high / MB, auto_checkpoint=True, memory_threshold=0.8
+    )
     assert manager.limit_bytes == int(high * 0.8)
     with gf.meter(model) as live, manager:
         loss_fn(model, batch).backward()

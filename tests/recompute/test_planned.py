@@ -1,4 +1,6 @@
-"""A plan at work on a model: as a block, as hooks, offloading, from JSON; and without a trace when removed."""
+"""A plan at work on a model: as a block, as hooks, offloading, from JSON; and without a trace when
+removed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ import gradfit as gf
 
 def network() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    blocks = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32)) for _ in range(6)]
+    blocks = [
+        nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32))
+        for _ in range(6)
+    ]
     return nn.Sequential(*blocks), torch.randn(64, 32)
 
 
@@ -25,10 +30,14 @@ def square(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return model(batch).square().mean()
 
 
-def plan_for(model: nn.Module, batch: torch.Tensor, share: float, *, host_bandwidth: float = 0.0) -> gf.Plan:
+def plan_for(
+    model: nn.Module, batch: torch.Tensor, share: float, *, host_bandwidth: float = 0.0
+) -> gf.Plan:
     found = gf.profile(model, square, batch, host_bandwidth=host_bandwidth)
     plain, smallest = gf.plan(found, memory="1 GiB"), gf.frontier(found, points=2)[-1]
-    return gf.plan(found, memory=int(smallest.peak_bytes + share * (plain.peak_bytes - smallest.peak_bytes)))
+    return gf.plan(
+        found, memory=int(smallest.peak_bytes + share * (plain.peak_bytes - smallest.peak_bytes))
+    )
 
 
 def gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -43,7 +52,9 @@ def expected(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
 
 
 def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    return len(found) == len(wanted) and all(
+        torch.equal(a, b) for a, b in zip(found, wanted, strict=True)
+    )
 
 
 @pytest.mark.parametrize("share", [0.8, 0.3, 0.0])
@@ -80,7 +91,11 @@ def test_as_hooks_until_removed() -> None:
     handle.remove()
     handle.remove()
     assert "removed" in repr(handle)
-    assert (dict(model._forward_hooks), dict(model._forward_pre_hooks), model.__dict__.keys()) == before
+    assert (
+        dict(model._forward_hooks),
+        dict(model._forward_pre_hooks),
+        model.__dict__.keys(),
+    ) == before
     torch.manual_seed(5)
     with gf.meter(model, batch) as live:
         square(model, batch).backward()
@@ -112,7 +127,10 @@ def test_another_computation_is_announced_and_exact() -> None:
     longer = nn.Sequential(*model, nn.LayerNorm(32)).train()
     wanted = expected(longer, batch)
     torch.manual_seed(5)
-    with pytest.warns(UserWarning, match=r"no longer follows its plan: operation \d+ is"), gf.apply(longer, plan):
+    with (
+        pytest.warns(UserWarning, match=r"no longer follows its plan: operation \d+ is"),
+        gf.apply(longer, plan),
+    ):
         loss = square(longer, batch)
     loss.backward()
     assert same(gradients(longer), wanted)
@@ -166,7 +184,9 @@ def test_misuse() -> None:
         handle.__enter__()
 
 
-@pytest.mark.parametrize("name", [pytest.param("gpt2", marks=pytest.mark.exact), "bert", "t5", "vit", "resnet"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("gpt2", marks=pytest.mark.exact), "bert", "t5", "vit", "resnet"]
+)
 def test_real_models_between_the_least_and_everything(name: str) -> None:
     model, loss, _ = build(name)
     wanted_model = copy.deepcopy(model)

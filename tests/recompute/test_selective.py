@@ -1,4 +1,6 @@
-"""Contexts that torch's users pass to `checkpoint`: selective policies, and contexts of their own."""
+"""Contexts that torch's users pass to `checkpoint`: selective policies, and contexts of their
+own.
+"""
 
 from __future__ import annotations
 
@@ -70,9 +72,13 @@ class _Products(torch.utils._python_dispatch.TorchDispatchMode):
 def test_a_policy_reads_arguments_and_is_asked_once_for_each_operation() -> None:
     theirs, ours = EverySecondProduct(), EverySecondProduct()
     expected, torchs_products = run(
-        torchs_checkpoint, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(theirs)
+        torchs_checkpoint,
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(theirs),
     )
-    gradients, products = run(gf.checkpoint, context_fn=lambda: create_selective_checkpoint_contexts(ours))
+    gradients, products = run(
+        gf.checkpoint, context_fn=lambda: create_selective_checkpoint_contexts(ours)
+    )
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
     assert ours.products == theirs.products == 4
     heavy = (aten.mm.default, aten.native_layer_norm.default, aten.gelu.default, aten.tanh.default)
@@ -96,7 +102,9 @@ def test_a_policy_is_asked_with_what_was_called(written: bool) -> None:
         noise = torch.rand_like(h)
         return h.mul_(noise) if written else h * noise
 
-    gf.checkpoint(function, x, context_fn=functools.partial(create_selective_checkpoint_contexts, policy)).sum()
+    gf.checkpoint(
+        function, x, context_fn=functools.partial(create_selective_checkpoint_contexts, policy)
+    ).sum()
     (like,), _, drawn = asked["aten.rand_like.default"]
     assert like.shape == drawn.shape == (3,)
     (h, noise), _, output = asked["aten.mul_.Tensor" if written else "aten.mul.Tensor"]
@@ -109,13 +117,15 @@ def test_a_policy_of_a_checkpoint_inside_a_scope() -> None:
     expected, _ = run(lambda f, *args: f(*args))
     with gf.CheckpointScope("around"):
         given = inputs()
-        y = gf.checkpoint(block, *given, context_fn=lambda: create_selective_checkpoint_contexts(policy)).sum()
+        y = gf.checkpoint(
+            block, *given, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+        ).sum()
     y.backward()
     assert policy.products == 4
     assert all(torch.equal(tensor.grad, grad) for tensor, grad in zip(given, expected, strict=True))
 
 
-# ------------------------------------------------------------------------------------------------ contexts
+# ----------------------------------------------------------------------------------------- contexts
 
 
 def test_a_context_of_a_generator_is_entered_for_every_sweep() -> None:
@@ -129,13 +139,16 @@ def test_a_context_of_a_generator_is_entered_for_every_sweep() -> None:
 
     def program(checkpoint: Any) -> list[torch.Tensor]:
         x = torch.linspace(0, 1, 4).requires_grad_()
-        # Two results, of which backward needs one after it has passed through the other: two sweeps.
+        # Two results, of which backward needs one after it has passed through the other: two
+        # sweeps.
         a, b = checkpoint(lambda t: (t.exp().sin().exp(), t.cos().tanh().cos()), x)
         return list(torch.autograd.grad((a.sin() * b.exp()).sum(), x))
 
     contexts = lambda: (noting("forward"), noting("replay"))  # noqa: E731
     ours = program(functools.partial(gf.checkpoint, context_fn=contexts))
-    assert all(torch.equal(a, b) for a, b in zip(ours, program(lambda f, *args: f(*args)), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(ours, program(lambda f, *args: f(*args)), strict=True)
+    )
     assert entered[:2] == ["forward", "end of forward"]
     assert entered[2:] == ["replay", "end of replay"] * (len(entered) // 2 - 1)
     assert len(entered) > 4
@@ -152,12 +165,16 @@ def test_a_context_that_swallows_an_error_of_the_function() -> None:
         raise ValueError("inside")
 
     with pytest.raises(ValueError, match="inside"):
-        gf.checkpoint(fail, torch.ones(2, requires_grad=True), context_fn=lambda: (swallowing(), swallowing()))
+        gf.checkpoint(
+            fail, torch.ones(2, requires_grad=True), context_fn=lambda: (swallowing(), swallowing())
+        )
 
 
 def test_a_context_that_swallows_an_error_of_a_replay() -> None:
     x, w = torch.ones(3, requires_grad=True), torch.ones(3)
-    y = gf.checkpoint(lambda t, s: (t.exp() * s).sin(), x, w, context_fn=lambda: (swallowing(), swallowing()))
+    y = gf.checkpoint(
+        lambda t, s: (t.exp() * s).sin(), x, w, context_fn=lambda: (swallowing(), swallowing())
+    )
     w.add_(1)
     with pytest.raises(gf.ActivationOverwritten):
         y.sum().backward()

@@ -1,4 +1,6 @@
-"""Storages that are written slice by slice, as RNN cells write their gates: only saved slices are retained."""
+"""Storages that are written slice by slice, as RNN cells write their gates: only saved slices are
+retained.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ CELLS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], Any]]] = {
     ),
     "packed GRU": (lambda: torch.nn.GRU(WIDTH, HIDDEN, batch_first=True), packed),
     "packed LSTM": (lambda: torch.nn.LSTM(WIDTH, HIDDEN, batch_first=True), packed),
-    "projected LSTM": (lambda: torch.nn.LSTM(WIDTH, HIDDEN, proj_size=8, batch_first=True), sequences),
+    "projected LSTM": (
+        lambda: torch.nn.LSTM(WIDTH, HIDDEN, proj_size=8, batch_first=True),
+        sequences,
+    ),
 }
 
 
@@ -85,7 +90,9 @@ def test_a_cell_takes_no_more_than_plain_or_torchs_checkpoint(name: str) -> None
 
 
 def test_slices_side_by_side_are_rebuilt_as_they_were() -> None:
-    """Each with the strides that it had, and all of them with what they held when they were saved."""
+    """Each with the strides that it had, and all of them with what they held when they were
+    saved.
+    """
     saved: list[tuple[Any, torch.Tensor]] = []
 
     class Square(torch.autograd.Function):
@@ -125,7 +132,9 @@ def test_slices_side_by_side_are_rebuilt_as_they_were() -> None:
 
 
 def test_a_write_through_a_chunk_is_seen_by_who_reads_another_view() -> None:
-    """Chunks count their writes by themselves; the tape knows that all of them lie in one storage."""
+    """Chunks count their writes by themselves; the tape knows that all of them lie in one
+    storage.
+    """
 
     def run(scope: Any) -> torch.Tensor | None:
         torch.manual_seed(0)
@@ -156,7 +165,11 @@ def test_a_write_through_a_chunk_is_seen_by_who_reads_another_view() -> None:
         ((slice(None), slice(1, 2)), (slice(None), slice(4, 6)), True),
         ((slice(0, 1),), (slice(None), slice(2, 3)), False),
         ((slice(0, 6, 2),), (slice(1, 6, 2),), True),
-        ((slice(None), slice(0, 6, 2)), (slice(None), slice(1, 6, 2)), False),  # they are, but nobody looks so closely
+        (
+            (slice(None), slice(0, 6, 2)),
+            (slice(None), slice(1, 6, 2)),
+            False,
+        ),  # they are, but nobody looks so closely
     ],
 )
 def test_which_slices_are_apart(one: Any, other: Any, apart: bool) -> None:
@@ -174,7 +187,11 @@ def test_slices_that_are_apart_share_nothing() -> None:
         slices = []
         for _ in range(2):
             size = [dice.randint(1, 4) for _ in range(dice.randint(1, 3))]
-            slices.append(base.as_strided(size, [dice.choice([1, 2, 5, 12, 24]) for _ in size], dice.randrange(40)))
+            slices.append(
+                base.as_strided(
+                    size, [dice.choice([1, 2, 5, 12, 24]) for _ in size], dice.randrange(40)
+                )
+            )
         if _are_apart(geometry_of(slices[0]), geometry_of(slices[1])):
             found += 1
             assert not set(slices[0].flatten().tolist()) & set(slices[1].flatten().tolist())
@@ -187,4 +204,6 @@ def test_a_part_is_spread_to_where_it_lay() -> None:
     again = spread(piece.contiguous(), geometry_of(piece))
     assert torch.equal(again, piece)
     assert again.stride() == piece.stride()
-    assert (again.data_ptr() - piece.data_ptr()) % 64 == (again.untyped_storage().data_ptr() - base.data_ptr()) % 64
+    assert (again.data_ptr() - piece.data_ptr()) % 64 == (
+        again.untyped_storage().data_ptr() - base.data_ptr()
+    ) % 64

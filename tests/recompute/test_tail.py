@@ -1,4 +1,6 @@
-"""After a plan's last decision nothing is listened to: not a bit changes, and what is another forward is noticed."""
+"""After a plan's last decision nothing is listened to: not a bit changes, and what is another
+forward is noticed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from gradfit.tape.record import Recorder
 
 
 class Net(nn.Module):
-    """Blocks in a row around a shift, a buffer, that may be written to at the end, or not as it was profiled."""
+    """Blocks in a row around a shift, a buffer, that may be written to at the end, or not as it was
+    profiled.
+    """
 
     def __init__(self, *, writes: bool = False) -> None:
         super().__init__()
@@ -58,7 +62,9 @@ def light_plan(model: nn.Module, batch: torch.Tensor) -> gf.Plan:
     for op in graph.consumers[shift][:2]:
         actions[graph.op_outputs[op][0]] = REBUILD
     plan = gf.plan(found, memory="1 GiB")
-    names = tuple("rebuild" if a == REBUILD else was for a, was in zip(actions, plan.actions, strict=True))
+    names = tuple(
+        "rebuild" if a == REBUILD else was for a, was in zip(actions, plan.actions, strict=True)
+    )
     return dataclasses.replace(plan, actions=names, heard=last_write(graph, actions) + 1)
 
 
@@ -75,7 +81,9 @@ def run(model: nn.Module, batch: torch.Tensor, plan: gf.Plan | None) -> list[tor
 
 
 def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    return len(found) == len(wanted) and all(
+        torch.equal(a, b) for a, b in zip(found, wanted, strict=True)
+    )
 
 
 @pytest.fixture
@@ -101,9 +109,11 @@ def test_the_tail_is_heard_once(writes: bool, heard: list[str]) -> None:
         heard.clear()
         assert same(run(model, batch, plan), run(plain, batch, None))
         counts.append(len(heard))
-    assert counts[0] >= sum(name.startswith("aten") for name in plan.operations) - 1  # one begins the backward
+    # one begins the backward
+    assert counts[0] >= sum(name.startswith("aten") for name in plan.operations) - 1
     assert counts[1] == counts[2]
-    # The shift is what a rebuilt sum starts from: up to where it is written over, everything is heard.
+    # The shift is what a rebuilt sum starts from: up to where it is written over, everything is
+    # heard.
     assert counts[1] > 0.9 * counts[0] if writes else counts[1] < 0.7 * counts[0]
 
 
@@ -176,7 +186,9 @@ def test_the_rest_is_saved_by_autograd_alone(fails: bool, monkeypatch: pytest.Mo
     wanted = run(model, batch, None)
     packs: list[torch.Tensor] = []
     pack = PlannedRecorder.pack
-    monkeypatch.setattr(PlannedRecorder, "pack", lambda self, tensor: (packs.append(tensor), pack(self, tensor))[1])
+    monkeypatch.setattr(
+        PlannedRecorder, "pack", lambda self, tensor: (packs.append(tensor), pack(self, tensor))[1]
+    )
     counts = []
     for _ in range(3):
         packs.clear()
@@ -228,7 +240,8 @@ def test_a_step_listens_to_what_it_must(heard: list[str]) -> None:
     step = gf.fit(model, optimizer, square, batch, memory=int(live.peak_bytes * 0.93))
     assert 0 < step.plan.actions.count("rebuild") < 60
     for number in range(4):
-        model.writes = plain.writes = number == 3  # which was not tried out: decided online, and as exact
+        # which was not tried out: decided online, and as exact
+        model.writes = plain.writes = number == 3
         heard.clear()
         torch.manual_seed(number)
         result = step(batch)
@@ -248,8 +261,14 @@ def test_what_must_be_heard() -> None:
     graph = gf.profile(model, square, batch).at(1)
     keep = [KEEP] * len(graph.nbytes)
     assert operations_heard(graph, keep) == 0
-    write = next(op for op, old in enumerate(graph.op_overwrites) if any(graph.producer[v] < 0 for v in old))
-    shifted = next(op for op, inputs in enumerate(graph.op_inputs) if set(inputs) & set(graph.op_overwrites[write]))
+    write = next(
+        op for op, old in enumerate(graph.op_overwrites) if any(graph.producer[v] < 0 for v in old)
+    )
+    shifted = next(
+        op
+        for op, inputs in enumerate(graph.op_inputs)
+        if set(inputs) & set(graph.op_overwrites[write])
+    )
     for op in (shifted, shifted + 1):  # the first reads the shift
         actions = list(keep)
         for value in graph.op_outputs[op]:

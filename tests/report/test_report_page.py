@@ -21,7 +21,9 @@ from gradfit.report.tradeoff import line_of_all, own_line
 from gradfit.runs.batch_stream import Batches
 from gradfit.runs.builtin_jobs import gpt
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 ARGUMENTS = [
     "--headless",
     "--no-sandbox",
@@ -40,7 +42,9 @@ def report() -> Report:
     job = gpt(layers=2, width=48, length=32, batch_size=8)
     batch = Batches(job.data, batch_size=8).next()
     profile = gf.profile(job.model, job.loss_fn, batch, job.optimizer)
-    plan = gf.plan(profile, memory=int(plain_peak_bytes(profile, 8) * 0.5), batch_size=8, micro_batch=8)
+    plan = gf.plan(
+        profile, memory=int(plain_peak_bytes(profile, 8) * 0.5), batch_size=8, micro_batch=8
+    )
     return Report(
         "gpt <script>alert('no')</script>",
         profile,
@@ -48,7 +52,10 @@ def report() -> Report:
         measured=Measured(plan.peak_bytes, 3 * plan.step_seconds, 5),
         frontier=tuple(gf.frontier(profile, batch_size=8, points=4)),
         plain_curve=measure_curve(job.model, job.optimizer, job.loss_fn, batch).timeline or [],
-        planned_curve=measure_curve(job.model, job.optimizer, job.loss_fn, batch, plan=plan).timeline or [],
+        planned_curve=measure_curve(
+            job.model, job.optimizer, job.loss_fn, batch, plan=plan
+        ).timeline
+        or [],
         limit_bytes=plan.budget_bytes,
         losses=(5.0, 4.0, 3.5),
         audit=gf.audit(job.model, job.loss_fn, batch, plan=plan),
@@ -77,7 +84,9 @@ class Visit:
     """The page opened once, with everything it said and asked for."""
 
     def __init__(self, browser: Any, path: Path, width: int, scheme: str, **more: Any) -> None:
-        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, **more)
+        context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme, **more
+        )
         self.page = context.new_page()
         self.said: list[str] = []
         self.asked: list[str] = []
@@ -89,7 +98,9 @@ class Visit:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1440])
-def test_nothing_is_said_or_asked_for_and_all_fits(browser: Any, page_path: Path, width: int, scheme: str) -> None:
+def test_nothing_is_said_or_asked_for_and_all_fits(
+    browser: Any, page_path: Path, width: int, scheme: str
+) -> None:
     visit = Visit(browser, page_path, width, scheme)
     assert visit.said == []
     assert visit.asked == [page_path.as_uri()]
@@ -99,7 +110,12 @@ def test_nothing_is_said_or_asked_for_and_all_fits(browser: Any, page_path: Path
         assert shown.count() == 1
         box = shown.bounding_box()
         assert box["width"] > 0.8 * min(width, 960) - 40
-        assert visit.page.locator(f"#chart-{name} svg:visible path.line").first.evaluate("e => e.getTotalLength()") > 50
+        assert (
+            visit.page.locator(f"#chart-{name} svg:visible path.line").first.evaluate(
+                "e => e.getTotalLength()"
+            )
+            > 50
+        )
         size = shown.locator(".tick").first.evaluate("e => e.getBoundingClientRect().height")
         assert size >= 11, "letters keep their size on a phone"
 
@@ -124,7 +140,10 @@ def test_the_table_sorts_and_filters(browser: Any, page_path: Path) -> None:
     column = "#plan-table tbody tr:visible td:nth-child(7)"
 
     def sizes() -> list[float]:
-        return [float(v) for v in page.locator(column).evaluate_all("cells => cells.map(c => c.dataset.value)")]
+        return [
+            float(v)
+            for v in page.locator(column).evaluate_all("cells => cells.map(c => c.dataset.value)")
+        ]
 
     button = page.locator("#plan-table th:nth-child(7) button")
     button.click()
@@ -145,7 +164,9 @@ def test_the_table_sorts_and_filters(browser: Any, page_path: Path) -> None:
     assert set(actions) == {"rebuild"}
 
 
-def test_points_answer_to_the_mouse_and_the_keyboard(browser: Any, page_path: Path, report: Report) -> None:
+def test_points_answer_to_the_mouse_and_the_keyboard(
+    browser: Any, page_path: Path, report: Report
+) -> None:
     page = Visit(browser, page_path, 1440, "light").page
     assert page.inner_text("#frontier-said").startswith("Chosen, measured: peak")
     points = page.locator("#chart-frontier svg:visible .point")
@@ -169,7 +190,8 @@ def test_what_is_predicted_and_what_was_measured_are_drawn_apart(report: Report)
     chosen = next(one for one in front if one.chosen)
     assert chosen.step_seconds == pytest.approx(report.plan.step_seconds / 3)
     text = render(report)
-    assert text.count('class="point chosen"') == text.count('class="point measured"') == 2  # wide and narrow
+    # wide and narrow
+    assert text.count('class="point chosen"') == text.count('class="point measured"') == 2
     assert text.count("<rect ") == 2
     assert "Chosen, measured: peak" in text
     without = render(dataclasses.replace(report, measured=None))
@@ -183,7 +205,9 @@ def test_a_plan_of_another_size_than_the_fastest_lies_on_a_line_of_its_own(repor
     alike = tuple(gf.frontier(profile, batch_size=8, points=4, micro_batch=1))
     assert {plan.micro_batch for plan in alike} == {1}
     # As if every other micro-batch were predicted to be free.
-    others = tuple(dataclasses.replace(plan, step_seconds=plan.step_seconds / 1e3) for plan in report.frontier)
+    others = tuple(
+        dataclasses.replace(plan, step_seconds=plan.step_seconds / 1e3) for plan in report.frontier
+    )
     shown = Report("small", profile, small, frontier=others, same_size=alike)
     assert not any(one.chosen for one in line_of_all(shown))
     assert any(one.chosen for one in own_line(shown))
@@ -218,7 +242,12 @@ def test_the_page_is_one_small_file_that_refers_to_nothing(report: Report) -> No
     assert "<script>alert" not in text
     assert not re.findall(r'(?:src|href)="(?!#|data:)', text)
     assert "http" not in text.replace("http-equiv", "")
-    for heading in ("Memory during one step", "Memory against time", "Memory by module", "Memory by source line"):
+    for heading in (
+        "Memory during one step",
+        "Memory against time",
+        "Memory by module",
+        "Memory by source line",
+    ):
         assert heading in text
     assert "The replay is bit-identical; the batch is run in one piece." in text
     assert text.count("<title id=") == text.count("<desc id=") == text.count("<svg")

@@ -48,7 +48,9 @@ def test_what_does_not_hold_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1 of 4" in found.checks[0].facts["found"]  # of 41 tensors
 
 
-def test_the_command_writes_both_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: object) -> None:
+def test_the_command_writes_both_files(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: object
+) -> None:
     monkeypatch.setattr(selftest, "_CHECKS", QUICK[1:])
     assert run(["selftest", "--out", str(tmp_path), "--device", "cpu"]) == 0
     content = json.loads((tmp_path / "selftest.json").read_text())

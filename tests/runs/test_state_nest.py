@@ -41,7 +41,9 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
         return torch.equal(a, b)
     if isinstance(a, dict):
-        return list(a) == list(b) and all(same(x, y) for x, y in zip(a.values(), b.values(), strict=True))
+        return list(a) == list(b) and all(
+            same(x, y) for x, y in zip(a.values(), b.values(), strict=True)
+        )
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return a == b
@@ -55,7 +57,9 @@ def test_any_nest_comes_back(nest: object) -> None:
 
 
 def test_nan_and_counters_come_back() -> None:
-    data, tensors = flatten({"loss": math.nan, "best": -math.inf, "milestones": collections.Counter({30: 1, 80: 2})})
+    data, tensors = flatten(
+        {"loss": math.nan, "best": -math.inf, "milestones": collections.Counter({30: 1, 80: 2})}
+    )
     back = unflatten(json.loads(json.dumps(data, allow_nan=False)), tensors)
     assert math.isnan(back["loss"])
     assert back["best"] == -math.inf
@@ -72,7 +76,9 @@ def test_one_tensor_under_two_names_stays_one() -> None:
     assert torch.equal(back["view"], torch.ones(2))
 
 
-@pytest.mark.parametrize("value", [object(), lambda: 0, {1, 2}, b"bytes", 1j, torch.eye(2).to_sparse()])
+@pytest.mark.parametrize(
+    "value", [object(), lambda: 0, {1, 2}, b"bytes", 1j, torch.eye(2).to_sparse()]
+)
 def test_what_a_file_cannot_hold_is_refused(value: object) -> None:
     with pytest.raises(StateError, match=r"opt\.hook"):
         flatten({"opt": {"hook": value}})

@@ -1,4 +1,6 @@
-"""A run that is left and resumed, wherever that is, ends with the parameters of the run that never was."""
+"""A run that is left and resumed, wherever that is, ends with the parameters of the run that never
+was.
+"""
 
 from __future__ import annotations
 
@@ -41,11 +43,18 @@ DATA: dict[str, Callable[[], Any]] = {
     "tensors": rows,
     "dataset": lambda: TensorDataset(*rows()),
     "loader": lambda: DataLoader(TensorDataset(*rows()), batch_size=12, shuffle=True),
-    "loader of smaller batches": lambda: DataLoader(TensorDataset(*rows()), batch_size=5, shuffle=True),
-    "loader with its own generator": lambda: DataLoader(
-        TensorDataset(*rows()), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)
+    "loader of smaller batches": lambda: DataLoader(
+        TensorDataset(*rows()), batch_size=5, shuffle=True
     ),
-    "list of batches": lambda: [(x, y) for x, y in zip(rows()[0].split(7), rows()[1].split(7), strict=True)],
+    "loader with its own generator": lambda: DataLoader(
+        TensorDataset(*rows()),
+        batch_size=4,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(3),
+    ),
+    "list of batches": lambda: [
+        (x, y) for x, y in zip(rows()[0].split(7), rows()[1].split(7), strict=True)
+    ],
     "function": lambda: noisy_batches,
 }
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -63,7 +72,10 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "milestones": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 5]),
     "sequence": lambda o: torch.optim.lr_scheduler.SequentialLR(
         o,
-        [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        [
+            torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3),
+            torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+        ],
         [3],
     ),
     "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=1),
@@ -73,26 +85,40 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "none": dict,
     "clip": lambda: {"clip": 0.05},
-    "torch's scaler": lambda: {"scaler": torch.amp.GradScaler("cpu", growth_interval=2), "clip": 0.5},
+    "torch's scaler": lambda: {
+        "scaler": torch.amp.GradScaler("cpu", growth_interval=2),
+        "clip": 0.5,
+    },
     "our scaler": lambda: {"scaler": LossScaler(growth_interval=2), "on_nonfinite": "skip"},
     "wide and offloaded": lambda: {"dtype": torch.float64, "offload": True, "exact": False},
 }
 
 
-def make_job(data: str = "tensors", optimizer: str = "adamw", scheduler: str = "cosine", options: str = "none") -> Job:
+def make_job(
+    data: str = "tensors",
+    optimizer: str = "adamw",
+    scheduler: str = "cosine",
+    options: str = "none",
+) -> Job:
     seed_everything(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3))
+    model = nn.Sequential(
+        nn.Linear(6, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 3)
+    )
     made = OPTIMIZERS[optimizer](model.parameters())
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]).mean(dim=1), batch[1])
 
     chosen = OPTIONS[options]()
-    return Job(model, loss, DATA[data](), made, BATCH, SCHEDULERS[scheduler](made), fit_options=chosen)
+    return Job(
+        model, loss, DATA[data](), made, BATCH, SCHEDULERS[scheduler](made), fit_options=chosen
+    )
 
 
 class EverySave(Listener):
-    """Makes every moment a moment to save at, and counts those at which one could have been stopped."""
+    """Makes every moment a moment to save at, and counts those at which one could have been
+    stopped.
+    """
 
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -102,12 +128,23 @@ class EverySave(Listener):
 
 
 def run(
-    job: Job, store: StateStore, *, stop_at: int | None = None, memory: int | None = None, **more: Any
+    job: Job,
+    store: StateStore,
+    *,
+    stop_at: int | None = None,
+    memory: int | None = None,
+    **more: Any,
 ) -> TrainingRun:
-    """Train; `stop_at` is the number of times that the run asks whether to stop, before the answer is yes."""
+    """Train; `stop_at` is the number of times that the run asks whether to stop, before the answer
+    is yes.
+    """
     asked = itertools.count()
-    settings = RunSettings(batch_size=BATCH, memory_bytes=memory or MEMORY, steps=more.pop("steps", STEPS), **more)
-    made = TrainingRun(job, settings, store=store, listener=EverySave(), stop=lambda: next(asked) == stop_at)
+    settings = RunSettings(
+        batch_size=BATCH, memory_bytes=memory or MEMORY, steps=more.pop("steps", STEPS), **more
+    )
+    made = TrainingRun(
+        job, settings, store=store, listener=EverySave(), stop=lambda: next(asked) == stop_at
+    )
     saved = store.load()
     if saved is not None:
         made.resume(saved)
@@ -147,12 +184,16 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def plans_made_once(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Planning takes most of the time and is tested elsewhere; that two runs make the same plan is tested below."""
+    """Planning takes most of the time and is tested elsewhere; that two runs make the same plan is
+    tested below.
+    """
     if "plans_anew" in request.fixturenames:
         return
     original = run_module.fit
 
-    def fit(model: Any, optimizer: Any, loss_fn: Any, sample: Any, memory: int, rows: Any, **more: Any) -> Any:
+    def fit(
+        model: Any, optimizer: Any, loss_fn: Any, sample: Any, memory: int, rows: Any, **more: Any
+    ) -> Any:
         key = (type(optimizer), memory, rows)
         more["known"] = more["known"] or _KNOWN.get(key, ())
         step = original(model, optimizer, loss_fn, sample, memory, rows, **more)
@@ -189,12 +230,18 @@ def test_every_option_of_fit(tmp_path: Path, options: str, monkeypatch: pytest.M
     """It reaches `fit`, and what it holds (a scale that grows) comes back with the state."""
     passed: list[dict[str, Any]] = []
     original = run_module.fit
-    monkeypatch.setattr(run_module, "fit", lambda *args, **more: passed.append(more) or original(*args, **more))
+    monkeypatch.setattr(
+        run_module, "fit", lambda *args, **more: passed.append(more) or original(*args, **more)
+    )
     monkeypatch.setattr(f"{__name__}.MEMORY", MEMORY * 2)  # a scaler and wide sums take some
     through, last = check(tmp_path, ("tensors", "adamw", "cosine", options), [3, 2])
     assert passed[-1].items() >= dict(last.fit_options).items()
     if through.scaler is not None:
-        assert through.scaler.get_scale() == last.scaler.get_scale() > through.scaler.state_dict()["growth_factor"]
+        assert (
+            through.scaler.get_scale()
+            == last.scaler.get_scale()
+            > through.scaler.state_dict()["growth_factor"]
+        )
         assert through.scaler.state_dict() == last.scaler.state_dict()
 
 
@@ -236,7 +283,9 @@ def test_two_runs_choose_the_same_micro_batch(tmp_path: Path, plans_anew: bool) 
 
 
 def test_a_window_is_left_in_the_middle(tmp_path: Path) -> None:
-    """Under this budget a step has several micro-batches, and the first stop falls between two of them."""
+    """Under this budget a step has several micro-batches, and the first stop falls between two of
+    them.
+    """
     store = StateStore(tmp_path / "stopped")
     stopped = run(make_job(), store, stop_at=0)
     assert stopped.report.interrupted  # type: ignore[attr-defined]
@@ -278,7 +327,9 @@ def test_another_batch_size_or_seed_is_another_run(tmp_path: Path) -> None:
         run(make_job(), store, seed=1)
 
 
-@pytest.mark.parametrize("what", ["shape", "dtype", "missing", "extra", "moment", "groups", "no tensor", "scheduler"])
+@pytest.mark.parametrize(
+    "what", ["shape", "dtype", "missing", "extra", "moment", "groups", "no tensor", "scheduler"]
+)
 def test_a_state_of_another_job_changes_nothing(tmp_path: Path, what: str) -> None:
     store = StateStore(tmp_path / "stopped")
     run(make_job(), store, stop_at=6)
@@ -303,7 +354,9 @@ def test_a_state_of_another_job_changes_nothing(tmp_path: Path, what: str) -> No
         state["scheduler"] = None
     job = make_job()
     before = parameters(job)
-    made = TrainingRun(job, RunSettings(batch_size=BATCH, memory_bytes=MEMORY, steps=STEPS), store=store)
+    made = TrainingRun(
+        job, RunSettings(batch_size=BATCH, memory_bytes=MEMORY, steps=STEPS), store=store
+    )
     with pytest.raises(StateError):
         made.resume(SavedState(saved.content, saved.path))
     for a, b in zip(before, parameters(job), strict=True):
@@ -312,12 +365,20 @@ def test_a_state_of_another_job_changes_nothing(tmp_path: Path, what: str) -> No
 
 
 def test_low_precision_moments_of_another_type_come_back_as_they_were(tmp_path: Path) -> None:
-    """torch's load_state_dict casts state to the parameter's type; bit-identical means that ours does not."""
+    """torch's load_state_dict casts state to the parameter's type; bit-identical means that ours
+    does not.
+    """
     from gradfit.runs import job_state as snapshot
 
     def make() -> Job:
         model = nn.Linear(4, 2, dtype=torch.bfloat16)
-        return Job(model, lambda m, x: m(x).sum(), torch.ones(4, 4), torch.optim.SGD(model.parameters(), lr=0.1), 2)
+        return Job(
+            model,
+            lambda m, x: m(x).sum(),
+            torch.ones(4, 4),
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            2,
+        )
 
     job, other = make(), make()
     weight = job.model.weight

@@ -20,7 +20,11 @@ from gradfit.runs.state_files import StateStore
 
 
 def content(step: int) -> dict[str, object]:
-    return {"step": step, "weight": torch.full((64,), float(step)), "moment": torch.arange(8, dtype=torch.bfloat16)}
+    return {
+        "step": step,
+        "weight": torch.full((64,), float(step)),
+        "moment": torch.arange(8, dtype=torch.bfloat16),
+    }
 
 
 @pytest.fixture
@@ -47,7 +51,9 @@ def test_the_last_two_are_kept_and_the_newest_is_read(store: StateStore) -> None
 
 @pytest.mark.parametrize("suffix", [".json", ".safetensors"])
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "remove", "longer"])
-def test_a_damaged_state_is_passed_over_and_that_is_said(store: StateStore, suffix: str, damage: str) -> None:
+def test_a_damaged_state_is_passed_over_and_that_is_said(
+    store: StateStore, suffix: str, damage: str
+) -> None:
     path = store.directory / f"state-00000003-0000{suffix}"
     raw = bytearray(path.read_bytes())
     if damage == "cut":
@@ -104,7 +110,9 @@ def test_all_damaged_is_an_error(store: StateStore) -> None:
 def test_a_crash_at_any_moment_leaves_a_whole_state(
     store: StateStore, monkeypatch: pytest.MonkeyPatch, moment: int
 ) -> None:
-    """Stop before the n-th call that touches the disk; the state that can be read is the old one or the new one."""
+    """Stop before the n-th call that touches the disk; the state that can be read is the old one or
+    the new one.
+    """
     calls = 0
 
     class Killed(BaseException):
@@ -156,7 +164,12 @@ class Bomb:
 def _commit(base: Path, tensors: bytes, body: object = None) -> None:
     """Write a state whose checksums are right, as someone who knows the format would."""
     base.with_suffix(".safetensors").write_bytes(tensors)
-    made = {"format": "gradfit-state", "version": 1, "sha256": hashlib.sha256(tensors).hexdigest(), "content": body}
+    made = {
+        "format": "gradfit-state",
+        "version": 1,
+        "sha256": hashlib.sha256(tensors).hexdigest(),
+        "content": body,
+    }
     checksum = hashlib.sha256(json.dumps(made, sort_keys=True).encode()).hexdigest()
     base.with_suffix(".json").write_text(json.dumps({**made, "checksum": checksum}))
 
@@ -166,13 +179,16 @@ def _commit(base: Path, tensors: bytes, body: object = None) -> None:
     [
         pickle.dumps(Bomb()),
         struct.pack("<Q", 2**62) + b"{}",
-        struct.pack("<Q", 60) + b'{"a":{"dtype":"F32","shape":[999999999999],"data_offsets":[0,4]}}',
+        struct.pack("<Q", 60)
+        + b'{"a":{"dtype":"F32","shape":[999999999999],"data_offsets":[0,4]}}',
         struct.pack("<Q", 8) + b"notjson!",
         b"",
     ],
     ids=["pickle", "huge header", "huge shape", "no JSON", "empty"],
 )
-def test_a_malicious_tensor_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: bytes) -> None:
+def test_a_malicious_tensor_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: bytes
+) -> None:
     monkeypatch.chdir(tmp_path)
     _commit(tmp_path / "state-00000009-0000", tensors, {"a": {"$tensor": "a"}})
     with pytest.raises(StateError):
@@ -180,7 +196,9 @@ def test_a_malicious_tensor_file_is_refused(tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "boom").exists()
 
 
-def test_a_pickle_for_the_json_is_refused(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pickle_for_the_json_is_refused(
+    store: StateStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(store.directory)
     (store.directory / "state-00000004-0000.json").write_bytes(pickle.dumps(Bomb()))
     loaded = store.load()

@@ -1,6 +1,8 @@
-"""A child process in which Ctrl-C comes at random moments of one kind of work; afterwards all must be as it was.
+"""A child process in which Ctrl-C comes at random moments of one kind of work; afterwards all must
+be as it was.
 
-Prints one JSON line: how often it was interrupted, and what was wrong (nothing). Called by `test_interrupts.py`:
+Prints one JSON line: how often it was interrupted, and what was wrong (nothing). Called by
+`test_interrupts.py`:
 
     python interrupts.py KIND COUNT SEED
 """
@@ -74,7 +76,9 @@ def seed() -> None:
 
 
 class World:
-    """A model and its step, made anew from the plans of the first, and what one step of it gives."""
+    """A model and its step, made anew from the plans of the first, and what one step of it
+    gives.
+    """
 
     def __init__(self) -> None:
         self.known: tuple[Any, ...] = ()
@@ -86,7 +90,14 @@ class World:
         model = Net()
         optimizer = torch.optim.AdamW(model.parameters())
         step = gf.fit(
-            model, optimizer, loss_fn, BATCH, memory="24 KiB", known=self.known, reproducible=True, exact=False
+            model,
+            optimizer,
+            loss_fn,
+            BATCH,
+            memory="24 KiB",
+            known=self.known,
+            reproducible=True,
+            exact=False,
         )
         return model, optimizer, step
 
@@ -94,7 +105,10 @@ class World:
         """Everything, after one step from a seed."""
         seed()
         step(BATCH)
-        return [t.detach().clone() for t in (*model.parameters(), *model.buffers(), torch.get_rng_state())]
+        return [
+            t.detach().clone()
+            for t in (*model.parameters(), *model.buffers(), torch.get_rng_state())
+        ]
 
     def same(self, found: list[torch.Tensor]) -> bool:
         return all(torch.equal(a, b) for a, b in zip(found, self.expected, strict=True))
@@ -117,7 +131,12 @@ def process_state() -> dict[str, Any]:
 def values(model: Net) -> list[Any]:
     tensors = [(id(t), t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
     drawn = [torch.get_rng_state(), random.getstate()[1][-1], int(np.random.get_state()[2])]
-    return [tensors, [None if p.grad is None else id(p.grad) for p in model.parameters()], model.calls, drawn]
+    return [
+        tensors,
+        [None if p.grad is None else id(p.grad) for p in model.parameters()],
+        model.calls,
+        drawn,
+    ]
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -149,14 +168,17 @@ class AfterSeconds:
 
 
 class AtLine:
-    """Sends it when so many lines of Python have run, torch's own too: a short line is met as often as a long one."""
+    """Sends it when so many lines of Python have run, torch's own too: a short line is met as often
+    as a long one.
+    """
 
     def __init__(self, line: float) -> None:
         self._line, self.lines = line, 0
 
     def _trace(self, frame: Any, event: str, arg: Any) -> Any:
-        # Python looks for signals at calls and jumps, never as an `except` ends. An error that a tracer raises there
-        # leaves the handled one in `sys.exc_info()` for good, and with it every tensor of its frames.
+        # Python looks for signals at calls and jumps, never as an `except` ends. An error that a
+        # tracer raises there leaves the handled one in `sys.exc_info()` for good, and with it every
+        # tensor of its frames.
         if frame.f_code.co_code[frame.f_lasti] == dis.opmap["POP_EXCEPT"]:
             return self._trace
         self.lines += 1
@@ -214,7 +236,8 @@ def interrupted(work: Callable[[], object], moment: AfterSeconds | AtLine) -> bo
 def swallow() -> None:
     """Let an interrupt that is still on its way arrive.
 
-    `os.kill` returns after the signal was delivered, and its thread has been joined: Python has only to look.
+    `os.kill` returns after the signal was delivered, and its thread has been joined: Python has
+    only to look.
     """
     try:
         for _ in range(3):
@@ -223,7 +246,7 @@ def swallow() -> None:
         pass
 
 
-# ---------------------------------------------------------------------------------------------- kinds of work
+# ------------------------------------------------------------------------------------ kinds of work
 
 
 def steps(world: World, draw: random.Random, wrong: list[str]) -> Callable[[], bool]:
@@ -241,7 +264,9 @@ def steps(world: World, draw: random.Random, wrong: list[str]) -> Callable[[], b
         swallow()
         after = values(model)
         if not equal(before, after):
-            found = [t.detach() for t in (*model.parameters(), *model.buffers(), torch.get_rng_state())]
+            found = [
+                t.detach() for t in (*model.parameters(), *model.buffers(), torch.get_rng_state())
+            ]
             if not equal(found, once):
                 wrong.append("a step has happened in part")
             model, optimizer, step = world.fresh()
@@ -253,7 +278,9 @@ def steps(world: World, draw: random.Random, wrong: list[str]) -> Callable[[], b
     return trial
 
 
-def no_trace(call: Callable[[Net, Any], object]) -> Callable[[World, random.Random, list[str]], Callable[[], bool]]:
+def no_trace(
+    call: Callable[[Net, Any], object],
+) -> Callable[[World, random.Random, list[str]], Callable[[], bool]]:
     def kind(world: World, draw: random.Random, wrong: list[str]) -> Callable[[], bool]:
         model, optimizer, _ = world.fresh()
         moments = Moments(lambda: call(model, optimizer))
@@ -277,7 +304,9 @@ def no_trace(call: Callable[[Net, Any], object]) -> Callable[[World, random.Rand
 def scopes(world: World, draw: random.Random, wrong: list[str]) -> Callable[[], bool]:
     """Checkpoint scopes, a manager that evicts, and a plan that is applied, in a loop by hand."""
     torch.manual_seed(0)
-    net = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(12, 12), nn.Dropout(0.2), nn.Tanh())))
+    net = nn.Sequential(
+        *(layer for _ in range(4) for layer in (nn.Linear(12, 12), nn.Dropout(0.2), nn.Tanh()))
+    )
     ways = itertools.cycle(["scope", "manager", "accumulator"])
 
     def run(way: str) -> list[torch.Tensor]:
@@ -325,11 +354,16 @@ def saves(world: World, draw: random.Random, wrong: list[str]) -> Callable[[], b
         nonlocal last
         number = next(numbers)
         content = {"step": number, "weights": weights}
-        came = interrupted(lambda: store.save(content, step=number // 2, micro=number % 2), moments.draw(draw))
+        came = interrupted(
+            lambda: store.save(content, step=number // 2, micro=number % 2), moments.draw(draw)
+        )
         swallow()
         saved = store.load()
         if saved is None or saved.passed_over or saved.content["step"] not in (last, number):
-            wrong.append(f"after save {number} there is {saved and saved.content['step']}, not {last} or {number}")
+            wrong.append(
+                f"after save {number} there is {saved and saved.content['step']}, not {last} or"
+                f" {number}"
+            )
         last = number if saved is None else saved.content["step"]
         return came
 
@@ -338,7 +372,9 @@ def saves(world: World, draw: random.Random, wrong: list[str]) -> Callable[[], b
 
 KINDS: dict[str, Callable[[World, random.Random, list[str]], Callable[[], bool]]] = {
     "step": steps,
-    "fit": no_trace(lambda model, optimizer: gf.fit(model, optimizer, loss_fn, BATCH, "24 KiB", exact=False)),
+    "fit": no_trace(
+        lambda model, optimizer: gf.fit(model, optimizer, loss_fn, BATCH, "24 KiB", exact=False)
+    ),
     "profile": no_trace(lambda model, optimizer: gf.profile(model, loss_fn, BATCH, optimizer)),
     "audit": no_trace(lambda model, optimizer: gf.audit(model, loss_fn, BATCH)),
     "scopes": scopes,

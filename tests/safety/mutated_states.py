@@ -1,7 +1,8 @@
 """A child process in which states of a run are changed, given right checksums again, and resumed.
 
-Each is either resumed, or refused with a `GradfitError`; nothing else may happen. Prints one JSON line: how many were
-refused and resumed, and what was wrong (nothing). Called by `test_mutated_states.py`:
+Each is either resumed, or refused with a `GradfitError`; nothing else may happen. Prints one JSON
+line: how many were refused and resumed, and what was wrong (nothing). Called by
+`test_mutated_states.py`:
 
     python mutated_states.py COUNT SEED
 """
@@ -41,10 +42,11 @@ warnings.simplefilter("ignore")
 
 SETTINGS = {"batch_size": 12, "memory_bytes": 34_000, "seed": 0, "steps": 3}
 NONSENSE: list[Any] = [
-    None, True, False, -1, 0, 1, 2, -5, 9999999, 10**30, -(10**30), 2**63, 0.5, -0.5, 1e308, "", "x", "inf", "\ud800",
-    [], {}, [1], ["x"], {"x": 1}, {"$float": "nan"}, {"$float": "inf"}, {"$float": "x"}, {"$tensor": "nowhere"},
-    {"$tuple": [1, 2]}, {"$tuple": 3}, {"$items": [[0, 1]]}, {"$items": [1]}, {"$counter": [["a", "b"]]},
-    {"$numbers": "nowhere"}, {"$piece": ["x", [1], [0]]}, {"$unknown": 1}, "a" * 10_000,
+    None, True, False, -1, 0, 1, 2, -5, 9999999, 10**30, -(10**30), 2**63, 0.5, -0.5, 1e308, "",
+    "x", "inf", "\ud800", [], {}, [1], ["x"], {"x": 1}, {"$float": "nan"}, {"$float": "inf"},
+    {"$float": "x"}, {"$tensor": "nowhere"}, {"$tuple": [1, 2]}, {"$tuple": 3}, {"$items": [[0,
+    1]]}, {"$items": [1]}, {"$counter": [["a", "b"]]}, {"$numbers": "nowhere"}, {"$piece": ["x",
+    [1], [0]]}, {"$unknown": 1}, "a" * 10_000,
 ]  # fmt: skip
 
 
@@ -86,9 +88,17 @@ class Noted(nn.Linear):
 def make_job(adam: bool) -> Job:
     torch.manual_seed(0)
     model = nn.Sequential(
-        nn.Linear(6, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 16), Counted(), nn.GELU(), Noted(16, 3)
+        nn.Linear(6, 16),
+        nn.Dropout(0.3),
+        nn.GELU(),
+        nn.Linear(16, 16),
+        Counted(),
+        nn.GELU(),
+        Noted(16, 3),
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if adam else Counting(model.parameters())
+    optimizer = (
+        torch.optim.AdamW(model.parameters(), lr=1e-2) if adam else Counting(model.parameters())
+    )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
     x, y = torch.randn(48, 20, 6), torch.randint(3, (48,))
     data: Any = (x, y) if adam else list(zip(x.split(7), y.split(7), strict=True))
@@ -115,7 +125,9 @@ def originals(folder: Path) -> list[tuple[bool, Path]]:
             run._is_due = lambda: True  # type: ignore[method-assign]
             between = run._between
 
-            def leave(*args: Any, run: TrainingRun = run, between: Any = between, middle: bool = middle) -> None:
+            def leave(
+                *args: Any, run: TrainingRun = run, between: Any = between, middle: bool = middle
+            ) -> None:
                 between(*args)
                 if middle and run.step_number == 1:
                     raise Ended
@@ -136,7 +148,13 @@ def originals(folder: Path) -> list[tuple[bool, Path]]:
 def paths(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Every place in the JSON; plans are JSON in JSON."""
     found = [path] if path else []
-    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    items = (
+        data.items()
+        if isinstance(data, dict)
+        else enumerate(data)
+        if isinstance(data, list)
+        else ()
+    )
     for key, item in items:
         found += paths(item, (*path, key))
     return found
@@ -152,7 +170,8 @@ def change(data: Any, path: tuple[Any, ...], draw: random.Random) -> None:
     for key in path[:-1]:
         data = data[key]
     old = data[path[-1]]
-    if isinstance(old, str) and old.startswith("{") and draw.random() < 0.9:  # a plan, or its profile
+    # a plan, or its profile
+    if isinstance(old, str) and old.startswith("{") and draw.random() < 0.9:
         inner = json.loads(old)
         if draw.random() < 0.1:
             data[path[-1]] = "[" * 100_000 + "]" * 100_000
@@ -162,7 +181,9 @@ def change(data: Any, path: tuple[Any, ...], draw: random.Random) -> None:
     elif draw.random() < 0.15:
         del data[path[-1]]
     elif isinstance(old, int) and draw.random() < 0.3:
-        data[path[-1]] = draw.choice([old + 1, old - 1, -old, old * 1000, 10**400 if draw.random() < 0.1 else old])
+        data[path[-1]] = draw.choice(
+            [old + 1, old - 1, -old, old * 1000, 10**400 if draw.random() < 0.1 else old]
+        )
     elif isinstance(data, dict) and draw.random() < 0.1:
         data["strange"] = draw.choice(NONSENSE)
     else:
@@ -186,7 +207,9 @@ def change_tensor(tensors: dict[str, torch.Tensor], draw: random.Random) -> None
         for _ in range(draw.choice([1, 8, 64])):
             if raw:
                 raw[draw.randrange(len(raw))] = draw.randrange(256)
-        tensors[name] = torch.frombuffer(raw, dtype=tensor.dtype).reshape(tensor.shape) if raw else tensor
+        tensors[name] = (
+            torch.frombuffer(raw, dtype=tensor.dtype).reshape(tensor.shape) if raw else tensor
+        )
 
 
 def mutate(original: Path, target: Path, draw: random.Random) -> str:
@@ -217,7 +240,9 @@ def resume(adam: bool, folder: Path) -> str:
         assert saved is not None
         numbers = saved.content["settings"]
         run = TrainingRun(
-            make_job(adam), RunSettings(**{**SETTINGS, "batch_size": numbers["batch_size"]}), store=states.store
+            make_job(adam),
+            RunSettings(**{**SETTINGS, "batch_size": numbers["batch_size"]}),
+            store=states.store,
         )
         run.resume(saved, lambda: states.read_all_ranks(saved))
         run.settings = RunSettings(**{**SETTINGS, "steps": min(run.step_number + 1, 2**60)})
@@ -248,7 +273,9 @@ def main(count: int, seed: int) -> None:
             try:
                 outcomes[resume(adam, target.parent)] += 1
             except BaseException:
-                wrong.append(f"{number} {adam} {path.parent.name}: {what}\n{traceback.format_exc()[-1500:]}")
+                wrong.append(
+                    f"{number} {adam} {path.parent.name}: {what}\n{traceback.format_exc()[-1500:]}"
+                )
             shutil.rmtree(target.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

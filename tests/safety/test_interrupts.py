@@ -1,4 +1,6 @@
-"""Ctrl-C at any moment: nothing is half done, and the next step is right. Each kind of work in a child of its own."""
+"""Ctrl-C at any moment: nothing is half done, and the next step is right. Each kind of work in a
+child of its own.
+"""
 
 from __future__ import annotations
 
@@ -71,13 +73,17 @@ def test_an_interrupt_waits_for_the_end_and_then_comes() -> None:
 
 
 def test_ctrl_c_while_a_generator_is_rewound_waits_and_leaves_no_lock() -> None:
-    """It may come as soon as the lock is taken, before any `try` begins: then nobody would give it back."""
+    """It may come as soon as the lock is taken, before any `try` begins: then nobody would give it
+    back.
+    """
     before = torch.get_rng_state()
     lines = 0
 
     def rewind() -> None:
         with rng.Rewound() as rewound:
-            rewound.start((torch.default_generator, torch.Generator().manual_seed(3).get_state()), False)
+            rewound.start(
+                (torch.default_generator, torch.Generator().manual_seed(3).get_state()), False
+            )
             torch.rand(3)
 
     while True:

@@ -1,4 +1,6 @@
-"""States that were changed and given right checksums again are refused, or resumed; no raw error, no crash."""
+"""States that were changed and given right checksums again are refused, or resumed; no raw error,
+no crash.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ from gradfit.state_checks import same_kind
 def changed_states(count: int, seed: int) -> dict[str, object]:
     script = Path(__file__).with_name("mutated_states.py")
     done = subprocess.run(
-        [sys.executable, str(script), str(count), str(seed)], capture_output=True, text=True, timeout=3000, check=False
+        [sys.executable, str(script), str(count), str(seed)],
+        capture_output=True,
+        text=True,
+        timeout=3000,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
@@ -106,7 +112,9 @@ def test_numbers_that_no_run_has_are_refused(changes: dict[str, object]) -> None
         check_state(content(**changes))
 
 
-@pytest.mark.parametrize(("name", "value"), [("position", -5), ("position", 9), ("epoch", "x"), ("offset", 3)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("position", -5), ("position", 9), ("epoch", "x"), ("offset", 3)]
+)
 def test_places_that_no_data_have_are_refused(name: str, value: object) -> None:
     saved = content()
     saved["place"]["data"][name] = value  # type: ignore[index]
@@ -129,7 +137,7 @@ def test_options_of_another_kind_are_refused() -> None:
             same_kind("group", {**here, **change}, here)
 
 
-# ------------------------------------------------------------------------------ the writer has the reader's limits
+# --------------------------------------------------------------- the writer has the reader's limits
 
 
 def nested(depth: int) -> object:
@@ -140,7 +148,9 @@ def nested(depth: int) -> object:
 
 
 @pytest.mark.parametrize("case", ["deep", "long", "wide integer"])
-def test_what_could_not_be_read_is_not_written(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_read_is_not_written(
+    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = StateStore(tmp_path)
     store.prepare()
     store.save({"step": 1}, step=1)
@@ -200,7 +210,13 @@ def test_an_optimizer_with_attributes_of_its_own_resumes(tmp_path: Path) -> None
     def made(steps: int, folder: str) -> TrainingRun:
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
-        job = Job(model, lambda m, x: m(x).square().mean(), torch.randn(32, 4), Counting(model.parameters()), 8)
+        job = Job(
+            model,
+            lambda m, x: m(x).square().mean(),
+            torch.randn(32, 4),
+            Counting(model.parameters()),
+            8,
+        )
         store = StateStore(tmp_path / folder, check_state)
         store.prepare()
         return TrainingRun(job, RunSettings(8, 2**20, steps=steps), store=store)
@@ -223,7 +239,13 @@ def test_an_optimizer_with_attributes_of_its_own_resumes(tmp_path: Path) -> None
 def stepped_once() -> Job:
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
-    job = Job(model, lambda m, x: m(x).square().mean(), torch.randn(32, 4), torch.optim.AdamW(model.parameters()), 8)
+    job = Job(
+        model,
+        lambda m, x: m(x).square().mean(),
+        torch.randn(32, 4),
+        torch.optim.AdamW(model.parameters()),
+        8,
+    )
     job.loss_fn(model, job.data).backward()
     job.optimizer.step()
     return job

@@ -1,4 +1,6 @@
-"""Whatever is tried, or fails, leaves a model as it was: buffers, attributes, modes, gradients, generators."""
+"""Whatever is tried, or fails, leaves a model as it was: buffers, attributes, modes, gradients,
+generators.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from gradfit.tape import rng
 
 
 class Restless(nn.Module):
-    """Changes all it can in each forward: writes to a buffer, puts others in their places, adds one, counts."""
+    """Changes all it can in each forward: writes to a buffer, puts others in their places, adds
+    one, counts.
+    """
 
     reassigned: torch.Tensor
     written: torch.Tensor
@@ -51,11 +55,18 @@ def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def state(model: nn.Module) -> dict[str, Any]:
     """Everything a forward of `Restless` may change, as values."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers(remove_duplicate=False))}
+    tensors = {
+        **dict(model.named_parameters()),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return {
-        "tensors": {name: (id(tensor), tensor.detach().clone()) for name, tensor in tensors.items()},
-        "gradients": {name: None if g is None else (id(g), g.clone()) for name, g in gradients.items()},
+        "tensors": {
+            name: (id(tensor), tensor.detach().clone()) for name, tensor in tensors.items()
+        },
+        "gradients": {
+            name: None if g is None else (id(g), g.clone()) for name, g in gradients.items()
+        },
         "modes": [module.training for module in model.modules()],
         "calls": getattr(model, "calls", None),
         "torch": torch.get_rng_state(),
@@ -83,7 +94,14 @@ def fitted() -> tuple[nn.Module, gf.TrainStep]:
     model = Restless()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gf.ExactnessWarning)
-        step = gf.fit(model, torch.optim.AdamW(model.parameters()), loss_fn, LARGE, memory="24 KiB", exact=False)
+        step = gf.fit(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            loss_fn,
+            LARGE,
+            memory="24 KiB",
+            exact=False,
+        )
     assert step.plan.steps > 1
     return model, step
 
@@ -122,7 +140,10 @@ def test_the_first_step_is_that_of_plain_pytorch() -> None:
     step = gf.fit(ours, torch.optim.SGD(ours.parameters(), lr=0.1), loss_fn, BATCH, memory="1 MiB")
     assert step.plan.steps == 1
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    for model, update in ((ours, lambda: step(BATCH)), (plain, lambda: plain_step(plain, optimizer))):
+    for model, update in (
+        (ours, lambda: step(BATCH)),
+        (plain, lambda: plain_step(plain, optimizer)),
+    ):
         torch.manual_seed(3)
         random.seed(3)
         np.random.seed(3)
@@ -130,7 +151,10 @@ def test_the_first_step_is_that_of_plain_pytorch() -> None:
         update()
         assert model.calls == 2
         assert float(model.reassigned) == 2
-    assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), plain.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(ours.state_dict().values(), plain.state_dict().values(), strict=True)
+    )
 
 
 def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -171,7 +195,9 @@ def test_after_a_batch_that_cannot_fit_the_next_one_steps() -> None:
     """A trial that dies in its backward pass is no half micro-batch of the window."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     batch = torch.randn(4, 8)
-    step = gf.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch, memory="12 KiB")
+    step = gf.fit(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, batch, memory="12 KiB"
+    )
     with pytest.raises(gf.BudgetInfeasible):
         step(torch.randn(4, 4096, 8))
     assert step(batch).stepped
@@ -197,7 +223,10 @@ def test_leftover_gradients_are_no_part_of_a_step_nor_of_its_memory() -> None:
     plain, optimizer = made()
     loss_fn(plain, batch).backward()
     optimizer.step()
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-6)
+        for a, b in zip(ours.parameters(), plain.parameters(), strict=True)
+    )
 
 
 def test_plans_of_a_larger_budget_are_not_taken_over() -> None:
@@ -308,7 +337,9 @@ def test_buffers_by_name_and_shared_ones() -> None:
 
 
 class Hooked(torch.nn.Module):
-    """Sets a hook in its first forward and notes that it has, as models of transformers 5 do for hidden states."""
+    """Sets a hook in its first forward and notes that it has, as models of transformers 5 do for
+    hidden states.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +348,9 @@ class Hooked(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not getattr(self, "is_hooked", False):
-            self.linear.register_forward_hook(lambda module, args, out: self.collected.append(out.detach()))
+            self.linear.register_forward_hook(
+                lambda module, args, out: self.collected.append(out.detach())
+            )
             self.is_hooked = True
         self.collected.clear()
         result: torch.Tensor = self.linear(x)

@@ -1,4 +1,6 @@
-"""A context that is interrupted as it begins leaves its setting behind, torch's own too: a snapshot takes it away."""
+"""A context that is interrupted as it begins leaves its setting behind, torch's own too: a snapshot
+takes it away.
+"""
 
 from __future__ import annotations
 

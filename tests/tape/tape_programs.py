@@ -1,9 +1,10 @@
 """Random programs on a small set of tensors, run plainly and on the tape.
 
-A program is a list of instructions (name, a, b, c): `a` and `b` choose operands among what has been made so far, `c` is
-a number for whatever the instruction needs one for. Every instruction leaves a tensor of shape (4, 6), often with odd
-strides, offsets or shared storage, so that any can follow any. An instruction that torch refuses (writing to a leaf,
-to an expanded tensor) is skipped and noted, so that both runs can be checked to have skipped the same.
+A program is a list of instructions (name, a, b, c): `a` and `b` choose operands among what has been
+made so far, `c` is a number for whatever the instruction needs one for. Every instruction leaves a
+tensor of shape (4, 6), often with odd strides, offsets or shared storage, so that any can follow
+any. An instruction that torch refuses (writing to a leaf, to an expanded tensor) is skipped and
+noted, so that both runs can be checked to have skipped the same.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def _define(name: str, function: Callable[[torch.Tensor, torch.Tensor, int], Any
     OPERATIONS[name] = function
 
 
-# ------------------------------------------------------------------------------------------------ pointwise, reductions
+# ---------------------------------------------------------------------------- pointwise, reductions
 _define("add", lambda a, b, c: a + b)
 _define("mul", lambda a, b, c: a * b)
 _define("div", lambda a, b, c: a / (b.abs() + 1))
@@ -65,15 +66,20 @@ _define("detach", lambda a, b, c: a.detach() * b)
 _define("cat", lambda a, b, c: torch.cat([a, b, a])[1 : 1 + ROWS])
 _define("stack", lambda a, b, c: torch.stack([a, b], c % 3).sum(c % 3))
 _define("baddbmm", lambda a, b, c: torch.baddbmm(a[None], a[None], (b.t() @ b)[None])[0].tanh())
-_define("conv", lambda a, b, c: F.conv1d(a[None], b[:, None, :3].contiguous(), padding=1, groups=ROWS)[0])
+_define(
+    "conv",
+    lambda a, b, c: F.conv1d(a[None], b[:, None, :3].contiguous(), padding=1, groups=ROWS)[0],
+)
 
-# ------------------------------------------------------------------------------------------------ views
+# -------------------------------------------------------------------------------------------- views
 _define("view", lambda a, b, c: a.contiguous().view(COLUMNS, ROWS).view(ROWS, COLUMNS))
 _define("transposed", lambda a, b, c: a.reshape(COLUMNS, ROWS).t())
 _define("slice", lambda a, b, c: torch.cat([a, b], 1)[:, c % 5 : c % 5 + COLUMNS])
 _define("strided", lambda a, b, c: torch.cat([a, b], 1)[:, c % 2 :: 2])
 _define("as_strided", lambda a, b, c: a.contiguous().as_strided((ROWS, COLUMNS), (COLUMNS, 1), 0))
-_define("as_strided_overlap", lambda a, b, c: (a * 1).as_strided((ROWS, COLUMNS), (1 + c % 4, 2), c % 3))
+_define(
+    "as_strided_overlap", lambda a, b, c: (a * 1).as_strided((ROWS, COLUMNS), (1 + c % 4, 2), c % 3)
+)
 _define("expand", lambda a, b, c: a[c % ROWS].expand(ROWS, COLUMNS))
 _define("expand_column", lambda a, b, c: a[:, c % COLUMNS :][:, :1].expand(ROWS, COLUMNS))
 _define("diagonal", lambda a, b, c: a + a.diagonal().sum())
@@ -83,50 +89,81 @@ _define("view_of_leaf_or_not", lambda a, b, c: a.view_as(a))
 _define(
     "int_bits",
     lambda a, b, c: (
-        (a * 1).detach().view(torch.int32 if a.dtype == torch.float32 else torch.int64).bitwise_and(-256).view(a.dtype)
+        (a * 1)
+        .detach()
+        .view(torch.int32 if a.dtype == torch.float32 else torch.int64)
+        .bitwise_and(-256)
+        .view(a.dtype)
         * b
     ),
 )
-_define("complex", lambda a, b, c: torch.view_as_real(torch.complex(a, b) * torch.complex(b, a))[..., c % 2])
+_define(
+    "complex",
+    lambda a, b, c: torch.view_as_real(torch.complex(a, b) * torch.complex(b, a))[..., c % 2],
+)
 _define("conj", lambda a, b, c: (torch.complex(a, b).conj() * torch.complex(a, a)).imag)
-_define("conj_matmul", lambda a, b, c: (torch.complex(a, b).conj() @ torch.complex(a, b).t()).real.tanh() @ a)
+_define(
+    "conj_matmul",
+    lambda a, b, c: (torch.complex(a, b).conj() @ torch.complex(a, b).t()).real.tanh() @ a,
+)
 _define("neg_view", lambda a, b, c: torch.complex(a, b).conj().imag * a)
 _define("fft", lambda a, b, c: torch.fft.ifft(torch.fft.fft(a) * torch.fft.fft(b)).real.tanh())
 
 
-# ------------------------------------------------------------------------------------------------ several outputs
+# ---------------------------------------------------------------------------------- several outputs
 _define("split", lambda a, b, c: torch.cat(list(torch.split(a, [2, 1, 3], 1))[::-1], 1))
 _define("split_one", lambda a, b, c: torch.cat([a, b], 1).chunk(2, 1)[c % 2])
-_define("unbind", lambda a, b, c: torch.stack([a.tanh().unbind(0)[(i + c) % ROWS] for i in range(ROWS)]))
+_define(
+    "unbind", lambda a, b, c: torch.stack([a.tanh().unbind(0)[(i + c) % ROWS] for i in range(ROWS)])
+)
 _define("topk", lambda a, b, c: a.topk(COLUMNS, 1)[0] + a.topk(2, 1).values.sum())
 _define("max", lambda a, b, c: a * a.max(1, keepdim=True)[0])
 _define("sort", lambda a, b, c: a.sort(1).values)
 _define("median", lambda a, b, c: a - a.median(0).values)
 _define(
     "var_mean",
-    lambda a, b, c: (a - torch.var_mean(a, 1, keepdim=True)[1]) / (1 + torch.var_mean(a, 1, keepdim=True)[0]),
+    lambda a, b, c: (
+        (a - torch.var_mean(a, 1, keepdim=True)[1]) / (1 + torch.var_mean(a, 1, keepdim=True)[0])
+    ),
 )
-_define("qr", lambda a, b, c: torch.linalg.qr(a.t() @ a + 3 * torch.eye(COLUMNS, dtype=a.dtype))[0][:ROWS])
+_define(
+    "qr",
+    lambda a, b, c: torch.linalg.qr(a.t() @ a + 3 * torch.eye(COLUMNS, dtype=a.dtype))[0][:ROWS],
+)
 _define("max_pool", lambda a, b, c: F.max_pool1d(a[None], 3, 1, 1)[0])
 _define("group_norm", lambda a, b, c: F.group_norm(a[None], 2)[0])
-_define("attention", lambda a, b, c: F.scaled_dot_product_attention(a[None, None], b[None, None], a[None, None])[0, 0])
-_define("foreach", lambda a, b, c: torch._foreach_mul(torch._foreach_add([a, b], 1.0), [b, a])[c % 2])
+_define(
+    "attention",
+    lambda a, b, c: F.scaled_dot_product_attention(a[None, None], b[None, None], a[None, None])[
+        0, 0
+    ],
+)
+_define(
+    "foreach", lambda a, b, c: torch._foreach_mul(torch._foreach_add([a, b], 1.0), [b, a])[c % 2]
+)
 
 
-# ------------------------------------------------------------------------------------------------ random
+# ------------------------------------------------------------------------------------------- random
 _define("dropout", lambda a, b, c: F.dropout(a, 0.3))
 _define("alpha_dropout", lambda a, b, c: F.alpha_dropout(a, 0.2, training=True))
 _define("rand", lambda a, b, c: a * torch.rand(COLUMNS, dtype=a.dtype))
 _define("rand_like", lambda a, b, c: a + torch.randn_like(b))
 _define("randperm", lambda a, b, c: a[torch.randperm(ROWS)])
 _define("bernoulli", lambda a, b, c: a * torch.bernoulli(a.detach().sigmoid()))
-_define("multinomial", lambda a, b, c: a[torch.multinomial(torch.ones(ROWS), ROWS, replacement=True)])
+_define(
+    "multinomial", lambda a, b, c: a[torch.multinomial(torch.ones(ROWS), ROWS, replacement=True)]
+)
 _define("rrelu", lambda a, b, c: F.rrelu(a, training=True))
 _define("randint", lambda a, b, c: a * torch.randint(1, 3, (ROWS, 1)))
-_define("generator", lambda a, b, c: a * torch.rand(ROWS, 1, generator=torch.Generator().manual_seed(c), dtype=a.dtype))
+_define(
+    "generator",
+    lambda a, b, c: (
+        a * torch.rand(ROWS, 1, generator=torch.Generator().manual_seed(c), dtype=a.dtype)
+    ),
+)
 
 
-# ------------------------------------------------------------------------------------------------ in place
+# ----------------------------------------------------------------------------------------- in place
 _define("add_", lambda a, b, c: a.add_(b))
 _define("mul_", lambda a, b, c: a.mul_(b))
 _define("tanh_", lambda a, b, c: a.tanh_())
@@ -142,7 +179,10 @@ _define("copy_", lambda a, b, c: a.copy_(b))
 _define("masked_fill_", lambda a, b, c: a.masked_fill_(b > 0, 0.25))
 _define("index_fill_", lambda a, b, c: a.index_fill_(0, torch.tensor([c % ROWS]), 2.0))
 _define("scatter_", lambda a, b, c: a.scatter_(1, torch.tensor([[c % COLUMNS]] * ROWS), 0.5))
-_define("scatter_add_", lambda a, b, c: a.scatter_add_(1, torch.zeros(ROWS, 2, dtype=torch.long), b[:, :2]))
+_define(
+    "scatter_add_",
+    lambda a, b, c: a.scatter_add_(1, torch.zeros(ROWS, 2, dtype=torch.long), b[:, :2]),
+)
 _define("index_add_", lambda a, b, c: a.index_add_(0, torch.tensor([c % ROWS, 0]), b[:2]))
 _define("index_copy_", lambda a, b, c: a.index_copy_(0, torch.tensor([c % ROWS]), b[:1]))
 _define("clamp_", lambda a, b, c: a.clamp_(-0.5, 0.5))
@@ -156,8 +196,18 @@ _define("zeros_add", lambda a, b, c: torch.zeros(ROWS, COLUMNS, dtype=a.dtype).a
 _define("transpose_", lambda a, b, c: a.clone().t_().t_())
 _define("unsqueeze_", lambda a, b, c: a.clone().unsqueeze_(0).squeeze_(0))
 _define("resize_", lambda a, b, c: _no_grad(lambda: a.clone().resize_(2, COLUMNS)).sum() * b)
-_define("set_", lambda a, b, c: _no_grad(lambda: torch.empty(0, dtype=a.dtype).set_((a * 2).detach())) * b)  # type: ignore[call-overload]
-_define("complex_", lambda a, b, c: torch.complex(a, b).mul_(torch.complex(b, b)).conj_physical_().imag)
+_define(
+    "set_",
+    lambda a, b, c: (
+        _no_grad(
+            lambda: torch.empty(0, dtype=a.dtype).set_((a * 2).detach())  # type: ignore[call-overload]
+        )
+        * b
+    ),
+)
+_define(
+    "complex_", lambda a, b, c: torch.complex(a, b).mul_(torch.complex(b, b)).conj_physical_().imag
+)
 
 
 @operation
@@ -214,7 +264,7 @@ def swap_rows(a: torch.Tensor, b: torch.Tensor, c: int) -> Any:
     return made
 
 
-# ------------------------------------------------------------------------------------------------ control and modes
+# -------------------------------------------------------------------------------- control and modes
 @operation
 def branch_on_value(a: torch.Tensor, b: torch.Tensor, c: int) -> Any:
     return a.exp().clamp(max=3) if a.sum().item() > 0 else b.cos()
@@ -328,7 +378,7 @@ def _no_grad(function: Callable[[], torch.Tensor]) -> torch.Tensor:
         return function()
 
 
-# ------------------------------------------------------------------------------------------------ running
+# ------------------------------------------------------------------------------------------ running
 CONTROL = ("enter", "enter", "leave", "leave", "mark")
 NAMES = sorted(OPERATIONS)
 
@@ -356,12 +406,20 @@ def run(
     forget: bool = True,
     twice: bool = False,
 ) -> Run:
-    """Run a program: `scope()` at every "enter", `whole` around everything, then one or two backward passes."""
+    """Run a program: `scope()` at every "enter", `whole` around everything, then one or two
+    backward passes.
+    """
     result = Run()
     torch.manual_seed(0)
     source = torch.Generator().manual_seed(1)
-    leaves = [torch.randn(ROWS, COLUMNS, generator=source, dtype=dtype).requires_grad_() for _ in range(2)]
-    made: list[Any] = [*leaves, torch.randn(ROWS, COLUMNS, generator=source, dtype=dtype), leaves[0] * 1.0]
+    leaves = [
+        torch.randn(ROWS, COLUMNS, generator=source, dtype=dtype).requires_grad_() for _ in range(2)
+    ]
+    made: list[Any] = [
+        *leaves,
+        torch.randn(ROWS, COLUMNS, generator=source, dtype=dtype),
+        leaves[0] * 1.0,
+    ]
     with hooks or contextlib.nullcontext(), whole or contextlib.nullcontext():
         opened: list[contextlib.ExitStack] = []
         try:
@@ -381,7 +439,8 @@ def run(
                     except RuntimeError as error:
                         result.skipped.append((number, type(error).__name__))
                         continue
-                    if forget and c % 3 == 0 and len(made) > 6:  # let a storage die, so that its address is used again
+                    # let a storage die, so that its address is used again
+                    if forget and c % 3 == 0 and len(made) > 6:
                         del made[2 + c % (len(made) - 4)]
         finally:
             while opened:
@@ -393,7 +452,9 @@ def run(
             loss = torch.stack(losses).sum()
             passes = 2 if twice else 1
             for number in range(passes):
-                gradients = torch.autograd.grad(loss, leaves, allow_unused=True, retain_graph=number < passes - 1)
+                gradients = torch.autograd.grad(
+                    loss, leaves, allow_unused=True, retain_graph=number < passes - 1
+                )
                 result.gradients += [g.clone() for g in gradients if g is not None]
     except RuntimeError as error:
         result.error = error

@@ -45,7 +45,8 @@ def run(kind: str, transposed: bool, scope: bool) -> tuple[torch.Tensor, int]:
     with gf.CheckpointScope("a", enabled=scope):
         h = x @ w
         h = h.t().contiguous().t() if transposed else h
-        y = (noise(kind, h).exp() * v).sum()  # exp: what is saved has to be rebuilt, not only filled
+        # exp: what is saved has to be rebuilt, not only filled
+        y = (noise(kind, h).exp() * v).sum()
     with Products() as products:
         y.backward()
     assert v.grad is not None
@@ -55,9 +56,18 @@ def run(kind: str, transposed: bool, scope: bool) -> tuple[torch.Tensor, int]:
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize(
     "kind",
-    ["empty_like", "new_empty", "new_empty_strided", "zeros_like", "ones_like", "new_full", "full_like", "rand_like",
-     "randn_like"],
-)  # fmt: skip
+    [
+        "empty_like",
+        "new_empty",
+        "new_empty_strided",
+        "zeros_like",
+        "ones_like",
+        "new_full",
+        "full_like",
+        "rand_like",
+        "randn_like",
+    ],
+)
 def test_bit_identical(kind: str, transposed: bool) -> None:
     expected, _ = run(kind, transposed, scope=False)
     found, _ = run(kind, transposed, scope=True)
@@ -65,7 +75,9 @@ def test_bit_identical(kind: str, transposed: bool) -> None:
     assert found.stride() == expected.stride()
 
 
-@pytest.mark.parametrize("kind", ["empty_like", "new_empty", "zeros_like", "new_full", "full_like", "rand_like"])
+@pytest.mark.parametrize(
+    "kind", ["empty_like", "new_empty", "zeros_like", "new_full", "full_like", "rand_like"]
+)
 def test_the_product_is_not_replayed(kind: str) -> None:
     assert run(kind, False, scope=True)[1] == 0
 
@@ -80,7 +92,9 @@ def test_a_mask_of_dropout_costs_no_product() -> None:
             super().__init__()
             self.names: list[str] = []
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             self.names.append(str(func))
             return func(*args, **(kwargs or {}))
 
@@ -92,9 +106,13 @@ def test_a_mask_of_dropout_costs_no_product() -> None:
     assert "aten.addmm.default" not in replays.names
 
 
-@pytest.mark.parametrize("make", [torch.zeros_like, torch.ones_like, torch.rand_like, torch.empty_like])
+@pytest.mark.parametrize(
+    "make", [torch.zeros_like, torch.ones_like, torch.rand_like, torch.empty_like]
+)
 def test_odd_strides_where_a_size_is_one(make: Any) -> None:
-    """A batch of one row, and one of its steps: contiguous, and yet with another stride than a new tensor's."""
+    """A batch of one row, and one of its steps: contiguous, and yet with another stride than a new
+    tensor's.
+    """
     gradients = []
     for scope in (False, True):
         torch.manual_seed(3)

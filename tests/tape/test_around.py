@@ -1,4 +1,6 @@
-"""What else may be at work around or inside a recording: modes, fake tensors, subclasses, the compiler, interrupts."""
+"""What else may be at work around or inside a recording: modes, fake tensors, subclasses, the
+compiler, interrupts.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def left_over() -> list[str]:
         "modes": torch._C._len_torch_dispatch_stack() > 0,
         "scope": inside_scope(),
         "recordings": bool(process._recordings),
-        "below autograd": torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradCPU),
+        "below autograd": torch._C._dispatch_tls_is_dispatch_key_excluded(
+            torch._C.DispatchKey.AutogradCPU
+        ),
         "hooks": torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
         "tracing": torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None,
     }
@@ -75,7 +79,9 @@ def chain(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return nn.functional.dropout(h, 0.3).sin().exp()
 
 
-@pytest.mark.parametrize("where", ["outside", "around the backward too", "inside", "beside a meter"])
+@pytest.mark.parametrize(
+    "where", ["outside", "around the backward too", "inside", "beside a meter"]
+)
 def test_a_mode_that_changes_results(where: str) -> None:
     results = []
     for enabled in (False, True):
@@ -132,7 +138,8 @@ def test_fake_tensors_inside_a_scope() -> None:
     x = torch.randn(3, requires_grad=True)
     with gf.CheckpointScope("s") as scope:
         with FakeTensorMode():
-            shape = nn.Linear(7, 11)(torch.empty(5, 7).erfinv()).lgamma().shape  # in no cache of torch's yet
+            # in no cache of torch's yet
+            shape = nn.Linear(7, 11)(torch.empty(5, 7).erfinv()).lgamma().shape
         loss = (x.sin() * shape[1]).exp().sum()
     assert shape == (5, 11)
     assert scope.stats.freed_bytes > 0
@@ -167,7 +174,8 @@ def test_a_subclass_that_runs_kernels_on_itself() -> None:
             h = x.sin() * 2
             h.mul_(0.5)
             with torch.no_grad():
-                h.detach().as_subclass(Kernels).add_(1)  # nobody hears this write, right after one that was heard
+                # nobody hears this write, right after one that was heard
+                h.detach().as_subclass(Kernels).add_(1)
             loss = (h * x).exp().sum()
         results.append((loss.detach(), torch.autograd.grad(loss, x)[0]))
     for plain, ours in zip(*results, strict=True):
@@ -186,7 +194,9 @@ def test_a_loop_operator_inside_a_scope() -> None:
     assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # the compiler asks for it
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor:UserWarning"
+)  # the compiler asks for it
 @pytest.mark.parametrize("way", ["with", "checkpoint", "decorator"])
 def test_a_scope_inside_a_compiled_function(way: str) -> None:
     """It runs eagerly; what is around it is compiled."""
@@ -229,7 +239,9 @@ def test_a_scope_inside_a_compiled_function(way: str) -> None:
 
 
 def test_interrupts_leave_nothing_behind() -> None:
-    """One wherever Python looks for signals in a step: when a function is entered, and when one in C has returned."""
+    """One wherever Python looks for signals in a step: when a function is entered, and when one in
+    C has returned.
+    """
     layer = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.ReLU(inplace=True), nn.Linear(8, 8))
     x = torch.randn(4, 8)
     left = 0
@@ -244,9 +256,13 @@ def test_interrupts_leave_nothing_behind() -> None:
     def interrupt(frame: Any, event: str, _: Any) -> None:
         nonlocal left
         name = frame.f_code.co_name
-        if name in ("__del__", "tape_ends") or f"{os.sep}gradfit{os.sep}" not in frame.f_code.co_filename:
+        if (
+            name in ("__del__", "tape_ends")
+            or f"{os.sep}gradfit{os.sep}" not in frame.f_code.co_filename
+        ):
             return  # Python swallows it there
-        if event == "c_return" or (event == "call" and name != "__exit__"):  # which is then not called: nobody can help
+        # which is then not called: nobody can help
+        if event == "c_return" or (event == "call" and name != "__exit__"):
             left -= 1
             if left == 0:
                 raise KeyboardInterrupt
@@ -287,7 +303,9 @@ def test_an_interrupt_that_keeps_an_inner_scope_open_is_not_hidden() -> None:
 
 
 def test_a_write_that_fails_leaves_the_table_right() -> None:
-    """What was read before the failed write is a copy by then, and its address may be another tensor's."""
+    """What was read before the failed write is a copy by then, and its address may be another
+    tensor's.
+    """
     for _ in range(20):
         w = torch.randn(4, 6, requires_grad=True)
         gradients = []

@@ -36,7 +36,9 @@ _DRAWS: dict[str, Any] = {
     "binomial": lambda p, g: torch.binomial((p * 5).round(), p, generator=g),
     "gamma": lambda p, g: torch._standard_gamma(p, g),
     "dirichlet": lambda p, g: torch._sample_dirichlet(p, g),
-    "rrelu": lambda p, g: torch.ops.aten.rrelu_with_noise(p - 0.5, torch.empty_like(p), 0.1, 0.4, True, g),
+    "rrelu": lambda p, g: torch.ops.aten.rrelu_with_noise(
+        p - 0.5, torch.empty_like(p), 0.1, 0.4, True, g
+    ),
 }
 
 
@@ -62,7 +64,9 @@ def test_drawing_again(name: str, own: bool) -> None:
 
 
 class Accelerator:
-    """Draws on the CPU that are recorded as an accelerator's: by its device, which is a new object at each asking."""
+    """Draws on the CPU that are recorded as an accelerator's: by its device, which is a new object
+    at each asking.
+    """
 
     def get_rng_state(self, device: torch.device) -> torch.Tensor:
         assert device.type == "cuda"
@@ -117,9 +121,13 @@ def test_the_current_device_is_named_when_it_is_recorded(accelerator: Accelerato
 
 
 def test_a_tensor_made_from_nothing_is_made_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`device="cuda"` is recorded with the index it had then; a fake tensor can be on a device that is not here."""
+    """`device="cuda"` is recorded with the index it had then; a fake tensor can be on a device that
+    is not here.
+    """
     recorded: list[Any] = []
-    monkeypatch.setattr(Recorder, "_record", lambda self, func, info, args, kwargs, *rest: recorded.append(kwargs))
+    monkeypatch.setattr(
+        Recorder, "_record", lambda self, func, info, args, kwargs, *rest: recorded.append(kwargs)
+    )
     with FakeTensorMode(), gf.CheckpointScope("s"):
         torch.arange(3, device="cuda", dtype=torch.float64)
     assert recorded[0]["device"] == torch.device("cuda", 0)

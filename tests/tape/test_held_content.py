@@ -1,4 +1,6 @@
-"""What a replay starts from is what the forward read, whatever became of it since: or the backward pass is refused."""
+"""What a replay starts from is what the forward read, whatever became of it since: or the backward
+pass is refused.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ import gradfit as gf
 from gradfit._torch import storage_key
 from gradfit.tape import unwatched
 
-Forward = Callable[[], tuple[torch.Tensor, list[torch.Tensor]]]  # a loss, and what it is differentiated by
+# a loss, and what it is differentiated by
+Forward = Callable[[], tuple[torch.Tensor, list[torch.Tensor]]]
 
 
 def gradients(forward: Forward, between: Callable[[], object] = lambda: None) -> list[torch.Tensor]:
@@ -30,9 +33,11 @@ def in_scope(function: Callable[..., Any], *args: Any) -> Any:
         return function(*args)
 
 
-# ------------------------------------------------------------------------------------------------ parameters
+# --------------------------------------------------------------------------------------- parameters
 def test_a_parameter_that_is_swapped_is_replayed_as_it_was_read() -> None:
-    """`.data =` frees its storage, and another parameter gets the address: its numbers must not be used."""
+    """`.data =` frees its storage, and another parameter gets the address: its numbers must not be
+    used.
+    """
 
     def run(scoped: bool) -> torch.Tensor:
         torch.manual_seed(0)
@@ -71,7 +76,9 @@ def test_an_address_that_comes_back_is_not_taken_for_the_same_parameter() -> Non
 @pytest.mark.parametrize("kind", ["parameters", "inputs"])
 @pytest.mark.parametrize("outer", ["nothing", "scope", "manager"])
 def test_two_that_exchange_their_storages_before_one_is_written_to(outer: str, kind: str) -> None:
-    """After an inner scope has read one: its version counter does not count what is written through the other."""
+    """After an inner scope has read one: its version counter does not count what is written through
+    the other.
+    """
     managers: dict[str, Callable[[], Any]] = {
         "nothing": contextlib.nullcontext,
         "scope": lambda: gf.CheckpointScope("outer"),
@@ -180,7 +187,7 @@ def test_reading_a_parameter_often_does_not_grow_the_table() -> None:
         assert max(map(len, recorder._leaves.values())) <= 64
 
 
-# ------------------------------------------------------------------------------------------------ aliases
+# ------------------------------------------------------------------------------------------ aliases
 ALIASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dlpack": lambda tensor: torch.from_dlpack(tensor.detach()),
     "numpy": lambda tensor: torch.as_tensor(tensor.detach().numpy()),
@@ -236,7 +243,9 @@ def test_a_write_through_an_alias_of_what_a_replay_starts_from(kind: str) -> Non
 
 @pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
 def test_reading_through_an_alias(alias: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """What is read is held: the tensor that it is an alias of is written to, and the alias's counter does not tell."""
+    """What is read is held: the tensor that it is an alias of is written to, and the alias's
+    counter does not tell.
+    """
 
     def run(scoped: bool) -> torch.Tensor:
         torch.manual_seed(0)
@@ -262,7 +271,7 @@ def test_an_ordinary_write_loses_nothing_else() -> None:
     loss.backward()
 
 
-# ------------------------------------------------------------------------------------------------ inputs refilled later
+# ---------------------------------------------------------------------------- inputs refilled later
 def numpy_input() -> tuple[torch.Tensor, Callable[[], None]]:
     array = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
     return torch.from_numpy(array), lambda: array.fill(5)
@@ -281,7 +290,9 @@ def inference_input() -> tuple[torch.Tensor, Callable[[], None]]:
 
 def buffer_input() -> tuple[torch.Tensor, Callable[[], None]]:
     memory = bytearray(np.arange(24, dtype=np.float32).tobytes())
-    return torch.frombuffer(memory, dtype=torch.float32).view(4, 6), lambda: memory.__setitem__(slice(None), bytes(96))
+    return torch.frombuffer(memory, dtype=torch.float32).view(4, 6), lambda: memory.__setitem__(
+        slice(None), bytes(96)
+    )
 
 
 INPUTS = {"numpy": numpy_input, "inference": inference_input, "buffer": buffer_input}
@@ -370,7 +381,7 @@ def test_which_memory_is_watched() -> None:
     assert unwatched.is_unwatched(torch.from_dlpack(plain))
 
 
-# ------------------------------------------------------------------------------------------------ other layouts
+# ------------------------------------------------------------------------------------ other layouts
 OFFSETS = torch.tensor([0, 2, 6])
 
 
@@ -407,13 +418,17 @@ class Wrapped(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner: torch.Tensor, requires_grad: bool = False) -> Wrapped:
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, requires_grad=requires_grad)
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, requires_grad=requires_grad
+        )
         made.inner = inner
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*(arg.inner if isinstance(arg, Wrapped) else arg for arg in args), **(kwargs or {}))
+        out = func(
+            *(arg.inner if isinstance(arg, Wrapped) else arg for arg in args), **(kwargs or {})
+        )
         return args[0] if func._schema.is_mutable else Wrapped(out)
 
 
@@ -429,7 +444,7 @@ def test_a_saved_wrapper_that_is_written_to_is_refused() -> None:
             loss.backward()
 
 
-# ------------------------------------------------------------------------------------------------ nodes
+# -------------------------------------------------------------------------------------------- nodes
 def node_of(scope: gf.CheckpointScope, name: str) -> gf.CheckpointNode:
     return next(node for node in scope.nodes() if name in str(node.operation))
 
@@ -457,7 +472,9 @@ def test_a_node_that_is_kept_after_its_result_was_overwritten(change: str) -> No
 
 
 def test_marking_a_view_after_its_base_was_swapped() -> None:
-    """What is kept is what lies in the view's storage, not what the operation's result has become."""
+    """What is kept is what lies in the view's storage, not what the operation's result has
+    become.
+    """
 
     def run(scoped: bool) -> torch.Tensor:
         torch.manual_seed(0)
@@ -490,7 +507,9 @@ def test_linear_saves_what_it_read() -> None:
 
 
 def test_memory_filled_by_numpy_under_inference_mode() -> None:
-    """Uninitialised when it was made, filled unseen, read through a view, refilled after the scope."""
+    """Uninitialised when it was made, filled unseen, read through a view, refilled after the
+    scope.
+    """
 
     def run(scoped: bool) -> torch.Tensor:
         x = torch.linspace(-1, 1, 4).requires_grad_()
@@ -505,7 +524,7 @@ def test_memory_filled_by_numpy_under_inference_mode() -> None:
     assert torch.equal(run(True), run(False))
 
 
-# ------------------------------------------------------------------------------------------------ two version counters
+# ----------------------------------------------------------------------------- two version counters
 @pytest.mark.parametrize("kind", ["parameter", "activation"])
 def test_a_tensor_that_is_read_through_data_and_then_written_to(kind: str) -> None:
     """`.data` has a version counter of its own, which does not stand where the tensor's stands."""

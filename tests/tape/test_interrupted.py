@@ -34,13 +34,20 @@ def test_a_listener_that_rests_is_not_woken_by_one_inside() -> None:
         assert heard
         outer.rest()
         heard.clear()
-        with Passing(), listening(lambda op, args, kwargs: op(*args, **kwargs), view_names, lambda tensors: None):
+        with (
+            Passing(),
+            listening(
+                lambda op, args, kwargs: op(*args, **kwargs), view_names, lambda tensors: None
+            ),
+        ):
             torch.ones(2).sin()
         torch.ones(2).cos()
         assert heard == []
 
 
-def test_a_constant_whose_check_failed_is_checked_at_its_next_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_constant_whose_check_failed_is_checked_at_its_next_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     checks = [0]
     holds_only = known.holds_only
 

@@ -1,4 +1,6 @@
-"""Work grows with what there is to do, not with its square: lines of gradfit that run are counted, not seconds."""
+"""Work grows with what there is to do, not with its square: lines of gradfit that run are counted,
+not seconds.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class Work:
         return self._line
 
 
-def assert_linear(program: Callable[[int], object], monkeypatch: pytest.MonkeyPatch, size: int = 100) -> None:
+def assert_linear(
+    program: Callable[[int], object], monkeypatch: pytest.MonkeyPatch, size: int = 100
+) -> None:
     program(3)  # what is done once
     counts = []
     for count in (size, 2 * size):
@@ -82,7 +86,9 @@ def many_writes(count: int) -> None:
 
 
 def readers(order: int) -> Callable[[int], None]:
-    """One value that many read, and backward passes that come to the readers in one order or the other, twice."""
+    """One value that many read, and backward passes that come to the readers in one order or the
+    other, twice.
+    """
 
     def program(count: int) -> None:
         x = torch.ones(2, requires_grad=True)
@@ -107,18 +113,35 @@ def chain(count: int) -> None:
 
 @pytest.mark.parametrize(
     ("program", "size"),
-    [(many_arguments, 300), (many_results, 100), (many_writes, 100), (readers(1), 100), (readers(-1), 100),
-     (chain, 100)],
-    ids=["cat", "foreach", "foreach writes", "readers, first to last", "readers, last to first", "chain"],
-)  # fmt: skip
-def test_recording_and_replaying(program: Callable[[int], None], size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    [
+        (many_arguments, 300),
+        (many_results, 100),
+        (many_writes, 100),
+        (readers(1), 100),
+        (readers(-1), 100),
+        (chain, 100),
+    ],
+    ids=[
+        "cat",
+        "foreach",
+        "foreach writes",
+        "readers, first to last",
+        "readers, last to first",
+        "chain",
+    ],
+)
+def test_recording_and_replaying(
+    program: Callable[[int], None], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert_linear(program, monkeypatch, size)
 
 
 def test_a_mean_of_many_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     def program(count: int) -> None:
         accumulator = gf.DynamicBatchAccumulator(steps=1)
-        accumulator.accumulate(gf.GradientMap({f"p{number}": torch.ones(1) for number in range(count)}), 2)
+        accumulator.accumulate(
+            gf.GradientMap({f"p{number}": torch.ones(1) for number in range(count)}), 2
+        )
         accumulator.get_accumulated_gradient()
 
     assert_linear(program, monkeypatch)

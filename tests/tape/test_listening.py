@@ -1,4 +1,6 @@
-"""How the recorder hears of operations: on a key of its own or as a mode, and what it may skip on the way."""
+"""How the recorder hears of operations: on a key of its own or as a mode, and what it may skip on
+the way.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ def names(calls: Calls) -> list[str]:
 
 def test_views_are_not_heard_and_everything_else_is() -> None:
     x = torch.randn(4, 6, requires_grad=True)
-    found = names(heard(lambda: (x.view(2, 12).t()[1:].transpose(0, 1).unsqueeze(0).expand(3, -1, -1) * 2).sum()))
+    found = names(
+        heard(
+            lambda: (x.view(2, 12).t()[1:].transpose(0, 1).unsqueeze(0).expand(3, -1, -1) * 2).sum()
+        )
+    )
     assert found == ["aten.mul.Tensor", "aten.sum.default"]
 
 
@@ -44,9 +50,13 @@ def test_a_mode_hears_the_same_operations() -> None:
     x = torch.randn(2, 5, 16)
     alone = names(heard(lambda: model(x).sum()))
     with gf.meter():
-        beside = names([call for call in heard(lambda: model(x).sum()) if not info_of(call[0]).view])
+        beside = names(
+            [call for call in heard(lambda: model(x).sum()) if not info_of(call[0]).view]
+        )
     # Some of torch's own code writes in place only where no mode looks.
-    assert [name.replace("_.", ".") for name in alone] == [name.replace("_.", ".") for name in beside]
+    assert [name.replace("_.", ".") for name in alone] == [
+        name.replace("_.", ".") for name in beside
+    ]
 
 
 def test_what_the_ear_runs_is_not_heard_and_what_is_unseen_neither() -> None:
@@ -116,7 +126,17 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "bmm": (torch.randn(2, 4, 6), torch.randn(2, 6, 5)),
     "cat": ([_x, _x], 1),
     "clone": (_x,),
-    "convolution": (_image, torch.randn(3, 4, 3, 3), torch.randn(3), [1, 1], [0, 0], [1, 1], False, [0, 0], 1),
+    "convolution": (
+        _image,
+        torch.randn(3, 4, 3, 3),
+        torch.randn(3),
+        [1, 1],
+        [0, 0],
+        [1, 1],
+        False,
+        [0, 0],
+        1,
+    ),
     "div.Tensor": (_x, 3.0),
     "embedding": (_x, torch.tensor([1, 3])),
     "empty_like": (_x,),
@@ -124,7 +144,16 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "mm": (_x, torch.randn(6, 5)),
     "mul.Tensor": (_x, 0.5),
     "mul_.Tensor": (_x, _x),
-    "native_batch_norm": (_image, torch.ones(4), torch.zeros(4), torch.zeros(4), torch.ones(4), True, 0.1, 1e-5),
+    "native_batch_norm": (
+        _image,
+        torch.ones(4),
+        torch.zeros(4),
+        torch.zeros(4),
+        torch.ones(4),
+        True,
+        0.1,
+        1e-5,
+    ),
     "native_dropout": (_x, 0.5, True),
     "native_group_norm": (_image, torch.ones(4), torch.zeros(4), 2, 4, 25, 2, 1e-5),
     "native_layer_norm": (_x, [6], torch.ones(6), torch.zeros(6), 1e-5),
@@ -143,7 +172,9 @@ def test_a_binding_calls_its_operator(name: str) -> None:
     assert info_of(op).call is _BINDINGS[name]
 
     def fresh() -> list[Any]:
-        return [a.clone() if isinstance(a, torch.Tensor) else a for a in _ARGUMENTS.get(short, (_x,))]
+        return [
+            a.clone() if isinstance(a, torch.Tensor) else a for a in _ARGUMENTS.get(short, (_x,))
+        ]
 
     args = fresh()
     calls = heard(lambda: _BINDINGS[name](*args))

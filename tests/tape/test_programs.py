@@ -1,4 +1,6 @@
-"""Random programs, random scopes, random keep-sets: bit by bit what plain PyTorch does, or refused."""
+"""Random programs, random scopes, random keep-sets: bit by bit what plain PyTorch does, or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, about what ran
 
 numbers = st.integers(0, 30)
 instructions = st.tuples(
-    st.one_of(st.sampled_from(NAMES), st.sampled_from(NAMES + list(CONTROL))), numbers, numbers, numbers
+    st.one_of(st.sampled_from(NAMES), st.sampled_from(NAMES + list(CONTROL))),
+    numbers,
+    numbers,
+    numbers,
 )
 programs = st.lists(instructions, min_size=2, max_size=24)
 Way = tuple[str, int]
@@ -85,7 +90,9 @@ class Partial(Recorder):
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    return (
+        a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    )
 
 
 def replay(program: list[Instruction], dtype: torch.dtype, choice: Way, **options: Any) -> Run:
@@ -120,44 +127,61 @@ def check(program: list[Instruction], dtype: torch.dtype, choice: Way, **options
     assert torch.equal(ours.rng, plain.rng), "rng"
     if ours.error is not None:
         if plain.error is None:
-            # Where nobody listens, nobody sees a write to something that was read before: it can only be refused.
+            # Where nobody listens, nobody sees a write to something that was read before: it can
+            # only be refused.
             assert isinstance(ours.error, gf.ActivationOverwritten), ours.error
             assert choice[0] == "scopes" or (choice[0] == "tail" and ours.lost), ours.error
         return
-    if plain.error is not None:  # torch refuses, the tape has the old version: then it must be the right one
+    # torch refuses, the tape has the old version: then it must be the right one
+    if plain.error is not None:
         if any(name == "rrelu" for name, *_ in program):
-            return  # it fills its noise after autograd has saved it: the copies below would be of no data
+            # it fills its noise after autograd has saved it: the copies below would be of no data
+            return
         plain = run(
             program, dtype, lambda: torch.enable_grad(), lambda t: t,
             hooks=saved_tensors_hooks(copied, lambda t: t), **options,
         )  # fmt: skip
         assert plain.error is None
     assert len(ours.gradients) == len(plain.gradients)
-    assert all(same_bits(a, b) for a, b in zip(ours.gradients, plain.gradients, strict=True)), "gradients"
+    assert all(same_bits(a, b) for a, b in zip(ours.gradients, plain.gradients, strict=True)), (
+        "gradients"
+    )
 
 
 def _property(count: int) -> Any:
     def decorate(function: Any) -> Any:
         function = settings(
-            max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True, database=None
+            max_examples=count,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            print_blob=True,
+            database=None,
         )(function)
         return given(
-            program=programs, dtype=st.sampled_from([torch.float32, torch.float64]), choice=choices, twice=st.booleans()
+            program=programs,
+            dtype=st.sampled_from([torch.float32, torch.float64]),
+            choice=choices,
+            twice=st.booleans(),
         )(function)
 
     return decorate
 
 
 @_property(300)
-def test_random_programs(program: list[Instruction], dtype: torch.dtype, choice: Way, twice: bool) -> None:
+def test_random_programs(
+    program: list[Instruction], dtype: torch.dtype, choice: Way, twice: bool
+) -> None:
     check(program, dtype, choice, twice=twice)
 
 
 def test_a_slice_of_a_result_that_is_written_to() -> None:
-    """Torch refuses; what is compared with keeps copies in the same layout, or its last bit would differ."""
+    """Torch refuses; what is compared with keeps copies in the same layout, or its last bit would
+    differ.
+    """
     program = [
-        ("add", 0, 0, 0), ("qr", 0, 0, 0), ("add_", 5, 0, 1), ("complex", 0, 1, 1), ("add", 0, 0, 0), ("add", 0, 0, 1),
-        ("add", 0, 0, 1), ("add", 0, 0, 1), ("add", 0, 16, 1), ("baddbmm", 0, 6, 0),
+        ("add", 0, 0, 0), ("qr", 0, 0, 0), ("add_", 5, 0, 1), ("complex", 0, 1, 1), ("add", 0, 0,
+        0), ("add", 0, 0, 1), ("add", 0, 0, 1), ("add", 0, 0, 1), ("add", 0, 16, 1), ("baddbmm", 0,
+        6, 0),
     ]  # fmt: skip
     check(program, torch.float64, ("one scope", 0))
 
@@ -165,7 +189,9 @@ def test_a_slice_of_a_result_that_is_written_to() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @_property(3000)
-def test_many_random_programs(program: list[Instruction], dtype: torch.dtype, choice: Way, twice: bool) -> None:
+def test_many_random_programs(
+    program: list[Instruction], dtype: torch.dtype, choice: Way, twice: bool
+) -> None:
     check(program, dtype, choice, twice=twice)
 
 
@@ -190,7 +216,10 @@ def test_most_programs_differentiate() -> None:
     draw = random.Random(0)
     good = 0
     for _ in range(100):
-        program = [(draw.choice(NAMES), draw.randrange(30), draw.randrange(30), draw.randrange(30)) for _ in range(12)]
+        program = [
+            (draw.choice(NAMES), draw.randrange(30), draw.randrange(30), draw.randrange(30))
+            for _ in range(12)
+        ]
         result = run(program, torch.float64, lambda: torch.enable_grad(), lambda t: t)
         good += result.error is None and bool(result.gradients)
     assert good > 50

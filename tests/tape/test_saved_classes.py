@@ -1,4 +1,6 @@
-"""What autograd saves comes back as what it was: its class, its attributes; and who wrote over it is told."""
+"""What autograd saves comes back as what it was: its class, its attributes; and who wrote over it
+is told.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,14 @@ class Remember(torch.autograd.Function):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda x: nn.Parameter(torch.arange(3.0), requires_grad=False), lambda x: marked(torch.arange(3.0)),
-     lambda x: marked(x.detach().exp()), lambda x: nn.Buffer(torch.arange(3.0))],
+    [
+        lambda x: nn.Parameter(torch.arange(3.0), requires_grad=False),
+        lambda x: marked(torch.arange(3.0)),
+        lambda x: marked(x.detach().exp()),
+        lambda x: nn.Buffer(torch.arange(3.0)),
+    ],
     ids=["frozen parameter", "subclass", "rebuilt subclass", "buffer"],
-)  # fmt: skip
+)
 def test_the_class_of_what_a_function_saves(make: Any) -> None:
     results = []
     for enabled in (False, True):
@@ -56,14 +62,16 @@ def test_the_class_of_what_a_function_saves(make: Any) -> None:
         del other
         loss.backward()
         (found,) = Remember.found
-        results.append((type(found), getattr(found, "mark", None), found.as_subclass(torch.Tensor), x.grad))
+        results.append(
+            (type(found), getattr(found, "mark", None), found.as_subclass(torch.Tensor), x.grad)
+        )
     (kind, mark, content, gradient), ours = results
     assert ours[:2] == (kind, mark)
     assert torch.equal(ours[2], content)
     assert torch.equal(ours[3], gradient)
 
 
-# ------------------------------------------------------------------------------------------------ overwritten
+# -------------------------------------------------------------------------------------- overwritten
 
 
 def test_the_error_names_operation_and_line() -> None:
@@ -71,7 +79,9 @@ def test_the_error_names_operation_and_line() -> None:
     with gf.CheckpointScope("a"):
         y = x * w  # this line
     x.add_(1)
-    with pytest.raises(gf.ActivationOverwritten, match="modified by an inplace operation") as caught:
+    with pytest.raises(
+        gf.ActivationOverwritten, match="modified by an inplace operation"
+    ) as caught:
         y.sum().backward()
     assert "MulBackward0" in str(caught.value)
     assert _line_of(y_line := "# this line") in str(caught.value), y_line
@@ -83,7 +93,9 @@ def test_the_error_names_what_is_rebuilt_from() -> None:
     with gf.CheckpointScope("a"):
         y = (x.cos() * w).exp()  # a rebuilt line
     x.add_(1)
-    with pytest.raises(gf.ActivationOverwritten, match="from which activations are rebuilt") as caught:
+    with pytest.raises(
+        gf.ActivationOverwritten, match="from which activations are rebuilt"
+    ) as caught:
         y.sum().backward()
     assert "ExpBackward0" in str(caught.value)
     assert _line_of("# a rebuilt line") in str(caught.value)
@@ -110,7 +122,9 @@ def test_the_error_for_a_nested_tensor() -> None:
     w = torch.randn(3, requires_grad=True)
     nested = torch.nested.nested_tensor(parts)
     with gf.CheckpointScope("a"):
-        y = nested * torch.nested.nested_tensor([w.expand(2, 3), w.expand(4, 3)], requires_grad=True)
+        y = nested * torch.nested.nested_tensor(
+            [w.expand(2, 3), w.expand(4, 3)], requires_grad=True
+        )
     nested.mul_(2)
     with pytest.raises(gf.ActivationOverwritten, match="2 nested parts"):
         torch.nested.to_padded_tensor(y, 0.0).sum().backward()
@@ -118,11 +132,13 @@ def test_the_error_for_a_nested_tensor() -> None:
 
 def _line_of(comment: str) -> str:
     with open(__file__) as source:
-        number = next(at for at, line in enumerate(source, start=1) if line.rstrip().endswith(comment))
+        number = next(
+            at for at, line in enumerate(source, start=1) if line.rstrip().endswith(comment)
+        )
     return f"test_saved_classes.py:{number}"
 
 
-# ------------------------------------------------------------------------------------------------ gf.backward
+# -------------------------------------------------------------------------------------- gf.backward
 
 
 class Failing(torch.autograd.Function):
@@ -138,7 +154,12 @@ class Failing(torch.autograd.Function):
 
 
 @pytest.mark.parametrize(
-    "error", [torch.OutOfMemoryError("Tried to allocate 20 MiB"), RuntimeError("of the user's"), KeyError("other")]
+    "error",
+    [
+        torch.OutOfMemoryError("Tried to allocate 20 MiB"),
+        RuntimeError("of the user's"),
+        KeyError("other"),
+    ],
 )
 def test_a_failure_in_a_backward_is_passed_on(error: Exception) -> None:
     Failing.error = error

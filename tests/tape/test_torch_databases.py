@@ -1,4 +1,6 @@
-"""Every operator and module that torch has samples for, in a scope, is what it is without one: see torch_databases."""
+"""Every operator and module that torch has samples for, in a scope, is what it is without one: see
+torch_databases.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ PROGRAM = Path(__file__).with_name("torch_databases.py")
 
 
 def sweep(*arguments: str) -> int:
-    """How many cases were compared, in a process of its own; none may differ, and none may end it."""
+    """How many cases were compared, in a process of its own; none may differ, and none may end
+    it.
+    """
     command = [sys.executable, str(PROGRAM), *arguments]
     paths = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, capture_output=True, text=True, env=paths, check=False)
@@ -42,11 +46,20 @@ def test_what_differs_inside_a_scope_is_reported(variant: str) -> None:
         return given[0].sin()
 
     x = [torch.randn(3, requires_grad=True)]
-    assert compare(Case("wrong", x[0].dtype, 0, x, lambda _: Callee(differs), []), variant) is not None
-    assert compare(Case("refused", x[0].dtype, 0, x, lambda _: Callee(refuses), []), variant) == (
-        "forward: ValueError: not here"
+    assert (
+        compare(Case("wrong", x[0].dtype, 0, x, lambda _: Callee(differs), []), variant) is not None
     )
-    assert compare(Case("right", x[0].dtype, 0, x, lambda _: Callee(lambda given: given[0].sin()), []), variant) is None
+    assert (
+        compare(Case("refused", x[0].dtype, 0, x, lambda _: Callee(refuses), []), variant)
+        == "forward: ValueError: not here"
+    )
+    assert (
+        compare(
+            Case("right", x[0].dtype, 0, x, lambda _: Callee(lambda given: given[0].sin()), []),
+            variant,
+        )
+        is None
+    )
 
 
 def test_one_case_of_every_name_and_dtype() -> None:

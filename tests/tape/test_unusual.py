@@ -27,7 +27,7 @@ def same(program: Callable[[Any], torch.Tensor]) -> None:
     assert torch.equal(*results)
 
 
-# ------------------------------------------------------------------------------------------------ layouts
+# ------------------------------------------------------------------------------------------ layouts
 
 EYE = torch.eye(4)
 WRITES: dict[str, Any] = {
@@ -48,7 +48,9 @@ WRITES: dict[str, Any] = {
 def _write_values(tensor: torch.Tensor) -> torch.Tensor:
     before = tensor.values().exp()
     tensor.mul_(3)
-    return torch.sparse_csr_tensor(tensor.crow_indices(), tensor.col_indices(), tensor.values() * before, (4, 4))
+    return torch.sparse_csr_tensor(
+        tensor.crow_indices(), tensor.col_indices(), tensor.values() * before, (4, 4)
+    )
 
 
 @pytest.mark.parametrize("name", WRITES)
@@ -81,7 +83,11 @@ def test_nested_tensors_like_others(make: Any) -> None:
 def test_a_sparse_embedding_online() -> None:
     def program(scope: Any) -> torch.Tensor:
         embedding = nn.Embedding(16, 8, sparse=True)
-        manager = gf.CheckpointManager(max_memory_mb=10, auto_checkpoint=True) if scope.is_enabled else scope
+        manager = (
+            gf.CheckpointManager(max_memory_mb=10, auto_checkpoint=True)
+            if scope.is_enabled
+            else scope
+        )
         with manager:
             embedding(torch.arange(8)).exp().sum().backward()
         return embedding.weight.grad.to_dense()
@@ -89,16 +95,22 @@ def test_a_sparse_embedding_online() -> None:
     same(program)
 
 
-# ------------------------------------------------------------------------------------------------ transforms
+# --------------------------------------------------------------------------------------- transforms
 
 BATCHED: dict[str, Any] = {
-    "is_grads_batched": lambda y, x: torch.autograd.grad(y, x, torch.eye(4), is_grads_batched=True)[0],
-    "vmap": lambda y, x: torch.func.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0])(torch.eye(4)),
+    "is_grads_batched": lambda y, x: torch.autograd.grad(y, x, torch.eye(4), is_grads_batched=True)[
+        0
+    ],
+    "vmap": lambda y, x: torch.func.vmap(
+        lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0]
+    )(torch.eye(4)),
 }
 
 
 @pytest.mark.parametrize("kind", BATCHED)
-@pytest.mark.parametrize("draw", [F.dropout, lambda h: h * torch.rand_like(h), lambda h: h * torch.rand(4)])
+@pytest.mark.parametrize(
+    "draw", [F.dropout, lambda h: h * torch.rand_like(h), lambda h: h * torch.rand(4)]
+)
 def test_random_operations_are_replayed_under_vmap(kind: str, draw: Any) -> None:
     def program(scope: Any) -> torch.Tensor:
         x = torch.linspace(0, 1, 4).requires_grad_()
@@ -110,7 +122,9 @@ def test_random_operations_are_replayed_under_vmap(kind: str, draw: Any) -> None
     same(program)
 
 
-@pytest.mark.parametrize("function", [torch.autograd.functional.jacobian, torch.autograd.functional.hessian])
+@pytest.mark.parametrize(
+    "function", [torch.autograd.functional.jacobian, torch.autograd.functional.hessian]
+)
 def test_vectorized_derivatives(function: Any) -> None:
     def program(scope: Any) -> torch.Tensor:
         def loss(x: torch.Tensor) -> torch.Tensor:
@@ -134,7 +148,9 @@ def test_forward_mode_around_a_scope_is_refused_in_words() -> None:
 
 def test_cond() -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.cond(x.sum() > 0, lambda a: a.sin().exp(), lambda a: a.cos(), (x,))
+        result: torch.Tensor = torch.cond(
+            x.sum() > 0, lambda a: a.sin().exp(), lambda a: a.cos(), (x,)
+        )
         return result
 
     w = torch.ones(4, requires_grad=True)
@@ -148,7 +164,7 @@ def test_cond() -> None:
     program(w).sum().backward()  # outside of a scope it is differentiated
 
 
-# ------------------------------------------------------------------------------------------------ the rest
+# ----------------------------------------------------------------------------------------- the rest
 
 
 def test_swapped_tensors() -> None:
@@ -159,7 +175,9 @@ def test_swapped_tensors() -> None:
             (a.sin() * x).exp()
             torch.utils.swap_tensors(a, b)
 
-    with pytest.raises(gf.UnsupportedOp, match=r"swap_tensors was called inside CheckpointScope\('s'\)"):
+    with pytest.raises(
+        gf.UnsupportedOp, match=r"swap_tensors was called inside CheckpointScope\('s'\)"
+    ):
         swap()
 
 
@@ -173,7 +191,9 @@ def test_an_operator_that_is_defined_after_the_first_scope() -> None:
     def program(scope: Any) -> torch.Tensor:
         x = torch.linspace(0, 1, 4).requires_grad_()
         with scope:
-            drawn = torch.ops.gradfit_late.twice_sine(nn.Parameter(x.detach().exp(), requires_grad=False))
+            drawn = torch.ops.gradfit_late.twice_sine(
+                nn.Parameter(x.detach().exp(), requires_grad=False)
+            )
             loss = (drawn.exp() * x).exp().sum()
         (gradient,) = torch.autograd.grad(loss, x)
         return gradient

@@ -1,4 +1,6 @@
-"""Writes to what the tape has read: parameters, statistics, buffers of custom operators, tensors without a counter."""
+"""Writes to what the tape has read: parameters, statistics, buffers of custom operators, tensors
+without a counter.
+"""
 
 from __future__ import annotations
 
@@ -132,10 +134,14 @@ def test_another_thread_writes_right_after_a_recorded_write() -> None:
 
 @pytest.mark.parametrize("kind", ["batch", "instance"])
 def test_running_statistics_updated_under_inference_mode(kind: str) -> None:
-    """There composite operators are heard as a whole, and they too say nothing of what they write to."""
+    """There composite operators are heard as a whole, and they too say nothing of what they write
+    to.
+    """
 
     def program(scope: Any) -> list[Any]:
-        norm: Any = nn.BatchNorm1d(4) if kind == "batch" else nn.InstanceNorm1d(4, track_running_stats=True)
+        norm: Any = (
+            nn.BatchNorm1d(4) if kind == "batch" else nn.InstanceNorm1d(4, track_running_stats=True)
+        )
         x = torch.randn(3, 4, 5, requires_grad=True)
         with scope():
             with torch.inference_mode():

@@ -1,15 +1,18 @@
-"""Torch's own databases of operators and modules, each called plainly and inside a scope, in one configuration.
+"""Torch's own databases of operators and modules, each called plainly and inside a scope, in one
+configuration.
 
-A *case* is an operator or a module, a dtype, one of its sample inputs and a variant: where the inputs come from and
-what happens to them afterwards. Whatever plain PyTorch computes (results, gradients, buffers, the generator's state)
-a scope has to compute bit by bit. This file is run as a program of its own, because torch's testing modules change
-flags of the process that imports them, and because a case that kills the interpreter has to be seen as one:
+A *case* is an operator or a module, a dtype, one of its sample inputs and a variant: where the
+inputs come from and what happens to them afterwards. Whatever plain PyTorch computes (results,
+gradients, buffers, the generator's state) a scope has to compute bit by bit. This file is run as a
+program of its own, because torch's testing modules change flags of the process that imports them,
+and because a case that kills the interpreter has to be seen as one:
 
-    python tests/tape/torch_databases.py --part 3 --parts 8      # every eighth name, all of its cases
-    python tests/tape/torch_databases.py --sample 1              # one case drawn for every name and dtype
+    python tests/tape/torch_databases.py --part 3 --parts 8  # every eighth name, all of its cases
+    python tests/tape/torch_databases.py --sample 1  # one case drawn for every name and dtype
     python tests/tape/torch_databases.py --only linalg.svd       # the names that contain this
 
-It prints a line `FAILED case: what differs` for each case that is wrong, and at the end how many were compared.
+It prints a line `FAILED case: what differs` for each case that is wrong, and at the end how many
+were compared.
 """
 
 from __future__ import annotations
@@ -89,9 +92,11 @@ class Outcome:
     backward_error: Exception | None = None
 
 
-# ------------------------------------------------------------------------------------------------ the two databases
+# -------------------------------------------------------------------------------- the two databases
 def load_databases() -> tuple[list[Any], list[Any]]:
-    """Torch's operators and modules. They need a test library for a base class that nothing here uses."""
+    """Torch's operators and modules. They need a test library for a base class that nothing here
+    uses.
+    """
     if "expecttest" not in sys.modules:
         stand_in: Any = types.ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase
@@ -114,15 +119,28 @@ def operator_cases(operator: Any, dtype: torch.dtype) -> Iterator[Case]:
         return Callee(lambda given: call(given[0], *given[1], **given[2]))
 
     for number, sample in enumerate(operator.sample_inputs("cpu", dtype, requires_grad=True)):
-        yield Case(operator.full_name, dtype, number, (sample.input, sample.args, sample.kwargs), make, variants)
+        yield Case(
+            operator.full_name,
+            dtype,
+            number,
+            (sample.input, sample.args, sample.kwargs),
+            make,
+            variants,
+        )
 
 
 def module_cases(info: Any, dtype: torch.dtype) -> Iterator[Case]:
     if dtype not in info.supported_dtypes("cpu"):
         return
-    variants = [v for v in VARIANTS if v != "in-place" and (v != "double backward" or info.supports_gradgrad)]
+    variants = [
+        v
+        for v in VARIANTS
+        if v != "in-place" and (v != "double backward" or info.supports_gradgrad)
+    ]
     for training in (True, False):
-        samples = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
+        samples = info.module_inputs_func(
+            info, device="cpu", dtype=dtype, requires_grad=True, training=training
+        )
         for number, sample in enumerate(samples):
             if sample.forward_input is None:
                 continue
@@ -130,15 +148,26 @@ def module_cases(info: Any, dtype: torch.dtype) -> Iterator[Case]:
             def make(variant: str, sample: Any = sample, training: bool = training) -> Callee:
                 arguments = sample.constructor_input
                 torch.manual_seed(1)
-                module = info.module_cls(*arguments.args, **arguments.kwargs).to(dtype).train(training)
+                module = (
+                    info.module_cls(*arguments.args, **arguments.kwargs).to(dtype).train(training)
+                )
                 parameters = [p for p in module.parameters() if p.requires_grad]
-                return Callee(lambda given: module(*given[0], **given[1]), parameters, list(module.buffers()))
+                return Callee(
+                    lambda given: module(*given[0], **given[1]), parameters, list(module.buffers())
+                )
 
             inputs = (sample.forward_input.args, sample.forward_input.kwargs)
-            yield Case(f"{info.name}.{'train' if training else 'eval'}", dtype, number, inputs, make, variants)
+            yield Case(
+                f"{info.name}.{'train' if training else 'eval'}",
+                dtype,
+                number,
+                inputs,
+                make,
+                variants,
+            )
 
 
-# ------------------------------------------------------------------------------------------------ one run
+# ------------------------------------------------------------------------------------------ one run
 def run(case: Case, variant: str, *, scope: Any, hooks: Any = None) -> Outcome:
     """Call it once, plainly or in a scope, and run backward."""
     outcome = Outcome()
@@ -148,8 +177,14 @@ def run(case: Case, variant: str, *, scope: Any, hooks: Any = None) -> Outcome:
     torch.manual_seed(0)
     try:
         with hooks or contextlib.nullcontext(), scope:
-            given = inputs if variant == "leaf" else tree_map(lambda leaf: _prepare(leaf, variant), inputs)
-            results = [leaf for leaf in tree_leaves(callee.call(given)) if isinstance(leaf, torch.Tensor)]
+            given = (
+                inputs
+                if variant == "leaf"
+                else tree_map(lambda leaf: _prepare(leaf, variant), inputs)
+            )
+            results = [
+                leaf for leaf in tree_leaves(callee.call(given)) if isinstance(leaf, torch.Tensor)
+            ]
             reached = [_dense(result) for result in results if _needs_gradient(result)]
             if variant != "leaf":
                 reached = [result * result for result in reached]  # which saves it
@@ -170,7 +205,9 @@ def run(case: Case, variant: str, *, scope: Any, hooks: Any = None) -> Outcome:
     return outcome
 
 
-def _backward(reached: list[torch.Tensor], leaves: list[torch.Tensor], outcome: Outcome, *, twice: bool) -> None:
+def _backward(
+    reached: list[torch.Tensor], leaves: list[torch.Tensor], outcome: Outcome, *, twice: bool
+) -> None:
     source = torch.Generator().manual_seed(2)
     for order in ("gradient", "second gradient")[: 2 if twice else 1]:
         reached = [tensor for tensor in reached if tensor.requires_grad]
@@ -178,7 +215,11 @@ def _backward(reached: list[torch.Tensor], leaves: list[torch.Tensor], outcome: 
             return
         directions = [torch.randn(t.shape, dtype=t.dtype, generator=source) for t in reached]
         gradients = torch.autograd.grad(
-            reached, leaves, directions, allow_unused=True, create_graph=twice and order == "gradient"
+            reached,
+            leaves,
+            directions,
+            allow_unused=True,
+            create_graph=twice and order == "gradient",
         )
         outcome.tensors += [(order, None if g is None else _dense(g).detach()) for g in gradients]
         reached = [_dense(gradient) for gradient in gradients if gradient is not None]
@@ -189,7 +230,11 @@ def _needs_gradient(leaf: Any) -> bool:
 
 
 def _copy(leaf: Any) -> Any:
-    return leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+    return (
+        leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+    )
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -228,7 +273,7 @@ def _scope(variant: str) -> Any:
     return gf.CheckpointScope("s", keep=every_second)
 
 
-# ------------------------------------------------------------------------------------------------ comparisons
+# -------------------------------------------------------------------------------------- comparisons
 def compare(case: Case, variant: str) -> str | None:
     """What is wrong, or "" where plain PyTorch cannot do it either, or None."""
     plain = run(case, variant, scope=contextlib.nullcontext())
@@ -241,7 +286,12 @@ def compare(case: Case, variant: str) -> str | None:
         if ours.backward_error is not None:
             return ""
         # Torch refuses, and the tape has the old content: then it has to be the right one.
-        plain = run(case, variant, scope=contextlib.nullcontext(), hooks=saved_tensors_hooks(copied, lambda t: t))
+        plain = run(
+            case,
+            variant,
+            scope=contextlib.nullcontext(),
+            hooks=saved_tensors_hooks(copied, lambda t: t),
+        )
         if plain.forward_error is not None or plain.backward_error is not None:
             return ""
     if ours.backward_error is not None:
@@ -266,11 +316,15 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
 
 
-# ------------------------------------------------------------------------------------------------ which of them
+# ------------------------------------------------------------------------------------ which of them
 def chosen_cases(arguments: argparse.Namespace) -> Iterator[tuple[Case, str]]:
-    """Whole, or as many as are drawn of each name and dtype: the draw depends on nothing but their names."""
+    """Whole, or as many as are drawn of each name and dtype: the draw depends on nothing but their
+    names.
+    """
     operators, modules = load_databases()
-    everything = [(o.full_name, operator_cases, o) for o in operators] + [(m.name, module_cases, m) for m in modules]
+    everything = [(o.full_name, operator_cases, o) for o in operators] + [
+        (m.name, module_cases, m) for m in modules
+    ]
     for name, cases, entry in everything[arguments.part :: arguments.parts]:
         if arguments.only not in name or name in UNREPEATABLE:
             continue
@@ -300,7 +354,11 @@ def main() -> None:
     compared = refused = failed = 0
     warnings.simplefilter("ignore")  # torch's own, about what its samples do
     for case, variant in chosen_cases(arguments):
-        print(f"{case} {variant}", file=sys.stderr if not arguments.verbose else sys.stdout, flush=True)
+        print(
+            f"{case} {variant}",
+            file=sys.stderr if not arguments.verbose else sys.stdout,
+            flush=True,
+        )
         wrong = compare(case, variant)
         compared += 1
         refused += wrong == ""

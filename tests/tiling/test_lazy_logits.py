@@ -1,4 +1,6 @@
-"""Lazy logits against plain ones: the same numbers, the same gradients, and never there as a whole."""
+"""Lazy logits against plain ones: the same numbers, the same gradients, and never there as a
+whole.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,14 @@ class Parts:
 
     def __init__(self, dtype: torch.dtype = torch.float64, scale: float = 1.0) -> None:
         make = torch.Generator().manual_seed(0)
-        self.x = torch.randn(2, 7, FEATURES, dtype=torch.float64, generator=make).to(dtype).requires_grad_()
-        self.weight = (scale * torch.randn(WORDS, FEATURES, dtype=torch.float64, generator=make)).to(dtype)
+        self.x = (
+            torch.randn(2, 7, FEATURES, dtype=torch.float64, generator=make)
+            .to(dtype)
+            .requires_grad_()
+        )
+        self.weight = (
+            scale * torch.randn(WORDS, FEATURES, dtype=torch.float64, generator=make)
+        ).to(dtype)
         self.bias = torch.randn(WORDS, dtype=torch.float64, generator=make).to(dtype)
         self.weight.requires_grad_()
         self.bias.requires_grad_()
@@ -54,7 +62,10 @@ class Parts:
 
 
 def error(one: list[Tensor], other: list[Tensor]) -> float:
-    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(one, other, strict=True))
+    return max(
+        float((a.double() - b.double()).norm() / b.double().norm())
+        for a, b in zip(one, other, strict=True)
+    )
 
 
 def flat(logits: Any) -> Any:
@@ -63,33 +74,53 @@ def flat(logits: Any) -> Any:
 
 LOSSES: dict[str, Loss] = {
     "cross-entropy": lambda x: F.cross_entropy(flat(x), LABELS.view(-1)),
-    "shifted": lambda x: F.cross_entropy(flat(x[..., :-1, :].contiguous()), LABELS[..., 1:].reshape(-1)),
+    "shifted": lambda x: F.cross_entropy(
+        flat(x[..., :-1, :].contiguous()), LABELS[..., 1:].reshape(-1)
+    ),
     "sum / items": lambda x: F.cross_entropy(flat(x), LABELS.view(-1), reduction="sum") / 5,
-    "by token": lambda x: F.cross_entropy(flat(x), LABELS.view(-1), reduction="none").square().mean(),
+    "by token": lambda x: (
+        F.cross_entropy(flat(x), LABELS.view(-1), reduction="none").square().mean()
+    ),
     "words second": lambda x: F.cross_entropy(x.transpose(1, 2), LABELS),
     "permuted": lambda x: F.cross_entropy(x.permute(0, 2, 1), LABELS),
     "moved": lambda x: F.cross_entropy(x.movedim(-1, 1), LABELS),
     "one row": lambda x: F.cross_entropy(x[1, 2], LABELS[1, 2]),
     "module": lambda x: nn.CrossEntropyLoss(label_smoothing=0.1)(flat(x), LABELS.view(-1)),
-    "class weights": lambda x: F.cross_entropy(flat(x), LABELS.view(-1), torch.linspace(0.1, 2, WORDS).to(x.dtype)),
+    "class weights": lambda x: F.cross_entropy(
+        flat(x), LABELS.view(-1), torch.linspace(0.1, 2, WORDS).to(x.dtype)
+    ),
     "both": lambda x: F.cross_entropy(
         flat(x), LABELS.view(-1), torch.linspace(0.1, 2, WORDS).to(x.dtype), label_smoothing=0.2
     ),
-    "probabilities": lambda x: F.cross_entropy(flat(x), torch.full((14, WORDS), 1 / WORDS, dtype=x.dtype)),
-    "another ignored": lambda x: F.cross_entropy(flat(x), LABELS.view(-1).clamp(min=0), ignore_index=0),
+    "probabilities": lambda x: F.cross_entropy(
+        flat(x), torch.full((14, WORDS), 1 / WORDS, dtype=x.dtype)
+    ),
+    "another ignored": lambda x: F.cross_entropy(
+        flat(x), LABELS.view(-1).clamp(min=0), ignore_index=0
+    ),
     "soft cap": lambda x: F.cross_entropy(flat(torch.tanh(x / 3.0) * 3.0), LABELS.view(-1)),
     "scale": lambda x: F.cross_entropy(flat(0.7 * x / 1.5 - 1), LABELS.view(-1)),
-    "another bias": lambda x: F.cross_entropy(flat(x + torch.ones(1, WORDS, dtype=x.dtype)), LABELS.view(-1)),
-    "z-loss": lambda x: F.cross_entropy(flat(x), LABELS.view(-1)) + 0.1 * torch.logsumexp(x, -1).square().mean(),
+    "another bias": lambda x: F.cross_entropy(
+        flat(x + torch.ones(1, WORDS, dtype=x.dtype)), LABELS.view(-1)
+    ),
+    "z-loss": lambda x: (
+        F.cross_entropy(flat(x), LABELS.view(-1)) + 0.1 * torch.logsumexp(x, -1).square().mean()
+    ),
     "gathered": lambda x: -x.log_softmax(-1).gather(-1, LABELS.clamp(min=0)[..., None]).mean(),
     "nll": lambda x: F.nll_loss(F.log_softmax(flat(x), dim=-1), LABELS.view(-1)),
-    "label smoother": lambda x: (-F.log_softmax(x, dim=-1)).sum(dim=-1, keepdim=True, dtype=torch.float32).mean(),
+    "label smoother": lambda x: (
+        (-F.log_softmax(x, dim=-1)).sum(dim=-1, keepdim=True, dtype=torch.float32).mean()
+    ),
     "distilled": lambda x: F.kl_div(
         F.log_softmax(x / 2, -1), F.softmax(x.detach() * 1.1, -1), reduction="batchmean"
     ),
-    "distilled by token": lambda x: F.kl_div(
-        x.log_softmax(-1), x.detach().log_softmax(-1) * 1.01, reduction="none", log_target=True
-    ).sum(-1).mean(),
+    "distilled by token": lambda x: (
+        F.kl_div(
+            x.log_softmax(-1), x.detach().log_softmax(-1) * 1.01, reduction="none", log_target=True
+        )
+        .sum(-1)
+        .mean()
+    ),
     "entropy": lambda x: -(x.softmax(-1) * x.log_softmax(-1)).sum(-1).mean(),
     "largest": lambda x: x.max(-1).values.sum() + x.topk(3).values.sum() + x.amax(-1).mean(),
     "everything": lambda x: x.square().sum(),
@@ -97,9 +128,11 @@ LOSSES: dict[str, Loss] = {
     "index_select": lambda x: torch.index_select(x, 1, torch.tensor([4, 1])).logsumexp(-1).sum(),
     "flattened": lambda x: F.cross_entropy(x.flatten(0, 1), LABELS.flatten()),
     "reshaped": lambda x: F.cross_entropy(x.reshape(14, -1), LABELS.flatten()),
-    "narrowed": lambda x: x.narrow(1, 2, 3).unsqueeze(1).squeeze(1).select(0, 1).logsumexp(-1).mean(),
+    "narrowed": lambda x: (
+        x.narrow(1, 2, 3).unsqueeze(1).squeeze(1).select(0, 1).logsumexp(-1).mean()
+    ),
     "cloned": lambda x: F.cross_entropy(flat(x.clone()), LABELS.view(-1)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -109,19 +142,27 @@ def test_losses_are_the_plain_ones_and_nothing_is_made_whole(name: str, size: in
     parts.head.cut = Cut(size)
     expected = parts.gradients(LOSSES[name], parts.plain())
     found = parts.gradients(LOSSES[name], parts.lazy())
-    assert error(found, expected) < 1e-7 if name == "label smoother" else error(found, expected) < 1e-13
+    assert (
+        error(found, expected) < 1e-7
+        if name == "label smoother"
+        else error(found, expected) < 1e-13
+    )
     assert parts.head.reduced
     assert not parts.head.materialised
     again = parts.gradients(LOSSES[name], parts.lazy())
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
-@pytest.mark.parametrize("name", ["cross-entropy", "soft cap", "class weights", "distilled", "gathered"])
+@pytest.mark.parametrize(
+    "name", ["cross-entropy", "soft cap", "class weights", "distilled", "gathered"]
+)
 @pytest.mark.parametrize("scale", [1.0, 30.0])  # at 30 most predictions are certain
 def test_narrow_types_are_as_close_to_float64_as_plain_ones(name: str, scale: float) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         parts, exact = Parts(dtype, scale), Parts(dtype, scale)
-        exact.x, exact.weight, exact.bias = (each.detach().double().requires_grad_() for each in parts.leaves)
+        exact.x, exact.weight, exact.bias = (
+            each.detach().double().requires_grad_() for each in parts.leaves
+        )
         expected = exact.gradients(LOSSES[name], exact.plain())
         plain = parts.gradients(LOSSES[name], parts.plain())
         lazy = parts.gradients(LOSSES[name], parts.lazy())
@@ -147,8 +188,12 @@ def test_all_labels_ignored_is_as_torch_has_it() -> None:
     parts = Parts()
     ignored = torch.full((14,), -100)
     for reduction in ("mean", "sum"):
-        found = parts.gradients(lambda x, r=reduction: F.cross_entropy(flat(x), ignored, reduction=r), parts.lazy())
-        expected = parts.gradients(lambda x, r=reduction: F.cross_entropy(flat(x), ignored, reduction=r), parts.plain())
+        found = parts.gradients(
+            lambda x, r=reduction: F.cross_entropy(flat(x), ignored, reduction=r), parts.lazy()
+        )
+        expected = parts.gradients(
+            lambda x, r=reduction: F.cross_entropy(flat(x), ignored, reduction=r), parts.plain()
+        )
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, equal_nan=True)
 
@@ -160,7 +205,9 @@ def test_certain_predictions_have_their_gradient() -> None:
     labels = torch.tensor([0, 1])
     lazy = LazyLogits.project(hidden, weight, None, Head("", Cut(1)))
     found = torch.autograd.grad(F.cross_entropy(lazy.float(), labels), [hidden, weight])
-    plain = torch.autograd.grad(F.cross_entropy(F.linear(hidden, weight).float(), labels), [hidden, weight])
+    plain = torch.autograd.grad(
+        F.cross_entropy(F.linear(hidden, weight).float(), labels), [hidden, weight]
+    )
     assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
 
 
@@ -179,8 +226,12 @@ def test_what_a_loss_was_divided_by_is_read() -> None:
     parts = Parts()
     counted = int((LABELS != -100).sum())
     for reduction, count in (("mean", counted), ("sum", None)):
-        plain = read_denominator(F.cross_entropy(flat(parts.plain()), LABELS.view(-1), reduction=reduction))
-        found = read_denominator(F.cross_entropy(flat(parts.lazy()), LABELS.view(-1), reduction=reduction))
+        plain = read_denominator(
+            F.cross_entropy(flat(parts.plain()), LABELS.view(-1), reduction=reduction)
+        )
+        found = read_denominator(
+            F.cross_entropy(flat(parts.lazy()), LABELS.view(-1), reduction=reduction)
+        )
         assert found is not None
         assert plain is not None
         assert not found.unknown
@@ -196,7 +247,7 @@ def test_what_a_loss_was_divided_by_is_read() -> None:
     assert float(found.terms[0].divisor) == pytest.approx(float(plain.terms[0].divisor))
 
 
-# ---------------------------------------------------------------------------------------------- what else users do
+# ------------------------------------------------------------------------------- what else users do
 
 
 def test_questions_are_answered_in_tiles() -> None:
@@ -261,13 +312,21 @@ def written(x: Any) -> Tensor:
     view.mul_(3)
     x[0, 0, :5] = 0
     x += 1
-    return F.cross_entropy(flat(x), LABELS.view(-1)) + before.logsumexp(-1).mean() + view.sum() + (before + 1).std()
+    return (
+        F.cross_entropy(flat(x), LABELS.view(-1))
+        + before.logsumexp(-1).mean()
+        + view.sum()
+        + (before + 1).std()
+    )
 
 
 @pytest.mark.filterwarnings("ignore::gradfit.LogitsMaterialised")
 def test_writing_in_place_reaches_views_and_not_copies() -> None:
     parts = Parts()
-    assert error(parts.gradients(written, parts.lazy()), parts.gradients(written, parts.plain())) < 1e-13
+    assert (
+        error(parts.gradients(written, parts.lazy()), parts.gradients(written, parts.plain()))
+        < 1e-13
+    )
 
 
 @pytest.mark.filterwarnings("ignore::gradfit.LogitsMaterialised")
@@ -293,7 +352,9 @@ def test_gradients_of_gradients() -> None:
         found = []
         for logits in (parts.plain(), parts.lazy()):
             first = torch.autograd.grad(LOSSES[name](logits), parts.leaves, create_graph=True)
-            found.append(torch.autograd.grad(sum(each.square().sum() for each in first), parts.leaves))
+            found.append(
+                torch.autograd.grad(sum(each.square().sum() for each in first), parts.leaves)
+            )
         assert error(list(found[1]), list(found[0])) < 1e-12
 
 
@@ -345,7 +406,9 @@ def test_the_gradient_mode_is_that_of_the_call() -> None:
     assert not lazy.detach().logsumexp(-1).requires_grad
     with torch.no_grad(), pytest.warns(gf.LogitsMaterialised):
         lazy.std()
-    assert error(parts.gradients(torch.std, lazy), parts.gradients(torch.std, parts.plain())) < 1e-13
+    assert (
+        error(parts.gradients(torch.std, lazy), parts.gradients(torch.std, parts.plain())) < 1e-13
+    )
 
 
 def test_weights_that_changed_since_are_noticed() -> None:
@@ -353,7 +416,9 @@ def test_weights_that_changed_since_are_noticed() -> None:
     lazy = parts.lazy()
     with torch.no_grad():
         parts.weight.add_(1)
-    with pytest.raises(gf.ActivationOverwritten, match=r"weights of the projection.*before optimizer.step\(\)"):
+    with pytest.raises(
+        gf.ActivationOverwritten, match=r"weights of the projection.*before optimizer.step\(\)"
+    ):
         lazy.argmax(-1)
     hidden = torch.ones(3, FEATURES, dtype=torch.float64)
     lazy = LazyLogits.project(hidden, parts.weight, None, parts.head)
@@ -385,7 +450,7 @@ def test_a_label_that_is_no_word_is_refused() -> None:
         F.cross_entropy(flat(parts.lazy()), torch.zeros(13, dtype=torch.long))
 
 
-# ---------------------------------------------------------------------------------------------- random programs
+# ---------------------------------------------------------------------------------- random programs
 
 CHAIN: dict[str, Callable[[Any], Any]] = {
     "float": lambda x: x.float().double(),
@@ -417,13 +482,19 @@ ENDS: dict[str, Callable[[Any], Tensor]] = {
     ),
     "max": lambda x: x.max(dim=-1).values.sum(),
     "mean": lambda x: x.mean(),
-    "pick": lambda x: x.softmax(-1).gather(-1, torch.ones(*x.shape[:-1], 2, dtype=torch.long)).sum(),
+    "pick": lambda x: (
+        x.softmax(-1).gather(-1, torch.ones(*x.shape[:-1], 2, dtype=torch.long)).sum()
+    ),
 }
 
 
 @pytest.mark.filterwarnings("ignore::gradfit.LogitsMaterialised")
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from(sorted(CHAIN)), max_size=6), st.sampled_from(sorted(ENDS)), st.integers(1, 9))
+@given(
+    st.lists(st.sampled_from(sorted(CHAIN)), max_size=6),
+    st.sampled_from(sorted(ENDS)),
+    st.integers(1, 9),
+)
 def test_random_programs(chain: list[str], end: str, size: int) -> None:
     parts = Parts()
     parts.head.cut = Cut(size)

@@ -15,7 +15,11 @@ import gradfit as gf
 class GatedMLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gate, self.up, self.down = nn.Linear(8, 40), nn.Linear(8, 40, bias=False), nn.Linear(40, 8)
+        self.gate, self.up, self.down = (
+            nn.Linear(8, 40),
+            nn.Linear(8, 40, bias=False),
+            nn.Linear(40, 8),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
@@ -88,11 +92,16 @@ def run(model: nn.Module, x: Tensor) -> list[Tensor]:
     result = model(x)
     result.square().mean().backward()
     assert x.grad is not None
-    return [result.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return [
+        result.detach(),
+        x.grad,
+        *(p.grad.clone() for p in model.parameters() if p.grad is not None),
+    ]
 
 
 @pytest.mark.parametrize(
-    "make", [GatedMLP, Experts, lambda: nn.Sequential(nn.Linear(8, 40), nn.GELU(), nn.Linear(40, 8))]
+    "make",
+    [GatedMLP, Experts, lambda: nn.Sequential(nn.Linear(8, 40), nn.GELU(), nn.Linear(40, 8))],
 )
 @pytest.mark.parametrize("size", [1, 5, 100])
 def test_modules_of_single_tokens_are_found_and_exact(make: Any, size: int) -> None:
@@ -110,7 +119,9 @@ def test_modules_of_single_tokens_are_found_and_exact(make: Any, size: int) -> N
     assert all(torch.equal(a, b) for a, b in zip(run(model, x), expected, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["attention", "convolution", "shift", "cumsum", "mean", "batch norm", "count"])
+@pytest.mark.parametrize(
+    "kind", ["attention", "convolution", "shift", "cumsum", "mean", "batch norm", "count"]
+)
 def test_what_mixes_tokens_is_left_alone_or_refused(kind: str) -> None:
     model = nn.Sequential(nn.Linear(8, 8), Mixer(kind))
     x = torch.randn(2, 9, 8)
@@ -139,7 +150,9 @@ def test_named_and_excluded_modules() -> None:
 
 
 def test_less_is_kept_and_less_is_made() -> None:
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 16)) for _ in range(3)])
+    model = nn.Sequential(
+        *[nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 16)) for _ in range(3)]
+    )
     x = torch.randn(1, 1024, 16)
 
     def peak() -> int:
@@ -162,7 +175,8 @@ def test_dropout_draws_the_same_again() -> None:
         after = torch.get_rng_state()
         assert handle.modules == ("1",)
     torch.manual_seed(3)
-    parts = [part.clone().requires_grad_() for part in x.split(5, 1)]  # as by hand: each tile draws when it is run
+    # as by hand: each tile draws when it is run
+    parts = [part.clone().requires_grad_() for part in x.split(5, 1)]
     model.zero_grad()
     result = torch.cat([model(part) for part in parts], 1)
     result.square().mean().backward()
@@ -178,8 +192,12 @@ def test_dropout_draws_the_same_again() -> None:
 
 def test_hooks_of_a_module_see_it_whole_and_hooks_inside_keep_it_whole() -> None:
     model, seen = nn.Sequential(Block(GatedMLP()), Block(GatedMLP())), []
-    model[0].inner.register_forward_hook(lambda module, args, result: seen.append(tuple(result.shape)))
-    model[1].inner.up.register_forward_hook(lambda module, args, result: seen.append(tuple(result.shape)))
+    model[0].inner.register_forward_hook(
+        lambda module, args, result: seen.append(tuple(result.shape))
+    )
+    model[1].inner.up.register_forward_hook(
+        lambda module, args, result: seen.append(tuple(result.shape))
+    )
     with gf.tile(model, size=4) as handle:
         model(torch.randn(2, 9, 8)).sum().backward()
         assert handle.modules == ("0.inner",)
@@ -192,8 +210,12 @@ def test_gradients_of_gradients_and_autocast() -> None:
     x = torch.randn(1, 12, 8, dtype=torch.float64, requires_grad=True)
 
     def second() -> tuple[Tensor, ...]:
-        first = torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()], create_graph=True)
-        return torch.autograd.grad(sum(each.square().sum() for each in first), [x, *model.parameters()])
+        first = torch.autograd.grad(
+            model(x).square().sum(), [x, *model.parameters()], create_graph=True
+        )
+        return torch.autograd.grad(
+            sum(each.square().sum() for each in first), [x, *model.parameters()]
+        )
 
     expected = second()
     with gf.tile(model, size=5):

@@ -1,4 +1,6 @@
-"""Tiles as a planner's choice: below one row, measured, exact, and none where memory is not short."""
+"""Tiles as a planner's choice: below one row, measured, exact, and none where memory is not
+short.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(WORDS, WIDTH)
         self.mix = nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -73,12 +77,16 @@ def test_a_budget_below_one_row_is_held() -> None:
     for name, value in plain_update().items():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
     assert "forward" not in model.head.__dict__  # outside of its steps the model is as it was
-    assert "tiles of head: gradients are equal to the untiled ones up to the rounding" in str(step.plan)
+    assert "tiles of head: gradients are equal to the untiled ones up to the rounding" in str(
+        step.plan
+    )
 
 
 def test_without_tiles_the_error_says_what_they_would_give() -> None:
     model, optimizer, tokens = make()
-    with pytest.raises(gf.BudgetInfeasible, match=r"With tile=True, about .* would be enough") as without:
+    with pytest.raises(
+        gf.BudgetInfeasible, match=r"With tile=True, about .* would be enough"
+    ) as without:
         gf.fit(model, optimizer, loss_fn, tokens, memory=SHORT, tile=False)
     with pytest.raises(gf.BudgetInfeasible) as with_tiles:
         gf.fit(model, optimizer, loss_fn, tokens, memory=STATIC // 2)
@@ -102,7 +110,10 @@ def measured() -> Profile:
 
 def test_plans_choose_between_tiled_profiles_and_the_plain_one() -> None:
     profile = measured()
-    assert [one.tiles is not None and one.tiles.heads for one in profile.tiled] == [("head",), ("head",)]
+    assert [one.tiles is not None and one.tiles.heads for one in profile.tiled] == [
+        ("head",),
+        ("head",),
+    ]
     assert profile.tiled[1].tiles is not None
     assert profile.tiled[1].tiles.modules == ("mlp",)
     again = Profile.from_json(profile.to_json())
@@ -115,8 +126,13 @@ def test_plans_choose_between_tiled_profiles_and_the_plain_one() -> None:
         gf.plan(profile, memory=SHORT, batch_size=2, tile=False)
     smallest = gf.frontier(profile, batch_size=2, points=3)[-1]
     assert smallest.tiles is not None
-    assert all(one.tiles is None for one in gf.frontier(profile, batch_size=2, points=3, tile=False))
-    assert smallest.peak_bytes < gf.frontier(profile, batch_size=2, points=3, tile=False)[-1].peak_bytes
+    assert all(
+        one.tiles is None for one in gf.frontier(profile, batch_size=2, points=3, tile=False)
+    )
+    assert (
+        smallest.peak_bytes
+        < gf.frontier(profile, batch_size=2, points=3, tile=False)[-1].peak_bytes
+    )
 
 
 def test_a_plan_with_tiles_is_applied_and_audited() -> None:
@@ -156,12 +172,17 @@ def test_a_plan_with_tiles_is_saved_and_taken_up() -> None:
 
 
 def test_the_example_runs() -> None:
-    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "long_sequences.py"), run_name="__main__")
+    runpy.run_path(
+        str(Path(__file__).parents[2] / "examples" / "long_sequences.py"), run_name="__main__"
+    )
 
 
 def test_tiles_say_what_they_are() -> None:
     tiles = Tiles(8, ("head",), 4, tuple(f"layers.{n}.mlp" for n in range(5)))
-    assert str(tiles) == "8 tiles of head and 4 tiles of layers.0.mlp, layers.1.mlp, layers.2.mlp and 2 more"
+    assert (
+        str(tiles)
+        == "8 tiles of head and 4 tiles of layers.0.mlp, layers.1.mlp, layers.2.mlp and 2 more"
+    )
 
 
 def test_a_model_the_user_has_tiled_keeps_his_tiles() -> None:

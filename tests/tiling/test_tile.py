@@ -38,7 +38,10 @@ class LanguageModel(nn.Module):
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     results = model(tokens)
     results = results if isinstance(results, list) else [results]
-    return sum(F.cross_entropy(each.transpose(1, 2), tokens.roll(-1 - at)) for at, each in enumerate(results))  # type: ignore[return-value]
+    return sum(
+        F.cross_entropy(each.transpose(1, 2), tokens.roll(-1 - at))
+        for at, each in enumerate(results)
+    )  # type: ignore[return-value]
 
 
 def gradients(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
@@ -53,7 +56,9 @@ def tokens() -> Tensor:
 
 
 @pytest.mark.parametrize(("tied", "heads"), [(False, 1), (True, 1), (False, 3)])
-def test_projections_are_found_and_gradients_are_the_same(tokens: Tensor, tied: bool, heads: int) -> None:
+def test_projections_are_found_and_gradients_are_the_same(
+    tokens: Tensor, tied: bool, heads: int
+) -> None:
     torch.manual_seed(0)
     model = LanguageModel(tied=tied, heads=heads).double()
     expected = gradients(model, tokens)
@@ -80,7 +85,9 @@ def test_it_is_undone_without_a_trace(tokens: Tensor) -> None:
     copy.deepcopy(model)
 
 
-def test_a_wide_layer_that_is_no_projection_to_words_is_left_alone_without_a_word(tokens: Tensor) -> None:
+def test_a_wide_layer_that_is_no_projection_to_words_is_left_alone_without_a_word(
+    tokens: Tensor,
+) -> None:
     model = nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 1))
     with gf.tile(model) as handle:
         model(torch.ones(3, 4)).sum().backward()
@@ -132,7 +139,9 @@ def test_tiled_models_are_not_copied(tokens: Tensor) -> None:
 
 def test_backward_hooks_of_the_projection_get_all_numbers(tokens: Tensor) -> None:
     model, seen = LanguageModel(), []
-    model.heads[0].register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0].shape))
+    model.heads[0].register_full_backward_hook(
+        lambda module, inputs, outputs: seen.append(outputs[0].shape)
+    )
     with gf.tile(model):
         loss_of(model, tokens).backward()
     assert seen == [(3, 40, WORDS)]

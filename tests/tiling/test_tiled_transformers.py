@@ -1,4 +1,6 @@
-"""Models of `transformers` as they are: tiled, the loss and every gradient are those of the untiled run."""
+"""Models of `transformers` as they are: tiled, the loss and every gradient are those of the untiled
+run.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from tiling_models import ENCODER_DECODER, EVERY, MASKED, make_batch, make_model
 
 FEW = ("llama", "gemma2", "bert", "bart")
 NAMES = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in EVERY]
-LABELS_IN_FLOAT32 = set(EVERY) - set(MASKED) - set(ENCODER_DECODER)  # these losses begin with logits.float()
+# these losses begin with logits.float()
+LABELS_IN_FLOAT32 = set(EVERY) - set(MASKED) - set(ENCODER_DECODER)
 
 
 def run(model: Any, batch: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:
@@ -24,15 +27,22 @@ def run(model: Any, batch: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:
     model.zero_grad()
     loss = model(**batch, **more).loss
     loss.backward()
-    found = {name: p.grad.double().clone() for name, p in model.named_parameters() if p.grad is not None}
+    found = {
+        name: p.grad.double().clone() for name, p in model.named_parameters() if p.grad is not None
+    }
     return {"loss": loss.detach().double(), **found}
 
 
 def error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Of all gradients together, relative."""
     assert found.keys() == expected.keys()
-    difference = sum(float((found[name] - expected[name]).square().sum()) for name in expected if name != "loss")
-    return (difference / sum(float(expected[name].square().sum()) for name in expected if name != "loss")) ** 0.5
+    difference = sum(
+        float((found[name] - expected[name]).square().sum()) for name in expected if name != "loss"
+    )
+    return (
+        difference
+        / sum(float(expected[name].square().sum()) for name in expected if name != "loss")
+    ) ** 0.5
 
 
 def tiled(model: Any, batch: dict[str, Tensor], **more: Any) -> dict[str, Tensor]:

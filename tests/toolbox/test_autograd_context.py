@@ -1,4 +1,6 @@
-"""`AutogradContext`: bytes against the meter, entries against the program, and no trace left behind."""
+"""`AutogradContext`: bytes against the meter, entries against the program, and no trace left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +27,31 @@ def _gpt2() -> tuple[nn.Module, Tensor, Callable[[], Tensor]]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        n_layer=2, n_embd=64, n_head=4, vocab_size=256, n_positions=64, bos_token_id=0, eos_token_id=0, use_cache=False
+        n_layer=2,
+        n_embd=64,
+        n_head=4,
+        vocab_size=256,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
     )
     model, ids = GPT2LMHeadModel(config), torch.randint(0, 256, (4, 64))
-    return model, ids, lambda: nn.functional.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), ids.flatten())
+    return (
+        model,
+        ids,
+        lambda: nn.functional.cross_entropy(
+            model(input_ids=ids).logits.flatten(0, 1), ids.flatten()
+        ),
+    )
 
 
 def _resnet() -> tuple[nn.Module, Tensor, Callable[[], Tensor]]:
     from transformers import ResNetConfig, ResNetModel
 
-    config = ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic")
+    config = ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic"
+    )
     model, images = ResNetModel(config), torch.randn(4, 3, 64, 64)
     return model, images, lambda: model(pixel_values=images).pooler_output.square().mean()
 
@@ -43,11 +60,18 @@ def _mixtral() -> tuple[nn.Module, Tensor, Callable[[], Tensor]]:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        num_local_experts=4, vocab_size=256, max_position_embeddings=64, use_cache=False,
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, vocab_size=256, max_position_embeddings=64,
+        use_cache=False,
     )  # fmt: skip
     model, ids = MixtralForCausalLM(config), torch.randint(0, 256, (4, 32))
-    return model, ids, lambda: nn.functional.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), ids.flatten())
+    return (
+        model,
+        ids,
+        lambda: nn.functional.cross_entropy(
+            model(input_ids=ids).logits.flatten(0, 1), ids.flatten()
+        ),
+    )
 
 
 @pytest.mark.parametrize("make", [_gpt2, _resnet, _mixtral])
@@ -88,7 +112,8 @@ def test_exact_bytes_modules_operations_and_lines() -> None:
         hidden = model(x)
         loss = hidden.sigmoid().sum()
     stats = context.memory_stats()
-    # ReLU's result (shared by the second layer, counted once) and sigmoid's; the batch was there before.
+    # ReLU's result (shared by the second layer, counted once) and sigmoid's; the batch was there
+    # before.
     assert stats.by_module == {"1": 16 * 8 * 4, "": 16 * 4}
     assert stats.by_operation == {"Relu": 512, "Sigmoid": 64}
     assert all(line.rpartition(":")[0] == __file__ for line in stats.by_source_line)
@@ -206,7 +231,10 @@ def test_graph_of_the_seed_example() -> None:
     assert set(matmul.inputs) == {by_shape[10, 5], by_shape[5, 3]}
     assert set(add.inputs) == {matmul.output, by_shape[(3,)]}
     assert total.inputs == (add.output,)
-    assert {(s.name, s.shape, s.nbytes) for s in matmul.saved_tensors} == {("self", (10, 5), 200), ("mat2", (5, 3), 60)}
+    assert {(s.name, s.shape, s.nbytes) for s in matmul.saved_tensors} == {
+        ("self", (10, 5), 200),
+        ("mat2", (5, 3), 60),
+    }
     assert matmul.saved_bytes == 0  # both are leaves
     assert (matmul.module, matmul.source) == ("", "")
 
@@ -256,7 +284,11 @@ def test_in_place_operations_keep_their_line_and_module() -> None:
         y[0] = 1.0
         loss = y.sum()
     graph = context.graph(loss)
-    lines = [int(entry.source.rpartition(":")[2]) for entry in graph if entry.op in ("Mul", "Div", "CopySlices")]
+    lines = [
+        int(entry.source.rpartition(":")[2])
+        for entry in graph
+        if entry.op in ("Mul", "Div", "CopySlices")
+    ]
     first = lines[0]
     assert lines == [first, first + 1, first + 2]
 
@@ -358,12 +390,17 @@ def test_topological_sort() -> None:
         entries = [graph[i] for i in torch.randperm(len(graph), generator=generator).tolist()]
         order = gf.topological_sort(entries)
         assert sorted(order) == list(range(len(entries)))
-        place = {value: order.index(at) for at, entry in enumerate(entries) for value in entry.outputs}
+        place = {
+            value: order.index(at) for at, entry in enumerate(entries) for value in entry.outputs
+        }
         for at, entry in enumerate(entries):
             assert all(place[value] > order.index(at) for value in entry.inputs if value in place)
     assert gf.topological_sort([]) == []
     assert len(gf.topological_sort(graph)) == len(graph)
-    circle = [gf.GradientEntry("A", (1,), (0,), ((),), ()), gf.GradientEntry("B", (0,), (1,), ((),), ())]
+    circle = [
+        gf.GradientEntry("A", (1,), (0,), ((),), ()),
+        gf.GradientEntry("B", (0,), (1,), ((),), ()),
+    ]
     with pytest.raises(gf.GraphError, match="circle: "):
         gf.topological_sort(circle)
     with pytest.raises(gf.MisuseError, match="both have the output 0"):

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 import gradfit as gf
 
 ACTIVATIONS = [
-    nn.ELU(), nn.Hardshrink(), nn.Hardsigmoid(), nn.Hardtanh(), nn.Hardswish(), nn.LeakyReLU(), nn.LogSigmoid(),
-    nn.ReLU(), nn.ReLU6(), nn.RReLU(), nn.SELU(), nn.CELU(), nn.GELU(), nn.GELU(approximate="tanh"), nn.Sigmoid(),
-    nn.SiLU(), nn.Mish(), nn.Softplus(), nn.Softshrink(), nn.Softsign(), nn.Tanh(), nn.Tanhshrink(),
-    nn.Threshold(0.1, 0.5), nn.GLU(), nn.Softmin(-1), nn.Softmax(-1), nn.LogSoftmax(-1), nn.Dropout(0.5),
+    nn.ELU(), nn.Hardshrink(), nn.Hardsigmoid(), nn.Hardtanh(), nn.Hardswish(), nn.LeakyReLU(),
+    nn.LogSigmoid(), nn.ReLU(), nn.ReLU6(), nn.RReLU(), nn.SELU(), nn.CELU(), nn.GELU(),
+    nn.GELU(approximate="tanh"), nn.Sigmoid(), nn.SiLU(), nn.Mish(), nn.Softplus(), nn.Softshrink(),
+    nn.Softsign(), nn.Tanh(), nn.Tanhshrink(), nn.Threshold(0.1, 0.5), nn.GLU(), nn.Softmin(-1),
+    nn.Softmax(-1), nn.LogSoftmax(-1), nn.Dropout(0.5),
 ]  # fmt: skip
 
 
@@ -47,7 +48,9 @@ def test_no_false_alarm_in_float32_over_200_seeds_of_a_small_network() -> None:
     for seed in range(200):
         torch.manual_seed(seed)
         a, b = torch.randn(2, 3), torch.randn(3, 2)
-        assert gf.check_gradients(lambda a, b: torch.softmax((a @ b).relu() + a.sum(), -1).log(), a, b)
+        assert gf.check_gradients(
+            lambda a, b: torch.softmax((a @ b).relu() + a.sum(), -1).log(), a, b
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -71,7 +74,8 @@ def test_finds_an_error_planted_in_one_element(dtype: torch.dtype) -> None:
         report: Any = caught.value.report
         assert not report
         assert [w.index for w in report.wrong] == [(row, column)]
-        assert report.worst.error == pytest.approx(abs(size) * 1.0, rel=0.6)  # the weight is between 0.5 and 1.5
+        # the weight is between 0.5 and 1.5
+        assert report.worst.error == pytest.approx(abs(size) * 1.0, rel=0.6)
 
 
 def test_says_which_input() -> None:
@@ -83,7 +87,9 @@ def test_says_which_input() -> None:
 def test_finds_a_missing_gradient_and_a_wrong_sign() -> None:
     with pytest.raises(gf.GradientMismatch, match="input 1"):
         gf.check_gradients(
-            gf.custom_op(lambda a, b: a * b, lambda g, a, b: (g * b, None)), torch.ones(2), torch.ones(2)
+            gf.custom_op(lambda a, b: a * b, lambda g, a, b: (g * b, None)),
+            torch.ones(2),
+            torch.ones(2),
         )
     with pytest.raises(gf.GradientMismatch):
         gf.check_gradients(gf.custom_op(lambda x: x.cos(), lambda g, x: g * x.sin()), torch.ones(2))
@@ -101,7 +107,9 @@ def test_nan_in_the_backward_is_wrong() -> None:
 def test_steps_of_ones_own(eps: float | None) -> None:
     assert gf.check_gradients(torch.exp, torch.randn(4), eps=eps)
     with pytest.raises(gf.GradientMismatch):
-        gf.check_gradients(gf.custom_op(torch.exp, lambda g, x: g * x.exp() * 1.2), torch.randn(4), eps=eps)
+        gf.check_gradients(
+            gf.custom_op(torch.exp, lambda g, x: g * x.exp() * 1.2), torch.randn(4), eps=eps
+        )
 
 
 def test_report_tells_the_worst_even_when_all_is_well() -> None:
@@ -139,7 +147,9 @@ def test_only_what_requires_a_gradient_is_checked() -> None:
     x, fixed = torch.randn(3, requires_grad=True), torch.randn(3)
     report = gf.check_gradients(lambda x, fixed, n: x * fixed.detach() ** n, x, fixed, 2)
     assert report.elements == 3
-    assert gf.check_gradients(lambda i, x: x[i], torch.tensor([0, 0, 2]), torch.randn(3)).elements == 3
+    assert (
+        gf.check_gradients(lambda i, x: x[i], torch.tensor([0, 0, 2]), torch.randn(3)).elements == 3
+    )
 
 
 def test_modules_scalars_tuples_and_domains() -> None:
@@ -155,8 +165,16 @@ def test_modules_scalars_tuples_and_domains() -> None:
     ("call", "message"),
     [
         (lambda: gf.check_gradients(torch.sin), "no floating-point tensor"),
-        (lambda: gf.check_gradients(torch.sin, torch.ones(2, dtype=torch.int64)), "no floating-point tensor"),
-        (lambda: gf.check_gradients(torch.sin, torch.ones(1, dtype=torch.complex64, requires_grad=True)), "complex64"),
+        (
+            lambda: gf.check_gradients(torch.sin, torch.ones(2, dtype=torch.int64)),
+            "no floating-point tensor",
+        ),
+        (
+            lambda: gf.check_gradients(
+                torch.sin, torch.ones(1, dtype=torch.complex64, requires_grad=True)
+            ),
+            "complex64",
+        ),
         (lambda: gf.check_gradients(torch.sin, torch.ones(2), eps=0.0), "eps=0.0"),
         (lambda: gf.check_gradients(lambda x: x.tolist(), torch.ones(2)), "returned a float"),
         (lambda: gf.check_gradients(torch.Tensor.detach, torch.ones(2)), "no graph"),

@@ -31,7 +31,8 @@ def test_norm_like_torch(bound: float, scale: float) -> None:
     norm = gf.GradientClipper(bound).clip_grads(model)
     expected = nn.utils.clip_grad_norm_(reference.parameters(), bound)
     torch.testing.assert_close(norm, expected)
-    torch.testing.assert_close(_grads(model), _grads(reference), rtol=1e-4, atol=0)  # torch adds 1e-6 to the norm
+    # torch adds 1e-6 to the norm
+    torch.testing.assert_close(_grads(model), _grads(reference), rtol=1e-4, atol=0)
     assert gf.GradientMap.from_grads(model).norm() <= bound * (1 + 1e-12)
 
 
@@ -60,7 +61,9 @@ def test_per_parameter_silences_only_the_loud() -> None:
 
 def test_values_first_then_norm() -> None:
     grads = gf.GradientMap({"w": torch.tensor([100.0, 1.0])})
-    assert gf.GradientClipper(1.0, max_value=1.0).clip_grads(grads).item() == pytest.approx(math.hypot(100, 1))
+    assert gf.GradientClipper(1.0, max_value=1.0).clip_grads(grads).item() == pytest.approx(
+        math.hypot(100, 1)
+    )
     torch.testing.assert_close(grads["w"], torch.full((2,), 0.5**0.5))
 
 
@@ -80,7 +83,9 @@ def test_every_form_clips_in_place(kind: str) -> None:
     torch.testing.assert_close(layer.weight.grad, torch.tensor([[0.6, 0.8]]))
 
 
-@pytest.mark.parametrize("arguments", [{"max_norm": 1.0}, {"max_value": 0.5}, {"max_norm": 0.3, "per_parameter": True}])
+@pytest.mark.parametrize(
+    "arguments", [{"max_norm": 1.0}, {"max_value": 0.5}, {"max_norm": 0.3, "per_parameter": True}]
+)
 def test_scaled_gradients_are_clipped_as_if_unscaled(arguments) -> None:
     scale = 1024.0
     plain, scaled = _model(), _model(scale)

@@ -10,7 +10,10 @@ import gradfit as gf
 
 
 def test_seed_example_with_a_list_of_inputs() -> None:
-    op = gf.custom_op(forward=lambda inputs: inputs[0] * 2.0, backward=lambda grad_output, inputs: [grad_output * 2.0])
+    op = gf.custom_op(
+        forward=lambda inputs: inputs[0] * 2.0,
+        backward=lambda grad_output, inputs: [grad_output * 2.0],
+    )
     x = torch.randn(3, requires_grad=True)
     y = op(x)
     assert torch.equal(y, x * 2)
@@ -19,7 +22,9 @@ def test_seed_example_with_a_list_of_inputs() -> None:
 
 def test_several_inputs_one_by_one_and_as_a_list() -> None:
     apart = gf.custom_op(lambda a, b: a * b, lambda g, a, b: (g * b, g * a))
-    together = gf.custom_op(lambda inputs: inputs[0] * inputs[1], lambda g, inputs: [g * inputs[1], g * inputs[0]])
+    together = gf.custom_op(
+        lambda inputs: inputs[0] * inputs[1], lambda g, inputs: [g * inputs[1], g * inputs[0]]
+    )
     a, b = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
     for op in (apart, together):
         grads = gf.backward(op(a, b).sum())
@@ -81,9 +86,15 @@ def test_inside_a_recomputed_scope() -> None:
 @pytest.mark.parametrize(
     ("backward", "message"),
     [
-        (lambda g, a, b: g, r"product: backward returned 1 gradients, expected 2, one for each input"),
+        (
+            lambda g, a, b: g,
+            r"product: backward returned 1 gradients, expected 2, one for each input",
+        ),
         (lambda g, a, b: (g, g, g), r"product: backward returned 3 gradients, expected 2"),
-        (lambda g, a, b: (g, g[:1]), r"product: backward returned shape \(1,\) for input 1, expected \(3,\)"),
+        (
+            lambda g, a, b: (g, g[:1]),
+            r"product: backward returned shape \(1,\) for input 1, expected \(3,\)",
+        ),
         (
             lambda g, a, b: (g, 1.0),
             r"product: backward returned a float for input 1, expected a tensor of shape \(3,\)",
@@ -107,4 +118,6 @@ def test_other_mistakes() -> None:
     with pytest.raises(gf.MisuseError, match="double: input 0 is a float, expected a tensor"):
         double(1.0)
     with pytest.raises(gf.MisuseError, match="pair: forward returned a tuple, expected one tensor"):
-        gf.custom_op(lambda x: (x, x), lambda g, x: g, name="pair")(torch.ones(2, requires_grad=True))
+        gf.custom_op(lambda x: (x, x), lambda g, x: g, name="pair")(
+            torch.ones(2, requires_grad=True)
+        )

@@ -1,4 +1,6 @@
-"""Gradients as a value: against `.backward()`, and what goes in wrongly is told before anything changes."""
+"""Gradients as a value: against `.backward()`, and what goes in wrongly is told before anything
+changes.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,13 @@ def test_a_leaf_loss_is_its_own_input() -> None:
 @pytest.mark.parametrize("form", ["tensor", "list", "generator", "mapping", "pairs"])
 def test_forms_of_inputs(form: str) -> None:
     w = torch.tensor([1.0, 2.0], requires_grad=True)
-    inputs = {"tensor": w, "list": [w], "generator": (t for t in [w]), "mapping": {"w": w}, "pairs": [("w", w)]}[form]
+    inputs = {
+        "tensor": w,
+        "list": [w],
+        "generator": (t for t in [w]),
+        "mapping": {"w": w},
+        "pairs": [("w", w)],
+    }[form]
     grads = gf.backward((w**2).sum(), inputs)
     assert torch.equal(grads[w], 2 * w)
     assert list(grads) == (["w"] if form in ("mapping", "pairs") else [w])
@@ -99,7 +107,9 @@ def test_norm_is_differentiable_for_a_gradient_penalty() -> None:
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(0, 1000))
 def test_weighted_sum_over_micro_batches_is_the_full_batch(sizes: list[int], seed: int) -> None:
     model = _model()
-    x = torch.randn(sum(sizes), 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = torch.randn(
+        sum(sizes), 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     full = gf.backward(model(x).square().mean(), model)
     total = gf.GradientMap()
     for micro in x.split(sizes):
@@ -173,10 +183,16 @@ def test_norm_of_float16_does_not_overflow() -> None:
 
 def test_nonfinite_is_named_and_clipping_refuses() -> None:
     grads = gf.GradientMap(
-        {"good": torch.ones(2), "bad": torch.tensor([1.0, math.nan]), "inf": torch.tensor([math.inf])}
+        {
+            "good": torch.ones(2),
+            "bad": torch.tensor([1.0, math.nan]),
+            "inf": torch.tensor([math.inf]),
+        }
     )
     assert grads.nonfinite() == ["bad", "inf"]
-    with pytest.raises(gf.NonFiniteGradient, match=r"2 of 3 .*'bad' \(1 NaN, 0 Inf\), 'inf' \(0 NaN, 1 Inf\)"):
+    with pytest.raises(
+        gf.NonFiniteGradient, match=r"2 of 3 .*'bad' \(1 NaN, 0 Inf\), 'inf' \(0 NaN, 1 Inf\)"
+    ):
         grads.clip_(1.0)
     assert torch.equal(grads["good"], torch.ones(2))
 
@@ -194,7 +210,11 @@ def test_sparse_gradients() -> None:
     x = torch.tensor([1, 1, 3])
     grads = gf.backward(table(x).square().sum(), table)
     assert grads["weight"].is_sparse
-    dense = nn.functional.embedding(x, w := table.weight.detach().clone().requires_grad_()).square().sum()
+    dense = (
+        nn.functional.embedding(x, w := table.weight.detach().clone().requires_grad_())
+        .square()
+        .sum()
+    )
     reference = gf.backward(dense)[w]
     torch.testing.assert_close(grads.norm(), reference.norm())
     assert grads.nonfinite() == []
@@ -295,20 +315,28 @@ def test_a_name_that_does_not_exist_is_told_with_the_nearest() -> None:
     ("make", "message"),
     [
         (lambda: gf.backward(3.0), "loss=3.0 is a float"),
-        (lambda: gf.backward(torch.ones(2, requires_grad=True) * 2), r"shape \(2,\), expected one number"),
+        (
+            lambda: gf.backward(torch.ones(2, requires_grad=True) * 2),
+            r"shape \(2,\), expected one number",
+        ),
         (lambda: gf.backward(torch.ones(())), "loss has no graph"),
         (
             lambda: gf.backward(torch.ones((), requires_grad=True) * 2, [torch.ones(3)]),
             r"inputs\[0\], the tensor of shape",
         ),
         (
-            lambda: gf.backward(torch.ones((), requires_grad=True) * 2, {"w": torch.ones(3, requires_grad=True)}),
+            lambda: gf.backward(
+                torch.ones((), requires_grad=True) * 2, {"w": torch.ones(3, requires_grad=True)}
+            ),
             r"inputs\[0\], 'w', has no gradient: the loss does not depend on it",
         ),
         (lambda: gf.backward(torch.ones((), requires_grad=True) * 2, []), "inputs holds no tensor"),
         (lambda: gf.backward(torch.ones((), requires_grad=True) * 2, 5), "inputs=5 is a int"),
         (lambda: gf.backward(torch.ones((), requires_grad=True) * 2, ["w"]), r"inputs\[0\] is str"),
-        (lambda: gf.backward((x := torch.ones((), requires_grad=True)) * 2, [x, x]), r"inputs\[1\].*twice"),
+        (
+            lambda: gf.backward((x := torch.ones((), requires_grad=True)) * 2, [x, x]),
+            r"inputs\[1\].*twice",
+        ),
         (lambda: gf.GradientMap({torch.ones(2): torch.ones(3)}), r"shape \(3,\), expected \(2,\)"),
         (lambda: gf.GradientMap({"w": 3}), "is a int under 'w'"),
     ],
@@ -322,7 +350,9 @@ def test_a_freed_graph_names_the_operation() -> None:
     x = torch.randn(3, requires_grad=True)
     loss = x.sigmoid().sum()
     gf.backward(loss)
-    with pytest.raises(gf.GraphError, match=r"already freed: Sigmoid has given back.*create_graph=True") as caught:
+    with pytest.raises(
+        gf.GraphError, match=r"already freed: Sigmoid has given back.*create_graph=True"
+    ) as caught:
         gf.backward(loss)
     assert isinstance(caught.value, RuntimeError)  # as torch's own, for code that catches that
 

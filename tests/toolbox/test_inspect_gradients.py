@@ -12,7 +12,9 @@ import gradfit as gf
 
 
 def test_names_what_is_bad_and_what_is_missing() -> None:
-    model = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 1, bias=False), "c": nn.Linear(2, 1)})
+    model = nn.ModuleDict(
+        {"a": nn.Linear(2, 1), "b": nn.Linear(2, 1, bias=False), "c": nn.Linear(2, 1)}
+    )
     model["c"].requires_grad_(False)
     model["a"](torch.tensor([[1.0, math.nan]])).sum().backward()
     report = gf.inspect_gradients(model)
@@ -41,7 +43,9 @@ def test_norms_agree_with_torch() -> None:
 
 
 def test_histogram_counts_every_finite_element_once() -> None:
-    values = torch.tensor([0.0, 2.0**-50, 2.0**-24, -(2.0**-21), 1.0, 15.99, 16.0, 1e30, math.inf, math.nan])
+    values = torch.tensor(
+        [0.0, 2.0**-50, 2.0**-24, -(2.0**-21), 1.0, 15.99, 16.0, 1e30, math.inf, math.nan]
+    )
     histogram = gf.inspect_gradients(gf.GradientMap({"w": values})).histogram
     bins = dict(zip(histogram.exponents, histogram.counts, strict=False))
     assert histogram.zero_count == 1

@@ -1,4 +1,6 @@
-"""`LossScaler` beside `torch.amp.GradScaler`: the same scales, the same steps, exchangeable states."""
+"""`LossScaler` beside `torch.amp.GradScaler`: the same scales, the same steps, exchangeable
+states.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,12 @@ def _drive(scaler, overflows: list[bool]) -> tuple[list[float], list[list[float]
     interval=st.integers(1, 5),
 )
 def test_same_scales_and_steps_as_torch(overflows, init, growth, backoff, interval) -> None:
-    arguments = {"init_scale": init, "growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval}
+    arguments = {
+        "init_scale": init,
+        "growth_factor": growth,
+        "backoff_factor": backoff,
+        "growth_interval": interval,
+    }
     ours = _drive(gf.LossScaler(**arguments), overflows)
     theirs = _drive(torch.amp.GradScaler("cpu", **arguments), overflows)
     assert ours == theirs

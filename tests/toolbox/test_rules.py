@@ -1,4 +1,6 @@
-"""Every differentiation rule the toolbox promises, against its formula, with broadcasting, in float64."""
+"""Every differentiation rule the toolbox promises, against its formula, with broadcasting, in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ def _backward(result: Tensor, grad_output: Tensor, *inputs: Tensor) -> list[Tens
 
 def _reduced(gradient: Tensor, shape: torch.Size) -> Tensor:
     """Undo broadcasting: sum over the dimensions that were stretched."""
-    gradient = gradient.sum(dim=tuple(range(gradient.dim() - len(shape)))) if gradient.dim() > len(shape) else gradient
+    gradient = (
+        gradient.sum(dim=tuple(range(gradient.dim() - len(shape))))
+        if gradient.dim() > len(shape)
+        else gradient
+    )
     stretched = tuple(at for at, size in enumerate(shape) if size == 1 and gradient.shape[at] != 1)
     return gradient.sum(dim=stretched, keepdim=True) if stretched else gradient
 
@@ -60,12 +66,20 @@ def test_elementwise(name: str, shapes: tuple[tuple[int, ...], tuple[int, ...]],
     result = function(a, b)
     grad_output = _draw(tuple(result.shape), seed + 2).detach()
     expected = formula(grad_output, a.detach(), b.detach())
-    for found, rule, tensor in zip(_backward(result, grad_output, a, b), expected, (a, b), strict=True):
+    for found, rule, tensor in zip(
+        _backward(result, grad_output, a, b), expected, (a, b), strict=True
+    ):
         torch.testing.assert_close(found, _reduced(rule, tensor.shape))
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 3), st.integers(0, 10**6))
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(0, 3),
+    st.integers(0, 10**6),
+)
 def test_matmul(n: int, k: int, m: int, batch: int, seed: int) -> None:
     a = _draw((batch, n, k) if batch else (n, k), seed)
     b = _draw((k, m), seed + 1)  # broadcast over the batch
@@ -119,8 +133,15 @@ def test_sum_and_mean_of_everything(shape: tuple[int, ...], grad_output: float, 
 
 
 @settings(deadline=None, max_examples=25)
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple), st.data(), st.booleans(), st.integers(0, 10**6))
-def test_sum_along_a_dimension(shape: tuple[int, ...], data: st.DataObject, keepdim: bool, seed: int) -> None:
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple),
+    st.data(),
+    st.booleans(),
+    st.integers(0, 10**6),
+)
+def test_sum_along_a_dimension(
+    shape: tuple[int, ...], data: st.DataObject, keepdim: bool, seed: int
+) -> None:
     x = _draw(shape, seed)
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
     y = x.sum(dim, keepdim=keepdim)

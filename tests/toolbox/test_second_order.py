@@ -1,4 +1,6 @@
-"""Hessian-vector products against the explicit Hessian, and second derivatives through recomputed scopes."""
+"""Hessian-vector products against the explicit Hessian, and second derivatives through recomputed
+scopes.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,11 @@ def test_over_all_parameters_of_a_model() -> None:
 
     def loss_of(flat: Tensor) -> Tensor:
         parts = [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
-        return torch.func.functional_call(model, dict(zip(names, parts, strict=True)), (x,)).square().mean()
+        return (
+            torch.func.functional_call(model, dict(zip(names, parts, strict=True)), (x,))
+            .square()
+            .mean()
+        )
 
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
     vector = torch.randn_like(flat)
@@ -96,10 +102,22 @@ def test_second_derivatives_through_a_recomputed_scope_are_bit_identical(nested:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: gf.hessian_vector_product((x**2).sum(), x, torch.ones(4)), r"is \(4,\), expected shape \(3,\)"),
-        (lambda x: gf.hessian_vector_product((x**2).sum(), [x], []), "vector holds 0 tensors, inputs 1"),
-        (lambda x: gf.hessian_vector_product((x**2).sum(), {"x": x}, {"y": torch.ones(3)}), "no entry for 'x'"),
-        (lambda x: gf.hessian_vector_product(lambda x: x.sum(), {"x": x}, {"x": torch.ones(3)}), "inputs has names"),
+        (
+            lambda x: gf.hessian_vector_product((x**2).sum(), x, torch.ones(4)),
+            r"is \(4,\), expected shape \(3,\)",
+        ),
+        (
+            lambda x: gf.hessian_vector_product((x**2).sum(), [x], []),
+            "vector holds 0 tensors, inputs 1",
+        ),
+        (
+            lambda x: gf.hessian_vector_product((x**2).sum(), {"x": x}, {"y": torch.ones(3)}),
+            "no entry for 'x'",
+        ),
+        (
+            lambda x: gf.hessian_vector_product(lambda x: x.sum(), {"x": x}, {"x": torch.ones(3)}),
+            "inputs has names",
+        ),
         (lambda x: gf.hessian_vector_product(x**2, x, torch.ones(3)), "expected one number"),
         (lambda x: gf.hessian_vector_product(x.detach().sum(), x, torch.ones(3)), "no graph"),
     ],

@@ -19,7 +19,10 @@ def _model() -> nn.Sequential:
 
 
 def _batches(sizes: list[int], seed: int) -> list[Tensor]:
-    return [torch.randn(n, 4, generator=torch.Generator().manual_seed(seed + n), dtype=torch.float64) for n in sizes]
+    return [
+        torch.randn(n, 4, generator=torch.Generator().manual_seed(seed + n), dtype=torch.float64)
+        for n in sizes
+    ]
 
 
 def _loss(model: nn.Module, micro: Tensor) -> Tensor:
@@ -42,7 +45,8 @@ def test_map_accumulation_equals_the_accumulators(sizes: list[int], seed: int) -
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"max_norm": 0.01}, {"max_value": 0.002}, {"max_norm": 0.01, "per_parameter": True}]
+    "arguments",
+    [{"max_norm": 0.01}, {"max_value": 0.002}, {"max_norm": 0.01, "per_parameter": True}],
 )
 def test_a_clipper_in_the_accumulator_clips_the_window_once(arguments) -> None:
     clipper = gf.GradientClipper(**arguments)
@@ -69,7 +73,9 @@ def test_either_scaler_in_the_accumulator_gives_the_same_run() -> None:
         model = _model()
         scaler = make(init_scale=1024.0, growth_interval=2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        accumulator = gf.GradientAccumulator(optimizer, steps=2, scaler=scaler, clip=0.5, on_nonfinite="skip")
+        accumulator = gf.GradientAccumulator(
+            optimizer, steps=2, scaler=scaler, clip=0.5, on_nonfinite="skip"
+        )
         scales, stepped = [], []
         for index, micro in enumerate(_batches([3, 2, 1, 4, 2, 2, 3, 3], 0)):
             loss = _loss(model, micro) * (float("inf") if index == 3 else 1.0)

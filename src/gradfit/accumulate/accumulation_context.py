@@ -17,11 +17,13 @@ from gradfit.not_copied import NotCopied
 
 
 class AccumulationContext(Window, NotCopied):
-    """An explicit window over some tensors: `target_steps` micro-batches become one gradient, their mean.
+    """An explicit window over some tensors: `target_steps` micro-batches become one gradient, their
+    mean.
 
-    `GradientAccumulator` does everything with one of these; alone it serves a hand-written update. Backward passes
-    count by themselves. `step()` ends a micro-batch: passes since the last `step()` are then one, and without any pass
-    it counts what was put into `.grad` by hand. Reading `is_ready` when the window is full makes its gradients final.
+    `GradientAccumulator` does everything with one of these; alone it serves a hand-written update.
+    Backward passes count by themselves. `step()` ends a micro-batch: passes since the last `step()`
+    are then one, and without any pass it counts what was put into `.grad` by hand. Reading
+    `is_ready` when the window is full makes its gradients final.
 
     >>> w = torch.zeros(2, requires_grad=True)
     >>> with AccumulationContext(2) as window:
@@ -55,13 +57,17 @@ class AccumulationContext(Window, NotCopied):
         dtype: torch.dtype | None = None,
     ) -> None:
         if strategy is not None:
-            read_instance(strategy, "strategy", Strategy, "FixedTargetBatch(n) or another gradfit strategy")
+            read_instance(
+                strategy, "strategy", Strategy, "FixedTargetBatch(n) or another gradfit strategy"
+            )
         if optimizer is not None:
             check_optimizer(optimizer)
         check_scaler(scaler, optimizer)
         if dtype is not None:
             read_dtype(dtype, "dtype")
-        super().__init__(target_steps, strategy=strategy, optimizer=optimizer, scaler=scaler, dtype=dtype)
+        super().__init__(
+            target_steps, strategy=strategy, optimizer=optimizer, scaler=scaler, dtype=dtype
+        )
         self.plain = PlainBackwards(self)
         if scaler is not None:
             observe_scaler(scaler)

@@ -30,9 +30,10 @@ from gradfit.not_copied import NotCopied
 class GradientAccumulator(NotCopied):
     """Makes many micro-batches one update, equal to that of the full batch, whatever their sizes.
 
-    A mean of means is not the mean: `weight` says how many items each loss is about, and the window's gradient is the
-    sum of all items' gradients over the number of all items. Nothing is looked at ahead of time, the last window may be
-    partial (`flush`), and clipping, loss scaling and the non-finite check happen once per window in their right order.
+    A mean of means is not the mean: `weight` says how many items each loss is about, and the
+    window's gradient is the sum of all items' gradients over the number of all items. Nothing is
+    looked at ahead of time, the last window may be partial (`flush`), and clipping, loss scaling
+    and the non-finite check happen once per window in their right order.
 
     Args:
         optimizer: stepped at the end of each window, with gradients that are the mean over all
@@ -64,7 +65,9 @@ class GradientAccumulator(NotCopied):
     4
     """
 
-    _instead_of_copy = "Make one for the copied parameters; its load_state_dict() takes this state_dict()."
+    _instead_of_copy = (
+        "Make one for the copied parameters; its load_state_dict() takes this state_dict()."
+    )
 
     _window_kind: type[Window] = AccumulationContext
 
@@ -86,9 +89,13 @@ class GradientAccumulator(NotCopied):
         self._optimizer: AnyOptimizer | None = stepper
         self._scaler, self._dtype = scaler, dtype
         tensors = options.choose_parameters(stepper, parameters)
-        self.window = self._window_kind(steps, strategy=strategy, optimizer=stepper, scaler=scaler, dtype=dtype)
+        self.window = self._window_kind(
+            steps, strategy=strategy, optimizer=stepper, scaler=scaler, dtype=dtype
+        )
         skip = on_nonfinite == "skip"
-        self._passes = Backpropagator(self.window, scaler=scaler, dtype=dtype, isolate=isolate, skip_nonfinite=skip)
+        self._passes = Backpropagator(
+            self.window, scaler=scaler, dtype=dtype, isolate=isolate, skip_nonfinite=skip
+        )
         self._update = Update(
             self.window,
             stepper,
@@ -102,7 +109,7 @@ class GradientAccumulator(NotCopied):
             self.window.register_all(tensors, "optimizer" if parameters is None else "parameters")
         self.window.follows_optimizer = parameters is None and stepper is not None
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------
 
     @property
     def optimizer(self) -> AnyOptimizer | None:
@@ -149,7 +156,9 @@ class GradientAccumulator(NotCopied):
 
     @property
     def is_ready(self) -> bool:
-        """Whether the window is full; reading it then makes the gradients final, for an optimizer stepped by hand."""
+        """Whether the window is full; reading it then makes the gradients final, for an optimizer
+        stepped by hand.
+        """
         return self.window.is_ready if self.enabled else bool(self.window.tensors)
 
     @property
@@ -161,11 +170,17 @@ class GradientAccumulator(NotCopied):
     @property
     def progress(self) -> float:
         """How full the window is, from 0 to 1."""
-        return self.window.strategy.progress(self.current_step, self.window.weight) if self.current_step else 0.0
+        return (
+            self.window.strategy.progress(self.current_step, self.window.weight)
+            if self.current_step
+            else 0.0
+        )
 
     @property
     def enabled(self) -> bool:
-        """False: as if there were no accumulator. Nothing is counted or scaled, and every `step()` steps."""
+        """False: as if there were no accumulator. Nothing is counted or scaled, and every `step()`
+        steps.
+        """
         return self.window.enabled
 
     @enabled.setter
@@ -173,14 +188,16 @@ class GradientAccumulator(NotCopied):
         self._require_open()
         self.window.require_outside_micro_batch("enabled")
         if read_flag(value, "enabled") != self.enabled and self.window.accumulation_steps:
-            raise MisuseError(f"enabled={value!r} in the middle of a window. Call flush() or reset() first.")
+            raise MisuseError(
+                f"enabled={value!r} in the middle of a window. Call flush() or reset() first."
+            )
         self.window.settled = None
         self.window.enabled = value
 
     def __repr__(self) -> str:
         return (
-            f"GradientAccumulator(steps={self.accumulation_count}, current_step={self.current_step}, "
-            f"parameters={len(self.window.tensors)})"
+            f"GradientAccumulator(steps={self.accumulation_count},"
+            f" current_step={self.current_step}, parameters={len(self.window.tensors)})"
         )
 
     @property
@@ -194,7 +211,8 @@ class GradientAccumulator(NotCopied):
         return self._update.notes
 
     def close(self) -> None:
-        """Let all parameters go, for good. What is in an open window goes with it: call `flush()` before.
+        """Let all parameters go, for good. What is in an open window goes with it: call `flush()`
+        before.
 
         `with GradientAccumulator(…) as accumulator:` does it at the end of the block.
         """
@@ -213,9 +231,12 @@ class GradientAccumulator(NotCopied):
 
     def _require_open(self) -> None:
         if self._closed:
-            raise MisuseError("This accumulator is closed. Make another one: GradientAccumulator(optimizer, steps=4).")
+            raise MisuseError(
+                "This accumulator is closed. Make another one: GradientAccumulator(optimizer,"
+                " steps=4)."
+            )
 
-    # -- membership -----------------------------------------------------------------------------------------------
+    # -- membership -------------------------------------------------------------------------------
 
     def enable_accumulation(self, parameters: Iterable[Tensor]) -> None:
         """Accumulate into these parameters too; those that are there already stay.
@@ -229,18 +250,22 @@ class GradientAccumulator(NotCopied):
             options.require_members(self.optimizer, tensors)
         present = self.window.ids
         self.window.require_outside_micro_batch("enable_accumulation()")
-        self.window.register_all([tensor for tensor in tensors if id(tensor) not in present], "parameters")
+        self.window.register_all(
+            [tensor for tensor in tensors if id(tensor) not in present], "parameters"
+        )
         self.window.follows_optimizer = False
         self.window.enabled = True
 
     def disable_accumulation(self) -> None:
-        """Let all parameters go, until `enable_accumulation`; an open window is dropped, its gradients with it."""
+        """Let all parameters go, until `enable_accumulation`; an open window is dropped, its
+        gradients with it.
+        """
         self.window.reset()
         self.window.close()
         self.window.follows_optimizer = False
         self.window.enabled = False
 
-    # -- backward -------------------------------------------------------------------------------------------------
+    # -- backward ---------------------------------------------------------------------------------
 
     def backward(
         self,
@@ -250,11 +275,13 @@ class GradientAccumulator(NotCopied):
         *,
         terms: Mapping[str, tuple[Tensor, Number | Tensor]] | None = None,
     ) -> None:
-        """Backpropagate one micro-batch's loss: the mean over `weight` items, or their sum (`reduction="sum"`).
+        """Backpropagate one micro-batch's loss: the mean over `weight` items, or their sum
+        (`reduction="sum"`).
 
-        `terms` are several losses of one forward pass, each a sum with its own number of items, each normalised by its
-        own total over the window. A weight of 0 contributes nothing, even if the loss is NaN. `weight="auto"` reads
-        from the loss's graph what it was divided by: the targets that a cross-entropy did not ignore, for one.
+        `terms` are several losses of one forward pass, each a sum with its own number of items,
+        each normalised by its own total over the window. A weight of 0 contributes nothing, even if
+        the loss is NaN. `weight="auto"` reads from the loss's graph what it was divided by: the
+        targets that a cross-entropy did not ignore, for one.
 
         Args:
             loss: a tensor of one element, the mean (or the sum) over `weight` items. None if there
@@ -329,23 +356,24 @@ class GradientAccumulator(NotCopied):
             self.window.plain.abandon()  # trials that died half-way
             self.enabled = enabled
 
-    # -- transactions ---------------------------------------------------------------------------------------------
+    # -- transactions -----------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def micro_batch(self, weight: Number | Tensor | None = None) -> Iterator[None]:
         """Everything inside is one micro-batch, and comes in whole or not at all.
 
-        An exception (out of memory, too) leaves the window as it was, bit for bit, and goes on to the caller; a NaN or
-        an infinity does the same quietly under `on_nonfinite="skip"` or a loss scaler. Needs `isolate=True` or a
-        `dtype`, since the micro-batch's gradients are held apart from the sums. Without `weight`, the backwards inside
-        say it.
+        An exception (out of memory, too) leaves the window as it was, bit for bit, and goes on to
+        the caller; a NaN or an infinity does the same quietly under `on_nonfinite="skip"` or a loss
+        scaler. Needs `isolate=True` or a `dtype`, since the micro-batch's gradients are held apart
+        from the sums. Without `weight`, the backwards inside say it.
 
         Args:
             weight: how many items the micro-batch is about; None: the backwards inside say it.
         """
         if not self._passes.can_take_back:
             raise MisuseError(
-                "micro_batch needs gradients of its own to be able to take them back. Pass isolate=True or dtype=…."
+                "micro_batch needs gradients of its own to be able to take them back. Pass"
+                " isolate=True or dtype=…."
             )
         number = None if weight is None else read_weight(weight)
         if not self.enabled:
@@ -355,16 +383,19 @@ class GradientAccumulator(NotCopied):
         with self.window.turn:
             if self.window.transaction is not None:
                 raise MisuseError(
-                    "micro_batch inside micro_batch: a micro-batch is one thing. Leave the inner one out."
+                    "micro_batch inside micro_batch: a micro-batch is one thing. Leave the inner"
+                    " one out."
                 )
             self._begin()
             with self._passes.transact(number, block=True):
                 yield
 
-    # -- ending a window ------------------------------------------------------------------------------------------
+    # -- ending a window --------------------------------------------------------------------------
 
     def step(self) -> StepResult:
-        """End a micro-batch; when the window is full, normalise, clip, step and clear. True if it really stepped."""
+        """End a micro-batch; when the window is full, normalise, clip, step and clear. True if it
+        really stepped.
+        """
         window = self.window
         if not window.enabled:
             self._require_open()
@@ -394,7 +425,9 @@ class GradientAccumulator(NotCopied):
         return StepResult(False, "accumulating", None, window.weight, taken, state.skipped)
 
     def _finish_settled(self) -> StepResult:
-        """Update with a full window that is as its last pass left it: there is nothing more to ask."""
+        """Update with a full window that is as its last pass left it: there is nothing more to
+        ask.
+        """
         window = self.window
         window.settled = None
         window.set_apart("step()")
@@ -406,8 +439,9 @@ class GradientAccumulator(NotCopied):
     def flush(self) -> StepResult:
         """Update with what there is: the partial last window, divided by what it really holds.
 
-        Over several processes, `flush` says that this one has no more data: it takes part in the windows of those that
-        have, until all of them flush. Call it on each, once, also where there was nothing to accumulate.
+        Over several processes, `flush` says that this one has no more data: it takes part in the
+        windows of those that have, until all of them flush. Call it on each, once, also where there
+        was nothing to accumulate.
         """
         window = self.window
         self._require_open()
@@ -434,13 +468,17 @@ class GradientAccumulator(NotCopied):
             self.window.drop()
 
     def reset_gradients(self) -> None:
-        """Drop the open window and its gradients: `reset`, under the name it has beside `apply_gradients`."""
+        """Drop the open window and its gradients: `reset`, under the name it has beside
+        `apply_gradients`.
+        """
         self.reset()
 
     def apply_gradients(self, fn: Callable[[Tensor], Any]) -> None:
-        """Call `fn(parameter)` for each parameter with a gradient, once it is the mean over the window.
+        """Call `fn(parameter)` for each parameter with a gradient, once it is the mean over the
+        window.
 
-        For updates written by hand. The gradients stay until `reset_gradients()` or the next window begins.
+        For updates written by hand. The gradients stay until `reset_gradients()` or the next window
+        begins.
 
         Args:
             fn: called as `fn(parameter)`; `parameter.grad` is the mean over the window's items.
@@ -452,8 +490,9 @@ class GradientAccumulator(NotCopied):
             window.follow()
             if not window.is_full and not window.is_final:
                 raise MisuseError(
-                    f"The window holds {self.current_step} of {self.accumulation_count} micro-batches. "
-                    "Call apply_gradients when is_ready, or flush() before it if this is the last one."
+                    f"The window holds {self.current_step} of {self.accumulation_count}"
+                    " micro-batches. Call apply_gradients when is_ready, or flush() before it if"
+                    " this is the last one."
                 )
             window.finalise()
             window.in_doubt = True  # half of the parameters may be updated when `fn` fails
@@ -462,13 +501,14 @@ class GradientAccumulator(NotCopied):
                     fn(tensor)
             window.state.applied, window.in_doubt = True, False
 
-    # -- state ----------------------------------------------------------------------------------------------------
+    # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole window: {"tensors": gradients by name, "window": plain numbers}, for safetensors and JSON.
+        """The whole window: {"tensors": gradients by name, "window": plain numbers}, for
+        safetensors and JSON.
 
-        Over several processes it is the window of all, taken by all together: `torch.distributed.checkpoint` can write
-        it, and any number of processes can load it.
+        Over several processes it is the window of all, taken by all together:
+        `torch.distributed.checkpoint` can write it, and any number of processes can load it.
         """
         with self.window.alone("state_dict()"):
             self.window.follow()
@@ -496,7 +536,9 @@ class GradientAccumulator(NotCopied):
 
 
 class BareAccumulator(GradientAccumulator):
-    """The same for a step that owns its window: plain `loss.backward()` calls are nobody's micro-batches."""
+    """The same for a step that owns its window: plain `loss.backward()` calls are nobody's
+    micro-batches.
+    """
 
     _window_kind = Window
 

@@ -16,7 +16,14 @@ from gradfit.errors import MisuseError
 
 
 def check(
-    optimizer: Any, steps: Any, strategy: Any, dtype: Any, scaler: Any, clip: Any, on_nonfinite: Any, isolate: Any
+    optimizer: Any,
+    steps: Any,
+    strategy: Any,
+    dtype: Any,
+    scaler: Any,
+    clip: Any,
+    on_nonfinite: Any,
+    isolate: Any,
 ) -> None:
     """Check every option of `GradientAccumulator` but its parameters."""
     if optimizer is not None:
@@ -25,14 +32,21 @@ def check(
     if strategy is not None:
         if not isinstance(strategy, Strategy):
             raise MisuseError(
-                f"strategy is a {type(strategy).__name__}. Pass FixedTargetBatch(n) or another gradfit strategy."
+                f"strategy is a {type(strategy).__name__}. Pass FixedTargetBatch(n) or another"
+                " gradfit strategy."
             )
         if steps != 1:
-            raise MisuseError(f"steps={steps} and strategy={strategy!r} both say when a window is full. Pass one.")
+            raise MisuseError(
+                f"steps={steps} and strategy={strategy!r} both say when a window is full. Pass one."
+            )
         if strategy.needs_norms and not isolate:
-            raise MisuseError(f"strategy={strategy!r} measures each micro-batch's gradient. Pass isolate=True.")
+            raise MisuseError(
+                f"strategy={strategy!r} measures each micro-batch's gradient. Pass isolate=True."
+            )
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise MisuseError(f"dtype={dtype!r} is not a floating point type. Pass dtype=torch.float32.")
+        raise MisuseError(
+            f"dtype={dtype!r} is not a floating point type. Pass dtype=torch.float32."
+        )
     check_scaler(scaler, optimizer)
     if clip is not None and not callable(getattr(clip, "clip_grads", None)):
         read_number(clip, "clip", above=0)
@@ -46,10 +60,13 @@ def check_scaler(scaler: Any, optimizer: Any) -> None:
         for method in ("scale", "unscale_", "step", "update", "get_scale", "is_enabled"):
             if not callable(getattr(scaler, method, None)):
                 raise MisuseError(
-                    f"scaler is a {type(scaler).__name__} without {method}(). Pass torch.amp.GradScaler()."
+                    f"scaler is a {type(scaler).__name__} without {method}(). Pass"
+                    " torch.amp.GradScaler()."
                 )
         if optimizer is None:
-            raise MisuseError("scaler steps the optimizer itself, and there is none. Pass optimizer= with it.")
+            raise MisuseError(
+                "scaler steps the optimizer itself, and there is none. Pass optimizer= with it."
+            )
 
 
 def read_optimizer_or_steps(optimizer: Any, steps: Any) -> tuple[Any, Any]:
@@ -58,8 +75,9 @@ def read_optimizer_or_steps(optimizer: Any, steps: Any) -> tuple[Any, Any]:
         return optimizer, steps
     if steps != 1:
         raise MisuseError(
-            f"optimizer={optimizer!r} is a number, and steps={steps!r} says how many micro-batches there are already. "
-            "Pass GradientAccumulator(optimizer, steps=4) or GradientAccumulator(4)."
+            f"optimizer={optimizer!r} is a number, and steps={steps!r} says how many micro-batches"
+            " there are already. Pass GradientAccumulator(optimizer, steps=4) or"
+            " GradientAccumulator(4)."
         )
     return None, optimizer
 
@@ -76,8 +94,8 @@ def choose_parameters(optimizer: Any, parameters: Any) -> list[Tensor] | None:
     known = parameters_of(optimizer)
     if known is None:
         raise MisuseError(
-            f"optimizer: a {type(optimizer).__name__} has no param_groups, so its parameters are unknown. Pass "
-            "parameters=model.parameters() with it."
+            f"optimizer: a {type(optimizer).__name__} has no param_groups, so its parameters are"
+            " unknown. Pass parameters=model.parameters() with it."
         )
     if not known:
         raise MisuseError("optimizer has no parameters. Pass parameters=model.parameters().")
@@ -86,8 +104,13 @@ def choose_parameters(optimizer: Any, parameters: Any) -> list[Tensor] | None:
 
 def read_parameters(parameters: Any) -> list[Tensor]:
     """A list of tensors from what the user passed."""
-    if isinstance(parameters, Tensor | torch.nn.Module | Mapping) or not isinstance(parameters, Iterable):
-        raise MisuseError(f"parameters is a {type(parameters).__name__}. Pass model.parameters() or a list of tensors.")
+    if isinstance(parameters, Tensor | torch.nn.Module | Mapping) or not isinstance(
+        parameters, Iterable
+    ):
+        raise MisuseError(
+            f"parameters is a {type(parameters).__name__}. Pass model.parameters() or a list of"
+            " tensors."
+        )
     tensors = list(parameters)
     if not tensors:
         raise MisuseError("parameters is empty: there are no parameters. Pass model.parameters().")
@@ -95,18 +118,25 @@ def read_parameters(parameters: Any) -> list[Tensor]:
 
 
 def read_members(tensors: Iterable[Any], known: Set[int], name: str) -> list[Tensor]:
-    """Tensors that gradients can add up in, none of them among those whose ids are known, and none twice."""
+    """Tensors that gradients can add up in, none of them among those whose ids are known, and none
+    twice.
+    """
     new: dict[int, Tensor] = {}
     for position, tensor in enumerate(tensors):
         if not isinstance(tensor, Tensor):
-            raise MisuseError(f"{name} holds a {type(tensor).__name__}, not a tensor. Pass model.parameters().")
+            raise MisuseError(
+                f"{name} holds a {type(tensor).__name__}, not a tensor. Pass model.parameters()."
+            )
         if id(tensor) in known or id(tensor) in new:
             raise MisuseError(
-                f"{name}: the tensor at {position}, of shape {tuple(tensor.shape)}, is there twice. Pass it once."
+                f"{name}: the tensor at {position}, of shape {tuple(tensor.shape)}, is there twice."
+                " Pass it once."
             )
         if not tensor.is_leaf or not (tensor.is_floating_point() or tensor.is_complex()):
             kind = "not a leaf" if not tensor.is_leaf else f"of type {tensor.dtype}"
-            raise MisuseError(f"{name}: the tensor at {position} is {kind}. Pass model.parameters().")
+            raise MisuseError(
+                f"{name}: the tensor at {position} is {kind}. Pass model.parameters()."
+            )
         new[id(tensor)] = tensor
     return list(new.values())
 
@@ -119,21 +149,30 @@ def require_members(optimizer: Any, tensors: list[Tensor]) -> None:
         if members is not None and id(tensor) not in members:
             shape = tuple(getattr(tensor, "shape", ()))
             raise MisuseError(
-                f"parameters: the one at {position}, of shape {shape}, is not in the optimizer, which would never "
-                "update it. Pass the optimizer's parameters, or add it with optimizer.add_param_group."
+                f"parameters: the one at {position}, of shape {shape}, is not in the optimizer,"
+                " which would never update it. Pass the optimizer's parameters, or add it with"
+                " optimizer.add_param_group."
             )
 
 
-def read_terms(terms: Any, loss: Any, weight: Any, reduction: str) -> dict[str, tuple[Tensor, Number]]:
+def read_terms(
+    terms: Any, loss: Any, weight: Any, reduction: str
+) -> dict[str, tuple[Tensor, Number]]:
     """Loss terms as `{name: (sum, number of items)}`."""
     if loss is not None or not (isinstance(weight, int) and weight == 1) or reduction != "mean":
-        raise MisuseError("terms= says all there is to say. Pass it alone, without loss, weight or reduction.")
+        raise MisuseError(
+            "terms= says all there is to say. Pass it alone, without loss, weight or reduction."
+        )
     if not isinstance(terms, Mapping) or not terms:
-        raise MisuseError(f"terms={terms!r} holds no terms. Pass terms={{'name': (loss_sum, count)}}.")
+        raise MisuseError(
+            f"terms={terms!r} holds no terms. Pass terms={{'name': (loss_sum, count)}}."
+        )
     read = {}
     for name, pair in terms.items():
         if not isinstance(name, str) or not name:
-            raise MisuseError(f"terms: {name!r} is no name. Pass terms={{'name': (loss_sum, count)}}.")
+            raise MisuseError(
+                f"terms: {name!r} is no name. Pass terms={{'name': (loss_sum, count)}}."
+            )
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise MisuseError(f"terms[{name!r}] is not a pair. Pass (loss_sum, count).")
         number = read_weight(pair[1], f"terms[{name!r}][1]")

@@ -65,21 +65,28 @@ def numbers_of(accumulator: GradientAccumulator) -> dict[str, Any]:
 
 
 def load(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
-    """Put a saved window in place of the one there is, after everything about it was found right."""
+    """Put a saved window in place of the one there is, after everything about it was found
+    right.
+    """
     window = accumulator.window
     try:
         numbers, tensors = state["window"], dict(state["tensors"])
         if numbers["version"] not in _READABLE:
-            raise StateError(f"The state has version {numbers['version']!r}, this gradfit reads up to {VERSION}.")
+            raise StateError(
+                f"The state has version {numbers['version']!r}, this gradfit reads up to {VERSION}."
+            )
         shapes = [list(tensor.shape) for tensor in window.tensors]
         if numbers["shapes"] != shapes:
             raise StateError(
-                f"The state is that of another model: {_difference(numbers['shapes'], shapes)}. Load it into an "
-                "accumulator of the same parameters in the same order."
+                f"The state is that of another model: {_difference(numbers['shapes'], shapes)}."
+                " Load it into an accumulator of the same parameters in the same order."
             )
         gradients = {name: _take(tensors, numbers["sparse"], name) for name in _names(tensors)}
         counts = {name: read_count(numbers[name], name, minimum=0) for name in _COUNTS}
-        flags, scale = {name: bool(numbers[name]) for name in _FLAGS}, _positive(numbers["scale"], "scale")
+        flags, scale = (
+            {name: bool(numbers[name]) for name in _FLAGS},
+            _positive(numbers["scale"], "scale"),
+        )
         terms = {name: _total(*pair) for name, pair in numbers["terms"].items()}
         main, strategy = _total(numbers["weight"], numbers["divisor"]), numbers["strategy"]
         windows = read_count(numbers["windows"], "windows", minimum=0)
@@ -90,8 +97,13 @@ def load(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
             position = int(number)
             tensor = window.tensors[read_count(position, name, minimum=0)]
             if gradient.shape != tensor.shape:
-                raise StateError(f"The state's {name!r} has shape {tuple(gradient.shape)}, not {tuple(tensor.shape)}.")
-            gradient = gradient.to(device=tensor.device, dtype=tensor.grad_dtype or gradient.dtype, copy=True)
+                raise StateError(
+                    f"The state's {name!r} has shape {tuple(gradient.shape)}, not"
+                    f" {tuple(tensor.shape)}."
+                )
+            gradient = gradient.to(
+                device=tensor.device, dtype=tensor.grad_dtype or gradient.dtype, copy=True
+            )
             (terms[term].gradients if kind == "term" else placed)[position] = gradient
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, StateError):
@@ -111,9 +123,11 @@ def load(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
     window.state = WindowState(
         updates=windows,
         micro_batches=counts["closed"],
-        open={}
-        if not counts["open"]
-        else {threading.get_ident(): OpenMicroBatch(counts["open"], counts["open_plain"])},
+        open=(
+            {}
+            if not counts["open"]
+            else {threading.get_ident(): OpenMicroBatch(counts["open"], counts["open_plain"])}
+        ),
         skipped=counts["skipped"],
         main=main,
         terms=terms,
@@ -139,11 +153,16 @@ def _positive(value: Any, name: str) -> float:
     return number
 
 
-def _put(tensors: dict[str, Tensor], sparse: dict[str, list[int]], name: str, gradient: Tensor) -> None:
+def _put(
+    tensors: dict[str, Tensor], sparse: dict[str, list[int]], name: str, gradient: Tensor
+) -> None:
     gradient = gradient.detach()
     if gradient.is_sparse:  # safetensors has no sparse layout
         sparse[name] = [*gradient.shape, int(gradient.is_coalesced())]
-        tensors[f"{name}/indices"], tensors[f"{name}/values"] = gradient._indices().clone(), gradient._values().clone()
+        tensors[f"{name}/indices"], tensors[f"{name}/values"] = (
+            gradient._indices().clone(),
+            gradient._values().clone(),
+        )
     else:
         tensors[name] = gradient.clone(memory_format=torch.contiguous_format)
 
@@ -162,7 +181,9 @@ def _take(tensors: dict[str, Tensor], sparse: Mapping[str, list[int]], name: str
 
 
 def _names(tensors: dict[str, Tensor]) -> list[str]:
-    return list(dict.fromkeys(name.removesuffix("/indices").removesuffix("/values") for name in tensors))
+    return list(
+        dict.fromkeys(name.removesuffix("/indices").removesuffix("/values") for name in tensors)
+    )
 
 
 def _difference(saved: list[list[int]], here: list[list[int]]) -> str:

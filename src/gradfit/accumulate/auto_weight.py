@@ -1,4 +1,6 @@
-"""`backward(loss, weight="auto")`: the number of items that a mean loss says itself it is the mean of."""
+"""`backward(loss, weight="auto")`: the number of items that a mean loss says itself it is the mean
+of.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +17,30 @@ def read_auto_weight(weight: str, loss: Any, reduction: str) -> Number:
     """What the loss was divided by; the one number that all its terms agree on.
 
     Raises:
-        MisuseError: it is a sum, its terms were divided by different numbers, or what it was divided by is unknown.
+        MisuseError: it is a sum, its terms were divided by different numbers, or what it was
+            divided by is unknown.
     """
     if weight != "auto":
-        raise MisuseError(f"weight={weight!r} is not a number. Pass how many items the loss is about, or 'auto'.")
+        raise MisuseError(
+            f"weight={weight!r} is not a number. Pass how many items the loss is about, or 'auto'."
+        )
     if reduction != "mean":
-        raise MisuseError(f"weight='auto' reads a mean, and reduction={reduction!r}. Pass weight= the number of items.")
+        raise MisuseError(
+            f"weight='auto' reads a mean, and reduction={reduction!r}. Pass weight= the number of"
+            " items."
+        )
     read = read_denominator(check_loss(loss))
     if read is None or read.unknown or read.is_nothing:
         name = read.unknown[0] if read is not None and read.unknown else _last_node(loss)
         raise MisuseError(
-            f"weight='auto' cannot read what this loss was divided by: it comes from {name}. Pass weight= the number "
-            "of items it is the mean of, or the sum with reduction='sum'."
+            f"weight='auto' cannot read what this loss was divided by: it comes from {name}. Pass"
+            " weight= the number of items it is the mean of, or the sum with reduction='sum'."
         )
     counts = [None if term.count is None else read_weight(term.count) for term in read.terms]
     if read.is_sum:
         raise MisuseError(
-            "weight='auto' found that this loss is a sum, divided by nothing. Pass weight= the number of items it is "
-            "the sum over, with reduction='sum'."
+            "weight='auto' found that this loss is a sum, divided by nothing. Pass weight= the"
+            " number of items it is the sum over, with reduction='sum'."
         )
     if any(count is None or count != counts[0] for count in counts):
         raise MisuseError(

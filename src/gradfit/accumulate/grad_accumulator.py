@@ -1,4 +1,6 @@
-"""`GradAccumulator`: an optimizer that steps once in so many micro-batches, in its plainest form."""
+"""`GradAccumulator`: an optimizer that steps once in so many micro-batches, in its plainest
+form.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,12 @@ from gradfit.not_copied import NotCopied
 
 
 class GradAccumulator(NotCopied):
-    """Wraps an optimizer and delays its step until `accumulation_steps` micro-batches have been backpropagated.
+    """Wraps an optimizer and delays its step until `accumulation_steps` micro-batches have been
+    backpropagated.
 
-    Call `step()` after each `loss.backward()`. It is a `GradientAccumulator` with nothing to choose; take that one for
-    micro-batches of different sizes, clipping, loss scaling or a state that can be saved.
+    Call `step()` after each `loss.backward()`. It is a `GradientAccumulator` with nothing to
+    choose; take that one for micro-batches of different sizes, clipping, loss scaling or a state
+    that can be saved.
 
     >>> import torch
     >>> w = torch.tensor([1.0, 2.0], requires_grad=True)
@@ -41,12 +45,18 @@ class GradAccumulator(NotCopied):
 
     _instead_of_copy = "Make one for the copied optimizer."
 
-    def __init__(self, optimizer: AnyOptimizer, parameters: Iterable[Tensor], accumulation_steps: int) -> None:
+    def __init__(
+        self, optimizer: AnyOptimizer, parameters: Iterable[Tensor], accumulation_steps: int
+    ) -> None:
         steps = read_count(accumulation_steps, "accumulation_steps")
         if optimizer is None or isinstance(optimizer, int):
-            raise invalid("optimizer", optimizer, "is no optimizer", "torch.optim.SGD(parameters, lr=0.1)")
+            raise invalid(
+                "optimizer", optimizer, "is no optimizer", "torch.optim.SGD(parameters, lr=0.1)"
+            )
         if parameters is None:
-            raise invalid("parameters", parameters, "is a NoneType", "model.parameters() or a list of tensors")
+            raise invalid(
+                "parameters", parameters, "is a NoneType", "model.parameters() or a list of tensors"
+            )
         self._accumulator = GradientAccumulator(optimizer, steps, parameters=parameters)
         self._optimizer = optimizer
 
@@ -55,7 +65,9 @@ class GradAccumulator(NotCopied):
         return self._accumulator.step().stepped
 
     def flush(self) -> bool:
-        """Step with the micro-batches there are, divided by their number; nothing happens if there are none."""
+        """Step with the micro-batches there are, divided by their number; nothing happens if there
+        are none.
+        """
         return self._accumulator.flush().stepped
 
     def reset(self) -> None:
@@ -84,6 +96,7 @@ class GradAccumulator(NotCopied):
 
     def __repr__(self) -> str:
         return (
-            f"GradAccumulator(accumulation_steps={self.accumulation_steps}, current_step={self.current_step}, "
-            f"num_parameters={len(self._accumulator.window.tensors)})"
+            f"GradAccumulator(accumulation_steps={self.accumulation_steps},"
+            f" current_step={self.current_step},"
+            f" num_parameters={len(self._accumulator.window.tensors)})"
         )

@@ -1,7 +1,8 @@
 """What the gradients were when they were last touched by us: did anybody else touch them since?
 
-Whoever writes a loop may clear, clip or replace gradients at any moment. While a window fills they are sums, divided by
-a number that nobody outside knows, so this must be noticed before the next pass adds to them.
+Whoever writes a loop may clear, clip or replace gradients at any moment. While a window fills they
+are sums, divided by a number that nobody outside knows, so this must be noticed before the next
+pass adds to them.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class GradientMarks:
         self._written = [*map(version_of, self._parameters)]
 
     def refresh(self) -> bool:
-        """Take the gradients for marked as they are now; False if that needs new marks: they are other tensors."""
+        """Take the gradients for marked as they are now; False if that needs new marks: they are
+        other tensors.
+        """
         versions = []
         for tensor, reference in zip(self.tensors, self._references, strict=True):
             gradient = tensor.grad
@@ -80,7 +83,9 @@ class GradientMarks:
         return bool(self.tensors)
 
     def change(self, members: Container[int], new: Iterable[Any]) -> None:
-        """Only those with these identities are of interest from now on; new ones are expected to have no gradient."""
+        """Only those with these identities are of interest from now on; new ones are expected to
+        have no gradient.
+        """
         kept = [at for at, tensor in enumerate(self.tensors) if id(tensor) in members]
         self.tensors = [self.tensors[at] for at in kept]
         self._references = [self._references[at] for at in kept]
@@ -90,8 +95,12 @@ class GradientMarks:
         self._written = [*map(version_of, self._parameters)]
 
     def untouched(self) -> bool:
-        """Whether all gradients are the same tensors with the same content, and no other was put beside them."""
-        for tensor, reference, version in zip(self.tensors, self._references, self.versions, strict=True):
+        """Whether all gradients are the same tensors with the same content, and no other was put
+        beside them.
+        """
+        for tensor, reference, version in zip(
+            self.tensors, self._references, self.versions, strict=True
+        ):
             gradient = tensor.grad
             if gradient is None or gradient is not reference() or version_of(gradient) != version:
                 return False
@@ -108,7 +117,9 @@ class GradientMarks:
     def touch(self) -> Touch:
         """What happened to them; looks at the content of those that were changed in place."""
         changed = cleared = 0
-        for tensor, reference, same in zip(self.tensors, self._references, self._as_before(), strict=True):
+        for tensor, reference, same in zip(
+            self.tensors, self._references, self._as_before(), strict=True
+        ):
             if not same:
                 now: Tensor | None = tensor.grad
                 changed += 1

@@ -1,7 +1,8 @@
 """Which tensors accumulate, and in whose window: marks that go when the tensor or the window goes.
 
-Gradients of a tensor add up in one place, its `.grad`, so only one window at a time can fill there. The window that was
-made or used last owns it; another one takes it over unless the owner is in the middle of something.
+Gradients of a tensor add up in one place, its `.grad`, so only one window at a time can fill there.
+The window that was made or used last owns it; another one takes it over unless the owner is in the
+middle of something.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def unmark(window: object, tensors: Iterable[Tensor]) -> None:
 
 
 def claim(window: Owner, tensors: Sequence[Tensor]) -> None:
-    """Own these tensors from now on; MisuseError, before anything changes, if another window is filling there."""
+    """Own these tensors from now on; MisuseError, before anything changes, if another window is
+    filling there.
+    """
     global _claims
     if window.claimed_at == _claims:  # nobody has claimed anything since
         return
@@ -64,9 +67,10 @@ def claim(window: Owner, tensors: Sequence[Tensor]) -> None:
             at = _another_in_use(window, tensors)
             if at:
                 raise MisuseError(
-                    f"The parameter at {at - 1}, of shape {tuple(tensors[at - 1].shape)}, is in the middle of "
-                    "another accumulator's window, and gradients of both would add up in one place. Call flush() or "
-                    "reset() on that one first, or use one accumulator for both."
+                    f"The parameter at {at - 1}, of shape {tuple(tensors[at - 1].shape)}, is in the"
+                    " middle of another accumulator's window, and gradients of both would add up"
+                    " in one place. Call flush() or reset() on that one first, or use one"
+                    " accumulator for both."
                 )
         reference = weakref.ref(window)
         for tensor in tensors:
@@ -89,14 +93,18 @@ def disown(window: Owner, tensors: Sequence[Tensor]) -> None:
 
 
 def belongs_to_another(window: Owner, tensors: Sequence[Tensor]) -> bool:
-    """Whether any of these tensors was claimed by another window, which is still there, since this one claimed them."""
+    """Whether any of these tensors was claimed by another window, which is still there, since this
+    one claimed them.
+    """
     if window.claimed_at == _claims:
         return False
     return any(tensor in _owners and _owners[tensor]() not in (None, window) for tensor in tensors)
 
 
 def _another_in_use(window: Owner, tensors: Sequence[Tensor]) -> int:
-    """The position, counted from 1, of the first tensor that another window is filling; 0 if there is none."""
+    """The position, counted from 1, of the first tensor that another window is filling; 0 if there
+    is none.
+    """
     for position, tensor in enumerate(tensors, 1):
         owner = _owners[tensor]() if tensor in _owners else None
         if owner is not None and owner is not window and owner.in_use:
@@ -128,7 +136,8 @@ def enable_grad_accumulation(tensor: Tensor) -> None:
 
 
 def disable_grad_accumulation(tensor: Tensor) -> None:
-    """Take the mark away, and what was accumulated with it; a tensor that a window holds stays in that window.
+    """Take the mark away, and what was accumulated with it; a tensor that a window holds stays in
+    that window.
 
     Args:
         tensor: a leaf of floating point type.

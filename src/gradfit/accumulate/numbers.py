@@ -1,4 +1,6 @@
-"""Reading what users pass as weights, sizes and losses; every mistake is named before anything is changed."""
+"""Reading what users pass as weights, sizes and losses; every mistake is named before anything is
+changed.
+"""
 
 from __future__ import annotations
 
@@ -23,32 +25,50 @@ def read_weight(value: Any, name: str = "weight") -> Number:
     (3, 0.5)
     """
     if isinstance(value, Tensor) and value.numel() != 1:
-        raise MisuseError(f"{name} has shape {tuple(value.shape)}, expected one number. Pass {name}=mask.sum().")
+        raise MisuseError(
+            f"{name} has shape {tuple(value.shape)}, expected one number. Pass {name}=mask.sum()."
+        )
     number = value if type(value) in (int, float) else plain_number(value)
     if isinstance(number, bool) or not isinstance(number, int | float):
-        raise invalid(name, value, "is not a number", f"how many items the loss is about: {name}=len(batch)")
+        raise invalid(
+            name, value, "is not a number", f"how many items the loss is about: {name}=len(batch)"
+        )
     if not 0 <= number < math.inf:
-        raise invalid(name, number, "must be 0 or more, and finite", "how many items the loss is about")
+        raise invalid(
+            name, number, "must be 0 or more, and finite", "how many items the loss is about"
+        )
     if number > _LARGEST:
         raise MisuseError(
-            f"{name} is more than {_LARGEST:g}, and sums of it overflow. Divide all weights by one number."
+            f"{name} is more than {_LARGEST:g}, and sums of it overflow. Divide all weights by one"
+            " number."
         )
     return number
 
 
 def check_loss(loss: Any, name: str = "loss") -> Tensor:
     """A loss that can be differentiated: one real number with a graph behind it."""
-    if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1 and loss.is_floating_point():
+    if (
+        isinstance(loss, Tensor)
+        and loss.requires_grad
+        and loss.numel() == 1
+        and loss.is_floating_point()
+    ):
         return loss
     if not isinstance(loss, Tensor):
         raise MisuseError(
-            f"{name} is a {type(loss).__name__}, not a tensor. Pass the tensor the loss function returned."
+            f"{name} is a {type(loss).__name__}, not a tensor. Pass the tensor the loss function"
+            " returned."
         )
     if loss.numel() != 1:
-        raise MisuseError(f"{name} has shape {tuple(loss.shape)}, expected one number. Pass {name}.mean() or .sum().")
+        raise MisuseError(
+            f"{name} has shape {tuple(loss.shape)}, expected one number. Pass {name}.mean() or"
+            " .sum()."
+        )
     if not loss.requires_grad:
         raise MisuseError(
-            f"{name} has no graph: it does not require a gradient. Compute it outside torch.no_grad() and without "
-            ".detach()."
+            f"{name} has no graph: it does not require a gradient. Compute it outside"
+            " torch.no_grad() and without .detach()."
         )
-    raise MisuseError(f"{name} is {loss.dtype}, expected a real number. Pass {name}.abs() or .real.")
+    raise MisuseError(
+        f"{name} is {loss.dtype}, expected a real number. Pass {name}.abs() or .real."
+    )

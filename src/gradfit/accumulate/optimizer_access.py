@@ -1,4 +1,6 @@
-"""What the accumulator needs to know about optimizers, torch's own and any other with `step` and `zero_grad`."""
+"""What the accumulator needs to know about optimizers, torch's own and any other with `step` and
+`zero_grad`.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +32,21 @@ def check_optimizer(optimizer: Any) -> None:
     """Refuse what is no optimizer, and what cannot step without being given the loss again."""
     for method in ("step", "zero_grad"):
         if not callable(getattr(optimizer, method, None)):
-            raise MisuseError(f"optimizer is a {type(optimizer).__name__} without {method}(). Pass a torch optimizer.")
+            raise MisuseError(
+                f"optimizer is a {type(optimizer).__name__} without {method}(). Pass a torch"
+                " optimizer."
+            )
     own = getattr(type(optimizer), "step", None)  # the class's: a scheduler wraps the instance's
-    for parameter in list(inspect.signature(own).parameters.values())[1:] if own is not None else ():
+    for parameter in (
+        list(inspect.signature(own).parameters.values())[1:] if own is not None else ()
+    ):
         positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         if positional and parameter.default is parameter.empty:
             raise MisuseError(
-                f"optimizer: {type(optimizer).__name__}.step needs {parameter.name!r}, to compute the loss again and "
-                "again in one step. Accumulate inside the closure: pass parameters=model.parameters() and no "
-                "optimizer, and let the closure reset(), run every micro-batch and return the loss."
+                f"optimizer: {type(optimizer).__name__}.step needs {parameter.name!r}, to compute"
+                " the loss again and again in one step. Accumulate inside the closure: pass"
+                " parameters=model.parameters() and no optimizer, and let the closure reset(), run"
+                " every micro-batch and return the loss."
             )
 
 
@@ -47,17 +55,24 @@ def parameters_of(optimizer: Any) -> list[Tensor] | None:
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:
         return None
-    return groups[0]["params"] if len(groups) == 1 else [tensor for group in groups for tensor in group["params"]]
+    return (
+        groups[0]["params"]
+        if len(groups) == 1
+        else [tensor for group in groups for tensor in group["params"]]
+    )
 
 
 def stepper_of(optimizer: Any) -> torch.optim.Optimizer | None:
-    """The torch optimizer whose hooks will tell of a step: this one, or the one that it wraps; None if there is none.
+    """The torch optimizer whose hooks will tell of a step: this one, or the one that it wraps; None
+    if there is none.
 
-    Wrappers (accelerate's, Lightning Fabric's, a Lookahead) are torch optimizers by name, but only the inner one runs
-    hooks, and some of them leave steps out.
+    Wrappers (accelerate's, Lightning Fabric's, a Lookahead) are torch optimizers by name, but only
+    the inner one runs hooks, and some of them leave steps out.
     """
     while optimizer is not None:
-        if isinstance(optimizer, torch.optim.Optimizer) and getattr(type(optimizer).step, "hooked", False):
+        if isinstance(optimizer, torch.optim.Optimizer) and getattr(
+            type(optimizer).step, "hooked", False
+        ):
             return optimizer
         optimizer = getattr(optimizer, "optimizer", None)
     return None
@@ -67,9 +82,10 @@ def stepper_of(optimizer: Any) -> torch.optim.Optimizer | None:
 def full_precision(optimizer: Any, tensors: Iterable[Tensor]) -> Iterator[None]:
     """Let the optimizer work in the gradients' precision where it is wider than the parameters'.
 
-    For the time of the step, parameters and their optimizer state are widened; afterwards each is rounded once. The
-    state goes back to the parameters' precision because that is where `Optimizer.load_state_dict` would put it: a
-    resumed run is then the same as one never stopped. It costs wide copies of both during the step.
+    For the time of the step, parameters and their optimizer state are widened; afterwards each is
+    rounded once. The state goes back to the parameters' precision because that is where
+    `Optimizer.load_state_dict` would put it: a resumed run is then the same as one never stopped.
+    It costs wide copies of both during the step.
     """
     narrow: list[tuple[Tensor, Tensor, Tensor]] = []
     sharded: list[tuple[Tensor, Tensor]] = []
@@ -80,7 +96,8 @@ def full_precision(optimizer: Any, tensors: Iterable[Tensor]) -> Iterator[None]:
             if tensor.grad is not None and tensor.grad.dtype != tensor.dtype:
                 widened.append(tensor)
                 _convert_state(state, tensor, tensor.grad.dtype)
-                if is_dtensor(tensor):  # which cannot be given other data: a wide one stands in for it
+                # which cannot be given other data: a wide one stands in for it
+                if is_dtensor(tensor):
                     sharded.append((tensor, _wide_copy(tensor)))
                     continue
                 data = tensor.data
@@ -110,7 +127,9 @@ def _wide_copy(tensor: Tensor) -> Tensor:
 
 
 def _swap(optimizer: Any, pairs: list[tuple[Tensor, Tensor]]) -> None:
-    """Let an optimizer hold the second tensor of each pair in the place of the first, with its state."""
+    """Let an optimizer hold the second tensor of each pair in the place of the first, with its
+    state.
+    """
     now = {id(old): new for old, new in pairs}
     state = getattr(optimizer, "state", None)
     for group in getattr(optimizer, "param_groups", ()) if pairs else ():
@@ -123,7 +142,8 @@ def _swap(optimizer: Any, pairs: list[tuple[Tensor, Tensor]]) -> None:
 def _convert_state(state: Any, tensor: Tensor, dtype: torch.dtype) -> None:
     mine = state.get(tensor, {}) if isinstance(state, dict) else {}
     for name, value in mine.items():
-        # Numbers that count (step, mu_product) stay as they are: they are not about the parameter's elements.
+        # Numbers that count (step, mu_product) stay as they are: they are not about the parameter's
+        # elements.
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
             mine[name] = value.to(dtype)
 
@@ -148,8 +168,8 @@ _watchers: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Watchers] = weakref
 def watch_steps(optimizer: torch.optim.Optimizer, watcher: StepWatcher) -> None:
     """Tell a watcher about this optimizer's steps, as long as both live.
 
-    An optimizer gets one pair of hooks, which stays: torch goes through its hooks while they run, so that none may be
-    taken away when the garbage collector happens to come by.
+    An optimizer gets one pair of hooks, which stays: torch goes through its hooks while they run,
+    so that none may be taken away when the garbage collector happens to come by.
     """
     watchers = _watchers.get(optimizer)
     if watchers is None:
@@ -161,7 +181,8 @@ def watch_steps(optimizer: torch.optim.Optimizer, watcher: StepWatcher) -> None:
 
 
 def _watch_groups(optimizer: torch.optim.Optimizer, watchers: _Watchers) -> None:
-    """Stand in for `add_param_group`, for which torch has no hook, on this object, as torch's schedulers do for `step`.
+    """Stand in for `add_param_group`, for which torch has no hook, on this object, as torch's
+    schedulers do for `step`.
 
     A plain backward pass may reach new parameters before any old one, and must be noticed there.
     """

@@ -1,17 +1,20 @@
-"""Noticing plain `loss.backward()` calls before they add anything: each counts once, whatever it touches.
+"""Noticing plain `loss.backward()` calls before they add anything: each counts once, whatever it
+touches.
 
-1. A hook on every watched tensor runs before autograd adds to its `.grad`. The first one in a pass asks the window
-   whether the pass may come in, and what its gradients are multiplied by; a refusal leaves the window as it was.
+1. A hook on every watched tensor runs before autograd adds to its `.grad`. The first one in a pass
+   asks the window whether the pass may come in, and what its gradients are multiplied by; a refusal
+   leaves the window as it was.
 2. A pass inside another pass (reentrant checkpointing) belongs to the outer one.
-3. A pass that keeps its graph (`retain_graph=True`) shares its micro-batch with the next pass of the same thread, if
-   that starts from another tensor: two losses of one forward are one micro-batch, one loss differentiated twice is two.
-4. Passes that any window starts itself (`OWN_PASSES`) are its own business, and no other's; that they have reached
-   another's tensors is remembered there.
+3. A pass that keeps its graph (`retain_graph=True`) shares its micro-batch with the next pass of
+   the same thread, if that starts from another tensor: two losses of one forward are one
+   micro-batch, one loss differentiated twice is two.
+4. Passes that any window starts itself (`OWN_PASSES`) are its own business, and no other's; that
+   they have reached another's tensors is remembered there.
 5. A pass that has begun and not ended, though its thread is in no backward pass, has died half-way.
 6. The hooks hold the counter weakly: tensors do not keep accumulators alive.
 
-Only public accumulators count plain passes. A window without it (`NoPlainBackwards`) is out of reach of every pass that
-it does not run itself.
+Only public accumulators count plain passes. A window without it (`NoPlainBackwards`) is out of
+reach of every pass that it does not run itself.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ _Handles = dict[int, torch.utils.hooks.RemovableHandle]
 _Hook = Callable[[Tensor | None], Tensor | None]
 
 OWN_PASSES: dict[int, object] = {}
-"""Threads that run a backward pass which a window has started, and its `token`; the window puts them here itself."""
+"""Threads that run a backward pass which a window has started, and its `token`; the window puts
+them here itself.
+"""
 _NOBODY = object()
 
 
@@ -66,7 +71,9 @@ class Counts(Protocol):
     """Who wants to know about plain passes."""
 
     def admit_plain(self, one: PlainPass) -> float | None:
-        """Count a pass, and say what to multiply its gradients by; None if it is not counted. May refuse it."""
+        """Count a pass, and say what to multiply its gradients by; None if it is not counted. May
+        refuse it.
+        """
 
     def plain_factor(self) -> float:
         """What the gradients of a pass that was counted are multiplied by."""
@@ -118,11 +125,15 @@ class PlainBackwards(NoPlainBackwards):
 
     def __init__(self, window: Counts) -> None:
         self._window = weakref.ref(window)
-        self.passes: dict[int, int] = {}  # graph task → thread, for counted passes that have begun and not ended
-        self._factors: dict[int, float] = {}  # graph task → factor, for every pass there is, ours or not
+        # graph task → thread, for counted passes that have begun and not ended
+        self.passes: dict[int, int] = {}
+        # graph task → factor, for every pass there is, ours or not
+        self._factors: dict[int, float] = {}
         self._lock = threading.Lock()
-        self._retained: dict[int, weakref.ref[object] | None] = {}  # rule 3: thread → where its last pass started
-        self._nested: dict[int, weakref.ref[object] | None] = {}  # rule 2: thread → an outer pass that was counted
+        # rule 3: thread → where its last pass started
+        self._retained: dict[int, weakref.ref[object] | None] = {}
+        # rule 2: thread → an outer pass that was counted
+        self._nested: dict[int, weakref.ref[object] | None] = {}
         self.reached_by_others: set[int] = set()
         self._handles: _Handles = {}
         self._hook_for = _make_hooks(weakref.ref(self), self._factors, self.reached_by_others)
@@ -139,7 +150,9 @@ class PlainBackwards(NoPlainBackwards):
         if id(tensor) not in self._handles:
             frozen = not tensor.requires_grad
             tensor.requires_grad_()  # torch takes hooks only now, and keeps them
-            self._handles[id(tensor)] = _torch.before_accumulation(tensor, self._hook_for(id(tensor)))
+            self._handles[id(tensor)] = _torch.before_accumulation(
+                tensor, self._hook_for(id(tensor))
+            )
             tensor.requires_grad_(not frozen)
 
     def forget(self, tensor: Tensor) -> None:
@@ -185,7 +198,9 @@ class PlainBackwards(NoPlainBackwards):
             one = PlainPass(thread, first, False, running.roots)
             return self._begin_plain(window, task, one, running)
 
-    def _begin_plain(self, window: Counts, task: int, one: PlainPass, running: _torch.RunningBackward | None) -> float:
+    def _begin_plain(
+        self, window: Counts, task: int, one: PlainPass, running: _torch.RunningBackward | None
+    ) -> float:
         """A pass that no window has started; `running` is None if its call cannot be told."""
         thread = one.thread
         nested = running is not None and running.nested
@@ -240,7 +255,9 @@ class PlainBackwards(NoPlainBackwards):
             window.end_plain(complete=complete)
 
     def _drop_dead(self, thread: int) -> bool:
-        """A new pass begins in this thread, so an older one that has not ended never will (rule 5)."""
+        """A new pass begins in this thread, so an older one that has not ended never will (rule
+        5).
+        """
         dead = [task for task, where in self.passes.items() if where == thread]
         for task in dead:
             del self.passes[task]
@@ -254,7 +271,8 @@ class PlainBackwards(NoPlainBackwards):
         if root is None or outer is None or outer() is not root:
             return False
         if not nested:
-            self._nested[thread] = None  # the outer pass itself: it was counted when the first inner one came
+            # the outer pass itself: it was counted when the first inner one came
+            self._nested[thread] = None
         return True
 
 
@@ -264,7 +282,9 @@ _MOST_REMEMBERED = 64
 def _make_hooks(
     counter: weakref.ref[PlainBackwards], factors: dict[int, float], reached_by_others: set[int]
 ) -> Callable[[int], _Hook]:
-    """The hooks for tensors; they run for each tensor of each pass, so the usual cases come first."""
+    """The hooks for tensors; they run for each tensor of each pass, so the usual cases come
+    first.
+    """
     thread_id, task_id, owner_of = threading.get_ident, _torch.graph_task_id, OWN_PASSES.get
 
     def hook_for(identity: int) -> _Hook:

@@ -1,7 +1,8 @@
 """What a window asks of the other processes; alone there is nobody to ask.
 
-A window that several processes fill ends with one *meeting*: each brings what its part weighs, all learn what the whole
-weighs, and then the gradients are added up. Between two meetings no process waits for another one.
+A window that several processes fill ends with one *meeting*: each brings what its part weighs, all
+learn what the whole weighs, and then the gradients are added up. Between two meetings no process
+waits for another one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Part(NamedTuple):
     base: float = 1.0
     """The loss scale that the sums carry."""
     scale: float = 1.0
-    """The loss scale of this process by now; after a skipped micro-batch it may be lower than another's."""
+    """The loss scale of this process by now; after a skipped micro-batch it may be lower than
+    another's.
+    """
     flushing: bool = False
     """It has no more to give, and takes part until nobody has."""
     joined: bool = False
@@ -80,7 +83,9 @@ class Alone:
         return part
 
     def reduce(self, window: Any, whole: Whole, factor: float) -> float:
-        """Add up `factor` times the gradients of all processes in `.grad`; gives the factor that is still missing."""
+        """Add up `factor` times the gradients of all processes in `.grad`; gives the factor that is
+        still missing.
+        """
         return factor
 
     def norm(self, gradients: list[Tensor]) -> float:
@@ -99,7 +104,9 @@ class Alone:
         yield
 
     def failed(self, error: BaseException) -> None:
-        """An error goes to the caller, who may or may not come back: leave word for those who wait."""
+        """An error goes to the caller, who may or may not come back: leave word for those who
+        wait.
+        """
 
     def release(self) -> None:
         """The window is over: flags that were changed for it are put back."""
@@ -111,18 +118,24 @@ class Alone:
 ALONE = Alone()
 
 
-def present_in(sources: Sequence[Any], terms: Iterable[Total]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def present_in(
+    sources: Sequence[Any], terms: Iterable[Total]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Which parameters have a gradient, and which a sparse one."""
     found = {at: source.grad for at, source in enumerate(sources) if source.grad is not None}
     for term in terms:
         for at, gradient in term.gradients.items():
             if at not in found or not gradient.is_sparse:
                 found[at] = gradient
-    return tuple(sorted(found)), tuple(sorted(at for at, gradient in found.items() if gradient.is_sparse))
+    return tuple(sorted(found)), tuple(
+        sorted(at for at, gradient in found.items() if gradient.is_sparse)
+    )
 
 
 def ranks_of(tensors: Iterable[Tensor], window: Window) -> Alone:
-    """Who shares these parameters: nobody, or the processes of the DDP or FSDP2 module they belong to."""
+    """Who shares these parameters: nobody, or the processes of the DDP or FSDP2 module they belong
+    to.
+    """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return ALONE
     from gradfit.distributed.shared_window import together  # which needs this module
@@ -131,12 +144,15 @@ def ranks_of(tensors: Iterable[Tensor], window: Window) -> Alone:
 
 
 def wrapped_since(tensors: Iterable[Tensor], window: Window) -> MisuseError | None:
-    """What to raise if a model was wrapped after its parameters came to the window: it would reduce by itself."""
+    """What to raise if a model was wrapped after its parameters came to the window: it would reduce
+    by itself.
+    """
     late = ranks_of(tensors, window)
     late.close()
     if late is ALONE:
         return None
     return MisuseError(
-        "The parameters were wrapped by DDP after the accumulator was made, so this backward is averaged over the "
-        "ranks by DDP itself. Make the accumulator after DistributedDataParallel(model)."
+        "The parameters were wrapped by DDP after the accumulator was made, so this backward is"
+        " averaged over the ranks by DDP itself. Make the accumulator after"
+        " DistributedDataParallel(model)."
     )

@@ -1,8 +1,9 @@
-"""What a loss scaler has scaled and unscaled: neither a plain backward pass nor a step by hand says.
+"""What a loss scaler has scaled and unscaled: neither a plain backward pass nor a step by hand
+says.
 
-torch's `GradScaler` leaves no trace of its calls: the graph has given up what it saved by the time that gradients
-arrive, and they are unscaled without a new version. So two methods are stood in for, on that one object: `scale` leaves
-a mark on what it returns, `unscale_` counts.
+torch's `GradScaler` leaves no trace of its calls: the graph has given up what it saved by the time
+that gradients arrive, and they are unscaled without a new version. So two methods are stood in for,
+on that one object: `scale` leaves a mark on what it returns, `unscale_` counts.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ _MARK = "_gradfit_scaled"
 
 
 class _Observed:
-    """A scaler's method that can be asked about; copies and pickles of the scaler have the plain one."""
+    """A scaler's method that can be asked about; copies and pickles of the scaler have the plain
+    one.
+    """
 
     def __init__(self, scaler: Any, name: str) -> None:
         self._scaler = weakref.ref(scaler)  # which holds this
         self._name = name
-        self.calls: collections.Counter[int] = collections.Counter()  # by the identity of what it was called with
+        # by the identity of what it was called with
+        self.calls: collections.Counter[int] = collections.Counter()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = getattr(type(self._scaler()), self._name)(self._scaler(), *args, **kwargs)
@@ -48,12 +52,15 @@ def observe_scaler(scaler: Any) -> None:
     """From now on what this scaler scales and unscales can be told."""
     for name in ("scale", "unscale_"):
         if not isinstance(getattr(scaler, "__dict__", {}).get(name), _Observed):
-            with contextlib.suppress(AttributeError, TypeError):  # without a `__dict__` of its own, or read-only
+            # without a `__dict__` of its own, or read-only
+            with contextlib.suppress(AttributeError, TypeError):
                 setattr(scaler, name, _Observed(scaler, name))
 
 
 def is_scaled(roots: Iterable[object]) -> bool:
-    """Whether all these roots of a backward pass came out of a scaler; what cannot carry a mark counts as scaled."""
+    """Whether all these roots of a backward pass came out of a scaler; what cannot carry a mark
+    counts as scaled.
+    """
     return all(isinstance(root, GradientEdge) or getattr(root, _MARK, False) for root in roots)
 
 

@@ -33,18 +33,24 @@ class GradientScaling:
 
     @staticmethod
     def scale_by_batch_size(gradient: Tensor, batch_size: Number, reference_size: Number) -> Tensor:
-        """A mean over `batch_size` items, as it counts in a mean over `reference_size` items: times their ratio.
+        """A mean over `batch_size` items, as it counts in a mean over `reference_size` items: times
+        their ratio.
 
         Args:
             gradient: a mean over `batch_size` items.
             batch_size: its number of items.
             reference_size: the number of items that count as 1.
         """
-        size, reference = read_weight(batch_size, "batch_size"), _positive(reference_size, "reference_size")
+        size, reference = (
+            read_weight(batch_size, "batch_size"),
+            _positive(reference_size, "reference_size"),
+        )
         return read_gradient(gradient, "gradient") * (size / reference)
 
     @staticmethod
-    def average_accumulated(accumulated: Tensor, total_batch_size: Number, reference_size: Number) -> Tensor:
+    def average_accumulated(
+        accumulated: Tensor, total_batch_size: Number, reference_size: Number
+    ) -> Tensor:
         """The mean over all items, from a sum of gradients made with `scale_by_batch_size`.
 
         Args:
@@ -52,7 +58,10 @@ class GradientScaling:
             total_batch_size: items in all of them together.
             reference_size: the one they were scaled with.
         """
-        reference, total = _positive(reference_size, "reference_size"), _positive(total_batch_size, "total_batch_size")
+        reference, total = (
+            _positive(reference_size, "reference_size"),
+            _positive(total_batch_size, "total_batch_size"),
+        )
         return read_gradient(accumulated, "accumulated") * (reference / total)
 
     @staticmethod
@@ -87,12 +96,16 @@ def gradient_norm(gradients: list[Tensor]) -> float:
     if not math.isfinite(value):
         values = [values_of(one) for one in gradients]
         if all(bool(one.isfinite().all()) for one in values):  # only the squares have overflowed
-            value = total_norm([one.to(torch.promote_types(one.dtype, torch.float64)) for one in values]).item()
+            value = total_norm(
+                [one.to(torch.promote_types(one.dtype, torch.float64)) for one in values]
+            ).item()
     return value
 
 
 def norm_on_device(gradients: list[Tensor]) -> Tensor:
-    """The norm of all gradients together, not read yet; infinite also where only the squares have overflowed."""
+    """The norm of all gradients together, not read yet; infinite also where only the squares have
+    overflowed.
+    """
     return total_norm(gradients)
 
 
@@ -117,15 +130,21 @@ def nonfinite_gradient(tensors: Sequence[Any], what: str, remedy: str) -> NonFin
     ]
     where = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
     return NonFiniteGradient(
-        f"The gradient of {what} is not finite in {len(bad)} of {len(tensors)} parameters: {where}. Nothing was "
-        f"updated; {remedy}"
+        f"The gradient of {what} is not finite in {len(bad)} of {len(tensors)} parameters: {where}."
+        f" Nothing was updated; {remedy}"
     )
 
 
 def back_off(scaler: Any) -> bool:
-    """Lower a dynamic loss scale after an overflow in the middle of a window; gives whether there was one."""
+    """Lower a dynamic loss scale after an overflow in the middle of a window; gives whether there
+    was one.
+    """
     if scaler is None or not scaler.is_enabled() or not getattr(scaler, "dynamic", True):
         return False
-    factor = scaler.get_backoff_factor() if hasattr(scaler, "get_backoff_factor") else scaler.backoff_factor
+    factor = (
+        scaler.get_backoff_factor()
+        if hasattr(scaler, "get_backoff_factor")
+        else scaler.backoff_factor
+    )
     scaler.update(scaler.get_scale() * factor)
     return True

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 
 class StepResult(NamedTuple):
-    """Whether the optimizer really stepped, why or why not, and what the window held; true if it stepped.
+    """Whether the optimizer really stepped, why or why not, and what the window held; true if it
+    stepped.
 
     >>> result = StepResult(False, "accumulating", None, 8, 2, 0)
     >>> bool(result), result.reason
@@ -16,10 +17,13 @@ class StepResult(NamedTuple):
     stepped: bool
     """Whether the optimizer was stepped; `bool(result)` says the same."""
     reason: str
-    """"stepped", "accumulating", "empty window", "no weight", "non-finite gradient", "no optimizer", or, of a wrapper
-    whose `step()` did nothing, "left out by the optimizer"."""
+    """"stepped", "accumulating", "empty window", "no weight", "non-finite gradient", "no
+    optimizer", or, of a wrapper whose `step()` did nothing, "left out by the optimizer".
+    """
     grad_norm: float | None
-    """The norm of the normalised gradient before clipping; None while the window is still filling."""
+    """The norm of the normalised gradient before clipping; None while the window is still
+    filling.
+    """
     weight: int | float
     """What the window's items weigh together: the first term's total if there are terms."""
     micro_batches: int

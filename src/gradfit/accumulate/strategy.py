@@ -36,7 +36,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def expected_weight(self, first: Number) -> Number:
-        """What the window will weigh if the first micro-batch is typical; a right guess saves a pass over them all.
+        """What the window will weigh if the first micro-batch is typical; a right guess saves a
+        pass over them all.
 
         Args:
             first: items in the first micro-batch.
@@ -69,7 +70,9 @@ class Strategy(ABC):
             state: what `state_dict()` returned.
         """
         if read_mapping(state, "state", "what state_dict() gave"):
-            raise StateError(f"The state is that of another strategy than {self!r}: it holds {sorted(state)}.")
+            raise StateError(
+                f"The state is that of another strategy than {self!r}: it holds {sorted(state)}."
+            )
 
 
 class FixedStepCount(Strategy):
@@ -125,22 +128,25 @@ class FixedTargetBatch(Strategy):
 
 
 _EMPTY_WINDOW = {"count": 0, "sum": 0, "squares": 0, "inverse": 0.0, "norms": 0.0, "normed": 0}
-_LARGEST_CHANGE = 2.0  # of the required batch size from one window to the next, by one noisy measurement
+# of the required batch size from one window to the next, by one noisy measurement
+_LARGEST_CHANGE = 2.0
 
 
 class AdaptiveAccumulation(Strategy):
     """A window that grows where its gradient would be noisy.
 
-    `by="variance"`: n micro-batches of b₁…bₙ items, whose sizes vary by the coefficient c = deviation / mean, are
-    worth Σb / (1 + c²) items (Kish's effective sample size); the window is full when that reaches
-    `target_batch_size`. Small micro-batches therefore accumulate longer, large ones less, uneven ones longer.
+    `by="variance"`: n micro-batches of b₁…bₙ items, whose sizes vary by the coefficient c =
+    deviation / mean, are worth Σb / (1 + c²) items (Kish's effective sample size); the window is
+    full when that reaches `target_batch_size`. Small micro-batches therefore accumulate longer,
+    large ones less, uneven ones longer.
 
-    `by="noise_scale"`: the target follows the measured gradient noise scale, trace of the covariance over the
-    squared gradient, from the norms of the micro-batches' gradients and of their mean (McCandlish et al. 2018, an
-    estimate from two batch sizes). Below that batch size a larger window pays for itself, above it hardly.
-    `target_batch_size` is where it starts. Each measurement is noisy itself, above all in small windows: estimates are
-    averaged (`smoothing`), and what is required at most doubles or halves from one window to the next. Measuring takes
-    two micro-batches in a window; where one is enough, a window now and then takes two all the same.
+    `by="noise_scale"`: the target follows the measured gradient noise scale, trace of the
+    covariance over the squared gradient, from the norms of the micro-batches' gradients and of
+    their mean (McCandlish et al. 2018, an estimate from two batch sizes). Below that batch size a
+    larger window pays for itself, above it hardly. `target_batch_size` is where it starts. Each
+    measurement is noisy itself, above all in small windows: estimates are averaged (`smoothing`),
+    and what is required at most doubles or halves from one window to the next. Measuring takes two
+    micro-batches in a window; where one is enough, a window now and then takes two all the same.
 
     Args:
         target_batch_size: items that a window should be worth; where `by="noise_scale"` starts.
@@ -166,7 +172,9 @@ class AdaptiveAccumulation(Strategy):
         max_steps: int = 1024,
         smoothing: float = 0.9,
     ) -> None:
-        self.target_batch_size = read_number(target_batch_size, "target_batch_size", above=0, like=64)
+        self.target_batch_size = read_number(
+            target_batch_size, "target_batch_size", above=0, like=64
+        )
         self.by = read_choice(by, "by", ("variance", "noise_scale"))
         self.min_steps = read_count(min_steps, "min_steps")
         self.max_steps = read_count(max_steps, "max_steps", minimum=self.min_steps)
@@ -183,7 +191,9 @@ class AdaptiveAccumulation(Strategy):
 
     @property
     def noise_scale(self) -> float | None:
-        """The measured gradient noise scale in items; None before two micro-batches of one window were measured."""
+        """The measured gradient noise scale in items; None before two micro-batches of one window
+        were measured.
+        """
         if not self._state["measured"]:
             return None
         if self._state["signal"] <= 0:  # the gradient drowns in noise: any batch is too small
@@ -207,7 +217,9 @@ class AdaptiveAccumulation(Strategy):
         if self.is_complete(micro_batches, weight):
             return 1.0
         by_weight = min(1.0, weight / self.required_batch_size) if self.required_batch_size else 1.0
-        return max(min(by_weight, micro_batches / self._least_steps), micro_batches / self.max_steps)
+        return max(
+            min(by_weight, micro_batches / self._least_steps), micro_batches / self.max_steps
+        )
 
     @property
     def _least_steps(self) -> int:
@@ -243,12 +255,15 @@ class AdaptiveAccumulation(Strategy):
         state.update(_EMPTY_WINDOW)
 
     def _measure(self, weight: Number, squared_norm: float) -> None:
-        """E|g_b|² = |G|² + S/b for a batch of b items: two equations, one for the micro-batches, one for the window."""
+        """E|g_b|² = |G|² + S/b for a batch of b items: two equations, one for the micro-batches,
+        one for the window.
+        """
         state, count = self._state, self._state["count"]
         noise = (state["norms"] / count - squared_norm) / (state["inverse"] / count - 1 / weight)
         signal = squared_norm - noise / weight
         state["measured"] += 1
-        new = max(1 - self.smoothing, 1 / state["measured"])  # a plain average, until there are enough
+        # a plain average, until there are enough
+        new = max(1 - self.smoothing, 1 / state["measured"])
         state["noise"] += new * (noise - state["noise"])
         state["signal"] += new * (signal - state["signal"])
         if self.noise_scale is not None:
@@ -261,8 +276,12 @@ class AdaptiveAccumulation(Strategy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if set(read_mapping(state, "state", "what state_dict() gave")) != set(self._state):
-            raise StateError(f"The state is not one of {self!r}: it holds {sorted(map(str, state))}.")
-        self._state = {name: read_number(value, f"state[{name!r}]") for name, value in state.items()}
+            raise StateError(
+                f"The state is not one of {self!r}: it holds {sorted(map(str, state))}."
+            )
+        self._state = {
+            name: read_number(value, f"state[{name!r}]") for name, value in state.items()
+        }
 
     def __repr__(self) -> str:
         return f"AdaptiveAccumulation({self.target_batch_size}, by={self.by!r})"

@@ -1,4 +1,6 @@
-"""A micro-batch that can be taken back: its gradients are made apart from the window's, and added at the end."""
+"""A micro-batch that can be taken back: its gradients are made apart from the window's, and added
+at the end.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ from gradfit.errors import MisuseError
 
 
 class Transaction:
-    """Takes the window's sums out of `.grad`, so that what comes in there is one micro-batch's alone.
+    """Takes the window's sums out of `.grad`, so that what comes in there is one micro-batch's
+    alone.
 
-    Inside, losses are backpropagated as they are; the weight is multiplied in, in the sums' own precision, when they
-    are added. Taking back is putting the untouched sums back.
+    Inside, losses are backpropagated as they are; the weight is multiplied in, in the sums' own
+    precision, when they are added. Taking back is putting the untouched sums back.
     """
 
     def __init__(self, tensors: Sequence[Any], weight: Number | None) -> None:
@@ -59,13 +62,18 @@ class Transaction:
     def gradients(self) -> list[Tensor]:
         """The micro-batch's own gradients, terms included."""
         own = [tensor.grad for tensor in self.tensors if tensor.grad is not None]
-        return own + [gradient for term in self.terms.values() for gradient in term.gradients.values()]
+        return own + [
+            gradient for term in self.terms.values() for gradient in term.gradients.values()
+        ]
 
     def factor_for(self, weight: Number, reduction: str) -> float:
-        """What to backpropagate a loss with; MisuseError if its weight contradicts the micro-batch's."""
+        """What to backpropagate a loss with; MisuseError if its weight contradicts the
+        micro-batch's.
+        """
         if self.declared is not None and weight not in (1, self.declared):
             raise MisuseError(
-                f"weight={weight!r} inside micro_batch(weight={self.declared!r}). Pass the weight in one place."
+                f"weight={weight!r} inside micro_batch(weight={self.declared!r}). Pass the weight"
+                " in one place."
             )
         if reduction == "sum":
             return self._relative(1)
@@ -83,7 +91,9 @@ class Transaction:
         self.counted += weight
 
     def add_plain(self) -> float:
-        """A plain pass is about to come in; all of them together weigh 1 if nobody said otherwise. Gives its factor."""
+        """A plain pass is about to come in; all of them together weigh 1 if nobody said otherwise.
+        Gives its factor.
+        """
         factor = self._relative(1 if self.declared is None else self.declared)
         self.counted += 0 if self._had_plain else 1
         self._had_plain = self.had_pass = True
@@ -95,7 +105,9 @@ class Transaction:
             tensor.grad = total
 
     def roll_back_to_zero(self) -> None:
-        """The same for a micro-batch without weight: what it alone has reached has a gradient, of zeros."""
+        """The same for a micro-batch without weight: what it alone has reached has a gradient, of
+        zeros.
+        """
         for tensor, total in zip(self.tensors, self._sums, strict=True):
             gradient = tensor.grad
             tensor.grad = zero(gradient) if total is None and gradient is not None else total

@@ -1,4 +1,6 @@
-"""The end of a window: unscale, check, normalise, clip, step, clear, each once and in this order."""
+"""The end of a window: unscale, check, normalise, clip, step, clear, each once and in this
+order.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,12 @@ from torch import Tensor
 
 from gradfit import _torch
 from gradfit.accumulate.marks import belongs_to_another
-from gradfit.accumulate.optimizer_access import AnyOptimizer, full_precision, stepper_of, watch_steps
+from gradfit.accumulate.optimizer_access import (
+    AnyOptimizer,
+    full_precision,
+    stepper_of,
+    watch_steps,
+)
 from gradfit.accumulate.processes import Whole
 from gradfit.accumulate.scaled_losses import times_unscaled
 from gradfit.accumulate.scaling import nonfinite_gradient, scale_gradients
@@ -25,7 +32,9 @@ _TORCH_ZERO_GRAD = torch.optim.Optimizer.zero_grad
 
 
 class Update:
-    """Turns a window into one step of the optimizer, or says why not. All of it needs the window for itself."""
+    """Turns a window into one step of the optimizer, or says why not. All of it needs the window
+    for itself.
+    """
 
     def __init__(
         self,
@@ -44,7 +53,8 @@ class Update:
         self._stepper = stepper_of(optimizer)
         if self._stepper is not None:
             watch_steps(self._stepper, self)
-        self.notes: dict[str, float] = {}  # what was noted in the last window, added up over all processes
+        # what was noted in the last window, added up over all processes
+        self.notes: dict[str, float] = {}
         self.all_flushing = True  # in the last window: nobody has more to give
         self.stepping = False
         self._stepped = False  # the optimizer has updated the parameters, as its own hook says
@@ -53,7 +63,8 @@ class Update:
     def finish(self, *, flushing: bool = False, joined: bool = False) -> StepResult:
         """End the window, together with all processes that fill it.
 
-        `flushing`: this one has no more to give; `joined`: it had none to begin with, and only keeps up.
+        `flushing`: this one has no more to give; `joined`: it had none to begin with, and only
+        keeps up.
         """
         window = self.window
         self.narrow_again()
@@ -63,13 +74,17 @@ class Update:
         if not window.enabled:
             return self._finish_plain(scaler)
         window.close_all()
-        whole = window.meet(flushing=flushing, joined=joined, scale=1.0 if scaler is None else scaler.get_scale())
+        whole = window.meet(
+            flushing=flushing, joined=joined, scale=1.0 if scaler is None else scaler.get_scale()
+        )
         window.require_intact()
         self.all_flushing, self.notes = whole.flushing or window.ranks.size == 1, whole.notes
         weight, skipped, taken = window.weight, whole.skipped, whole.micro_batches
         if not any(whole.weights.values()):
             self._end(None)
-            return StepResult(False, "no weight" if taken or skipped else "empty window", None, 0, taken, skipped)
+            return StepResult(
+                False, "no weight" if taken or skipped else "empty window", None, 0, taken, skipped
+            )
         window.ranks.share_options(self.optimizer, whole, joined)
         return self._apply(scaler, whole, StepResult(False, "", None, weight, taken, skipped))
 
@@ -80,7 +95,9 @@ class Update:
         gradients = [one for tensor in window.tensors if (one := tensor.grad) is not None]
         if scaler is not None:
             factor *= self._unscale(scaler, whole, gradients)
-        norm = (window.ranks.norm(gradients) if window.norm_ahead is None else window.norm_ahead) * factor
+        norm = (
+            window.ranks.norm(gradients) if window.norm_ahead is None else window.norm_ahead
+        ) * factor
         if not math.isfinite(norm):
             return self._refuse_nonfinite(scaler, factor, result._replace(grad_norm=norm))
         if self.max_norm is not None and norm > self.max_norm:
@@ -95,7 +112,9 @@ class Update:
         stepped = self._step_or_keep(self.optimizer, scaler, norm)
         self._end(norm**2)
         reason = _reason(stepped, scaler)
-        return StepResult(stepped, reason, norm, result.weight, result.micro_batches, result.skipped)
+        return StepResult(
+            stepped, reason, norm, result.weight, result.micro_batches, result.skipped
+        )
 
     def _clip_or_keep(self, clipper: Any, scaler: Any) -> None:
         """Clip; if that fails, leave the gradients so that the caller can try again."""
@@ -106,10 +125,13 @@ class Update:
             raise
 
     def _unscale(self, scaler: Any, whole: Whole, gradients: list[Tensor]) -> float:
-        """Divide the gradients by the loss scale, once; gives the factor that a changed scale leaves to do."""
+        """Divide the gradients by the loss scale, once; gives the factor that a changed scale
+        leaves to do.
+        """
         window = self.window
         device = gradients[0].device if gradients else torch.get_default_device()
-        scaler.scale(torch.zeros((), device=device))  # torch's has no scale where no loss was scaled
+        # torch's has no scale where no loss was scaled
+        scaler.scale(torch.zeros((), device=device))
         if scaler.get_scale() != whole.scale:
             scaler.update(whole.scale)
         factor = whole.scale / window.state.loss_scale
@@ -120,8 +142,9 @@ class Update:
             raise
         except RuntimeError as error:
             raise MisuseError(
-                "scaler.unscale_(optimizer) was called by hand, and step() unscales by itself. Leave it out and pass "
-                "clip=, or go on by hand with scaler.step(optimizer); scaler.update(); optimizer.zero_grad()."
+                "scaler.unscale_(optimizer) was called by hand, and step() unscales by itself."
+                " Leave it out and pass clip=, or go on by hand with scaler.step(optimizer);"
+                " scaler.update(); optimizer.zero_grad()."
             ) from error
         window.in_doubt = True
         return factor
@@ -135,7 +158,9 @@ class Update:
         elif not self.skip_nonfinite:
             scale_gradients(window.tensors, factor)
             self._hand_out()
-            raise nonfinite_gradient(window.tensors, "the window", "reset() drops it, on_nonfinite='skip' always.")
+            raise nonfinite_gradient(
+                window.tensors, "the window", "reset() drops it, on_nonfinite='skip' always."
+            )
         self._end(None)
         skipped = result.micro_batches + result.skipped
         return result._replace(reason="non-finite gradient", skipped=skipped)
@@ -158,7 +183,9 @@ class Update:
         return StepResult(stepped, _reason(stepped, scaler), norm, 0, 0, 0)
 
     def _step_or_keep(self, optimizer: AnyOptimizer, scaler: Any, norm: float) -> bool:
-        """Step; if that fails, leave things so that the caller can try again, or says that nobody can."""
+        """Step; if that fails, leave things so that the caller can try again, or says that nobody
+        can.
+        """
         window = self.window
         before = [(tensor, _torch.version_of(tensor)) for tensor in window.tensors]
         try:
@@ -169,15 +196,17 @@ class Update:
                 self._end(norm**2)
             elif changed:
                 window.break_off(
-                    f"The optimizer failed when it had changed {changed} of {len(before)} parameters. Restore them "
-                    "from a saved state."
+                    f"The optimizer failed when it had changed {changed} of {len(before)}"
+                    " parameters. Restore them from a saved state."
                 )
             else:
                 self._keep(scaler)
             raise
 
     def _step(self, optimizer: AnyOptimizer, scaler: Any) -> bool:
-        """Step, and say whether that really happened: a scaler looks at parameters that are not ours, too."""
+        """Step, and say whether that really happened: a scaler looks at parameters that are not
+        ours, too.
+        """
         self.stepping, self._stepped = True, False
         try:
             with full_precision(optimizer, self.window.tensors) if self.widens else _NOTHING:
@@ -191,7 +220,9 @@ class Update:
         return self._stepped or self._stepper is None
 
     def _keep(self, scaler: Any) -> None:
-        """The update has failed, out of memory, say: leave the gradients so that the caller can try again."""
+        """The update has failed, out of memory, say: leave the gradients so that the caller can try
+        again.
+        """
         window = self.window
         if scaler is not None:  # it would refuse to unscale them a second time
             window.state.loss_scale = scaler.get_scale()
@@ -211,7 +242,8 @@ class Update:
             for tensor in self.window.tensors:
                 tensor.grad = None
         elif getattr(optimizer.zero_grad, "__func__", None) is _TORCH_ZERO_GRAD:
-            # The same without the profiler's record around it, which takes longer than all the rest here.
+            # The same without the profiler's record around it, which takes longer than all the rest
+            # here.
             for group in optimizer.param_groups:  # type: ignore[attr-defined]
                 for tensor in group["params"]:
                     tensor.grad = None
@@ -219,10 +251,12 @@ class Update:
             optimizer.zero_grad()
         self.window.count_update(squared_norm)
 
-    # -- an optimizer stepped by hand -----------------------------------------------------------------------------
+    # -- an optimizer stepped by hand -------------------------------------------------------------
 
     def before_step(self) -> None:
-        """The optimizer is about to step: if it was not us, the window's gradients become final now."""
+        """The optimizer is about to step: if it was not us, the window's gradients become final
+        now.
+        """
         window = self.window
         if self.stepping or not window.enabled or belongs_to_another(window, window.tensors):
             return
@@ -240,17 +274,25 @@ class Update:
     def _require_unscaled(self) -> None:
         """Refuse a step by hand with gradients that still carry the loss scale."""
         state = self.window.state
-        if self.scaler is None or not self.scaler.is_enabled() or state.loss_scale == 1.0 or state.is_empty:
+        if (
+            self.scaler is None
+            or not self.scaler.is_enabled()
+            or state.loss_scale == 1.0
+            or state.is_empty
+        ):
             return
         if state.phase is not Phase.FINAL:
             raise MisuseError(
-                f"optimizer.step() with sums that carry the loss scale of {state.loss_scale:g}. Call step() of the "
-                "accumulator, or read is_ready before scaler.step(optimizer)."
+                f"optimizer.step() with sums that carry the loss scale of {state.loss_scale:g}."
+                " Call step() of the accumulator, or read is_ready before scaler.step(optimizer)."
             )
-        if state.unscaled_before is not None and times_unscaled(self.scaler, self.optimizer) == state.unscaled_before:
+        if (
+            state.unscaled_before is not None
+            and times_unscaled(self.scaler, self.optimizer) == state.unscaled_before
+        ):
             raise MisuseError(
-                f"optimizer.step() with gradients that carry the loss scale of {state.loss_scale:g}. Call step() of "
-                "the accumulator, or scaler.step(optimizer)."
+                "optimizer.step() with gradients that carry the loss scale of"
+                f" {state.loss_scale:g}. Call step() of the accumulator, or scaler.step(optimizer)."
             )
 
     def after_step(self) -> None:

@@ -1,8 +1,8 @@
 """The usual weighted pass, in few calls: one more into a window that is as the last one left it.
 
-After a backward pass no cache holds this code or its data any more, so that each Python function called between two
-passes takes microseconds, not a tenth of one: the questions of `Window.begin`, one function each, took 3 % of a small
-model's time. Whatever is not usual goes that long way.
+After a backward pass no cache holds this code or its data any more, so that each Python function
+called between two passes takes microseconds, not a tenth of one: the questions of `Window.begin`,
+one function each, took 3 % of a small model's time. Whatever is not usual goes that long way.
 """
 
 from __future__ import annotations
@@ -25,26 +25,35 @@ from gradfit.accumulate.window_state import OpenMicroBatch, Phase
 
 
 class UsualPass:
-    """Runs further passes of a window that has a divisor, no loss terms, no scaler, and marks of its gradients.
+    """Runs further passes of a window that has a divisor, no loss terms, no scaler, and marks of
+    its gradients.
 
-    `Window.settled` holds it while nothing else has happened to the window (rule 6 there). It holds the gradients
-    themselves: asking torch for an object that nobody else holds takes several times as long.
+    `Window.settled` holds it while nothing else has happened to the window (rule 6 there). It holds
+    the gradients themselves: asking torch for an object that nobody else holds takes several times
+    as long.
     """
 
     __slots__ = (
-        "_device", "_dtype", "_gradients", "_initial", "_initial_for", "_marks", "_missing", "_observe",
-        "_optimizer", "_present", "_state", "_tensors", "_total", "_versions", "_weight", "_window",
+        "_device", "_dtype", "_gradients", "_initial", "_initial_for", "_marks", "_missing",
+        "_observe", "_optimizer", "_present", "_state", "_tensors", "_total", "_versions",
+        "_weight", "_window",
     )  # fmt: skip
 
     def __init__(
-        self, window: Window, initial_for: Callable[[Tensor, float], Tensor], loss: Tensor, weight: Number
+        self,
+        window: Window,
+        initial_for: Callable[[Tensor, float], Tensor],
+        loss: Tensor,
+        weight: Number,
     ) -> None:
         assert window.marks is not None
         self._window, self._state, self._marks = window, window.state, window.marks
         self._total, self._tensors = window.state.main, window.tensors
         self._optimizer = window.optimizer if window.follows_optimizer else None
         strategy = window.strategy
-        self._observe: Any = None if type(strategy).observe is Strategy.observe else strategy.observe
+        self._observe: Any = (
+            None if type(strategy).observe is Strategy.observe else strategy.observe
+        )
         self._present, self._missing = window.marks.tensors, window.marks.missing
         self._gradients, self._versions = window.marks.gradients, window.marks.versions
         self._initial_for = initial_for
@@ -57,7 +66,8 @@ class UsualPass:
         self._initial = self._initial_for(loss, weight / self._total.divisor)
 
     def backward(self, loss: Tensor, weight: Number) -> bool:
-        """Backpropagate a mean over `weight` items; False, and nothing done, if that needs the long way.
+        """Backpropagate a mean over `weight` items; False, and nothing done, if that needs the long
+        way.
 
         Needs the window's turn, and a loss that requires a gradient.
         """
@@ -96,24 +106,33 @@ class UsualPass:
         return True
 
     def is_as_left(self) -> bool:
-        """Whether the optimizer has the same parameters, and those the same gradients, as after the last pass."""
+        """Whether the optimizer has the same parameters, and those the same gradients, as after the
+        last pass.
+        """
         optimizer, tensors = self._optimizer, self._tensors
         if optimizer is not None:
             now = parameters_of(optimizer) or ()
             if len(now) != len(tensors) or not all(map(is_, now, tensors)):
                 return False
-        for tensor, gradient, version in zip(self._present, self._gradients, self._versions, strict=True):
+        for tensor, gradient, version in zip(
+            self._present, self._gradients, self._versions, strict=True
+        ):
             if tensor.grad is not gradient or version_of(gradient) != version:
                 return False
         return not self._missing or all(tensor.grad is None for tensor in self._missing)
 
     def _refreshed(self) -> GradientMarks | None:
-        """The marks of the gradients as they are now; None if they are other tensors, or not ours alone.
+        """The marks of the gradients as they are now; None if they are other tensors, or not ours
+        alone.
 
         Another thread may have brought a plain pass or a new member meanwhile.
         """
         window, marks = self._window, self._marks
-        if window.last_marks is not marks or self._state.phase is not Phase.FILLING or window.plain.passes:
+        if (
+            window.last_marks is not marks
+            or self._state.phase is not Phase.FILLING
+            or window.plain.passes
+        ):
             return None
         versions = []
         for tensor, gradient in zip(self._present, self._gradients, strict=True):

@@ -1,4 +1,6 @@
-"""Backward passes into a window: with a weight, by terms, or as a micro-batch that can be taken back."""
+"""Backward passes into a window: with a weight, by terms, or as a micro-batch that can be taken
+back.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _INITIAL_KEPT = 256
 
 
 class Backpropagator:
-    """Runs the passes that the accumulator weighs itself, and books them in the window. All of it needs its turn."""
+    """Runs the passes that the accumulator weighs itself, and books them in the window. All of it
+    needs its turn.
+    """
 
     def __init__(
         self,
@@ -44,7 +48,9 @@ class Backpropagator:
         self._initial: dict[tuple[float, torch.dtype, torch.device, torch.Size], Tensor] = {}
 
     def backward(self, loss: Tensor | None, weight: Number, reduction: str) -> None:
-        """One loss, the mean over `weight` items or their sum; what a loss without weight reaches has zeros."""
+        """One loss, the mean over `weight` items or their sum; what a loss without weight reaches
+        has zeros.
+        """
         window, transaction = self.window, self.window.transaction
         if not weight:
             self._reach(loss)
@@ -86,9 +92,11 @@ class Backpropagator:
             window.settled = UsualPass(window, self._initial_for, loss, weight)
 
     def _is_rounded(self, factor: float) -> bool:
-        """Whether a factor must be multiplied in at the sums, because the parameters' own type would round it.
+        """Whether a factor must be multiplied in at the sums, because the parameters' own type
+        would round it.
 
-        bfloat16 takes a power of two as it is; in float16, which has few exponents, gradients would vanish under it.
+        bfloat16 takes a power of two as it is; in float16, which has few exponents, gradients would
+        vanish under it.
         """
         window = self.window
         if window.widened_float16:
@@ -102,7 +110,9 @@ class Backpropagator:
             self.window.take_marks()
 
     def _reach(self, loss: Any, *, retain_graph: bool = False) -> None:
-        """A loss without weight, NaN perhaps: what it reaches has a gradient of zeros, as in plain torch."""
+        """A loss without weight, NaN perhaps: what it reaches has a gradient of zeros, as in plain
+        torch.
+        """
         window, sources = self.window, self.window.sources
         if not isinstance(loss, Tensor) or not loss.requires_grad:
             return
@@ -133,7 +143,11 @@ class Backpropagator:
                 if not weight:
                     self._reach(loss, retain_graph=retain)
                     continue
-                sums = term if transaction is None else transaction.terms.setdefault(name, Total(0, term.divisor))
+                sums = (
+                    term
+                    if transaction is None
+                    else transaction.terms.setdefault(name, Total(0, term.divisor))
+                )
                 factor = rescale / (sums.divisor or 1.0)
                 with _separate_gradients(window.sources, sums.gradients):
                     self._run(loss, factor, retain)
@@ -178,17 +192,21 @@ class Backpropagator:
         if initial is None:
             if len(self._initial) >= _INITIAL_KEPT:
                 self._initial.clear()
-            initial = self._initial[key] = torch.full(loss.shape, factor, dtype=loss.dtype, device=loss.device)
+            initial = self._initial[key] = torch.full(
+                loss.shape, factor, dtype=loss.dtype, device=loss.device
+            )
         return initial
 
     def _rescale(self) -> float:
-        """What brings gradients at the present loss scale to the scale the window began with; 1 but after a skip."""
+        """What brings gradients at the present loss scale to the scale the window began with; 1 but
+        after a skip.
+        """
         if self.scaler is None or not self.can_take_back:
             return 1.0
         ratio: float = self.window.state.loss_scale / self.scaler.get_scale()
         return ratio
 
-    # -- transactions ---------------------------------------------------------------------------------------------
+    # -- transactions -----------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
@@ -203,7 +221,9 @@ class Backpropagator:
 
     @contextlib.contextmanager
     def transact(self, weight: Number | None, *, block: bool = False) -> Iterator[Transaction]:
-        """A micro-batch that comes in whole or not at all; `block` if what is inside is the user's."""
+        """A micro-batch that comes in whole or not at all; `block` if what is inside is the
+        user's.
+        """
         window = self.window
         with self._apart():
             marks, terms = window.marks, set(window.state.terms)
@@ -240,8 +260,9 @@ class Backpropagator:
         window.follow()
         if window.marks is not None and not window.marks.untouched():
             raise MisuseError(
-                "The gradients were cleared or changed by hand inside micro_batch. Leave optimizer.zero_grad(), "
-                "clipping and unscaling out of the block; the micro-batch was taken back, and can be repeated."
+                "The gradients were cleared or changed by hand inside micro_batch. Leave"
+                " optimizer.zero_grad(), clipping and unscaling out of the block; the micro-batch"
+                " was taken back, and can be repeated."
             )
         if transaction.is_empty and transaction.declared != 0:
             transaction.roll_back()
@@ -250,7 +271,9 @@ class Backpropagator:
         norm = gradient_norm(transaction.gradients()) if weighs else 0.0
         if weighs and not math.isfinite(norm):
             if not self.skip_nonfinite:
-                error = nonfinite_gradient(window.sources, "this micro-batch", "on_nonfinite='skip' leaves it out.")
+                error = nonfinite_gradient(
+                    window.sources, "this micro-batch", "on_nonfinite='skip' leaves it out."
+                )
                 window.ranks.failed(error)
                 raise error
             window.state.rescaled = back_off(self.scaler) or window.state.rescaled
@@ -269,7 +292,9 @@ class Backpropagator:
             total = window.term_for(name, term.weight)
             factor = rescale * (term.divisor or 1.0) / (total.divisor or 1.0)
             for position, gradient in term.gradients.items():
-                total.gradients[position] = add_scaled(total.gradients.get(position), gradient, factor)
+                total.gradients[position] = add_scaled(
+                    total.gradients.get(position), gradient, factor
+                )
             total.weight += term.weight
 
     def _add(self, transaction: Transaction, norm: float, rescale: float) -> None:

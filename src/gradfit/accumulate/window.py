@@ -1,22 +1,27 @@
 """One accumulation window: what it holds, what that weighs, when it is full, and who may touch it.
 
-The gradients of a window live in the tensors' own `.grad`. Micro-batch i is backpropagated with the factor wᵢ/D, where
-D is a provisional divisor, chosen from the first weight; when the window is full the gradients are multiplied by D/Σw.
-So the total need not be known beforehand, partial sums stay in the range of a mean (D grows by powers of two where Σw
-outgrows it), and if D was guessed right (equal micro-batches) there is nothing left to multiply.
+The gradients of a window live in the tensors' own `.grad`. Micro-batch i is backpropagated with the
+factor wᵢ/D, where D is a provisional divisor, chosen from the first weight; when the window is full
+the gradients are multiplied by D/Σw. So the total need not be known beforehand, partial sums stay
+in the range of a mean (D grows by powers of two where Σw outgrows it), and if D was guessed right
+(equal micro-batches) there is nothing left to multiply.
 
 Who may do what:
 
-1. `turn` is held by whoever runs a pass of the window's, a micro-batch that can be taken back, or an update: one at a
-   time, the others wait. Plain passes need no turn, because they only add to `.grad`.
-2. `apart` is the thread for which `.grad` is something else than the window's sums at the moment. Plain passes of
-   other threads are refused meanwhile, and nobody becomes it while a plain pass runs.
-3. `block` is the thread that is inside `micro_batch`. What ends or changes a window is refused until it has left, in
-   any thread: waiting for it could mean waiting for oneself.
-4. What is half done is `in_doubt`. Whoever comes next, after an interrupt say, finds the window broken.
+1. `turn` is held by whoever runs a pass of the window's, a micro-batch that can be taken back, or
+   an update: one at a time, the others wait. Plain passes need no turn, because they only add to
+   `.grad`.
+2. `apart` is the thread for which `.grad` is something else than the window's sums at the moment.
+   Plain passes of other threads are refused meanwhile, and nobody becomes it while a plain pass
+   runs.
+3. `block` is the thread that is inside `micro_batch`. What ends or changes a window is refused
+   until it has left, in any thread: waiting for it could mean waiting for oneself.
+4. What is half done is `in_doubt`. Whoever comes next, after an interrupt say, finds the window
+   broken.
 5. Before anything is added, the gradients must be as they were left (`GradientMarks`).
-6. `settled` is the short way round these questions for the next usual pass. It is taken away by whoever takes a turn
-   for something else, brings a plain pass or changes the members, so that they are asked again.
+6. `settled` is the short way round these questions for the next usual pass. It is taken away by
+   whoever takes a turn for something else, brings a plain pass or changes the members, so that they
+   are asked again.
 """
 
 from __future__ import annotations
@@ -47,7 +52,8 @@ from gradfit.accumulate.window_state import OpenMicroBatch, Phase, Total, Window
 from gradfit.errors import MisuseError
 
 FILLING, REDUCED, FINAL, BROKEN = Phase.FILLING, Phase.REDUCED, Phase.FINAL, Phase.BROKEN
-_FLOAT16_IN_FLOAT32 = 2.0**96  # how often float16's largest number fits into float32's, with room to spare
+# how often float16's largest number fits into float32's, with room to spare
+_FLOAT16_IN_FLOAT32 = 2.0**96
 _LOOK_SECONDS = 0.05  # how often somebody who waits for a turn looks whether it can come at all
 
 
@@ -55,17 +61,23 @@ class ShortWay(Protocol):
     """Brings the usual pass in (rule 6)."""
 
     def backward(self, loss: Tensor, weight: Number) -> bool:
-        """Backpropagate a mean over `weight` items; False, and nothing done, if that needs the long way."""
+        """Backpropagate a mean over `weight` items; False, and nothing done, if that needs the long
+        way.
+        """
 
     def is_as_left(self) -> bool:
-        """Whether the optimizer has the same parameters, and those the same gradients, as after the last pass."""
+        """Whether the optimizer has the same parameters, and those the same gradients, as after the
+        last pass.
+        """
 
 
 class Window:
-    """The micro-batches of one update: `target_steps` of them, or what a strategy asks for, become one mean gradient.
+    """The micro-batches of one update: `target_steps` of them, or what a strategy asks for, become
+    one mean gradient.
 
-    A bare window holds what its owner puts in, by `Backpropagator`, and nothing else; `AccumulationContext` is one that
-    also counts plain `loss.backward()` calls. Either way it begins anew once it was used.
+    A bare window holds what its owner puts in, by `Backpropagator`, and nothing else;
+    `AccumulationContext` is one that also counts plain `loss.backward()` calls. Either way it
+    begins anew once it was used.
     """
 
     bare = True
@@ -80,14 +92,20 @@ class Window:
         scaler: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.strategy = FixedStepCount(read_count(target_steps, "target_steps")) if strategy is None else strategy
+        self.strategy = (
+            FixedStepCount(read_count(target_steps, "target_steps"))
+            if strategy is None
+            else strategy
+        )
         self.optimizer, self.scaler, self.dtype = optimizer, scaler, dtype
-        self.follows_optimizer = False  # its parameters are the optimizer's, whatever those are by now
+        # its parameters are the optimizer's, whatever those are by now
+        self.follows_optimizer = False
         self.tensors: list[Tensor] = []
         self.ids: set[int] = set()  # of the tensors
         self.ranks: Alone = ALONE
         self.sources: Sequence[Any] = self.tensors  # whose `.grad` autograd adds to
-        self._found_alone = True  # nobody shares the tensors, as far as was looked when they were registered
+        # nobody shares the tensors, as far as was looked when they were registered
+        self._found_alone = True
         self.claimed_at = -1
         self.lock = threading.RLock()  # for a moment: counters
         self.turn = threading.RLock()  # rule 1
@@ -96,22 +114,27 @@ class Window:
         self.in_doubt = False  # rule 4
         self.settled: ShortWay | None = None  # rule 6
         self.plain = NoPlainBackwards()
-        self.delimited = False  # step() ends micro-batches here, so passes between two calls are one
+        # step() ends micro-batches here, so passes between two calls are one
+        self.delimited = False
         self.enabled = True
         self.transaction: Transaction | None = None
         self.narrow = self.widened_float16 = False
         self.state = WindowState()
         self._is_first = True  # no window has begun since the tensors were registered
         self.last_marks: GradientMarks | None = None  # to be taken anew after each pass
-        self._written: list[int] | None = None  # the parameters' versions when the window began; None: not watched
-        self.left: GradientMarks | None = None  # gradients of the last window that were left in `.grad` when it ended
+        # the parameters' versions when the window began; None: not watched
+        self._written: list[int] | None = None
+        # gradients of the last window that were left in `.grad` when it ended
+        self.left: GradientMarks | None = None
         self._left_to_drop = False  # nobody needs them once the next window begins
         self._clear()
 
     def _clear(self) -> None:
         self.state = WindowState(updates=self.state.updates)
-        self.notes: dict[str, float] = {}  # for whoever ends the window: numbers to be added up over all processes
-        self.norm_ahead: float | None = None  # of the sums, for whoever has read it together with other numbers
+        # for whoever ends the window: numbers to be added up over all processes
+        self.notes: dict[str, float] = {}
+        # of the sums, for whoever has read it together with other numbers
+        self.norm_ahead: float | None = None
         self.whole: Whole | None = None  # what all processes hold, once they have met
         self.marks: GradientMarks | None = None
         self.settled = None
@@ -122,15 +145,22 @@ class Window:
         if self.bare:
             disown(self, self.tensors)
 
-    # -- what it holds --------------------------------------------------------------------------------------------
+    # -- what it holds ----------------------------------------------------------------------------
 
     @property
     def target_steps(self) -> int:
-        """How many micro-batches fill the window; an estimate if the strategy goes by their sizes."""
+        """How many micro-batches fill the window; an estimate if the strategy goes by their
+        sizes.
+        """
         if isinstance(self.strategy, FixedStepCount):
             return self.strategy.steps
-        steps, progress = self.accumulation_steps, self.strategy.progress(self.accumulation_steps, self.weight)
-        return max(1, steps if progress >= 1 else math.ceil(steps / progress) if progress else steps + 1)
+        steps, progress = (
+            self.accumulation_steps,
+            self.strategy.progress(self.accumulation_steps, self.weight),
+        )
+        return max(
+            1, steps if progress >= 1 else math.ceil(steps / progress) if progress else steps + 1
+        )
 
     @property
     def accumulation_steps(self) -> int:
@@ -169,7 +199,9 @@ class Window:
             return self.is_full
 
     def _is_filling_quietly(self) -> bool:
-        """Whether there is nothing to do and nothing to refuse, seen in few calls; ends a micro-batch."""
+        """Whether there is nothing to do and nothing to refuse, seen in few calls; ends a
+        micro-batch.
+        """
         if self.block is not None or not self.turn.acquire(blocking=False):
             return False
         try:
@@ -183,17 +215,30 @@ class Window:
 
     @property
     def in_use(self) -> bool:
-        """Whether somebody still wants what is in `.grad`: it is filling, or final and not used yet."""
-        if self.transaction is not None or self.plain.passes or self.in_doubt or self.state.phase is BROKEN:
+        """Whether somebody still wants what is in `.grad`: it is filling, or final and not used
+        yet.
+        """
+        if (
+            self.transaction is not None
+            or self.plain.passes
+            or self.in_doubt
+            or self.state.phase is BROKEN
+        ):
             return True
         if self.state.phase is FINAL:
-            return not self.state.applied and self.marks is not None and (self._final_is_unused or self.marks.leftovers)
+            return (
+                not self.state.applied
+                and self.marks is not None
+                and (self._final_is_unused or self.marks.leftovers)
+            )
         return not self.state.is_empty
 
     @property
     def _final_is_unused(self) -> bool:
         marks = self.marks
-        return marks is not None and marks.any and marks.untouched() and not marks.parameters_changed
+        return (
+            marks is not None and marks.any and marks.untouched() and not marks.parameters_changed
+        )
 
     @property
     def is_final(self) -> bool:
@@ -202,14 +247,15 @@ class Window:
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(target_steps={self.target_steps}, accumulation_steps={self.accumulation_steps}, "
-            f"tensors={len(self.tensors)})"
+            f"{type(self).__name__}(target_steps={self.target_steps},"
+            f" accumulation_steps={self.accumulation_steps}, tensors={len(self.tensors)})"
         )
 
-    # -- membership -----------------------------------------------------------------------------------------------
+    # -- membership -------------------------------------------------------------------------------
 
     def register_tensor(self, tensor: Tensor) -> None:
-        """Accumulate into this tensor; it must be a leaf of floating point type, and may be frozen for now.
+        """Accumulate into this tensor; it must be a leaf of floating point type, and may be frozen
+        for now.
 
         Args:
             tensor: a parameter, or any other leaf that a loss is differentiated by.
@@ -241,7 +287,9 @@ class Window:
         self._find_ranks()
 
     def follow(self) -> list[Tensor]:
-        """Take up parameters that were added to the optimizer, let go those that were removed; gives the new ones."""
+        """Take up parameters that were added to the optimizer, let go those that were removed;
+        gives the new ones.
+        """
         if not self.follows_optimizer or (now := parameters_of(self.optimizer)) is None:
             return []
         before = self.tensors
@@ -268,7 +316,9 @@ class Window:
         if self.transaction is not None:
             terms += self.transaction.terms.values()
         for term in terms:
-            term.gradients = {now[at]: gradient for at, gradient in term.gradients.items() if at in now}
+            term.gradients = {
+                now[at]: gradient for at, gradient in term.gradients.items() if at in now
+            }
 
     def _widen(self, tensor: Tensor) -> None:
         wide = tensor.dtype if self.dtype is None else torch.promote_types(tensor.dtype, self.dtype)
@@ -298,19 +348,22 @@ class Window:
         self._find_ranks()
         self._clear()
 
-    # -- who may touch it -----------------------------------------------------------------------------------------
+    # -- who may touch it -------------------------------------------------------------------------
 
     def require_outside_micro_batch(self, call: str) -> None:
-        """Refuse what ends or changes a window while a micro-batch is between its two ends (rule 3)."""
+        """Refuse what ends or changes a window while a micro-batch is between its two ends (rule
+        3).
+        """
         if self.block is None:
             return
         if self.block == threading.get_ident():
             raise MisuseError(
-                f"{call} inside micro_batch: the window is between two states. Call it after the `with` block."
+                f"{call} inside micro_batch: the window is between two states. Call it after the"
+                " `with` block."
             )
         raise MisuseError(
-            f"{call} while another thread is inside micro_batch. Call it when that thread has left its `with` block, "
-            "after joining it, say."
+            f"{call} while another thread is inside micro_batch. Call it when that thread has left"
+            " its `with` block, after joining it, say."
         )
 
     def require_quiet(self, call: str) -> None:
@@ -321,17 +374,22 @@ class Window:
             self.break_off()
             self.require_intact()
         inside = threading.get_ident() in self.plain.passes.values()
-        where = "inside a backward pass" if inside else "while another thread runs a plain backward()"
+        where = (
+            "inside a backward pass" if inside else "while another thread runs a plain backward()"
+        )
         raise MisuseError(
-            f"{call} {where}: half of its gradients would be used. Call it when the pass has ended, or run every loss "
-            "by accumulator.backward(loss), which waits by itself."
+            f"{call} {where}: half of its gradients would be used. Call it when the pass has ended,"
+            " or run every loss by accumulator.backward(loss), which waits by itself."
         )
 
     def require_intact(self) -> None:
         """Refuse to go on with gradients that hold half of something."""
         state = self.state
         if self.in_doubt and self.transaction is None and state.phase is not BROKEN:
-            self.break_off("A backward pass or an update was interrupted half-way, so the gradients hold part of it.")
+            self.break_off(
+                "A backward pass or an update was interrupted half-way, so the gradients hold part"
+                " of it."
+            )
         elif state.phase is not BROKEN and self.plain.passes and self.plain.any_died():
             self.break_off()
         if state.phase is BROKEN:
@@ -343,14 +401,17 @@ class Window:
         if self.state.phase is not BROKEN:
             self.state.phase = BROKEN
             self.state.fault = fault or (
-                "A backward pass failed half-way, so the window holds part of a micro-batch (with isolate=True, `with "
-                "accumulator.micro_batch():` leaves the window as it was before)."
+                "A backward pass failed half-way, so the window holds part of a micro-batch (with"
+                " isolate=True, `with accumulator.micro_batch():` leaves the window as it was"
+                " before)."
             )
         self.in_doubt = False
 
     @contextlib.contextmanager
     def alone(self, call: str) -> Iterator[None]:
-        """A turn in which nobody else adds to `.grad`; refused inside of a micro-batch and beside plain passes."""
+        """A turn in which nobody else adds to `.grad`; refused inside of a micro-batch and beside
+        plain passes.
+        """
         self.take_turn(call)
         before = self.apart
         try:
@@ -373,10 +434,12 @@ class Window:
             self.require_outside_micro_batch(call)
         self.settled = None
 
-    # -- what comes in --------------------------------------------------------------------------------------------
+    # -- what comes in ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Before a contribution of the owner's: the window must be whole, as it was left, and ours. Needs `turn`."""
+        """Before a contribution of the owner's: the window must be whole, as it was left, and ours.
+        Needs `turn`.
+        """
         self.settled = None
         if self.transaction is not None:
             return
@@ -391,7 +454,8 @@ class Window:
         state = self.state
         if state.phase is REDUCED:
             raise MisuseError(
-                "The window has ended, and its update has not succeeded yet. Call step() again, or reset() to drop it."
+                "The window has ended, and its update has not succeeded yet. Call step() again, or"
+                " reset() to drop it."
             )
         if state.is_empty:
             self.start(plain=plain)
@@ -401,7 +465,8 @@ class Window:
     def start(self, *, plain: bool = False) -> None:
         """The first contribution of a window is about to come.
 
-        Gradients from before the very first one are the user's own, and plain passes add to them as ever.
+        Gradients from before the very first one are the user's own, and plain passes add to them as
+        ever.
         """
         if self._found_alone:
             error = wrapped_since(self.tensors, self)
@@ -414,17 +479,21 @@ class Window:
             if self.bare:
                 for source in self.sources:
                     source.grad = None
-            elif not self._may_add_to_earlier(plain) and not all(is_clear(source.grad) for source in self.sources):
+            elif not self._may_add_to_earlier(plain) and not all(
+                is_clear(source.grad) for source in self.sources
+            ):
                 raise MisuseError(
-                    "There are gradients in `.grad` from before this window. Call optimizer.zero_grad() after "
-                    "optimizer.step(), or reset() to drop them."
+                    "There are gradients in `.grad` from before this window. Call"
+                    " optimizer.zero_grad() after optimizer.step(), or reset() to drop them."
                 )
         self._is_first, self.left = False, None
         self.plain.forget_others()
         self._note_parameters()
         types = {tensor.dtype for tensor in self.tensors}
         wide = self.dtype
-        changed = {one for one in types if wide is not None and one != torch.promote_types(one, wide)}
+        changed = {
+            one for one in types if wide is not None and one != torch.promote_types(one, wide)
+        }
         self.narrow = bool(changed) if wide is not None else torch.float16 in types
         self.widened_float16 = torch.float16 in changed
         if self.scaler is not None:
@@ -445,7 +514,9 @@ class Window:
             self.left = None
 
     def _leave_final(self, *, plain: bool) -> None:
-        """The gradients were handed out; begin anew if they were used, go on with them if they were not."""
+        """The gradients were handed out; begin anew if they were used, go on with them if they were
+        not.
+        """
         self.notice_use()
         state = self.state
         if state.phase is not FINAL:
@@ -453,21 +524,27 @@ class Window:
         if self._final_is_unused:
             if state.terms or (plain and state.asked):
                 raise MisuseError(
-                    "The window is full and its gradients are final, but neither a step nor zero_grad came before "
-                    "the next backward. Step the optimizer and zero the gradients once is_ready is true, or call "
-                    "reset()."
+                    "The window is full and its gradients are final, but neither a step nor"
+                    " zero_grad came before the next backward. Step the optimizer and zero the"
+                    " gradients once is_ready is true, or call reset()."
                 )
             self._take_up()
         else:
             raise MisuseError(
-                "The gradients of the last window were used, and are still in `.grad`. Call optimizer.zero_grad() "
-                "after optimizer.step(), or reset() to drop them."
+                "The gradients of the last window were used, and are still in `.grad`. Call"
+                " optimizer.zero_grad() after optimizer.step(), or reset() to drop them."
             )
 
     def _take_up(self) -> None:
-        """Final gradients are Σ/total: as if the total had been the divisor from the start, more can come in."""
+        """Final gradients are Σ/total: as if the total had been the divisor from the start, more
+        can come in.
+        """
         state = self.state
-        state.main.divisor, state.phase, state.asked = float(state.main.weight) or None, FILLING, False
+        state.main.divisor, state.phase, state.asked = (
+            float(state.main.weight) or None,
+            FILLING,
+            False,
+        )
 
     def notice_use(self) -> None:
         """A final window whose gradients were used and cleared, or applied, is over."""
@@ -497,19 +574,21 @@ class Window:
         touch = marks.touch()
         if touch in (Touch.CLEARED, Touch.PARTLY_CLEARED):
             fault = (
-                f"The gradients were cleared in the middle of a window ({steps}): what was accumulated is gone. Call "
-                "optimizer.zero_grad() only after a step; `acc.backward(loss); acc.step()` needs none at all."
+                f"The gradients were cleared in the middle of a window ({steps}): what was"
+                " accumulated is gone. Call optimizer.zero_grad() only after a step;"
+                " `acc.backward(loss); acc.step()` needs none at all."
             )
         elif touch is Touch.CHANGED or unscaled:
             fault = (
-                f"The gradients were changed by hand in the middle of a window ({steps}), where they are sums, not "
-                "means. Change them after `if acc.is_ready:`, or pass clip= or scaler= to the accumulator, or run "
-                "every loss by accumulator.backward(loss)."
+                f"The gradients were changed by hand in the middle of a window ({steps}), where"
+                " they are sums, not means. Change them after `if acc.is_ready:`, or pass clip= or"
+                " scaler= to the accumulator, or run every loss by accumulator.backward(loss)."
             )
         else:
             fault = (
-                f"The parameters were updated in the middle of a window ({steps}), with sums for gradients. Pass the "
-                "optimizer to the accumulator, or step it when is_ready is true, or after flush()."
+                f"The parameters were updated in the middle of a window ({steps}), with sums for"
+                " gradients. Pass the optimizer to the accumulator, or step it when is_ready is"
+                " true, or after flush()."
             )
         self.break_off(fault)  # what is there now is nobody's sum
         self.require_intact()
@@ -521,7 +600,9 @@ class Window:
 
     @property
     def _parameters_written(self) -> bool:
-        """Whether anybody has written to a parameter since the window began; never, if that is not watched."""
+        """Whether anybody has written to a parameter since the window began; never, if that is not
+        watched.
+        """
         return self._written is not None and [*map(version_of, self.tensors)] != self._written
 
     def _note_parameters(self) -> None:
@@ -531,14 +612,16 @@ class Window:
         """After a pass: refuse if parameters were updated while it ran."""
         if self._parameters_written:
             self.break_off(
-                "The parameters were updated while a backward pass ran, by an optimizer that steps in a hook, say. It "
-                "steps at every micro-batch, with sums for gradients: take the hooks away and step it when is_ready "
-                "is true, or use no accumulator."
+                "The parameters were updated while a backward pass ran, by an optimizer that steps"
+                " in a hook, say. It steps at every micro-batch, with sums for gradients: take the"
+                " hooks away and step it when is_ready is true, or use no accumulator."
             )
             self.require_intact()
 
     def take_marks(self) -> None:
-        """The gradients are as we left them; unless a plain pass is adding to them at the moment."""
+        """The gradients are as we left them; unless a plain pass is adding to them at the
+        moment.
+        """
         if self.sources is not self.tensors or self.plain.passes:
             self.marks = None  # FSDP moves unreduced gradients about by itself
             return
@@ -549,18 +632,21 @@ class Window:
         if self.scaler is not None:
             self._note_unscaled()
 
-    # -- plain passes ---------------------------------------------------------------------------------------------
+    # -- plain passes -----------------------------------------------------------------------------
 
     def admit_plain(self, one: PlainPass) -> float | None:
-        """Before a plain pass adds anything: count it, and give the factor for its gradients; or refuse it."""
+        """Before a plain pass adds anything: count it, and give the factor for its gradients; or
+        refuse it.
+        """
         if not self.enabled or belongs_to_another(self, self.tensors):
             return None
         with self.lock:
             self.settled = None
             if self.apart is not None and self.apart != one.thread:
                 raise MisuseError(
-                    "A plain backward() while another thread is inside micro_batch, or updates. Use "
-                    "accumulator.backward(loss), which waits by itself, or join the threads before."
+                    "A plain backward() while another thread is inside micro_batch, or updates. Use"
+                    " accumulator.backward(loss), which waits by itself, or join the threads"
+                    " before."
                 )
             state = self.state
             if state.phase is BROKEN:
@@ -571,8 +657,9 @@ class Window:
                 return self._require_exact(self.transaction.add_plain())
             if self.follows_optimizer and any(tensor.grad is not None for tensor in self.follow()):
                 raise MisuseError(
-                    "New parameters of the optimizer have gradients of passes that nobody has counted. Add them by "
-                    "optimizer.add_param_group, which is noticed at once, and call reset() to begin a new window."
+                    "New parameters of the optimizer have gradients of passes that nobody has"
+                    " counted. Add them by optimizer.add_param_group, which is noticed at once, and"
+                    " call reset() to begin a new window."
                 )
             self._begin_plain()
             factor = self._require_exact(self.plain_factor())
@@ -581,7 +668,9 @@ class Window:
             return factor
 
     def _begin_plain(self) -> None:
-        """As `begin`, for a plain pass: gradients that were there before the first one are added to."""
+        """As `begin`, for a plain pass: gradients that were there before the first one are added
+        to.
+        """
         state, marks = self.state, self.marks
         if marks is None or state.phase is not FILLING or state.is_empty:
             if state.phase is FINAL:
@@ -608,8 +697,9 @@ class Window:
     def _require_exact(self, factor: float) -> float:
         if factor != 1.0 and self.widened_float16:
             raise MisuseError(
-                f"A plain backward() into float16 parameters would have to be multiplied by {factor:g}, which rounds "
-                "it to float16. Use accumulator.backward(loss) for every loss of the window."
+                "A plain backward() into float16 parameters would have to be multiplied by"
+                f" {factor:g}, which rounds it to float16. Use accumulator.backward(loss) for every"
+                " loss of the window."
             )
         return factor
 
@@ -631,8 +721,15 @@ class Window:
                 self.finalise_by_itself()
 
     def finalise_by_itself(self) -> None:
-        """An optimizer that we do not know can step at any moment, so a full window is final without being asked."""
-        if self.optimizer is not None or self.delimited or self.bare or self.transaction is not None:
+        """An optimizer that we do not know can step at any moment, so a full window is final
+        without being asked.
+        """
+        if (
+            self.optimizer is not None
+            or self.delimited
+            or self.bare
+            or self.transaction is not None
+        ):
             return
         if self.ranks.size > 1 or self.ranks.lockstep or self.plain.passes:
             return
@@ -645,23 +742,28 @@ class Window:
         if scaler is None or one.roots is None or not scaler.is_enabled() or is_scaled(one.roots):
             return
         raise MisuseError(
-            "A plain backward() of a loss that the scaler has not scaled. Call scaler.scale(loss).backward(), or "
-            "accumulator.backward(loss), which scales it."
+            "A plain backward() of a loss that the scaler has not scaled. Call"
+            " scaler.scale(loss).backward(), or accumulator.backward(loss), which scales it."
         )
 
-    # -- weighing -------------------------------------------------------------------------------------------------
+    # -- weighing ---------------------------------------------------------------------------------
 
-    def divisor_for(self, weight: Number, *, narrow: bool, sums: Iterable[Tensor] | None = None) -> float:
-        """The provisional divisor, chosen now if this is the window's first weight, raised if it is outgrown.
+    def divisor_for(
+        self, weight: Number, *, narrow: bool, sums: Iterable[Tensor] | None = None
+    ) -> float:
+        """The provisional divisor, chosen now if this is the window's first weight, raised if it is
+        outgrown.
 
-        `narrow`: float16 or bfloat16 is involved, so the factors should be powers of two where they can be.
+        `narrow`: float16 or bfloat16 is involved, so the factors should be powers of two where they
+        can be.
         """
         main = self.state.main
         if main.divisor is None:
             if not weight:
                 return 1.0
             if self.widened_float16:
-                main.divisor = float(weight)  # float16 must not meet small factors; float32 has room for sums
+                # float16 must not meet small factors; float32 has room for sums
+                main.divisor = float(weight)
             elif narrow:
                 main.divisor = float(weight) * 2.0 ** math.ceil(
                     math.log2(self.strategy.expected_weight(weight) / weight)
@@ -677,7 +779,9 @@ class Window:
         return main.divisor
 
     def term_for(self, name: str, weight: Number) -> Total:
-        """A loss term's denominator; its divisor is a power of two, which costs no rounding anywhere."""
+        """A loss term's denominator; its divisor is a power of two, which costs no rounding
+        anywhere.
+        """
         term = self.state.terms.setdefault(name, Total())
         if term.divisor is None and weight:
             expected = 1.0 if self.widened_float16 else self.strategy.expected_weight(weight)
@@ -686,7 +790,9 @@ class Window:
             term.make_room(weight, term.gradients.values())
         return term
 
-    def add(self, weight: Number, *, squared_norm: float | None = None, thread: int | None = None) -> None:
+    def add(
+        self, weight: Number, *, squared_norm: float | None = None, thread: int | None = None
+    ) -> None:
         """A micro-batch of that weight is in the gradients now."""
         state, one = self.state, self._open(thread)
         if not (state.terms and _joins(one, {""})):
@@ -696,7 +802,9 @@ class Window:
         self.strategy.observe(weight, squared_norm)
 
     def add_terms(self, weight: Number, names: set[str]) -> None:
-        """A micro-batch of terms is in; their totals are kept apart, `weight` is what the first one adds."""
+        """A micro-batch of terms is in; their totals are kept apart, `weight` is what the first one
+        adds.
+        """
         one = self._open()
         if not _joins(one, names):
             one.passes += 1
@@ -717,13 +825,18 @@ class Window:
 
     def totals(self) -> dict[str, Number]:
         """Every denominator by its term's name; that of the main loss is ""."""
-        return {"": self.state.main.weight, **{name: term.weight for name, term in self.state.terms.items()}}
+        return {
+            "": self.state.main.weight,
+            **{name: term.weight for name, term in self.state.terms.items()},
+        }
 
     def end_micro_batch(self) -> bool:
-        """What this thread has put in since its last call is one micro-batch; gives whether the window is full.
+        """What this thread has put in since its last call is one micro-batch; gives whether the
+        window is full.
 
-        Passes before the first call count one by one if they fill the window. A thread that has put in nothing ends the
-        micro-batches of all others; if there are none either, it counts what was put into `.grad` by hand.
+        Passes before the first call count one by one if they fill the window. A thread that has put
+        in nothing ends the micro-batches of all others; if there are none either, it counts what
+        was put into `.grad` by hand.
         """
         state, thread = self.state, threading.get_ident()
         self.plain.end_micro_batch(thread)
@@ -742,7 +855,8 @@ class Window:
         return full
 
     def end_settled_micro_batch(self) -> bool | None:
-        """End a micro-batch of one usual pass; gives whether the window is full, None if it goes the long way (rule 6).
+        """End a micro-batch of one usual pass; gives whether the window is full, None if it goes
+        the long way (rule 6).
 
         Needs `turn`. A full window is left as it is if its gradients are not.
         """
@@ -761,7 +875,8 @@ class Window:
     def _close(self, thread: int) -> None:
         state = self.state
         one = state.open[thread]
-        if not self.delimited:  # passes that began at different tensors are parts of one micro-batch
+        # passes that began at different tensors are parts of one micro-batch
+        if not self.delimited:
             parts = one.passes == one.plain == len(one.reached) > 1
             self.delimited = parts or not self.is_full
         if one.passes > 1 and self.delimited:
@@ -779,7 +894,9 @@ class Window:
                 self.state.micro_batches += self.state.open.pop(thread).passes
 
     def _count_by_hand(self) -> None:
-        """A micro-batch that no pass has made: new gradients in `.grad`, or, over several processes, none at all."""
+        """A micro-batch that no pass has made: new gradients in `.grad`, or, over several
+        processes, none at all.
+        """
         state, marks = self.state, self.marks
         if state.is_empty:
             new = self._put_into_empty()
@@ -787,7 +904,8 @@ class Window:
             new = marks is not None and not marks.untouched()
             self._require_not_of_others(new)
             if marks is not None and (
-                self._parameters_written or (new and (state.had_pass or marks.touch() is not Touch.CHANGED))
+                self._parameters_written
+                or (new and (state.had_pass or marks.touch() is not Touch.CHANGED))
             ):
                 self.require_untouched()
         if not new and self.ranks.size == 1:
@@ -805,8 +923,9 @@ class Window:
         if present > old:
             if old and not self._left_to_drop:
                 raise MisuseError(
-                    f"{old} of {present} gradients in `.grad` are those of the last window, which were used. Call "
-                    "optimizer.zero_grad() after optimizer.step(), or reset() to drop them."
+                    f"{old} of {present} gradients in `.grad` are those of the last window, which"
+                    " were used. Call optimizer.zero_grad() after optimizer.step(), or reset() to"
+                    " drop them."
                 )
             self._require_not_of_others(True)
             claim(self, self.tensors)
@@ -819,12 +938,13 @@ class Window:
         """Refuse to take for put by hand what another window's pass has added."""
         if new and self.plain.reached_by_others:
             raise MisuseError(
-                f"Another accumulator's backward() has reached {len(self.plain.reached_by_others)} of these "
-                f"{len(self.tensors)} parameters, with gradients that are divided by a number of its own. Call "
-                "loss.backward(), which both accumulators count, or reset() on this one to drop them."
+                f"Another accumulator's backward() has reached {len(self.plain.reached_by_others)}"
+                f" of these {len(self.tensors)} parameters, with gradients that are divided by a"
+                " number of its own. Call loss.backward(), which both accumulators count, or"
+                " reset() on this one to drop them."
             )
 
-    # -- ending ---------------------------------------------------------------------------------------------------
+    # -- ending -----------------------------------------------------------------------------------
 
     def step(self) -> None:
         """End a micro-batch."""
@@ -847,7 +967,9 @@ class Window:
             yield
 
     def drop(self) -> None:
-        """Take all gradients away, and begin anew; the strategy learns that this window was nothing."""
+        """Take all gradients away, and begin anew; the strategy learns that this window was
+        nothing.
+        """
         for source in (*self.tensors, *self.sources):
             source.grad = None
         self.left = self.transaction = None
@@ -857,15 +979,19 @@ class Window:
         self._clear()
 
     def meet(self, *, flushing: bool = False, joined: bool = False, scale: float = 1.0) -> Whole:
-        """Learn, once per window, what all processes hold; the totals are everybody's from here on."""
+        """Learn, once per window, what all processes hold; the totals are everybody's from here
+        on.
+        """
         if self.whole is None:
             ranks, state = self.ranks, self.state
             reduces = ranks.size > 1 or ranks.lockstep
-            present, sparse = present_in(self.sources, state.terms.values()) if reduces else ((), ())
+            present, sparse = (
+                present_in(self.sources, state.terms.values()) if reduces else ((), ())
+            )
             broken = state.phase is BROKEN or self.in_doubt or self.plain.any_died()
             part = Whole(
-                self.totals(), self.accumulation_steps - state.skipped, state.skipped, self.notes, state.loss_scale,
-                scale, flushing, joined, present, sparse, broken,
+                self.totals(), self.accumulation_steps - state.skipped, state.skipped, self.notes,
+                state.loss_scale, scale, flushing, joined, present, sparse, broken,
             )  # fmt: skip
             self.whole = ranks.meet(part)
             if self.whole is not part:
@@ -875,7 +1001,8 @@ class Window:
         return self.whole
 
     def settle_weight(self, weight: Number, *, whole: bool) -> None:
-        """The weights that came in stood for others, which were on a device: this is what they add up to.
+        """The weights that came in stood for others, which were on a device: this is what they add
+        up to.
 
         `whole`: there was one micro-batch, a mean, which is its own divisor.
         """
@@ -884,7 +1011,9 @@ class Window:
             self.state.main.divisor = float(weight)
 
     def combine(self) -> float:
-        """Bring every sum of every process into `.grad`; gives the factor that is still to be multiplied by."""
+        """Bring every sum of every process into `.grad`; gives the factor that is still to be
+        multiplied by.
+        """
         whole, state = self.whole or self.meet(), self.state
         self.require_intact()
         if state.phase is not FILLING:
@@ -927,7 +1056,9 @@ class Window:
         self._note_unscaled()
 
     def _note_unscaled(self) -> None:
-        """torch's scaler changes gradients without a new version; that it did is told by its calls."""
+        """torch's scaler changes gradients without a new version; that it did is told by its
+        calls.
+        """
         if self.scaler is not None:
             self.state.unscaled_before = times_unscaled(self.scaler, self.optimizer)
 

@@ -42,11 +42,15 @@ class Total:
         return self.divisor / self.weight if self.weight and self.divisor is not None else 1.0
 
     def lacks_room(self, weight: Number, room: float = 1.0) -> bool:
-        """Whether sums with that much more weight may leave the range of a mean, `room` times over."""
+        """Whether sums with that much more weight may leave the range of a mean, `room` times
+        over.
+        """
         return self.divisor is not None and self.weight + weight > self.divisor * room
 
     def make_room(self, weight: Number, sums: Iterable[Tensor]) -> None:
-        """Divide the sums by a power of two, which rounds nothing, so that they stay in the range of a mean."""
+        """Divide the sums by a power of two, which rounds nothing, so that they stay in the range
+        of a mean.
+        """
         assert self.divisor is not None
         power = 2.0 ** math.ceil(math.log2((self.weight + weight) / self.divisor))
         with torch.no_grad():
@@ -97,7 +101,9 @@ class WindowState:
     fault: str = ""
     """Of a broken window: what has happened."""
     asked: bool = False
-    """Of a final window: somebody has asked for its gradients and must use them before more can come in."""
+    """Of a final window: somebody has asked for its gradients and must use them before more can
+    come in.
+    """
     unscaled_before: int | None = None
     """How often its scaler had unscaled gradients when they were last as we left them."""
     applied: bool = False

@@ -1,12 +1,14 @@
 """Do the losses of parts make the loss of the whole? Measured on a few rows, before a batch is cut.
 
-The loss is run on some rows and on unequal parts of them, without keeping activations and without randomness that
-depends on the number of rows, and the ways in which parts can be put together are tried: by the count that `loss_fn`
-returns, by what the mean says it was divided by, by nothing (a sum), by rows. A loss that couples rows (a contrastive
-one, the worst of the batch, statistics over the batch) agrees with none of them.
+The loss is run on some rows and on unequal parts of them, without keeping activations and without
+randomness that depends on the number of rows, and the ways in which parts can be put together are
+tried: by the count that `loss_fn` returns, by what the mean says it was divided by, by nothing (a
+sum), by rows. A loss that couples rows (a contrastive one, the worst of the batch, statistics over
+the batch) agrees with none of them.
 
-It is done twice, the second time with some small parameters slightly changed: at its first step a model may be in a
-place where different losses are equal, as all zeros at the output, or a policy that is still the old one.
+It is done twice, the second time with some small parameters slightly changed: at its first step a
+model may be in a place where different losses are equal, as all zeros at the output, or a policy
+that is still the old one.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ Cut = Callable[[Any, int], Iterable[Any]]
 
 MOST_ROWS = 5  # 4 + 1 and 3 + 2: few enough for any budget that a row fits in
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_TOLERANCE, _COARSE_TOLERANCE = 2e-5, 2e-3  # relative; the second where numbers are rounded to 16 bits on the way
+# relative; the second where numbers are rounded to 16 bits on the way
+_TOLERANCE, _COARSE_TOLERANCE = 2e-5, 2e-3
 _NEITHER = "neither"
 _SMALL_SHARE = 1 / 16  # of the parameters' bytes: so much is changed and put back
 
@@ -64,7 +67,8 @@ def measure_additivity(
 ) -> Additivity:
     """Run the loss on a few rows and on parts of them, and compare.
 
-    Parameters and modes come back as they were; buffers and generators are the caller's to put back.
+    Parameters and modes come back as they were; buffers and generators are the caller's to put
+    back.
 
     Args:
         model: in the mode in which it is trained.
@@ -73,7 +77,8 @@ def measure_additivity(
         split: as for `fit`; None cuts along dim 0.
         rows: at most so many, so that little memory is needed.
         rewind: puts all random generators back to where they were; called before each run.
-        finish: called with each loss, for modules that wait for a backward pass. Without it no activation is kept.
+        finish: called with each loss, for modules that wait for a backward pass. Without it no
+            activation is kept.
 
     Raises:
         MisuseError: `loss_fn` returns something that is no loss.
@@ -88,7 +93,8 @@ def measure_additivity(
         if run.raised and len(cuts) > 1:
             found = run.measure(cuts[-1:])  # a single row may be all that it refuses
         if not found.adds_up and not names and (run.raised or run.is_random):
-            with _evaluating(model):  # some losses can be compared only without what is random in training
+            # some losses can be compared only without what is random in training
+            with _evaluating(model):
                 again = run.measure(cuts)
             found = again if again.adds_up else found
         if not found.adds_up and not names and split is None and _could_be_sequence_first(batch):
@@ -102,8 +108,8 @@ def batch_norm_reason(names: Sequence[str]) -> str:
     """Why a model with these modules is not cut."""
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
-        f"BatchNorm ({shown}) takes its statistics over the rows it is given. Use GroupNorm or LayerNorm, or freeze "
-        "the statistics with module.eval(), to let the batch be cut"
+        f"BatchNorm ({shown}) takes its statistics over the rows it is given. Use GroupNorm or"
+        " LayerNorm, or freeze the statistics with module.eval(), to let the batch be cut"
     )
 
 
@@ -128,17 +134,23 @@ class Comparison:
     parts: tuple[Run, ...]
 
     def mean_error(self, weight: Callable[[Run], float]) -> float:
-        """How far the whole is from the parts' weighted mean, and its weight from the sum of theirs; relative."""
+        """How far the whole is from the parts' weighted mean, and its weight from the sum of
+        theirs; relative.
+        """
         total = math.fsum(weight(part) for part in self.parts)
         if not total > 0 or not weight(self.whole) > 0:
             return math.inf
-        if any(not weight(part) and part.value and not math.isnan(part.value) for part in self.parts):
+        if any(
+            not weight(part) and part.value and not math.isnan(part.value) for part in self.parts
+        ):
             return math.inf  # divided by 0 items, and not nothing: what was divided is lost
         mixed = math.fsum(weight(part) * part.value for part in self.parts if weight(part)) / total
         return max(self._relative(mixed), abs(total / weight(self.whole) - 1))
 
     def items_error(self) -> float:
-        """How far the whole is from the sum of its parts, or its count from the sum of theirs; relative."""
+        """How far the whole is from the sum of its parts, or its count from the sum of theirs;
+        relative.
+        """
         whole, total = self.whole.count or 0.0, math.fsum(part.count or 0.0 for part in self.parts)
         return max(self.sum_error(), abs(total - whole) / max(whole, total, 1.0))
 
@@ -173,7 +185,9 @@ def judge(comparisons: Sequence[Comparison], tolerance: float, read: str = "") -
         ways["items"] = Comparison.items_error
     else:
         if _one_weight(runs, roles) and "adds" in roles:
-            ways["divisor"] = lambda one: one.mean_error(lambda run: (run.divisors or ())[roles.index("adds")])
+            ways["divisor"] = lambda one: one.mean_error(
+                lambda run: (run.divisors or ())[roles.index("adds")]
+            )
         elif _one_weight(runs, roles) and roles:
             ways["sum"] = Comparison.sum_error
         if len(each) > 1 or "adds" in each:
@@ -185,11 +199,15 @@ def judge(comparisons: Sequence[Comparison], tolerance: float, read: str = "") -
         if error <= tolerance:
             told = () if over == "rows" else each or roles
             return Additivity(over, error, read=read, roles=told)
-    if "items" in ways and "adds" in roles and max(one.mean_error(_count_of) for one in comparisons) <= tolerance:
+    if (
+        "items" in ways
+        and "adds" in roles
+        and max(one.mean_error(_count_of) for one in comparisons) <= tolerance
+    ):
         whole = comparisons[0].whole
         raise MisuseError(
-            f"loss_fn returned (loss, {whole.count:g}), but the loss is {read}: a mean, not a sum over the count. "
-            "Return loss * count with the count, or the mean alone."
+            f"loss_fn returned (loss, {whole.count:g}), but the loss is {read}: a mean, not a sum"
+            " over the count. Return loss * count with the count, or the mean alone."
         )
     ways = ways or {"rows": Comparison.sum_error}  # for the message alone
     finite = [min(way(one) for way in ways.values()) for one in comparisons]
@@ -200,17 +218,23 @@ def judge(comparisons: Sequence[Comparison], tolerance: float, read: str = "") -
 def _why(comparisons: Sequence[Comparison], errors: dict[str, float], read: str) -> str:
     first = comparisons[0]
     if all(run.value == 0 for one in comparisons for run in (one.whole, *one.parts)):
-        return "the loss is 0 on the rows it was measured on, so nothing can be told. Pass a sample with a loss"
+        return (
+            "the loss is 0 on the rows it was measured on, so nothing can be told. Pass a sample"
+            " with a loss"
+        )
     if any(not math.isfinite(one.whole.value) for one in comparisons):
-        return f"the loss of the rows it was measured on is {first.whole.value}. Pass a sample with a finite loss"
+        return (
+            f"the loss of the rows it was measured on is {first.whole.value}. Pass a sample with a"
+            " finite loss"
+        )
     if " + " in read:
         return (
-            f"its terms are divided by different numbers ({read}). Return gf.Loss(sum=…, count=…) with one count, or "
-            "divide all terms by the same items"
+            f"its terms are divided by different numbers ({read}). Return gf.Loss(sum=…, count=…)"
+            " with one count, or divide all terms by the same items"
         )
     return (
-        "the loss depends on rows together, or its items are not its rows. Return gf.Loss(sum=…, count=…) if it is a "
-        "sum over items; use gf.chunked for the encoder of a contrastive loss"
+        "the loss depends on rows together, or its items are not its rows. Return gf.Loss(sum=…,"
+        " count=…) if it is a sum over items; use gf.chunked for the encoder of a contrastive loss"
     )
 
 
@@ -219,7 +243,9 @@ def _count_of(run: Run) -> float:
 
 
 def _roles_of(comparisons: Sequence[Comparison]) -> tuple[str, ...]:
-    """Whether each term's divisor adds up over the parts or stays what it is; () if it cannot be told for each."""
+    """Whether each term's divisor adds up over the parts or stays what it is; () if it cannot be
+    told for each.
+    """
     roles = _read_roles(comparisons)
     return () if _NEITHER in roles else roles
 
@@ -232,7 +258,9 @@ def _read_roles(comparisons: Sequence[Comparison]) -> tuple[str, ...]:
         return ()
     roles = []
     for term in range(len(runs[0].divisors or ())):
-        numbers = [[(run.divisors or ())[term] for run in (one.whole, *one.parts)] for one in comparisons]
+        numbers = [
+            [(run.divisors or ())[term] for run in (one.whole, *one.parts)] for one in comparisons
+        ]
         if all(is_close(sum(parts), whole) for whole, *parts in numbers):
             roles.append("adds")
         elif all(is_close(part, whole) for whole, *parts in numbers for part in parts):
@@ -243,7 +271,8 @@ def _read_roles(comparisons: Sequence[Comparison]) -> tuple[str, ...]:
 
 
 def _depends_on_rows_together(comparisons: Sequence[Comparison]) -> bool:
-    """Whether a term has a coefficient that all rows of a part make, as one loss's size does that scales another.
+    """Whether a term has a coefficient that all rows of a part make, as one loss's size does that
+    scales another.
 
     Values may add up by rows all the same, and gradients do not.
     """
@@ -251,29 +280,43 @@ def _depends_on_rows_together(comparisons: Sequence[Comparison]) -> bool:
 
 
 def _roles_of_values(comparisons: Sequence[Comparison], roles: Sequence[str]) -> tuple[str, ...]:
-    """The roles, with "same" for a term that does not depend on the rows at all, as a penalty on the parameters does.
+    """The roles, with "same" for a term that does not depend on the rows at all, as a penalty on
+    the parameters does.
 
     () unless each term of each run is known with its value.
     """
-    if not roles or any(run.terms is None for one in comparisons for run in (one.whole, *one.parts)):
+    if not roles or any(
+        run.terms is None for one in comparisons for run in (one.whole, *one.parts)
+    ):
         return ()
     found = []
     for place, role in enumerate(roles):
-        numbers = [[(run.terms or ())[place].value for run in (one.whole, *one.parts)] for one in comparisons]
-        is_same = role == "constant" and all(is_close(part, whole) for whole, *parts in numbers for part in parts)
+        numbers = [
+            [(run.terms or ())[place].value for run in (one.whole, *one.parts)]
+            for one in comparisons
+        ]
+        is_same = role == "constant" and all(
+            is_close(part, whole) for whole, *parts in numbers for part in parts
+        )
         found.append("same" if is_same else role)
     return tuple(found)
 
 
 def _one_weight(runs: Sequence[Run], roles: Sequence[str]) -> bool:
-    """Whether one number for a part is right for all of its terms, and none of these was clamped."""
+    """Whether one number for a part is right for all of its terms, and none of these was
+    clamped.
+    """
     is_clamped = any(term.floor for run in runs for term in run.terms or ())
     first = runs[0].divisors or ()
-    return not is_clamped and all(go_together(roles, first, run.divisors or ()) for run in runs[1:] if roles)
+    return not is_clamped and all(
+        go_together(roles, first, run.divisors or ()) for run in runs[1:] if roles
+    )
 
 
 def go_together(roles: Sequence[str], first: Sequence[float], now: Sequence[float]) -> bool:
-    """Whether the divisors that stay are the same, and those that grow have grown by the same factor."""
+    """Whether the divisors that stay are the same, and those that grow have grown by the same
+    factor.
+    """
     pairs = list(zip(first, now, strict=True))
     staying = [pair for role, pair in zip(roles, pairs, strict=True) if role != "adds"]
     growing = [pair for role, pair in zip(roles, pairs, strict=True) if role == "adds"]
@@ -319,9 +362,11 @@ class _Runner:
             if not self._is_same(first, self.run(cuts[0][0])):
                 self.is_random = True
                 return Additivity(
-                    None, math.inf, reason="the loss is another one each time it is called with the same rows, by "
+                    None,
+                    math.inf,
+                    reason="the loss is another one each time it is called with the same rows, by "
                     "state outside of parameters, buffers and generators",
-                )  # fmt: skip
+                )
             for whole, parts in cuts:
                 comparisons.append(self._compare(whole, parts))
             with _slightly_changed(self._model):
@@ -337,7 +382,9 @@ class _Runner:
             said = f"the loss of fewer rows raises {type(error).__name__}: {error}"
             return Additivity(None, math.inf, read=self._read, reason=said, runs_parts=False)
         found = judge(comparisons, self._tolerance, read)
-        return dataclasses.replace(found, by_hand=self._by_hand and "adds" in found.roles, floor=self._floor)
+        return dataclasses.replace(
+            found, by_hand=self._by_hand and "adds" in found.roles, floor=self._floor
+        )
 
     def _compare(self, whole: Any, parts: Sequence[Any]) -> Comparison:
         return Comparison(self.run(whole), tuple(self.run(part) for part in parts))
@@ -348,7 +395,9 @@ class _Runner:
         return math.isclose(first.value, second.value, rel_tol=self._tolerance)
 
     def run(self, part: Any) -> Run:
-        """One forward; of what autograd saves only single numbers are kept, which say what was divided by."""
+        """One forward; of what autograd saves only single numbers are kept, which say what was
+        divided by.
+        """
         self._rewind()
         try:
             found = self._run(part)
@@ -373,7 +422,9 @@ class _Runner:
         with saving, warnings.catch_warnings(), without_dropout(self._model), quiet, reader:
             warnings.simplefilter("ignore")  # about rows that nobody trains on
             result = self._loss_fn(self._model, unmarked(part))
-        rows = sum(1 for _ in self._split(part, 1)) if self._split is not None else size_of_batch(part)
+        rows = (
+            sum(1 for _ in self._split(part, 1)) if self._split is not None else size_of_batch(part)
+        )
         read = read_loss(result, rows)
         denominator = read_denominator(read.loss, reader)
         divisors = terms = None
@@ -381,9 +432,15 @@ class _Runner:
             divisors = tuple(float(term.items) for term in denominator.terms)
             self._note(denominator)
             # Over several processes a forward alone cannot be run before each step.
-            if self._drops and self._finish is None and (counts := count_terms(denominator)) is not None:
+            if (
+                self._drops
+                and self._finish is None
+                and (counts := count_terms(denominator)) is not None
+            ):
                 terms = tuple(counts)
-        self._tolerance = max(self._tolerance, _tolerance_of(read.loss, coarse=quiet.autocast or self._coarse))
+        self._tolerance = max(
+            self._tolerance, _tolerance_of(read.loss, coarse=quiet.autocast or self._coarse)
+        )
         count = None if read.count is None else float(read.count)
         run = Run(float(read.loss.detach()), rows, count, divisors, terms)
         if self._finish is not None:
@@ -395,7 +452,9 @@ class _Runner:
         for term in read.terms:
             self._by_hand = self._by_hand or term.is_divided_by_hand
             if term.floor is not None and not term.floor.is_whole and term.floor.after:
-                self._floor = max(self._floor, float(term.divisor) * term.floor.least / term.floor.after)
+                self._floor = max(
+                    self._floor, float(term.divisor) * term.floor.least / term.floor.after
+                )
 
 
 def _tolerance_of(loss: Tensor, *, coarse: bool) -> float:
@@ -418,11 +477,21 @@ def _choose_rows(batch: Any, split: Cut | None, most: int) -> Iterator[tuple[Any
 
 def _could_be_sequence_first(batch: Any) -> bool:
     tensors = [tensor for tensor in leaves(batch) if tensor.dim() > 1]
-    return bool(tensors) and len({tensor.size(1) for tensor in tensors}) == 1 and tensors[0].size(1) > 1
+    return (
+        bool(tensors)
+        and len({tensor.size(1) for tensor in tensors}) == 1
+        and tensors[0].size(1) > 1
+    )
 
 
 def _sequence_first(
-    model: nn.Module, loss_fn: LossFunction, batch: Any, rows: int, rewind: Any, finish: Any, found: Additivity
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    rows: int,
+    rewind: Any,
+    finish: Any,
+    found: Additivity,
 ) -> Additivity:
     """Say so, if the batch adds up along dim 1, which makes dim 0 the time."""
 
@@ -433,15 +502,21 @@ def _sequence_first(
             yield map_tensors(nest, lambda t, cut=cut: t[:, cut] if t.dim() > 1 else t)  # type: ignore[misc]
 
     try:
-        other = _Runner(model, loss_fn, along, rewind, finish).measure(list(_choose_rows(batch, along, rows)))
+        other = _Runner(model, loss_fn, along, rewind, finish).measure(
+            list(_choose_rows(batch, along, rows))
+        )
     except Exception:  # the user's code, on a batch it may not be made for
         return found
     if not other.adds_up:
         return found
     return Additivity(
-        None, found.error, read=found.read, reason="it adds up along dim 1, so dim 0 seems to be the sequence and not "
-        "the batch. Pass split=, a function (batch, size) -> parts, which cuts along dim 1, as x.split(size, dim=1)",
-    )  # fmt: skip
+        None,
+        found.error,
+        read=found.read,
+        reason="it adds up along dim 1, so dim 0 seems to be the sequence and not "
+        "the batch. Pass split=, a function (batch, size) -> parts, which cuts along dim 1, as "
+        "x.split(size, dim=1)",
+    )
 
 
 @contextlib.contextmanager
@@ -458,7 +533,11 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _slightly_changed(model: nn.Module) -> Iterator[None]:
     """Some small trained parameters, biases and the like, are a little different inside."""
-    trained = [p for p in model.parameters() if p.requires_grad and type(p.data) is Tensor and p.is_floating_point()]
+    trained = [
+        p
+        for p in model.parameters()
+        if p.requires_grad and type(p.data) is Tensor and p.is_floating_point()
+    ]
     chosen: list[tuple[nn.Parameter, Tensor]] = []
     room = _SMALL_SHARE * sum(p.nbytes for p in trained)
     for parameter in sorted(trained, key=lambda p: p.numel()):

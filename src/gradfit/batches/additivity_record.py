@@ -1,4 +1,6 @@
-"""Whether a loss adds up over the rows of a batch, as a record: what a plan must know before it cuts."""
+"""Whether a loss adds up over the rows of a batch, as a record: what a plan must know before it
+cuts.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +12,31 @@ from dataclasses import dataclass
 class Additivity:
     """How the losses of a batch's parts make the loss of the whole, as measured on a few rows.
 
-    `over` says what a part is weighted by: "rows"; "items", the count that `loss_fn` returns; "divisor", what the mean
-    says in its graph that it was divided by; "terms", each term of the loss by its own such number; "sum", nothing, the
-    losses are simply added. None: the parts do not make the whole, so the batch is not to be cut.
+    `over` says what a part is weighted by: "rows"; "items", the count that `loss_fn` returns;
+    "divisor", what the mean says in its graph that it was divided by; "terms", each term of the
+    loss by its own such number; "sum", nothing, the losses are simply added. None: the parts do not
+    make the whole, so the batch is not to be cut.
     """
 
     over: str | None
     error: float = 0.0
-    """The largest relative difference between the whole and its parts that was measured; 1 where nothing could be."""
+    """The largest relative difference between the whole and its parts that was measured; 1 where
+    nothing could be.
+    """
     modules: tuple[str, ...] = ()
     """Modules that take statistics over the rows they are given: BatchNorm in training mode."""
     read: str = ""
     """What the loss said it was divided by."""
     roles: tuple[str, ...] = ()
-    """Of each term that was read: "adds" if its divisor grows with the rows, "constant" if it stays,
-    "same" if all of it stays, as a penalty on the parameters does."""
+    """Of each term that was read: "adds" if its divisor grows with the rows, "constant" if it
+    stays, "same" if all of it stays, as a penalty on the parameters does.
+    """
     reason: str = ""
     """Why it does not add up, and the call that would be right."""
     by_hand: bool = False
-    """A term was divided by a number of the loss function's own, which may be clamped where a part has no items."""
+    """A term was divided by a number of the loss function's own, which may be clamped where a part
+    has no items.
+    """
     floor: float = 0.0
     """Where such a number, of weights that are no whole numbers, was seen to be clamped."""
     runs_parts: bool = True

@@ -1,13 +1,16 @@
 """What a scalar loss was divided by, read from autograd's graph.
 
-A loss is a sum of terms, each c · Σ elements / n. Walking back from the loss over additions, factors, casts and views
-one comes to the reductions that made it, and their nodes say what each divided by: `mean` the number of elements,
-`nll_loss` the weight of all targets that are not ignored, a division its divisor. Weighted by that number, the means of
-micro-batches make the mean of the batch, padding or not.
+A loss is a sum of terms, each c · Σ elements / n. Walking back from the loss over additions,
+factors, casts and views one comes to the reductions that made it, and their nodes say what each
+divided by: `mean` the number of elements, `nll_loss` the weight of all targets that are not
+ignored, a division its divisor. Weighted by that number, the means of micro-batches make the mean
+of the batch, padding or not.
 
-Nothing is guessed: a node without a rule here is an unknown term. Numbers that are tensors stay on their device.
+Nothing is guessed: a node without a rule here is an unknown term. Numbers that are tensors stay on
+their device.
 
-The rules read the attributes `_saved_…` and `_input_metadata` of autograd's nodes, which torch 2.10 to 2.15 have.
+The rules read the attributes `_saved_…` and `_input_metadata` of autograd's nodes, which torch 2.10
+to 2.15 have.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from gradfit.batches.scalars import Floor, ScalarReader
 Number = int | float | Tensor  # a tensor of one element, wherever it lives
 
 _MEAN, _SUM = 1, 2  # torch's numbers for reduction="mean" and "sum"
-_MOST_TERMS = 32  # a loss of more is a sum over rows written in Python: its terms are rows, not losses
+# a loss of more is a sum over rows written in Python: its terms are rows, not losses
+_MOST_TERMS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +42,21 @@ class Term:
     reduction: str
     """What made it, for messages: "mean", "nll_loss", "sum", …"""
     node: Any = None
-    """Autograd's node of that reduction: what is multiplied to the gradient that enters it scales this term alone."""
+    """Autograd's node of that reduction: what is multiplied to the gradient that enters it scales
+    this term alone.
+    """
     value: float | None = None
     """What it contributes to the loss; None if nobody read along."""
     floor: Floor | None = None
-    """How the number that it was divided by was clamped; None if it was not, or nobody read along."""
+    """How the number that it was divided by was clamped; None if it was not, or nobody read
+    along.
+    """
 
     @property
     def is_divided_by_hand(self) -> bool:
-        """Whether the loss function divided by a number of its own: that may be no count, where a count would be 0."""
+        """Whether the loss function divided by a number of its own: that may be no count, where a
+        count would be 0.
+        """
         by_torch = self.count is not None and self.reduction != "sum"
         plain = not isinstance(self.scale, Tensor) and abs(self.scale) == 1
         return not (by_torch and plain) and not (self.count is None and plain)
@@ -60,7 +70,9 @@ class Term:
 
     @property
     def divisor(self) -> Number:
-        """All scalars between the sum and the loss as one positive number: the loss is ± the sum / `divisor`."""
+        """All scalars between the sum and the loss as one positive number: the loss is ± the sum /
+        `divisor`.
+        """
         quotient = _quotient(1 if self.count is None else self.count, self.scale)
         return quotient.abs() if isinstance(quotient, Tensor) else abs(quotient)
 
@@ -80,7 +92,9 @@ class Denominator(NamedTuple):
     @property
     def is_sum(self) -> bool:
         """Whether nothing was divided at all."""
-        return bool(self.terms) and not self.unknown and all(term.count is None for term in self.terms)
+        return (
+            bool(self.terms) and not self.unknown and all(term.count is None for term in self.terms)
+        )
 
     def __str__(self) -> str:
         named = [
@@ -95,7 +109,8 @@ def read_denominator(loss: Tensor, reader: ScalarReader | None = None) -> Denomi
 
     Args:
         loss: a tensor of one element with a graph behind it.
-        reader: it was entered while the loss was computed; the terms then have their values and floors.
+        reader: it was entered while the loss was computed; the terms then have their values and
+            floors.
 
     >>> import torch
     >>> weight = torch.ones(4, 3, requires_grad=True)
@@ -120,7 +135,9 @@ def read_denominator(loss: Tensor, reader: ScalarReader | None = None) -> Denomi
         elif isinstance(found, Term):
             terms.append(replace(found, node=path.node, value=path.value, floor=path.floor))
         else:  # of a single way on, the number is still all of what was reached so far
-            paths += [one.with_value(path.value if len(found) == 1 else None) for one in reversed(found)]
+            paths += [
+                one.with_value(path.value if len(found) == 1 else None) for one in reversed(found)
+            ]
     if paths or (unknown and not terms):
         return None
     return Denominator(tuple(terms), tuple(unknown))
@@ -141,14 +158,22 @@ class _Path(NamedTuple):
         seen = None if self.reader is None else self.reader.value_of(self.node)
         if seen is None:
             return self._replace(value=otherwise)
-        return self._replace(value=seen * float(_quotient(self.scaled, 1 if self.divided is None else self.divided)))
+        return self._replace(
+            value=seen * float(_quotient(self.scaled, 1 if self.divided is None else self.divided))
+        )
 
     def to(self, place: int, *, scale: Number = 1, divide: Number | None = None) -> list[_Path]:
         """On to the node's input at that place; nowhere if it is a constant, or multiplied by 0."""
         node = self.node.next_functions[place][0]
         if node is None or (not isinstance(scale, Tensor) and scale == 0):
             return []
-        divided = self.divided if divide is None else divide if self.divided is None else self.divided * divide
+        divided = (
+            self.divided
+            if divide is None
+            else divide
+            if self.divided is None
+            else self.divided * divide
+        )
         return [self._replace(node=node, scaled=self.scaled * scale, divided=divided)]
 
     def mean(self, count: Number, name: str) -> Term:
@@ -179,10 +204,22 @@ def _rule(*names: str) -> Callable[[Callable[[_Path], _Found]], Callable[[_Path]
 
 
 @_rule(
-    "ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewBackward0", "UnsafeViewBackward0",
-    "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "UnsqueezeBackward0",
-    "SelectBackward0", "PermuteBackward0", "TBackward0", "AsStridedBackward0", "ExpandBackward0",
-)  # fmt: skip
+    "ToCopyBackward0",
+    "CloneBackward0",
+    "AliasBackward0",
+    "ViewBackward0",
+    "UnsafeViewBackward0",
+    "ReshapeAliasBackward0",
+    "SqueezeBackward0",
+    "SqueezeBackward1",
+    "SqueezeBackward2",
+    "UnsqueezeBackward0",
+    "SelectBackward0",
+    "PermuteBackward0",
+    "TBackward0",
+    "AsStridedBackward0",
+    "ExpandBackward0",
+)
 def _same_number(path: _Path) -> _Found:
     return path.to(0) if math.prod(path.shape(0)) == 1 else None
 
@@ -196,7 +233,9 @@ def _neg(path: _Path) -> _Found:
 def _add(path: _Path) -> _Found:
     alpha = getattr(path.node, "_saved_alpha", 1)
     name = path.node.name()
-    first, second = (-alpha, 1) if name.startswith("Rsub") else (1, -alpha if name.startswith("Sub") else alpha)
+    first, second = (
+        (-alpha, 1) if name.startswith("Rsub") else (1, -alpha if name.startswith("Sub") else alpha)
+    )
     later = path.to(1, scale=second) if len(path.node.next_functions) > 1 else []
     return path.to(0, scale=first) + later
 
@@ -242,7 +281,9 @@ def _mean(path: _Path) -> _Found:
 
 
 def _several(path: _Path) -> list[_Path] | None:
-    """Where a reduction is over one number, or over a stack of several losses: the way to each of them."""
+    """Where a reduction is over one number, or over a stack of several losses: the way to each of
+    them.
+    """
     shape = path.shape(0)
     is_mean = path.node.name().startswith("Mean")
     if not shape:
@@ -261,7 +302,13 @@ def _several(path: _Path) -> list[_Path] | None:
 def _inner_count(path: _Path) -> int:
     """What reductions right below this one, over other dimensions, have divided by."""
     count, node = 1, path.node.next_functions[0][0]
-    while node.name() in ("SumBackward1", "MeanBackward1", "ViewBackward0", "SqueezeBackward1", "SqueezeBackward2"):
+    while node.name() in (
+        "SumBackward1",
+        "MeanBackward1",
+        "ViewBackward0",
+        "SqueezeBackward1",
+        "SqueezeBackward2",
+    ):
         inputs = node.next_functions
         if inputs[0][0] is None:
             break
@@ -280,13 +327,21 @@ def _nll_loss(path: _Path) -> _Found:
 
 
 @_rule(
-    "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0",
-    "BinaryCrossEntropyWithLogitsBackward0", "SoftMarginLossBackward0",
-)  # fmt: skip
+    "MseLossBackward0",
+    "SmoothL1LossBackward0",
+    "HuberLossBackward0",
+    "BinaryCrossEntropyBackward0",
+    "BinaryCrossEntropyWithLogitsBackward0",
+    "SoftMarginLossBackward0",
+)
 def _by_element(path: _Path) -> _Found:
     place = 0 if path.node.next_functions[0][0] is not None else 1
     name = _name(path)
-    return path.mean(math.prod(path.shape(place)), name) if path.node._saved_reduction == _MEAN else path.sum(name)
+    return (
+        path.mean(math.prod(path.shape(place)), name)
+        if path.node._saved_reduction == _MEAN
+        else path.sum(name)
+    )
 
 
 @_rule("MultiMarginLossBackward0", "MultilabelMarginLossBackward0")
@@ -313,9 +368,12 @@ def _name(path: _Path) -> str:
 
 
 def _number(value: Any) -> Number:
-    """A scalar that a node has saved; a tensor of the CPU becomes a Python number, another stays where it is."""
+    """A scalar that a node has saved; a tensor of the CPU becomes a Python number, another stays
+    where it is.
+    """
     if isinstance(value, Tensor) and value.device.type == "cpu":
-        # Not item(): under a dispatch mode torch would hand it the plain number that this scalar was wrapped from.
+        # Not item(): under a dispatch mode torch would hand it the plain number that this scalar
+        # was wrapped from.
         number: Any = value.tolist()
         while isinstance(number, list):
             number = number[0]

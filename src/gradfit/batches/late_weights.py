@@ -1,8 +1,10 @@
-"""The weights of a batch's parts where the losses are on an accelerator: nothing is read before all parts are in.
+"""The weights of a batch's parts where the losses are on an accelerator: nothing is read before all
+parts are in.
 
-A number that is read from a device makes the host wait until the device has come so far, and the device then waits for
-the host. So each part is backpropagated as the sum over its items, which needs no number, and all weights, losses and
-logs are read together at the end, in one copy. Only then is it known whether they fit together: `BatchWeights` checks.
+A number that is read from a device makes the host wait until the device has come so far, and the
+device then waits for the host. So each part is backpropagated as the sum over its items, which
+needs no number, and all weights, losses and logs are read together at the end, in one copy. Only
+then is it known whether they fit together: `BatchWeights` checks.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from gradfit.batches.weights import BatchWeights, Weight
 
 
 class ZeroWeight(Exception):
-    """A part without items was added to the gradients with others: the batch must be run again, reading each weight."""
+    """A part without items was added to the gradients with others: the batch must be run again,
+    reading each weight.
+    """
 
 
 class Backpropagated(NamedTuple):
@@ -64,11 +68,14 @@ class LateWeights:
             if self._whole:
                 return Backpropagated(part.loss / count, part.rows, "mean")
             return Backpropagated(part.loss, part.rows, "sum")
-        divisors = None if count is None or read is None else tuple(term.divisor for term in read.terms)
+        divisors = (
+            None if count is None or read is None else tuple(term.divisor for term in read.terms)
+        )
         return Backpropagated(part.loss, *self._weights.weigh(part, divisors))
 
     def read(self, *others: Tensor) -> tuple[list[tuple[PartLoss, Weight]], list[float]]:
-        """All parts and what they weigh, as numbers, and the numbers of `others`; one copy from each device.
+        """All parts and what they weigh, as numbers, and the numbers of `others`; one copy from
+        each device.
 
         Raises:
             MisuseError: what the parts were divided by does not go together.
@@ -84,7 +91,9 @@ class LateWeights:
         weighed = []
         for part, read in self._taken:
             part = _as_numbers(part, numbers)
-            weight = self._weights.of(part, None if read is None else _read_as_numbers(read, numbers))
+            weight = self._weights.of(
+                part, None if read is None else _read_as_numbers(read, numbers)
+            )
             if not weight.number and not self._whole:
                 raise ZeroWeight
             weighed.append((part, weight))
@@ -94,12 +103,18 @@ class LateWeights:
 def _as_numbers(part: PartLoss, numbers: _Numbers) -> PartLoss:
     count = None if part.count is None else int(numbers.of(part.count))
     loss = torch.tensor(numbers.of(part.loss), dtype=torch.float64, device="cpu")
-    return PartLoss(loss, count, part.rows, {name: numbers.of(value) for name, value in part.logs.items()})
+    return PartLoss(
+        loss, count, part.rows, {name: numbers.of(value) for name, value in part.logs.items()}
+    )
 
 
 def _read_as_numbers(read: Denominator, numbers: _Numbers) -> Denominator:
     terms = (
-        Term(None if one.count is None else numbers.of(one.count), numbers.of(one.scale), one.reduction)
+        Term(
+            None if one.count is None else numbers.of(one.count),
+            numbers.of(one.scale),
+            one.reduction,
+        )
         for one in read.terms
     )
     return Denominator(tuple(terms), read.unknown)
@@ -129,7 +144,9 @@ class _Numbers:
 
 
 def _together(ones: Sequence[Tensor]) -> Tensor:
-    """One vector in double precision, which holds every float32 and every count; Apple's devices have none."""
+    """One vector in double precision, which holds every float32 and every count; Apple's devices
+    have none.
+    """
     wide = torch.float32 if ones[0].device.type == "mps" else torch.float64
     with torch.no_grad():
         return torch.stack([one.detach().reshape(()).to(wide) for one in ones])

@@ -15,7 +15,10 @@ from gradfit.arguments import invalid, read_count, read_flag, read_tensor
 from gradfit.batches.denominator import Denominator, read_denominator
 from gradfit.errors import MisuseError
 
-_FORMS = "Return a mean loss, (loss_sum, count), (loss, {name: value}) or gf.Loss(sum=…, count=…, logs={…})."
+_FORMS = (
+    "Return a mean loss, (loss_sum, count), (loss, {name: value}) or gf.Loss(sum=…, count=…,"
+    " logs={…})."
+)
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,10 @@ class Loss:
 
     Args:
         sum: the loss added up over the items; one number with a graph.
-        count: how many items there are: an int, or an integer tensor on any device. 0 contributes nothing.
-        logs: numbers by name, each the mean over the same items; the step's result has their mean over the batch.
+        count: how many items there are: an int, or an integer tensor on any device. 0 contributes
+            nothing.
+        logs: numbers by name, each the mean over the same items; the step's result has their mean
+            over the batch.
 
     >>> weight = torch.ones(3, requires_grad=True)
     >>> Loss(sum=weight.sum(), count=3, logs={"accuracy": 0.5}).count
@@ -83,7 +88,9 @@ def read_item_count(count: Any) -> int | Tensor:
     """A number of items: an int, or an integer tensor of one element, which stays on its device."""
     if isinstance(count, Tensor):
         if count.numel() != 1:
-            raise MisuseError(f"The count has shape {tuple(count.shape)}, expected one number. Return mask.sum().")
+            raise MisuseError(
+                f"The count has shape {tuple(count.shape)}, expected one number. Return mask.sum()."
+            )
         if not (count.is_floating_point() or count.is_complex() or count.dtype is torch.bool):
             return count.detach()
         shown = f"a {count.dtype} tensor"
@@ -95,9 +102,9 @@ def read_item_count(count: Any) -> int | Tensor:
             pass
         shown = repr(count) if isinstance(count, int | float) else f"a {type(count).__name__}"
     raise MisuseError(
-        f"loss_fn returned (loss, {shown}). As (loss_sum, count) the second must be a whole number of items, an int or "
-        "an integer tensor of 0 or more: return (loss_sum, mask.sum()). To log a number beside a mean loss, return "
-        '(loss, {"accuracy": value}).'
+        f"loss_fn returned (loss, {shown}). As (loss_sum, count) the second must be a whole number"
+        " of items, an int or an integer tensor of 0 or more: return (loss_sum, mask.sum()). To"
+        ' log a number beside a mean loss, return (loss, {"accuracy": value}).'
     )
 
 
@@ -107,11 +114,14 @@ def _check_scalar(loss: Any) -> Tensor:
         raise MisuseError(f"loss_fn returned a {type(loss).__name__}.{hint} {_FORMS}")
     if loss.numel() != 1:
         raise MisuseError(
-            f"loss_fn must return one number; it returned a tensor of shape {tuple(loss.shape)}. Take .mean(), or "
-            f".sum() and count. {_FORMS}"
+            f"loss_fn must return one number; it returned a tensor of shape {tuple(loss.shape)}."
+            f" Take .mean(), or .sum() and count. {_FORMS}"
         )
     if not loss.requires_grad:
-        raise MisuseError("The loss has no graph: nothing that requires a gradient went into it. Do not detach() it.")
+        raise MisuseError(
+            "The loss has no graph: nothing that requires a gradient went into it. Do not"
+            " detach() it."
+        )
     return loss
 
 
@@ -119,10 +129,13 @@ def _check_logs(logs: Any) -> Mapping[str, Any]:
     if not isinstance(logs, Mapping):
         raise MisuseError(f"logs is a {type(logs).__name__}. Pass logs={{name: number}}.")
     for name, value in logs.items():
-        is_number = isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+        is_number = isinstance(value, int | float) or (
+            isinstance(value, Tensor) and value.numel() == 1
+        )
         if not isinstance(name, str) or not (is_number or _has_item(value)):
             raise MisuseError(
-                f"logs[{name!r}] is a {type(value).__name__}. Log numbers by name, each the mean over the items."
+                f"logs[{name!r}] is a {type(value).__name__}. Log numbers by name, each the mean"
+                " over the items."
             )
     return logs
 
@@ -138,15 +151,23 @@ def count_tokens(labels: Tensor, ignore_index: int = -100, shift: bool = True) -
     Args:
         labels: token numbers, of any shape; the last dimension is the sequence.
         ignore_index: labels that do not count.
-        shift: the model predicts the next token, so that the first label of each sequence has no prediction.
+        shift: the model predicts the next token, so that the first label of each sequence has no
+            prediction.
 
     >>> count_tokens(torch.tensor([[5, 6, -100], [7, 8, 9]]))
     tensor(3)
     """
     kind = read_tensor(labels, "labels").dtype
     if kind.is_floating_point or kind.is_complex or kind is torch.bool:
-        raise invalid("labels", labels, f"is {labels.dtype}, not token numbers", "labels of type torch.int64")
+        raise invalid(
+            "labels", labels, f"is {labels.dtype}, not token numbers", "labels of type torch.int64"
+        )
     if read_flag(shift, "shift") and not labels.dim():
-        raise invalid("labels", labels, "has no dimension that is the sequence", "labels of shape (batch, length)")
+        raise invalid(
+            "labels",
+            labels,
+            "has no dimension that is the sequence",
+            "labels of shape (batch, length)",
+        )
     ignored = read_count(ignore_index, "ignore_index", minimum=-(2**63))
     return ((labels[..., 1:] if shift else labels) != ignored).sum()

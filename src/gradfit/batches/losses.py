@@ -1,6 +1,8 @@
-"""Ready `loss_fn`s for models of `transformers`: the model's own loss, with the number of its items.
+"""Ready `loss_fn`s for models of `transformers`: the model's own loss, with the number of its
+items.
 
-Each takes `(model, batch)`, where the batch is the mapping of tensors that a data collator makes, `labels` included.
+Each takes `(model, batch)`, where the batch is the mapping of tensors that a data collator makes,
+`labels` included.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ def masked_lm(model: torch.nn.Module, batch: Mapping[str, Any]) -> Loss:
 
 
 def seq2seq_lm(model: torch.nn.Module, batch: Mapping[str, Any]) -> Loss:
-    """The decoder's cross-entropy; the model itself shifts its inputs, so every label that is not −100 counts.
+    """The decoder's cross-entropy; the model itself shifts its inputs, so every label that is not
+    −100 counts.
 
     Args:
         model: called as `model(**batch)`; its output has `loss`, a mean over the labels that count.
@@ -46,7 +49,8 @@ def seq2seq_lm(model: torch.nn.Module, batch: Mapping[str, Any]) -> Loss:
 
 
 def classification(model: torch.nn.Module, batch: Mapping[str, Any]) -> Loss:
-    """Of rows or tokens: labels that are whole numbers other than −100, or each element of floating point ones.
+    """Of rows or tokens: labels that are whole numbers other than −100, or each element of floating
+    point ones.
 
     Args:
         model: called as `model(**batch)`; its output has `loss`, a mean over the labels that count.
@@ -61,7 +65,9 @@ def classification(model: torch.nn.Module, batch: Mapping[str, Any]) -> Loss:
 def _labels(batch: Mapping[str, Any]) -> torch.Tensor:
     labels = read_mapping(batch, "batch", "the mapping that a data collator makes").get("labels")
     if not isinstance(labels, torch.Tensor):
-        raise MisuseError("The batch has no tensor 'labels', whose items the loss averages over. Pass them in it.")
+        raise MisuseError(
+            "The batch has no tensor 'labels', whose items the loss averages over. Pass them in it."
+        )
     return labels
 
 
@@ -69,5 +75,8 @@ def _counted(model: torch.nn.Module, batch: Mapping[str, Any], count: torch.Tens
     read_instance(model, "model", torch.nn.Module, "a model of transformers")
     loss = getattr(model(**batch), "loss", None)
     if not isinstance(loss, torch.Tensor):
-        raise MisuseError(f"model: {type(model).__name__} returned no loss. Pass a model with a head that has one.")
+        raise MisuseError(
+            f"model: {type(model).__name__} returned no loss. Pass a model with a head that has"
+            " one."
+        )
     return Loss(sum=loss * count, count=count)

@@ -1,8 +1,9 @@
-"""Forwards whose random numbers do not depend on how many rows there are, so that parts can be compared with the whole.
+"""Forwards whose random numbers do not depend on how many rows there are, so that parts can be
+compared with the whole.
 
-Dropout is left out, in training mode, too, since some losses exist only there. What a loss draws itself (the noise of a
-diffusion model or an autoencoder, its time steps) is drawn for one row and given to every row: the n-th draw is the
-same in each run.
+Dropout is left out, in training mode, too, since some losses exist only there. What a loss draws
+itself (the noise of a diffusion model or an autoencoder, its time steps) is drawn for one row and
+given to every row: the n-th draw is the same in each run.
 """
 
 from __future__ import annotations
@@ -18,16 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 # They use `training` for dropout alone, and run it where a function mode does not look.
 _DROPPING = (
-    nn.RNNBase, nn.MultiheadAttention, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
+    nn.RNNBase, nn.MultiheadAttention, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
+    nn.AlphaDropout, nn.FeatureAlphaDropout,
 )  # fmt: skip
 _DROPOUTS = {
-    getattr(space, name)
-    for space in (F, torch)
-    for base in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
-                 "feature_alpha_dropout")
-    for name in (base, f"{base}_")
-    if hasattr(space, name)
+    getattr(space, name) for space in (F, torch) for base in ("dropout", "dropout1d", "dropout2d",
+    "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout") for name in (base,
+    f"{base}_") if hasattr(space, name)
 }  # fmt: skip
 
 
@@ -107,7 +105,8 @@ class QuietRandomness(TorchFunctionMode):
         generator = torch.Generator("cpu").manual_seed(self.draws)
         drawn = torch.rand(result.shape[1:], generator=generator, device="cpu").to(result.device)
         given = [*args[first:], *(value for name, value in kwargs.items() if name in _NAMES)]
-        parameters = [value for value in given if isinstance(value, int | float | Tensor)]  # and no sizes
+        # and no sizes
+        parameters = [value for value in given if isinstance(value, int | float | Tensor)]
         with torch.no_grad():
             result.copy_(shaped(drawn.expand(result.shape), *parameters[:2]).to(result.dtype))
         return result
@@ -123,7 +122,9 @@ def _is_autocast() -> bool:
 @contextlib.contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
     """Switch off the modules that draw masks themselves, and leave the mode of all others."""
-    changed = [module for module in model.modules() if isinstance(module, _DROPPING) and module.training]
+    changed = [
+        module for module in model.modules() if isinstance(module, _DROPPING) and module.training
+    ]
     for module in changed:
         module.training = False
     try:

@@ -1,7 +1,8 @@
-"""Runs micro-batches: the one place where `loss_fn` is called in a step, a trial, an audit and for other trainers.
+"""Runs micro-batches: the one place where `loss_fn` is called in a step, a trial, an audit and for
+other trainers.
 
-The runner knows how a batch is cut and how a loss is read. It knows no plans: how one micro-batch is run (plainly, by a
-plan, below a limit) is a *mode*, which whoever knows of plans hands in.
+The runner knows how a batch is cut and how a loss is read. It knows no plans: how one micro-batch
+is run (plainly, by a plan, below a limit) is a *mode*, which whoever knows of plans hands in.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class MicroBatchRunner:
     [2, 2, 1]
     """
 
-    def __init__(self, model: torch.nn.Module, loss_fn: LossFunction, split: Cut | None = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, loss_fn: LossFunction, split: Cut | None = None
+    ) -> None:
         self.model, self.loss_fn, self.split = model, loss_fn, split
 
     def rows(self, batch: Any, name: str = "batch") -> int:
@@ -74,7 +77,8 @@ class MicroBatchRunner:
         return (self.split or split_batch)(batch, size)
 
     def parts(self, batch: Any, size: int, rows: int | None = None) -> list[Part]:
-        """The same, with the rows of each. Where `split` cuts, only its own count tells how many those are.
+        """The same, with the rows of each. Where `split` cuts, only its own count tells how many
+        those are.
 
         Args:
             batch: what to cut.
@@ -105,31 +109,51 @@ class MicroBatchRunner:
 def run_part(loss_fn: LossFunction, model: torch.nn.Module, batch: Any, rows: int = 0) -> PartLoss:
     """Call `loss_fn` with a batch of so many rows, and read what it returns.
 
-    A `loss_fn` that changes the batch would see another one in the next micro-batch or after an out-of-memory.
+    A `loss_fn` that changes the batch would see another one in the next micro-batch or after an
+    out-of-memory.
     """
     batch = unmarked(batch)
     before = [(tensor, tensor._version) for tensor in leaves(batch)]
     result = loss_fn(model, batch)
     after = list(leaves(batch))
     if len(after) != len(before) or any(
-        new is not old or new._version != version for new, (old, version) in zip(after, before, strict=True)
+        new is not old or new._version != version
+        for new, (old, version) in zip(after, before, strict=True)
     ):
-        raise MisuseError("loss_fn changed the batch it was given. Work on a copy: batch = dict(batch), x = x.clone().")
+        raise MisuseError(
+            "loss_fn changed the batch it was given. Work on a copy: batch = dict(batch), x ="
+            " x.clone()."
+        )
     return read_loss(result, rows)
 
 
 def count_rows(batch: Any, split: Cut | None, name: str = "batch", *, fake: bool = False) -> int:
-    """How many rows the batch has: the size of dim 0, or the number of parts of one row that `split` makes."""
+    """How many rows the batch has: the size of dim 0, or the number of parts of one row that
+    `split` makes.
+    """
     tensors = list(leaves(batch))
     if not fake and any(tensor.is_meta for tensor in tensors):
-        raise invalid(name, batch, "is on the meta device, where tensors have no values", "a batch with values")
+        raise invalid(
+            name,
+            batch,
+            "is on the meta device, where tensors have no values",
+            "a batch with values",
+        )
     if split is not None:
         rows = sum(1 for _ in split(batch, 1))
         if not rows:
-            raise MisuseError("split(batch, 1) gave no part, so there is nothing to train on. Pass a batch with rows.")
+            raise MisuseError(
+                "split(batch, 1) gave no part, so there is nothing to train on. Pass a batch with"
+                " rows."
+            )
         return rows
     if not tensors:
-        raise invalid(name, batch, "holds no tensor", "a tensor, or a list, tuple, dict or dataclass of tensors")
+        raise invalid(
+            name,
+            batch,
+            "holds no tensor",
+            "a tensor, or a list, tuple, dict or dataclass of tensors",
+        )
     rows = size_of_batch(batch, name)
     if not rows:
         raise invalid(name, batch, "has 0 rows", "at least one row")

@@ -1,8 +1,9 @@
-"""Single numbers of a forward pass that its graph does not hold: values of terms, and counts before they were clamped.
+"""Single numbers of a forward pass that its graph does not hold: values of terms, and counts before
+they were clamped.
 
-Autograd's nodes say what a loss was divided by, but not what its terms were, and of `mask.sum().clamp(min=1)` they
-have the result alone. So a forward that is only run to be read is watched from above autograd, where each function's
-result still has its node.
+Autograd's nodes say what a loss was divided by, but not what its terms were, and of
+`mask.sum().clamp(min=1)` they have the result alone. So a forward that is only run to be read is
+watched from above autograd, where each function's result still has its node.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ _CLAMPS = {
 }
 # What gives the same number in another type or shape.
 _SAME = {
-    Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type, Tensor.detach, Tensor.clone,
-    Tensor.squeeze, Tensor.unsqueeze, Tensor.view, Tensor.reshape, torch.squeeze, torch.reshape, torch.clone,
+    Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.type,
+    Tensor.detach, Tensor.clone, Tensor.squeeze, Tensor.unsqueeze, Tensor.view, Tensor.reshape,
+    torch.squeeze, torch.reshape, torch.clone,
 }  # fmt: skip
 
 
 class Floor(NamedTuple):
-    """A number that was clamped from below: what it was, what it became, and the least that it can become."""
+    """A number that was clamped from below: what it was, what it became, and the least that it can
+    become.
+    """
 
     before: float
     after: float
@@ -51,12 +55,16 @@ class _Clamped:
 
 
 class ScalarReader(TorchFunctionMode):
-    """Notes, of each result that is one number, its value by its node, and clamps of numbers without a graph."""
+    """Notes, of each result that is one number, its value by its node, and clamps of numbers
+    without a graph.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._values: dict[Any, Tensor] = {}  # by node; the keys keep the nodes' Python objects alive
-        self._floors: dict[int, tuple[Tensor, Floor]] = {}  # by storage, which the tensor keeps alive
+        # by node; the keys keep the nodes' Python objects alive
+        self._values: dict[Any, Tensor] = {}
+        # by storage, which the tensor keeps alive
+        self._floors: dict[int, tuple[Tensor, Floor]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -81,7 +89,11 @@ class ScalarReader(TorchFunctionMode):
 
     def floor_of(self, number: Any) -> Floor | None:
         """How this very number was clamped, if it was and that was seen."""
-        if not isinstance(number, Tensor) or number.numel() != 1 or number.layout is not torch.strided:
+        if (
+            not isinstance(number, Tensor)
+            or number.numel() != 1
+            or number.layout is not torch.strided
+        ):
             return None
         known = self._floors.get(storage_key(number))
         return None if known is None else known[1]

@@ -1,12 +1,15 @@
-"""What share each term of a part's loss has in the loss of the whole batch, where one weight for all cannot be right.
+"""What share each term of a part's loss has in the loss of the whole batch, where one weight for
+all cannot be right.
 
-Two means in one loss may be over different items: tokens and rows, or labels that are ignored in one task and not in
-the other. Each then has a total of its own, and what has been added up under another total can no longer be mended. So
-the parts are counted before the first backward pass: a forward of each, in which no activation is kept, reads every
-term's divisor and value. A part's terms are then scaled one by one, by multiplying the gradient that enters the node
-of each term's reduction.
+Two means in one loss may be over different items: tokens and rows, or labels that are ignored in
+one task and not in the other. Each then has a total of its own, and what has been added up under
+another total can no longer be mended. So the parts are counted before the first backward pass: a
+forward of each, in which no activation is kept, reads every term's divisor and value. A part's
+terms are then scaled one by one, by multiplying the gradient that enters the node of each term's
+reduction.
 
-The same forward shows counts that were clamped (`mask.sum().clamp(min=1)`), which a part without items needs.
+The same forward shows counts that were clamped (`mask.sum().clamp(min=1)`), which a part without
+items needs.
 
 Cost: one forward more for each part. Memory: less than the forward that follows takes.
 """
@@ -45,7 +48,9 @@ class TermCount:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a sum that was not 0 was divided by 0 items: nothing can tell any more what it was."""
+        """Whether a sum that was not 0 was divided by 0 items: nothing can tell any more what it
+        was.
+        """
         return self.divisor == 0 and not math.isnan(self.value) and self.value != 0
 
     @property
@@ -66,7 +71,9 @@ class PartShare:
 
 
 def without_activations() -> saved_tensors_hooks:
-    """Inside, autograd keeps single numbers of what it saves, which say what was divided by, and nothing else."""
+    """Inside, autograd keeps single numbers of what it saves, which say what was divided by, and
+    nothing else.
+    """
     return saved_tensors_hooks(_keep_numbers, _give_back)
 
 
@@ -85,8 +92,8 @@ def share_terms(parts: Sequence[Sequence[TermCount]], roles: Sequence[str]) -> l
 
     Args:
         parts: the terms of each part.
-        roles: of each term, "adds" if its divisor is a total over the batch, "constant" if it is the same in each part,
-            "same" if the whole term is the same in each part.
+        roles: of each term, "adds" if its divisor is a total over the batch, "constant" if it is
+            the same in each part, "same" if the whole term is the same in each part.
 
     >>> first, second = TermCount(3.0, 3.0, 10.0), TermCount(1.0, 1.0, 6.0)
     >>> [share.factors for share in share_terms([[first], [second]], ["adds"])]
@@ -105,7 +112,9 @@ def share_terms(parts: Sequence[Sequence[TermCount]], roles: Sequence[str]) -> l
     shares = []
     for part in parts:
         factors = tuple(factor(*one) for one in zip(part, roles, totals, strict=True))
-        value = math.fsum(factor * term.value for factor, term in zip(factors, part, strict=True) if factor)
+        value = math.fsum(
+            factor * term.value for factor, term in zip(factors, part, strict=True) if factor
+        )
         shares.append(PartShare(factors, tuple(term.divisor for term in part), value))
     return shares
 
@@ -114,11 +123,15 @@ def count_terms(read: Denominator | None) -> list[TermCount] | None:
     """The terms of a loss that was read along; None unless each is known with its value."""
     if read is None or read.unknown or any(term.value is None for term in read.terms):
         return None
-    return [TermCount(float(term.divisor), float(term.items), float(term.value or 0.0)) for term in read.terms]
+    return [
+        TermCount(float(term.divisor), float(term.items), float(term.value or 0.0))
+        for term in read.terms
+    ]
 
 
 class PartCounter:
-    """Counts the terms of parts by forwards alone; buffers and generators are the caller's to put back.
+    """Counts the terms of parts by forwards alone; buffers and generators are the caller's to put
+    back.
 
     Args:
         model: in training mode.
@@ -137,7 +150,9 @@ class PartCounter:
         self._model, self._loss_fn, self._split, self._roles = model, loss_fn, split, roles
 
     def shares(self, parts: Sequence[Any], first: int = 0) -> list[PartShare]:
-        """Of all parts of a batch, in their order; they are run from part number `first` on, as the step will."""
+        """Of all parts of a batch, in their order; they are run from part number `first` on, as the
+        step will.
+        """
         order = [*range(first, len(parts)), *range(first)]
         counts = {number: self._count(parts[number]) for number in order}
         return share_terms([counts[number] for number in range(len(parts))], self._roles)
@@ -149,18 +164,23 @@ class PartCounter:
             return [TermCount(0.0, 0.0, 0.0) for _ in self._roles]
         if read is None or counts is None or len(counts) != len(self._roles):
             raise MisuseError(
-                f"This micro-batch's loss is {read or 'divided by what cannot be read'}, which is not what the "
-                f"sample's was, so nothing was updated. {_NEXT}"
+                f"This micro-batch's loss is {read or 'divided by what cannot be read'}, which is"
+                f" not what the sample's was, so nothing was updated. {_NEXT}"
             )
         if any(count.is_lost for count in counts):
             raise MisuseError(
-                f"A micro-batch's loss is {read}: what was divided by 0 is lost, so nothing was updated. {_NEXT}"
+                f"A micro-batch's loss is {read}: what was divided by 0 is lost, so nothing was"
+                f" updated. {_NEXT}"
             )
         return [
-            TermCount(count.divisor, self._items(part, place), count.value)
-            if role == "adds" and may_be_clamped(term)
-            else count
-            for place, (term, count, role) in enumerate(zip(read.terms, counts, self._roles, strict=True))
+            (
+                TermCount(count.divisor, self._items(part, place), count.value)
+                if role == "adds" and may_be_clamped(term)
+                else count
+            )
+            for place, (term, count, role) in enumerate(
+                zip(read.terms, counts, self._roles, strict=True)
+            )
         ]
 
     def _read(self, part: Any) -> Denominator | None:
@@ -170,14 +190,16 @@ class PartCounter:
         return read_denominator(read_loss(result, 1).loss, reader)
 
     def _items(self, part: Any, place: int) -> float:
-        """Over how many items a term is that is exactly 0. A row given twice has twice as many, unless that is a floor.
+        """Over how many items a term is that is exactly 0. A row given twice has twice as many,
+        unless that is a floor.
 
         `max(1, int(mask.sum()))` is a number of Python's, which nobody sees being made.
         """
         if self._split is not None:
             raise MisuseError(
-                "A micro-batch's loss is 0, divided by a number that may be its items or a floor such as max(1, n); "
-                f"that cannot be told where `split` cuts the batch, so nothing was updated. {_NEXT}"
+                "A micro-batch's loss is 0, divided by a number that may be its items or a floor"
+                " such as max(1, n); that cannot be told where `split` cuts the batch, so nothing"
+                f" was updated. {_NEXT}"
             )
         generators = Generators()  # these runs draw numbers that the step does not
         items = 0.0
@@ -187,8 +209,8 @@ class PartCounter:
                 items += once
             elif not math.isclose(twice, once, rel_tol=1e-5):
                 raise MisuseError(
-                    f"A row's loss is divided by {once:g}, and by {twice:g} if the row is there twice: that is no "
-                    f"number of items, so nothing was updated. {_NEXT}"
+                    f"A row's loss is divided by {once:g}, and by {twice:g} if the row is there"
+                    f" twice: that is no number of items, so nothing was updated. {_NEXT}"
                 )
         generators.restore()
         return items
@@ -201,8 +223,11 @@ class PartCounter:
 
 
 def may_be_clamped(term: Term) -> bool:
-    """Whether a term is exactly 0 and was divided by a number of which it was not seen how it was made."""
-    by_hand = term.is_divided_by_hand or term.reduction == "sum"  # multiplied by 1 / 1, it looks like a plain sum
+    """Whether a term is exactly 0 and was divided by a number of which it was not seen how it was
+    made.
+    """
+    # multiplied by 1 / 1, it looks like a plain sum
+    by_hand = term.is_divided_by_hand or term.reduction == "sum"
     return by_hand and term.floor is None and term.value == 0.0
 
 
@@ -216,7 +241,9 @@ def scale_terms(part: PartLoss, share: PartShare, read: Denominator) -> Tensor:
     for term, factor in zip(read.terms, share.factors, strict=True):
         known = factors.setdefault(id(term.node), (term.node, factor))
         if not math.isclose(known[1], factor, rel_tol=1e-6):
-            raise MisuseError(f"One sum enters the loss under two different divisors ({read}). {_NEXT}")
+            raise MisuseError(
+                f"One sum enters the loss under two different divisors ({read}). {_NEXT}"
+            )
     for node, factor in factors.values():
         if factor != 1.0:
             node.register_prehook(_Scale(factor))
@@ -225,15 +252,21 @@ def scale_terms(part: PartLoss, share: PartShare, read: Denominator) -> Tensor:
 
 
 class _Scale:
-    """A hook before a node: multiplies what enters it. By 0 there is nothing left, not even of infinities."""
+    """A hook before a node: multiplies what enters it. By 0 there is nothing left, not even of
+    infinities.
+    """
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         if not self._factor:
-            return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
-        return tuple(None if gradient is None else gradient * self._factor for gradient in gradients)
+            return tuple(
+                None if gradient is None else torch.zeros_like(gradient) for gradient in gradients
+            )
+        return tuple(
+            None if gradient is None else gradient * self._factor for gradient in gradients
+        )
 
 
 class _WithValue(torch.autograd.Function):

@@ -1,15 +1,17 @@
-"""All that running a model changes, so that a trial leaves no trace and a step that fails has not happened.
+"""All that running a model changes, so that a trial leaves no trace and a step that fails has not
+happened.
 
 What a snapshot knows, beside the parameters' content, which only an optimizer changes:
 
-1. Buffers, by module and name. One that the forward wrote to gets its content back; one that it put another tensor in
-   the place of (`self.count = self.count + 1`) is the first tensor again.
-2. Every other attribute of each module (its mode, a counter, a cached mask) is what it was. Lists and dicts that a
-   module holds are the same objects as before, with what was put into them; hooks that were set since go.
+1. Buffers, by module and name. One that the forward wrote to gets its content back; one that it put
+   another tensor in the place of (`self.count = self.count + 1`) is the first tensor again.
+2. Every other attribute of each module (its mode, a counter, a cached mask) is what it was. Lists
+   and dicts that a module holds are the same objects as before, with what was put into them; hooks
+   that were set since go.
 3. Gradients, those that FSDP2 has not reduced yet too.
 4. Random generators: torch's on every device, Python's, NumPy's.
-5. The garbage collector's thresholds, the hooks that are set for all modules, and what contexts have set for this
-   thread: Ctrl-C may have ended one, torch's own too, when it had just begun.
+5. The garbage collector's thresholds, the hooks that are set for all modules, and what contexts
+   have set for this thread: Ctrl-C may have ended one, torch's own too, when it had just begun.
 """
 
 from __future__ import annotations
@@ -30,8 +32,9 @@ from gradfit.interrupts import uninterrupted
 
 _MISSING = object()
 _HOOKS = (
-    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
+    "_backward_pre_hooks",
 )  # fmt: skip
 
 
@@ -54,10 +57,16 @@ def restore_generators(states: list[torch.Tensor]) -> None:
 
 
 class Generators:
-    """All global random generators as they are now: torch's, Python's and NumPy's, from which models draw, too."""
+    """All global random generators as they are now: torch's, Python's and NumPy's, from which
+    models draw, too.
+    """
 
     def __init__(self) -> None:
-        self._torch, self._python, self._numpy = generator_states(), random.getstate(), np.random.get_state()
+        self._torch, self._python, self._numpy = (
+            generator_states(),
+            random.getstate(),
+            np.random.get_state(),
+        )
 
     def restore(self) -> None:
         """Put them back."""
@@ -75,10 +84,16 @@ class _Module:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self.attributes = here = dict(vars(module))
-        # Whoever sets hooks in the first forward notes it in an attribute (transformers 5 does, to collect hidden
-        # states). If only the attribute went back, the hooks would be set twice.
-        self.hooks = [(hooks, set(hooks)) for name in _HOOKS if (hooks := here.get(name)) is not None]
-        self.buffers = {name: _Buffer(buffer) for name, buffer in module._buffers.items()} if module._buffers else {}
+        # Whoever sets hooks in the first forward notes it in an attribute (transformers 5 does, to
+        # collect hidden states). If only the attribute went back, the hooks would be set twice.
+        self.hooks = [
+            (hooks, set(hooks)) for name in _HOOKS if (hooks := here.get(name)) is not None
+        ]
+        self.buffers = (
+            {name: _Buffer(buffer) for name, buffer in module._buffers.items()}
+            if module._buffers
+            else {}
+        )
 
     def restore(self) -> None:
         now, before = vars(self.module), self.attributes
@@ -112,17 +127,22 @@ class _Buffer:
         if tensor is None or content is None or tensor.is_meta:
             return tensor
         # A write through `.data` or NumPy does not move the version.
-        if self.version is None or tensor._version != self.version or not torch.equal(tensor, content):
+        if (
+            self.version is None
+            or tensor._version != self.version
+            or not torch.equal(tensor, content)
+        ):
             with torch.no_grad():
                 tensor.copy_(content)
         return tensor
 
 
 class Snapshot:
-    """All of a model's state beside its parameters' content, as it is now; `restore()` puts it back, whole.
+    """All of a model's state beside its parameters' content, as it is now; `restore()` puts it
+    back, whole.
 
-    `tensors` are others whose gradients are put back too: inputs that require one. Gradients are held, not copied:
-    set them to None before anything adds to them (`clear_gradients`).
+    `tensors` are others whose gradients are put back too: inputs that require one. Gradients are
+    held, not copied: set them to None before anything adds to them (`clear_gradients`).
     """
 
     def __init__(self, model: torch.nn.Module, tensors: Iterable[torch.Tensor] = ()) -> None:
@@ -130,7 +150,8 @@ class Snapshot:
         modules = _modules_of(model)
         self._modules = [_Module(module) for module in modules]
         holders = [p for module in modules for p in module._parameters.values() if p is not None]
-        once = {id(holder): holder for holder in (*holders, *tensors)}.values()  # tied parameters have one gradient
+        # tied parameters have one gradient
+        once = {id(holder): holder for holder in (*holders, *tensors)}.values()
         self._gradients = [(holder, holder.grad) for holder in once]
         sharded = [kept for unit in units_of(model) for kept in unit.fsdp_params]
         self._unreduced = [(kept, unsharded_gradient(kept)) for kept in sharded]
@@ -170,7 +191,8 @@ class Snapshot:
         """Make everything as it was.
 
         Args:
-            thread: what contexts have set for the thread, too; False inside of contexts that were entered since.
+            thread: what contexts have set for the thread, too; False inside of contexts that were
+                entered since.
         """
         with uninterrupted():
             self.restore_settings(thread=thread)
@@ -184,7 +206,9 @@ class Snapshot:
             self._generators.restore()
 
     def restore_settings(self, *, thread: bool = True) -> None:
-        """Only what is set for this thread, and for the process: where the rest has changed for good."""
+        """Only what is set for this thread, and for the process: where the rest has changed for
+        good.
+        """
         with uninterrupted():
             if thread:
                 self._thread.restore()
@@ -256,7 +280,9 @@ class trials_end:  # noqa: N801  (as torch.no_grad)
 
 
 def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Each module once. `model.modules()` gives the same, and takes longer than all the rest of a snapshot."""
+    """Each module once. `model.modules()` gives the same, and takes longer than all the rest of a
+    snapshot.
+    """
     found: dict[int, torch.nn.Module] = {}
     left = [model]
     while left:

@@ -23,9 +23,16 @@ class LossTotals:
     {'loss': 6.0, 'items': 3.0, 'log accuracy': 1.5}
     """
 
-    def __init__(self, loss: float = 0.0, items: float = 0.0, logs: Mapping[str, float] | None = None) -> None:
-        self._numbers = {"loss": loss, "items": items, **{_LOG + name: value for name, value in (logs or {}).items()}}
-        self._waiting: list[tuple[str, Any, Any, bool]] = []  # name, value, weight, whether it is a mean
+    def __init__(
+        self, loss: float = 0.0, items: float = 0.0, logs: Mapping[str, float] | None = None
+    ) -> None:
+        self._numbers = {
+            "loss": loss,
+            "items": items,
+            **{_LOG + name: value for name, value in (logs or {}).items()},
+        }
+        # name, value, weight, whether it is a mean
+        self._waiting: list[tuple[str, Any, Any, bool]] = []
 
     def add(self, part: PartLoss, weight: Weight) -> None:
         """Take in one part; nothing is read from a device."""
@@ -33,10 +40,14 @@ class LossTotals:
         self._waiting.append(("items", number, number, False))
         self._waiting.append(("loss", part.loss.detach(), number, weight.reduction == "mean"))
         for name, value in part.logs.items():
-            self._waiting.append((_LOG + name, value.detach() if isinstance(value, Tensor) else value, number, True))
+            self._waiting.append(
+                (_LOG + name, value.detach() if isinstance(value, Tensor) else value, number, True)
+            )
 
     def read(self) -> dict[str, float]:
-        """The sums: "loss", "items", and each log's as "log …". A part of weight 0 adds nothing, NaN or not."""
+        """The sums: "loss", "items", and each log's as "log …". A part of weight 0 adds nothing,
+        NaN or not.
+        """
         for name, value, weight, is_mean in self._waiting:
             number = float(weight)
             added = float(value) * (number if is_mean else 1.0) if number else 0.0

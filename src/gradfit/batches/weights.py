@@ -1,7 +1,9 @@
-"""What each micro-batch of one batch weighs, by what was measured of the loss; and whether that still holds.
+"""What each micro-batch of one batch weighs, by what was measured of the loss; and whether that
+still holds.
 
-The measurement was of other rows. So each micro-batch's loss is asked again what it was divided by, and what does not
-fit together (padding that the sample did not have, in a loss of two denominators) stops the batch before its update.
+The measurement was of other rows. So each micro-batch's loss is asked again what it was divided by,
+and what does not fit together (padding that the sample did not have, in a loss of two denominators)
+stops the batch before its update.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class UnreadableLoss(MisuseError):
 
 
 class CountFirst(Exception):
-    """What a part was divided by may be no count, but a floor: the batch must be counted before it is weighed."""
+    """What a part was divided by may be no count, but a floor: the batch must be counted before it
+    is weighed.
+    """
 
 
 def must_count(additivity: Additivity | None, parts: int) -> bool:
@@ -58,7 +62,8 @@ class BatchWeights:
         ranks: how many processes add up their batches.
         exact: False to go on where the readings do not fit together.
         shares: of the parts, where they were counted before.
-        may_repeat: whether the caller can begin anew, counting first; else what cannot be weighed is refused.
+        may_repeat: whether the caller can begin anew, counting first; else what cannot be weighed
+            is refused.
     """
 
     def __init__(
@@ -78,7 +83,8 @@ class BatchWeights:
         self._first_text = ""
 
     def shared(self, part: PartLoss, position: int) -> PartLoss:
-        """The part with its terms scaled, if the parts were counted; to be asked once, before it is weighed.
+        """The part with its terms scaled, if the parts were counted; to be asked once, before it is
+        weighed.
 
         Raises:
             MisuseError: its loss is not what was counted.
@@ -89,22 +95,31 @@ class BatchWeights:
         now = () if read is None else tuple(float(term.divisor) for term in read.terms)
         if read is not None and read.is_nothing and not share.value and not any(share.divisors):
             return part
-        if read is None or len(now) != len(share.divisors) or not all(map(is_close, now, share.divisors)):
+        if (
+            read is None
+            or len(now) != len(share.divisors)
+            or not all(map(is_close, now, share.divisors))
+        ):
             was = ", ".join(f"{divisor:g}" for divisor in share.divisors)
             raise UnreadableLoss(
-                f"This micro-batch's loss is {read_text(part)}; when it was counted it was divided by {was}, so "
-                "nothing was updated. What a loss is divided by must not depend on random numbers. Return "
-                "gf.Loss(sum=…, count=…), or pass fit(micro_batch='whole')."
+                f"This micro-batch's loss is {read_text(part)}; when it was counted it was divided"
+                f" by {was}, so nothing was updated. What a loss is divided by must not depend on"
+                " random numbers. Return gf.Loss(sum=…, count=…), or pass"
+                " fit(micro_batch='whole')."
             )
         return dataclasses.replace(part, loss=scale_terms(part, share, read))
 
     def asks(self, part: PartLoss, *, is_empty: bool) -> bool:
-        """Whether it matters what this part's loss was divided by. Multiplied by 0 (`is_empty`) it has no terms."""
+        """Whether it matters what this part's loss was divided by. Multiplied by 0 (`is_empty`) it
+        has no terms.
+        """
         roles, over = self._additivity.roles, self._additivity.over
         return bool(roles) and not is_empty and (part.rows < self._rows or over == "divisor")
 
     def adding_divisor(self, read: Denominator) -> Number | None:
-        """The divisor that grows with the items; None if there is none, or the terms are not those of the sample."""
+        """The divisor that grows with the items; None if there is none, or the terms are not those
+        of the sample.
+        """
         roles = self._additivity.roles
         if self._additivity.over == "sum" or "adds" not in roles or len(read.terms) != len(roles):
             return None
@@ -115,15 +130,18 @@ class BatchWeights:
 
         Args:
             part: the part's loss.
-            denominator: what it was divided by, if that was read before; else it is read from the loss.
+            denominator: what it was divided by, if that was read before; else it is read from the
+                loss.
 
         Raises:
-            MisuseError: what this part's loss was divided by does not go together with the parts before it.
+            MisuseError: what this part's loss was divided by does not go together with the parts
+                before it.
             CountFirst: that cannot be told of this part alone.
         """
         if self._shares is not None:
             return Weight(part.rows / self._rows / self._ranks, "sum")
-        is_empty = part.count is not None and not int(part.count)  # multiplied by 0, a loss has no terms to read
+        # multiplied by 0, a loss has no terms to read
+        is_empty = part.count is not None and not int(part.count)
         divisors = self._read(part, denominator) if self.asks(part, is_empty=is_empty) else None
         if divisors == ():
             return Weight(0, "mean")  # multiplied by 0, as is written where a part has no items
@@ -132,7 +150,9 @@ class BatchWeights:
         return self.weigh(part, divisors)
 
     def weigh(self, part: PartLoss, divisors: tuple[Number, ...] | None) -> Weight:
-        """What this part weighs, if its terms were divided by these numbers; whether they fit is not asked."""
+        """What this part weighs, if its terms were divided by these numbers; whether they fit is
+        not asked.
+        """
         roles, over = self._additivity.roles, self._additivity.over
         if part.count is not None:
             return Weight(_count_or_trace(part.count, part.loss), "sum")
@@ -142,16 +162,26 @@ class BatchWeights:
             number = divisors[roles.index("adds")]
             if not isinstance(number, Tensor) and not number and bool(part.loss.detach().isinf()):
                 raise MisuseError(
-                    f"A micro-batch's loss is {read_text(part)}: what was divided by 0 is lost, so nothing was "
-                    "updated. Return gf.Loss(sum=…, count=…), whose sum is not divided."
+                    f"A micro-batch's loss is {read_text(part)}: what was divided by 0 is lost, so"
+                    " nothing was updated. Return gf.Loss(sum=…, count=…), whose sum is not"
+                    " divided."
                 )
-            return Weight(int(number) if isinstance(number, float) and number.is_integer() else number, "mean")
+            return Weight(
+                int(number) if isinstance(number, float) and number.is_integer() else number, "mean"
+            )
         return Weight(part.rows, "mean")
 
     def _may_be_clamped(self, part: PartLoss, divisors: tuple[Number, ...]) -> bool:
-        """Whether the divisor that grows with the items may be the least that it can be, and not their number."""
+        """Whether the divisor that grows with the items may be the least that it can be, and not
+        their number.
+        """
         roles, may_repeat = self._additivity.roles, self._may_repeat and self._additivity.by_hand
-        if not may_repeat or part.count is not None or part.rows == self._rows or "adds" not in roles:
+        if (
+            not may_repeat
+            or part.count is not None
+            or part.rows == self._rows
+            or "adds" not in roles
+        ):
             return False
         number = float(divisors[roles.index("adds")])
         return number > 0 and (float(part.loss.detach()) == 0.0 or number <= self._additivity.floor)
@@ -160,12 +190,18 @@ class BatchWeights:
         """The divisors of the part's terms, if they are as they were measured to be."""
         read = part.denominator if denominator is None else denominator
         roles = self._additivity.roles
-        if read is not None and read.is_nothing and part.rows < self._rows and not float(part.loss.detach()):
+        if (
+            read is not None
+            and read.is_nothing
+            and part.rows < self._rows
+            and not float(part.loss.detach())
+        ):
             return ()
         if read is None or len(read.terms) != len(roles):
             if self._exact and part.rows < self._rows:
                 raise UnreadableLoss(
-                    f"This micro-batch's loss is {read_text(part)}; the sample's was {self._additivity.read}. {_NEXT}"
+                    f"This micro-batch's loss is {read_text(part)}; the sample's was"
+                    f" {self._additivity.read}. {_NEXT}"
                 )
             return None
         if roles == ("adds",):  # nothing to compare, so it may stay on its device
@@ -177,14 +213,15 @@ class BatchWeights:
             if self._may_repeat and set(roles) <= {"adds", "same"} and not read.unknown:
                 raise CountFirst
             raise MisuseError(
-                f"Two micro-batches of this batch are divided by numbers that do not go together: {self._first_text} "
-                f"and {read}. {_NEXT}"
+                "Two micro-batches of this batch are divided by numbers that do not go together:"
+                f" {self._first_text} and {read}. {_NEXT}"
             )
         return divisors
 
 
 def _count_or_trace(count: int | Tensor, loss: Tensor) -> Number:
-    """The count; of a sum that is not 0 over no items (negatives alone, where positives count) next to nothing.
+    """The count; of a sum that is not 0 over no items (negatives alone, where positives count) next
+    to nothing.
 
     A weight of 0 would leave the sum out. This one is lost in the rounding of all others.
     """
@@ -199,6 +236,6 @@ def read_text(part: PartLoss) -> str:
 
 
 _NEXT = (
-    "One weight cannot be right for all terms, so nothing was updated. Return gf.Loss(sum=…, count=…) with one count, "
-    "or pass fit(micro_batch='whole')."
+    "One weight cannot be right for all terms, so nothing was updated. Return gf.Loss(sum=…,"
+    " count=…) with one count, or pass fit(micro_batch='whole')."
 )

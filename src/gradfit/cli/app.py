@@ -24,11 +24,15 @@ from gradfit.cli.train_command import train
 from gradfit.errors import BudgetInfeasible, GradfitError, MisuseError, StateNotWritten
 
 EXIT_FAILED, EXIT_USAGE, EXIT_INFEASIBLE, EXIT_INTERRUPTED = 1, 2, 3, 130
-_ClickException: Any = typer.BadParameter.__mro__[2]  # typer has its own copy of click in some versions
+# typer has its own copy of click in some versions
+_ClickException: Any = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="gradfit",
-    help="Train any PyTorch model, at any batch size, in the memory there is, with the same gradients.",
+    help=(
+        "Train any PyTorch model, at any batch size, in the memory there is, with the same"
+        " gradients."
+    ),
     epilog="Begin with: gradfit demo",
     no_args_is_help=True,
     add_completion=False,
@@ -68,7 +72,9 @@ class _Interrupted(Exception):
 
 
 def _guarded(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose job may do anything: what would end the process is an error that is reported, too."""
+    """A command whose job may do anything: what would end the process is an error that is reported,
+    too.
+    """
 
     @functools.wraps(command)
     def run_command(*args: Any, **options: Any) -> None:
@@ -78,8 +84,8 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
             raise _Interrupted from None
         except SystemExit as ended:
             raise GradfitError(
-                f"The job's code called sys.exit({ended.code!r}) while gradfit was running it. Raise an exception "
-                "where it cannot go on."
+                f"The job's code called sys.exit({ended.code!r}) while gradfit was running it."
+                " Raise an exception where it cannot go on."
             ) from ended
 
     return run_command
@@ -90,11 +96,15 @@ for _command, _example in _EXAMPLES.items():
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; no exception leaves this, except with --debug. With --json there is one document, always."""
+    """Run one command; no exception leaves this, except with --debug. With --json there is one
+    document, always.
+    """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         with results_at_the_end() if "--json" in given else contextlib.nullcontext():
-            code = typer.main.get_command(app).main(given, prog_name="gradfit", standalone_mode=False)
+            code = typer.main.get_command(app).main(
+                given, prog_name="gradfit", standalone_mode=False
+            )
         return code if isinstance(code, int) else 0
     except BrokenPipeError:  # the reader of our output is gone, as in `gradfit profile gpt | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -32,9 +32,11 @@ def audit(
     report: Page = None,
     debug: Debug = False,
 ) -> None:
-    """Run a batch plainly and as planned: is the replay bit-identical, and is the gradient the full batch's?
+    """Run a batch plainly and as planned: is the replay bit-identical, and is the gradient the full
+    batch's?
 
-    Without --memory: the smallest plan. Ends with exit code 4 if the replay differs, or the parts do not add up.
+    Without --memory: the smallest plan. Ends with exit code 4 if the replay differs, or the parts
+    do not add up.
     """
     fixed = read_micro_batch(micro_batch)
     work = Work.load(target, batch_size=batch_size, seed=seed, page=report)
@@ -44,7 +46,9 @@ def audit(
         found = work.profile(batch)
         plan = work.plan(found, budget, fixed)
         with working("running the batch plainly and as planned"):
-            result = run_audit(work.job.model, work.job.loss_fn, batch, plan=plan, split=work.job.split)
+            result = run_audit(
+                work.job.model, work.job.loss_fn, batch, plan=plan, split=work.job.split
+            )
         print_result(result.to_json() if json else f"{str(plan).splitlines()[0]}\n{result}")
         if report is not None:
             work.write(work.report(found, batch, plan, audit=result), report)

@@ -12,7 +12,10 @@ from gradfit.errors import MisuseError
 Target = Annotated[
     str,
     typer.Argument(
-        help="file.py:function or package.module:function, returning a gradfit.Job; or bert, gpt, resnet, vit.",
+        help=(
+            "file.py:function or package.module:function, returning a gradfit.Job; or bert, gpt,"
+            " resnet, vit."
+        ),
         metavar="TARGET",
         show_default=False,
     ),
@@ -27,12 +30,17 @@ def _memory(default: str) -> Any:
 
 MemoryToTrain = Annotated[
     str | None,
-    _memory("four fifths of what is free, divided among a CPU's ranks; with --resume the run's own"),
+    _memory(
+        "four fifths of what is free, divided among a CPU's ranks; with --resume the run's own"
+    ),
 ]
 MemoryToPlan = Annotated[str | None, _memory("none, the whole trade-off is shown")]
 MemoryToAudit = Annotated[str | None, _memory("the smallest that can be held")]
 BatchSize = Annotated[
-    int | None, typer.Option("--batch-size", min=1, help="Rows in one update. Default: the job's.", show_default=False)
+    int | None,
+    typer.Option(
+        "--batch-size", min=1, help="Rows in one update. Default: the job's.", show_default=False
+    ),
 ]
 MicroBatch = Annotated[
     str | None,
@@ -49,11 +57,15 @@ Tile = Annotated[
 ]
 MOST_SEED = 2**63 - 1
 Seed = Annotated[
-    int, typer.Option("--seed", min=0, max=MOST_SEED, help="Seeds the model, the data's order and all randomness.")
+    int,
+    typer.Option(
+        "--seed", min=0, max=MOST_SEED, help="Seeds the model, the data's order and all randomness."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, nothing else.")]
 Page = Annotated[
-    Path | None, typer.Option("--report", help="Write a self-contained HTML page here.", show_default=False)
+    Path | None,
+    typer.Option("--report", help="Write a self-contained HTML page here.", show_default=False),
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
@@ -67,5 +79,7 @@ def read_micro_batch(text: str | None) -> int | str | None:
     if text is None or text == "whole":
         return text
     if not text.isdecimal() or int(text) < 1:
-        raise MisuseError(f"--micro-batch={text!r} is no number of rows. Pass an int of at least 1, or 'whole'.")
+        raise MisuseError(
+            f"--micro-batch={text!r} is no number of rows. Pass an int of at least 1, or 'whole'."
+        )
     return int(text)

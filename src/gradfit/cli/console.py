@@ -9,7 +9,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from gradfit.errors import ExactnessWarning
 
@@ -29,7 +36,9 @@ def print_result(text: str) -> None:
 
 @contextlib.contextmanager
 def results_at_the_end() -> Iterator[None]:
-    """Print results when the block has ended well, and not at all if it fails: then an error is the one document."""
+    """Print results when the block has ended well, and not at all if it fails: then an error is the
+    one document.
+    """
     global _held
     held: list[str] = []
     _held = held
@@ -49,18 +58,24 @@ def note(text: str) -> None:
 
 @contextlib.contextmanager
 def working(what: str, total: int | None = None) -> Iterator[Progress]:
-    """A bar, or a spinner where the end is not known, while the block runs; only on a terminal, and gone afterwards."""
+    """A bar, or a spinner where the end is not known, while the block runs; only on a terminal, and
+    gone afterwards.
+    """
     columns: list[Any] = [SpinnerColumn(), TextColumn("{task.description}")]
     columns += [BarColumn(), MofNCompleteColumn()] if total is not None else []
     columns.append(TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         progress.add_task(what, total=total)
         yield progress
 
 
 @contextlib.contextmanager
 def warnings_as_notes() -> Iterator[None]:
-    """Say what gradfit warns about in one line each, and nothing of where in the library it was raised."""
+    """Say what gradfit warns about in one line each, and nothing of where in the library it was
+    raised.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("always", ExactnessWarning)
         shown: set[str] = set()

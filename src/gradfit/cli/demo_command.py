@@ -1,4 +1,6 @@
-"""`gradfit demo`: a process whose memory is really capped, where plain PyTorch dies and gradfit trains."""
+"""`gradfit demo`: a process whose memory is really capped, where plain PyTorch dies and gradfit
+trains.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ from gradfit.units import format_bytes, format_seconds
 
 _PAGE = Path("out/demo.html")
 _ENVIRONMENT = {
-    # The limit counts what is mapped, not what is in use: the C library is told to give freed memory back at once.
+    # The limit counts what is mapped, not what is in use: the C library is told to give freed
+    # memory back at once.
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "131072",
     "MALLOC_ARENA_MAX": "1",
@@ -42,7 +45,9 @@ _ENVIRONMENT = {
 
 
 def demo(json: Json = False, report: Page = None, debug: Debug = False) -> None:
-    """Train a language model where plain PyTorch runs out of memory. Takes no argument, no download, no accelerator."""
+    """Train a language model where plain PyTorch runs out of memory. Takes no argument, no
+    download, no accelerator.
+    """
     started = time.perf_counter()
     page = report if report is not None else _PAGE
     try:
@@ -51,7 +56,10 @@ def demo(json: Json = False, report: Page = None, debug: Debug = False) -> None:
         raise MisuseError(
             f"Cannot make {str(page.parent)!r}: {error.strerror}. Pass --report with another path."
         ) from None
-    note("A GPT on 44 kB of prose, twice the same batches, twice the same process with the same cap on its memory.")
+    note(
+        "A GPT on 44 kB of prose, twice the same batches, twice the same process with the same cap"
+        " on its memory."
+    )
     plain = _plain()
     fitted = _fitted()
     plan, found = Plan.from_json(fitted["plan"]), Profile.from_json(fitted["profile"])
@@ -59,17 +67,24 @@ def demo(json: Json = False, report: Page = None, debug: Debug = False) -> None:
     needed = plain_peak_bytes(found, plan.batch_size)
     with working("planning for other budgets, for the page"):
         plans = tuple(frontier(found, batch_size=plan.batch_size, points=10))
-        alike = tuple(frontier(found, batch_size=plan.batch_size, points=6, micro_batch=plan.micro_batch))
+        alike = tuple(
+            frontier(found, batch_size=plan.batch_size, points=6, micro_batch=plan.micro_batch)
+        )
     write_page(
         Report(
             "gradfit demo",
             found,
             plan,
-            measured=Measured(fitted["peak_bytes"], statistics.median(fitted["seconds"]), len(fitted["seconds"])),
+            measured=Measured(
+                fitted["peak_bytes"], statistics.median(fitted["seconds"]), len(fitted["seconds"])
+            ),
             frontier=plans,
             same_size=alike,
             plain_curve=[(s, b) for s, b in plain["curve"]],
-            plain_label=f"plain PyTorch, measured ({'ends where it died' if plain['died'] else 'it survived'})",
+            plain_label=(
+                "plain PyTorch, measured"
+                f" ({'ends where it died' if plain['died'] else 'it survived'})"
+            ),
             planned_curve=[(s, b) for s, b in fitted["curve"]],
             planned_label="gradfit, its first step, measured",
             limit_bytes=BUDGET_BYTES,
@@ -101,7 +116,10 @@ def _plain() -> dict[str, Any]:
     if cap is None:
         note("This system has no RLIMIT_DATA: nothing is capped here, the peaks are the meter's.")
     if found["died"]:
-        note(f"plain PyTorch died at {format_bytes(found['peak_bytes'])} of tensors, with its own words:")
+        note(
+            f"plain PyTorch died at {format_bytes(found['peak_bytes'])} of tensors, with its own"
+            " words:"
+        )
         note(f"  {found['error']}")
     else:
         note(f"plain PyTorch survived, with a peak of {format_bytes(found['peak_bytes'])}.")
@@ -118,12 +136,19 @@ def _fitted() -> dict[str, Any]:
                 found["losses"].append(event["loss"])
                 found["seconds"].append(event["seconds"])
                 found["peak_bytes"] = max(found["peak_bytes"], event["peak_bytes"])
-                bar.update(task, completed=event["step"], description=f"gradfit: training, loss {event['loss']:.3f}")
+                bar.update(
+                    task,
+                    completed=event["step"],
+                    description=f"gradfit: training, loss {event['loss']:.3f}",
+                )
                 continue
             found.update(event)
             if kind == "planned":
                 note(f"gradfit: {str(Plan.from_json(event['plan'])).splitlines()[0]}")
-    note(f"gradfit: loss {found['losses'][0]:.3f} → {found['losses'][-1]:.3f} in {len(found['losses'])} steps")
+    note(
+        f"gradfit: loss {found['losses'][0]:.3f} → {found['losses'][-1]:.3f} in"
+        f" {len(found['losses'])} steps"
+    )
     return found
 
 
@@ -140,7 +165,12 @@ def _events(kind: str, told: str = "") -> Iterator[dict[str, Any]]:
         given.write(told)
         given.seek(0)
         child = subprocess.Popen(
-            command, stdin=given, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **_ENVIRONMENT}
+            command,
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            env={**os.environ, **_ENVIRONMENT},
         )
         try:
             for line in child.stdout or ():
@@ -160,13 +190,19 @@ def _events(kind: str, told: str = "") -> Iterator[dict[str, Any]]:
 
 def _said(plain: dict[str, Any], needed: int) -> str:
     cap = plain["cap_bytes"]
-    limit = f"RLIMIT_DATA capped both processes at {format_bytes(cap)}" if cap else "Nothing was capped on this system"
+    limit = (
+        f"RLIMIT_DATA capped both processes at {format_bytes(cap)}"
+        if cap
+        else "Nothing was capped on this system"
+    )
     death = f"Plain PyTorch died: {plain['error']}" if plain["died"] else "Plain PyTorch survived."
     need = f"plain is predicted to need {format_bytes(needed)}"
     return f"{limit}, {format_bytes(BUDGET_BYTES)} of it for tensors; {need}. {death}"
 
 
-def _summary(plain: dict[str, Any], fitted: dict[str, Any], result: AuditReport, page: Path) -> dict[str, Any]:
+def _summary(
+    plain: dict[str, Any], fitted: dict[str, Any], result: AuditReport, page: Path
+) -> dict[str, Any]:
     return {
         "cap_bytes": plain["cap_bytes"],
         "budget_bytes": BUDGET_BYTES,
@@ -183,9 +219,19 @@ def _print_table(plain: dict[str, Any], fitted: dict[str, Any], needed: int) -> 
     for name in ("", "plain PyTorch", "gradfit"):
         table.add_column(name)
     peak = format_bytes(fitted["peak_bytes"])
-    table.add_row("peak of tensors", f"needs {format_bytes(needed)} (predicted)", f"{peak} (measured)")
+    table.add_row(
+        "peak of tensors", f"needs {format_bytes(needed)} (predicted)", f"{peak} (measured)"
+    )
     table.add_row("budget for tensors", format_bytes(BUDGET_BYTES), format_bytes(BUDGET_BYTES))
-    table.add_row("outcome", "out of memory" if plain["died"] else "survived", f"{len(fitted['losses'])} steps")
+    table.add_row(
+        "outcome",
+        "out of memory" if plain["died"] else "survived",
+        f"{len(fitted['losses'])} steps",
+    )
     table.add_row("loss", "–", f"{fitted['losses'][0]:.3f} → {fitted['losses'][-1]:.3f}")
-    table.add_row("time per step", "–", f"{format_seconds(statistics.median(fitted['seconds']))} (measured, median)")
+    table.add_row(
+        "time per step",
+        "–",
+        f"{format_seconds(statistics.median(fitted['seconds']))} (measured, median)",
+    )
     Console(highlight=False).print(table)

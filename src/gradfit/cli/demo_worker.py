@@ -1,8 +1,9 @@
-"""The demo's child processes: cap their own memory, then train, plainly or with gradfit; one line of JSON per event.
+"""The demo's child processes: cap their own memory, then train, plainly or with gradfit; one line
+of JSON per event.
 
-RLIMIT_DATA counts every private writable page of a process: the interpreter, torch's own data and the threads' stacks
-as well as tensors. So the cap is what this process has mapped once everything is warm, plus the budget for tensors,
-plus some slack for what the allocator cannot hand out again.
+RLIMIT_DATA counts every private writable page of a process: the interpreter, torch's own data and
+the threads' stacks as well as tensors. So the cap is what this process has mapped once everything
+is warm, plus the budget for tensors, plus some slack for what the allocator cannot hand out again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ SECONDS = 60.0  # and then no further step is begun
 
 
 def demo_job() -> Job:
-    """A language model whose plain step needs several times the cap, and even one row of it more than the budget."""
+    """A language model whose plain step needs several times the cap, and even one row of it more
+    than the budget.
+    """
     seed_everything(0)
     return gpt(length=512, batch_size=4)
 
@@ -41,7 +44,9 @@ def tell(**event: Any) -> None:
 
 
 def cap_memory() -> int | None:
-    """Warm everything up, then forbid this process more than the cap; None where the system cannot."""
+    """Warm everything up, then forbid this process more than the cap; None where the system
+    cannot.
+    """
     job = gpt(layers=1, width=48, length=16, batch_size=2)
     batch = Batches(job.data, batch_size=2).next()
     job.loss_fn(job.model, batch).backward()
@@ -65,7 +70,12 @@ def train_plainly(job: Job, batches: Batches) -> None:
             loss = job.loss_fn(job.model, batch)
             loss.backward()
             job.optimizer.step()
-        tell(event="survived", loss=float(loss.detach()), peak_bytes=live.peak_bytes, curve=live.timeline)
+        tell(
+            event="survived",
+            loss=float(loss.detach()),
+            peak_bytes=live.peak_bytes,
+            curve=live.timeline,
+        )
     except (RuntimeError, MemoryError) as error:
         tell(event="died", error=str(error), peak_bytes=live.peak_bytes, curve=live.timeline)
 
@@ -73,7 +83,9 @@ def train_plainly(job: Job, batches: Batches) -> None:
 def train_fitted(job: Job, batches: Batches) -> None:
     """The same under gradfit."""
     batch = batches.next()
-    step = fit(job.model, job.optimizer, job.loss_fn, batch, memory=BUDGET_BYTES, batch_size=job.batch_size)
+    step = fit(
+        job.model, job.optimizer, job.loss_fn, batch, memory=BUDGET_BYTES, batch_size=job.batch_size
+    )
     tell(event="planned", plan=step.plan.to_json(), profile=step.profile.to_json())
     started = time.perf_counter()
     live = meter(job.model, job.optimizer, batch, timeline=True)
@@ -85,10 +97,20 @@ def train_fitted(job: Job, batches: Batches) -> None:
         else:
             result = step(batches.next())
         now = time.perf_counter()
-        tell(event="stepped", step=number, loss=result.loss, peak_bytes=result.peak_bytes, seconds=now - before)
+        tell(
+            event="stepped",
+            step=number,
+            loss=result.loss,
+            peak_bytes=result.peak_bytes,
+            seconds=now - before,
+        )
         if now - started > SECONDS:
             break
-    tell(event="done", curve=live.timeline, mapped_bytes=data_bytes() if sys.platform == "linux" else None)
+    tell(
+        event="done",
+        curve=live.timeline,
+        mapped_bytes=data_bytes() if sys.platform == "linux" else None,
+    )
 
 
 def audit_plan(job: Job, batches: Batches) -> None:

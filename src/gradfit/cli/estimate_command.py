@@ -16,9 +16,12 @@ from gradfit.units import parse_bytes
 
 _Machine = Annotated[
     str,
-    typer.Option("--hardware", metavar="NAME", help=f"The machine: a size of memory such as '24 GiB', or one of "
-                 f"{', '.join(MACHINES)}."),
-]  # fmt: skip
+    typer.Option(
+        "--hardware",
+        metavar="NAME",
+        help=f"The machine: a size of memory such as '24 GiB', or one of {', '.join(MACHINES)}.",
+    ),
+]
 
 
 def estimate(
@@ -29,11 +32,19 @@ def estimate(
     json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Say whether a step would fit on a named machine, on shapes alone: the peak by part, and what each lever gives."""
+    """Say whether a step would fit on a named machine, on shapes alone: the peak by part, and what
+    each lever gives.
+    """
     work = Work.load(target, batch_size=batch_size, seed=seed)
-    named = hardware if not hardware[:1].isdigit() else Hardware(parse_bytes(hardware, name="--hardware"))
+    named = (
+        hardware
+        if not hardware[:1].isdigit()
+        else Hardware(parse_bytes(hardware, name="--hardware"))
+    )
     with warnings_as_notes():
         batch, job = work.batch(), work.job
         with working("following one step on shapes"):
-            found = make_estimate(job.model, job.loss_fn, batch, job.optimizer, named, split=job.split)
+            found = make_estimate(
+                job.model, job.loss_fn, batch, job.optimizer, named, split=job.split
+            )
         print_result(found.to_json() if json else str(found))

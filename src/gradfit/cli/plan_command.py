@@ -37,10 +37,14 @@ def plan(
     report: Page = None,
     debug: Debug = False,
 ) -> None:
-    """Plan for a budget: the micro-batch, what to keep, what to rebuild. Without --memory: the whole trade-off."""
+    """Plan for a budget: the micro-batch, what to keep, what to rebuild. Without --memory: the
+    whole trade-off.
+    """
     fixed = read_micro_batch(micro_batch)
     if fixed is not None and memory is None:
-        raise MisuseError("--micro-batch is for a plan, and the trade-off has many. Pass --memory too.")
+        raise MisuseError(
+            "--micro-batch is for a plan, and the trade-off has many. Pass --memory too."
+        )
     work = Work.load(target, batch_size=batch_size, seed=seed, page=report)
     budget = None if memory is None else work.budget(memory)
     with warnings_as_notes():
@@ -54,8 +58,11 @@ def plan(
         else:
             with working("planning for every budget"):
                 plans = frontier(found, batch_size=work.batch_size if found.splittable else None)
-            print_result(_as_json(plans) if json else f"{_as_table(plans)}\n{exactness_line(found)}")
-        if report is not None:  # without --memory nothing is chosen, and the page says so of no plan
+            print_result(
+                _as_json(plans) if json else f"{_as_table(plans)}\n{exactness_line(found)}"
+            )
+        # without --memory nothing is chosen, and the page says so of no plan
+        if report is not None:
             work.write(work.report(found, batch, made, frontier=tuple(plans)), report)
             note(f"page: {report}")
 
@@ -76,4 +83,9 @@ def _as_table(plans: list[Plan]) -> str:
         )
         for made in plans
     ]
-    return "\n".join([*columns(rows), "All of this is predicted from a measured profile. Pass --memory to choose one."])
+    return "\n".join(
+        [
+            *columns(rows),
+            "All of this is predicted from a measured profile. Pass --memory to choose one.",
+        ]
+    )

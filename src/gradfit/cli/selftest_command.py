@@ -13,24 +13,39 @@ from gradfit.cli.console import note, print_result, warnings_as_notes, working
 from gradfit.errors import MisuseError
 
 _Out = Annotated[
-    Path, typer.Option("--out", help="Directory for selftest.json and selftest.html.", show_default="here")
+    Path,
+    typer.Option(
+        "--out", help="Directory for selftest.json and selftest.html.", show_default="here"
+    ),
 ]
 _Device = Annotated[
     str | None,
-    typer.Option("--device", help="Such as cuda:1 or cpu. Default: the accelerator, if any.", show_default=False),
+    typer.Option(
+        "--device",
+        help="Such as cuda:1 or cpu. Default: the accelerator, if any.",
+        show_default=False,
+    ),
 ]
 
 
-def selftest(out: _Out = Path(), device: _Device = None, json: Json = False, debug: Debug = False) -> None:
-    """Compare gradfit with plain PyTorch and with the device's own counters, here, and write what was found."""
+def selftest(
+    out: _Out = Path(), device: _Device = None, json: Json = False, debug: Debug = False
+) -> None:
+    """Compare gradfit with plain PyTorch and with the device's own counters, here, and write what
+    was found.
+    """
     from gradfit.runs.selftest import run_selftest  # which needs all of gradfit
 
     if not out.is_dir():
-        raise MisuseError(f"There is no directory {str(out)!r} for --out. Make it, or pass another.")
+        raise MisuseError(
+            f"There is no directory {str(out)!r} for --out. Make it, or pass another."
+        )
     try:
         where = None if device is None else torch.device(device)
     except RuntimeError as error:
-        raise MisuseError(f"--device {device!r} is no device of torch: {error}. Pass cpu, or cuda:0.") from None
+        raise MisuseError(
+            f"--device {device!r} is no device of torch: {error}. Pass cpu, or cuda:0."
+        ) from None
     with warnings_as_notes(), working("checking"):
         found = run_selftest(where)
     (out / "selftest.json").write_text(found.to_json())

@@ -1,4 +1,6 @@
-"""Ctrl-C as a wish: the first lets the micro-batch finish and the state be saved, the second ends at once."""
+"""Ctrl-C as a wish: the first lets the micro-batch finish and the state be saved, the second ends
+at once.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from gradfit.cli.console import note
 class StopSignal:
     """Listens for SIGINT and SIGTERM once it is armed; `asked()` says whether one came.
 
-    Before that Ctrl-C interrupts as usual. Python loses an interrupt that comes in a destructor: `arm` then raises it.
+    Before that Ctrl-C interrupts as usual. Python loses an interrupt that comes in a destructor:
+    `arm` then raises it.
     """
 
     def __init__(self) -> None:

@@ -55,33 +55,58 @@ def train(
     micro_batch: MicroBatch = None,
     tile: Annotated[
         bool | None,
-        typer.Option("--tile/--no-tile", help="May plans cut along tokens, too? Default: yes.", show_default=False),
+        typer.Option(
+            "--tile/--no-tile",
+            help="May plans cut along tokens, too? Default: yes.",
+            show_default=False,
+        ),
     ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Updates to make in all.")] = None,
-    epochs: Annotated[int | None, typer.Option("--epochs", min=1, help="Passes over the data. Default: 1.")] = None,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Updates to make in all.")
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option("--epochs", min=1, help="Passes over the data. Default: 1.")
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Directory for the run's state. Default: runs/ and the job's name.")
+        Path | None,
+        typer.Option(
+            "--out", help="Directory for the run's state. Default: runs/ and the job's name."
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out.")] = False,
     seed: Annotated[
-        int | None, typer.Option("--seed", min=0, max=MOST_SEED, help="Seeds model, data and randomness. Default: 0.")
+        int | None,
+        typer.Option(
+            "--seed", min=0, max=MOST_SEED, help="Seeds model, data and randomness. Default: 0."
+        ),
     ] = None,
-    log_every: Annotated[int, typer.Option("--log-every", min=1, help="Steps between two lines.")] = 10,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write scalars to OUT/tensorboard.")] = False,
+    log_every: Annotated[
+        int, typer.Option("--log-every", min=1, help="Steps between two lines.")
+    ] = 10,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write scalars to OUT/tensorboard.")
+    ] = False,
     json: Json = False,
     report: Page = None,
     debug: Debug = False,
 ) -> None:
-    """Train within a budget. Ctrl-C finishes the micro-batch and saves; --resume goes on, bit-identically."""
+    """Train within a budget. Ctrl-C finishes the micro-batch and saves; --resume goes on,
+    bit-identically.
+    """
     ranks = Ranks.join()
     console.quiet = ranks.rank > 0
     folder = _RunFolder.find(target, out, resume, ranks)
     before = folder.settings
     seed = _first(seed, before.get("seed"), 0)
-    work = Work.load(target, batch_size=_first(batch_size, before.get("batch_size")), seed=seed, page=report)
+    work = Work.load(
+        target, batch_size=_first(batch_size, before.get("batch_size")), seed=seed, page=report
+    )
     ranks.share(work.job.model)
     if report is not None and is_fully_sharded(work.job.model):
-        raise MisuseError("--report runs the model on one rank, and a fully_shard model needs all. Leave out --report.")
+        raise MisuseError(
+            "--report runs the model on one rank, and a fully_shard model needs all. Leave out"
+            " --report."
+        )
     if ranks.rank > 0:
         seed_everything(seed + ranks.rank)  # other rows, other dropout
     folder.store.prepare()
@@ -89,19 +114,25 @@ def train(
         steps, epochs = before.get("steps"), before.get("epochs", 1)
     settings = RunSettings(
         batch_size=work.batch_size,
-        memory_bytes=before["memory_bytes"] if memory is None and before else work.budget(memory, ranks),
+        memory_bytes=(
+            before["memory_bytes"] if memory is None and before else work.budget(memory, ranks)
+        ),
         seed=seed,
         steps=steps,
         epochs=epochs,
         micro_batch=_first(read_micro_batch(micro_batch), before.get("micro_batch")),
         tile=_first(tile, before.get("tile"), True),
     )
-    ranks.require_same({name: value for name, value in vars(settings).items() if name != "memory_bytes"})
+    ranks.require_same(
+        {name: value for name, value in vars(settings).items() if name != "memory_bytes"}
+    )
     folder.begin(settings)
     writer = _writer(folder) if tensorboard and ranks.rank == 0 else None
     with warnings_as_notes(), StopSignal() as stop, working("planning") as bar:
         listener = _Listener(bar, stop, log_every, writer)
-        run = TrainingRun(work.job, settings, store=folder.store, listener=listener, stop=stop.asked, ranks=ranks)
+        run = TrainingRun(
+            work.job, settings, store=folder.store, listener=listener, stop=stop.asked, ranks=ranks
+        )
         folder.resume(run, listener)
         result = run.train()
         result.out = str(folder.path)
@@ -114,7 +145,9 @@ def train(
             _write_page(work, run.step, result, listener.seconds, report)
         print_result(_as_json(work, run, result, digest) if json else _in_words(result))
     if result.interrupted:
-        command = f"gradfit train {shlex.quote(target)} --out {shlex.quote(str(folder.path))} --resume"
+        command = (
+            f"gradfit train {shlex.quote(target)} --out {shlex.quote(str(folder.path))} --resume"
+        )
         note(f"Interrupted; the state is saved. Resume with: {command}")
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -132,17 +165,26 @@ class _RunFolder:
 
     @classmethod
     def find(cls, target: str, out: Path | None, resume: bool, ranks: Ranks) -> _RunFolder:
-        """Where the first rank says; a run that is there must be resumed, and one to resume be there."""
+        """Where the first rank says; a run that is there must be resumed, and one to resume be
+        there.
+        """
         resume = resume or ranks.restarted
         path = Path(ranks.first_says(str(out if out is not None else _default_out(target, resume))))
         states = RankStates(path, ranks)
         if states.store.names() or read_begun(path) is not None:
             states.store.prepare()  # before anything in it is read: another run may be writing
         saved = _saved(states, resume)
-        settings = saved.content["settings"] if saved is not None else _begun(path, ranks) if resume else {}
+        settings = (
+            saved.content["settings"]
+            if saved is not None
+            else _begun(path, ranks)
+            if resume
+            else {}
+        )
         if resume and not settings and not ranks.restarted:
             raise MisuseError(
-                f"There is no run in {str(path)!r} to resume. Check --out, or leave out --resume to begin one."
+                f"There is no run in {str(path)!r} to resume. Check --out, or leave out --resume to"
+                " begin one."
             )
         return cls(path, states, ranks, resume, saved, settings)
 
@@ -163,7 +205,8 @@ class _RunFolder:
             listener.note(f"Resuming at step {run.step_number} from {saved.path}.")
         elif self.resuming:
             listener.note(
-                f"{self.path} has no state yet: starting from the beginning, with the settings it was begun with."
+                f"{self.path} has no state yet: starting from the beginning, with the settings it"
+                " was begun with."
             )
 
 
@@ -187,7 +230,9 @@ class _Listener(Listener):
 
     def stepped(self, step: int, result: TrainResult, seconds: float) -> None:
         self.seconds.append(seconds)
-        self._bar.update(self._bar.task_ids[0], completed=step, description=f"training, loss {result.loss:.4g}")
+        self._bar.update(
+            self._bar.task_ids[0], completed=step, description=f"training, loss {result.loss:.4g}"
+        )
         if step % self._log_every == 0 or step == self._total:
             norm = "" if result.grad_norm is None else f"  gradient norm {result.grad_norm:.3g}"
             of = "" if self._total is None else f"/{self._total}"
@@ -228,8 +273,8 @@ def _saved(states: RankStates, resume: bool) -> SavedState | None:
     names = states.store.names()
     if names and not resume:
         raise MisuseError(
-            f"{str(states.store.directory)!r} holds a run at {names[0]}. Pass --resume to go on with it, or another "
-            "--out."
+            f"{str(states.store.directory)!r} holds a run at {names[0]}. Pass --resume to go on"
+            " with it, or another --out."
         )
     saved = states.load() if resume else None
     if saved is None:
@@ -245,17 +290,26 @@ def _writer(folder: _RunFolder) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        raise MisuseError("TensorBoard is not installed. Run: pip install 'gradfit[tensorboard]'.") from None
+        raise MisuseError(
+            "TensorBoard is not installed. Run: pip install 'gradfit[tensorboard]'."
+        ) from None
     saved = folder.saved
-    purge = None if saved is None else int(saved.content["step"]) + 1  # steps after the state are made again
+    # steps after the state are made again
+    purge = None if saved is None else int(saved.content["step"]) + 1
     return SummaryWriter(str(folder.store.directory / "tensorboard"), purge_step=purge)
 
 
-def _write_page(work: Work, step: TrainStep, result: RunReport, seconds: list[float], page: Path) -> None:
+def _write_page(
+    work: Work, step: TrainStep, result: RunReport, seconds: list[float], page: Path
+) -> None:
     batch = work.batch()
     with working("running a batch plainly and as planned"):
-        checked = audit(work.job.model, work.job.loss_fn, batch, plan=step.plan, split=work.job.split)
-    measured = Measured(result.peak_bytes, statistics.median(seconds), len(seconds)) if seconds else None
+        checked = audit(
+            work.job.model, work.job.loss_fn, batch, plan=step.plan, split=work.job.split
+        )
+    measured = (
+        Measured(result.peak_bytes, statistics.median(seconds), len(seconds)) if seconds else None
+    )
     report = work.report(
         step.profile,
         batch,
@@ -274,9 +328,9 @@ def _in_words(result: RunReport) -> str:
     if not result.losses:
         return f"Nothing to do: the run is at step {result.step} already. State: {result.out}"
     return (
-        f"step {result.step}, loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}; measured: peak "
-        f"{format_bytes(result.peak_bytes)} of {format_bytes(result.budget_bytes)}, {format_seconds(result.seconds)}. "
-        f"State: {result.out}"
+        f"step {result.step}, loss {result.losses[0]:.4f} → {result.losses[-1]:.4f}; measured: peak"
+        f" {format_bytes(result.peak_bytes)} of {format_bytes(result.budget_bytes)},"
+        f" {format_seconds(result.seconds)}. State: {result.out}"
     )
 
 

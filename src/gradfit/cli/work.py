@@ -40,7 +40,9 @@ class Work:
     seed: int
 
     @classmethod
-    def load(cls, target: str, *, batch_size: int | None, seed: int, page: Path | None = None) -> Work:
+    def load(
+        cls, target: str, *, batch_size: int | None, seed: int, page: Path | None = None
+    ) -> Work:
         """Seed, then build the job: the same seed gives the same model."""
         if page is not None:
             _check_page(page)
@@ -56,7 +58,10 @@ class Work:
         """The first batch of the run, without moving any generator."""
         before = random_state()
         batches = Batches(
-            self.job.data, batch_size=self.batch_size, seed=self.seed, as_they_come=self.job.split is not None
+            self.job.data,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            as_they_come=self.job.split is not None,
         )
         place = batches.state()
         batch = batches.next()
@@ -65,13 +70,19 @@ class Work:
         return batch
 
     def budget(self, memory: str | None, ranks: Ranks | None = None) -> int:
-        """The budget in bytes; without one, most of what is free here, or this rank's share of it."""
+        """The budget in bytes; without one, most of what is free here, or this rank's share of
+        it.
+        """
         if memory is not None:
             return parse_bytes(memory, name="--memory")
         free = available_bytes(self.device)
         if free is None:
-            raise MisuseError(f"How much memory {self.device} has free is not known. Pass --memory.")
-        return int(free * _SHARE / (1 if ranks is None or self.device.type != "cpu" else ranks.size_here))
+            raise MisuseError(
+                f"How much memory {self.device} has free is not known. Pass --memory."
+            )
+        return int(
+            free * _SHARE / (1 if ranks is None or self.device.type != "cpu" else ranks.size_here)
+        )
 
     def profile(self, batch: Any, *, tile: bool = True) -> Profile:
         """Measure, in no more memory than there is."""
@@ -88,45 +99,74 @@ class Work:
                 tile=tile,
             )
 
-    def plan(self, found: Profile, budget: int | None, micro_batch: int | str | None = None) -> Plan:
-        """The plan for a budget, or the one of the smallest peak; at this micro-batch, if one was asked for."""
+    def plan(
+        self, found: Profile, budget: int | None, micro_batch: int | str | None = None
+    ) -> Plan:
+        """The plan for a budget, or the one of the smallest peak; at this micro-batch, if one was
+        asked for.
+        """
         size = self.batch_size if found.splittable else None
-        fixed = micro_batch if isinstance(micro_batch, int) else None if micro_batch is None else self.batch_size
+        fixed = (
+            micro_batch
+            if isinstance(micro_batch, int)
+            else None
+            if micro_batch is None
+            else self.batch_size
+        )
         if fixed is not None and fixed < self.batch_size and not found.splittable:
             reason = found.additivity.reason if found.additivity is not None else "it has one row"
             raise MisuseError(
-                f"--micro-batch {fixed} cuts the batch of {self.batch_size}, which does not add up: {reason}. "
-                "Leave out --micro-batch."
+                f"--micro-batch {fixed} cuts the batch of {self.batch_size}, which does not add up:"
+                f" {reason}. Leave out --micro-batch."
             )
         with working("planning"):
             if budget is not None:
-                return make_plan(found, memory=budget, batch_size=size, micro_batch=fixed if size else None)
+                return make_plan(
+                    found, memory=budget, batch_size=size, micro_batch=fixed if size else None
+                )
             if fixed is None:
-                return min(frontier(found, batch_size=size, points=2), key=lambda plan: plan.peak_bytes)
+                return min(
+                    frontier(found, batch_size=size, points=2), key=lambda plan: plan.peak_bytes
+                )
             try:
-                return make_plan(found, memory=1, batch_size=size, micro_batch=fixed if size else None)
+                return make_plan(
+                    found, memory=1, batch_size=size, micro_batch=fixed if size else None
+                )
             except BudgetInfeasible as smallest:
                 least = smallest.min_bytes
-            return make_plan(found, memory=least, batch_size=size, micro_batch=fixed if size else None)
+            return make_plan(
+                found, memory=least, batch_size=size, micro_batch=fixed if size else None
+            )
 
     def report(self, found: Profile, batch: Any, plan: Plan | None = None, **more: Any) -> Report:
-        """The page's content: curves are measured here, without a trace; plain is predicted where it would not fit."""
+        """The page's content: curves are measured here, without a trace; plain is predicted where
+        it would not fit.
+        """
         job = self.job
         size = plan.batch_size if plan is not None else self.batch_size
         needed, free = plain_peak_bytes(found, size), available_bytes(self.device)
-        report = Report(f"gradfit: {self.target}", found, plan, environment=environment(job.model), **more)
+        report = Report(
+            f"gradfit: {self.target}", found, plan, environment=environment(job.model), **more
+        )
         if not report.plain_curve:
             if free is None or needed < free * _SHARE:
                 with working("measuring memory with plain PyTorch"):
                     live = measure_curve(job.model, job.optimizer, job.loss_fn, batch)
                 report = dataclasses.replace(report, plain_curve=live.timeline or [])
             else:
-                label = f"plain PyTorch (predicted: it needs {format_bytes(needed)}, {format_bytes(free)} are free)"
-                report = dataclasses.replace(report, plain_curve=predict_plain(found, size), plain_label=label)
+                label = (
+                    f"plain PyTorch (predicted: it needs {format_bytes(needed)},"
+                    f" {format_bytes(free)} are free)"
+                )
+                report = dataclasses.replace(
+                    report, plain_curve=predict_plain(found, size), plain_label=label
+                )
         if plan is None:
             return report
         with working("measuring memory as planned"):
-            live = measure_curve(job.model, job.optimizer, job.loss_fn, batch, plan=plan, split=job.split)
+            live = measure_curve(
+                job.model, job.optimizer, job.loss_fn, batch, plan=plan, split=job.split
+            )
         report = dataclasses.replace(report, planned_curve=live.timeline or [])
         if report.limit_bytes is None:
             report = dataclasses.replace(report, limit_bytes=plan.budget_bytes)
@@ -148,6 +188,11 @@ def _check_page(page: Path) -> None:
         why = getattr(error, "strerror", None) or str(error)
         raise MisuseError(f"--report {str(page)[:80]!r} is no path: {why}. Pass another.") from None
     if not there:
-        raise MisuseError(f"There is no directory {str(page.parent)!r} for --report. Make it, or pass another path.")
+        raise MisuseError(
+            f"There is no directory {str(page.parent)!r} for --report. Make it, or pass another"
+            " path."
+        )
     if is_folder:
-        raise MisuseError(f"--report {str(page)!r} is a directory. Pass the path of a file, as page.html.")
+        raise MisuseError(
+            f"--report {str(page)!r} is a directory. Pass the path of a file, as page.html."
+        )

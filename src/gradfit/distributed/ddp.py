@@ -1,7 +1,9 @@
-"""DDP: every rank has all parameters, and sums of its own in `.grad`; one all-reduce per bucket makes them everybody's.
+"""DDP: every rank has all parameters, and sums of its own in `.grad`; one all-reduce per bucket
+makes them everybody's.
 
-Each bucket is filled with `factor · gradient`, reduced while the next one is filled, and then *is* the gradient: the
-parameters' `.grad` become views of it, so that nothing is copied back, and at most one bucket is there twice.
+Each bucket is filled with `factor · gradient`, reduced while the next one is filled, and then *is*
+the gradient: the parameters' `.grad` become views of it, so that nothing is copied back, and at
+most one bucket is there twice.
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ from gradfit.distributed.shared_window import Together
 BUCKET_BYTES = 25 * 2**20  # as DDP's own
 
 # What each module's flags were before each accumulator that silences it, put back last one first.
-_silent: weakref.WeakKeyDictionary[torch.nn.Module, list[dict[str, Any]]] = weakref.WeakKeyDictionary()
+_silent: weakref.WeakKeyDictionary[torch.nn.Module, list[dict[str, Any]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Replicated(Together):
     """The processes of a DDP module.
 
-    DDP reads its flags when a forward begins, so they are changed for the time of the forward alone: whoever looks at
-    them at any other moment sees what the user has set.
+    DDP reads its flags when a forward begins, so they are changed for the time of the forward
+    alone: whoever looks at them at any other moment sees what the user has set.
     """
 
     @property
@@ -54,7 +58,9 @@ class Replicated(Together):
                 private.broadcast_buffers(module, whole.active[0])
         return super().reduce(window, whole, factor)
 
-    def add_up(self, window: Any, present: tuple[int, ...], sparse: tuple[int, ...], factor: float) -> None:
+    def add_up(
+        self, window: Any, present: tuple[int, ...], sparse: tuple[int, ...], factor: float
+    ) -> None:
         with torch.no_grad():
             dense = [window.tensors[at] for at in present if at not in set(sparse)]
             pending: tuple[Any, list[Tensor], Tensor] | None = None
@@ -71,7 +77,9 @@ class Replicated(Together):
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters in buckets of one type and one device, the last ones first, as backward leaves them in the caches."""
+    """Parameters in buckets of one type and one device, the last ones first, as backward leaves
+    them in the caches.
+    """
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         kinds.setdefault((_grad_dtype(tensor), tensor.device), []).append(tensor)
@@ -100,8 +108,12 @@ def _grad_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _fill(bucket: list[Tensor], factor: float) -> Tensor:
-    """`factor` times the gradients, one after the other; zeros where this rank has none. Gives up the gradients."""
-    flat = torch.empty(sum(t.numel() for t in bucket), dtype=_grad_dtype(bucket[0]), device=bucket[0].device)
+    """`factor` times the gradients, one after the other; zeros where this rank has none. Gives up
+    the gradients.
+    """
+    flat = torch.empty(
+        sum(t.numel() for t in bucket), dtype=_grad_dtype(bucket[0]), device=bucket[0].device
+    )
     for tensor, place in zip(bucket, _places(bucket, flat), strict=True):
         gradient = tensor.grad
         if gradient is None:
@@ -121,7 +133,9 @@ def _take_out(work: Any, bucket: list[Tensor], flat: Tensor) -> None:
 
 
 def _places(bucket: list[Tensor], flat: Tensor) -> Iterator[Tensor]:
-    """Where each parameter's gradient lies in its bucket, with the parameter's own strides if they leave no holes."""
+    """Where each parameter's gradient lies in its bucket, with the parameter's own strides if they
+    leave no holes.
+    """
     offset = 0
     for tensor in bucket:
         dense = private.is_non_overlapping_and_dense(tensor)

@@ -1,10 +1,12 @@
-"""FSDP2: each rank holds a shard of every parameter, and while a window fills, full gradients of its own.
+"""FSDP2: each rank holds a shard of every parameter, and while a window fills, full gradients of
+its own.
 
-`fully_shard` keeps unreduced gradients apart from the parameters, full and on every rank; they are this window's
-*sources*. At the end FSDP2's own reduction runs once, by the policy the units were given, as a sum.
+`fully_shard` keeps unreduced gradients apart from the parameters, full and on every rank; they are
+this window's *sources*. At the end FSDP2's own reduction runs once, by the policy the units were
+given, as a sum.
 
-The units' parameters are gathered in every forward and backward, by all ranks together; `gathers.py` lets them run
-different numbers of passes all the same.
+The units' parameters are gathered in every forward and backward, by all ranks together;
+`gathers.py` lets them run different numbers of passes all the same.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def is_fully_sharded(model: torch.nn.Module) -> bool:
 
 def data_parallel_size(model: torch.nn.Module) -> int:
     """Over how many ranks a `fully_shard` model's gradients are added up."""
-    units = [unit for m in model.modules() if isinstance(m, FSDPModule) for unit in fsdp.param_groups(m)]
+    units = [
+        unit for m in model.modules() if isinstance(m, FSDPModule) for unit in fsdp.param_groups(m)
+    ]
     return fsdp.data_parallel_group(units[0]).size() if units else 1
 
 
@@ -67,12 +71,17 @@ class Sharded(Together):
     def __init__(self, tensors: list[Tensor], window: Any) -> None:
         modules = modules_of(FSDPModule, tensors)
         self.units = [unit for module in modules for unit in fsdp.param_groups(module)]
-        self._kept = {id(tensor): kept for unit in self.units for tensor, kept in fsdp.sharded_parameters(unit)}
+        self._kept = {
+            id(tensor): kept
+            for unit in self.units
+            for tensor, kept in fsdp.sharded_parameters(unit)
+        }
         for at, tensor in enumerate(tensors):
             if id(tensor) not in self._kept:
                 raise MisuseError(
-                    f"The parameter at {at}, of shape {tuple(tensor.shape)}, is a DTensor of no fully_shard module. "
-                    "Make the optimizer after fully_shard, from model.parameters()."
+                    f"The parameter at {at}, of shape {tuple(tensor.shape)}, is a DTensor of no"
+                    " fully_shard module. Make the optimizer after fully_shard, from"
+                    " model.parameters()."
                 )
         super().__init__(modules, Group(fsdp.data_parallel_group(self.units[0])), window)
         self._silenced: list[Any] = []
@@ -81,21 +90,24 @@ class Sharded(Together):
 
     @property
     def reduce_bytes(self) -> int:  # type: ignore[override]
-        """The largest unit twice: what goes into its reduction and what comes out, or, for a rank that waits at the
-        end of its window while others gather, what was sent and the parameters made of it."""
+        """The largest unit twice: what goes into its reduction and what comes out, or, for a rank
+        that waits at the end of its window while others gather, what was sent and the parameters
+        made of it."""
         return 2 * max(fsdp.unit_bytes(unit) for unit in self.units)
 
     def sources(self, tensors: list[Tensor]) -> list[Unsharded]:
         return [Unsharded(tensor, self._kept[id(tensor)]) for tensor in tensors]
 
     def warm_up(self) -> None:
-        """FSDP2 makes the storages that it gathers into in the first pass: a plan has no such operations."""
+        """FSDP2 makes the storages that it gathers into in the first pass: a plan has no such
+        operations.
+        """
         fsdp.initialise(self.modules)
         for unit in self.units:
             if fsdp.never_gathered(unit):  # on this rank, and so on no other: they gather together
                 fsdp.take_part(unit)
 
-    # -- while a window fills -----------------------------------------------------------------------------------------
+    # -- while a window fills ---------------------------------------------------------------------
 
     def before_forward(self, module: Any) -> None:
         self._depth += 1
@@ -126,19 +138,22 @@ class Sharded(Together):
         while self._silenced:
             fsdp.set_reduces(self._silenced.pop(), True)
 
-    # -- at its end ---------------------------------------------------------------------------------------------------
+    # -- at its end -------------------------------------------------------------------------------
 
     def settle(self) -> None:
         self._gathers.wait()
 
-    def add_up(self, window: Any, positions: tuple[int, ...], sparse: tuple[int, ...], factor: float) -> None:
+    def add_up(
+        self, window: Any, positions: tuple[int, ...], sparse: tuple[int, ...], factor: float
+    ) -> None:
         present = {id(window.tensors[at]) for at in positions}
         fsdp.initialise(self.modules)
         with torch.no_grad(), own_pass():
             for unit in reversed(self.units):
                 others, dtype = {}, None
                 wanted = any(id(tensor) in present for tensor, _ in fsdp.sharded_parameters(unit))
-                if wanted and fsdp.never_gathered(unit):  # on this rank, and so on no other: they gather together
+                # on this rank, and so on no other: they gather together
+                if wanted and fsdp.never_gathered(unit):
                     fsdp.take_part(unit)
                 for tensor, kept in fsdp.sharded_parameters(unit):
                     gradient = fsdp.unsharded_gradient(kept)
@@ -148,7 +163,9 @@ class Sharded(Together):
                         continue
                     dtype = tensor.grad_dtype or tensor.dtype
                     if gradient is None:
-                        gradient = torch.zeros(fsdp.unsharded_size(kept), dtype=dtype, device=tensor.device)
+                        gradient = torch.zeros(
+                            fsdp.unsharded_size(kept), dtype=dtype, device=tensor.device
+                        )
                     elif factor != 1.0:
                         gradient.mul_(factor)
                     fsdp.set_unsharded_gradient(kept, gradient)
@@ -158,7 +175,8 @@ class Sharded(Together):
                     fsdp.set_unsharded_gradient(kept, gradient)
 
     def norm(self, gradients: list[Tensor]) -> float:
-        # By the ranks that share a gradient, not by the mesh: fully_shard makes one for each unit that is given none.
+        # By the ranks that share a gradient, not by the mesh: fully_shard makes one for each unit
+        # that is given none.
         ranks: dict[int, tuple[int, ...]] = {}
         shares: dict[tuple[int, ...], tuple[Any, list[float]]] = {}
         for gradient in gradients:

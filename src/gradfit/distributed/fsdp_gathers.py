@@ -1,12 +1,14 @@
-"""Lets ranks run different numbers of passes, though FSDP2 gathers parameters from all ranks in each of them.
+"""Lets ranks run different numbers of passes, though FSDP2 gathers parameters from all ranks in
+each of them.
 
-Before it gathers a unit a rank says which, in an exchange of one small number per rank that it does not wait for. So
-ranks that run passes cost each other nothing, and ranks that do not can listen:
+Before it gathers a unit a rank says which, in an exchange of one small number per rank that it does
+not wait for. So ranks that run passes cost each other nothing, and ranks that do not can listen:
 
-1. One that has come to the end of its window says so, takes part in every gather of the others, and lets go of what
-   it got, until all have come.
-2. One whose pass has failed half-way (memory ran out, and it will try again) takes part in the same way until those
-   that run begin their next pass, or none runs: there it begins its own. So all that run a pass are at the same place.
+1. One that has come to the end of its window says so, takes part in every gather of the others, and
+   lets go of what it got, until all have come.
+2. One whose pass has failed half-way (memory ran out, and it will try again) takes part in the same
+   way until those that run begin their next pass, or none runs: there it begins its own. So all
+   that run a pass are at the same place.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ class Gathers:
         return lost
 
     def _follow(self, word: int) -> None:
-        """Take part in the others' gathers, until all wait (rule 1), or those that run begin a pass (rule 2)."""
+        """Take part in the others' gathers, until all wait (rule 1), or those that run begin a pass
+        (rule 2).
+        """
         while self._group.size > 1:
             everybody, work = self._say(word)
             try:
@@ -83,8 +87,9 @@ class Gathers:
                 return
             if len(running) > 1:
                 raise RankFailed(
-                    f"The ranks gather different fully_shard units at once: {everybody.tolist()} ({_WAITS} for a rank "
-                    "at the end of its window). Let all ranks run the same modules in the same order."
+                    f"The ranks gather different fully_shard units at once: {everybody.tolist()}"
+                    f" ({_WAITS} for a rank at the end of its window). Let all ranks run the same"
+                    " modules in the same order."
                 )
             for number in running - {self._begins}:
                 fsdp.initialise(self._modules)
@@ -94,4 +99,6 @@ class Gathers:
         with unseen():
             everybody = torch.empty(self._group.size, dtype=torch.int32, device=self._group.device)
             mine = self._words[word : word + 1]
-            return everybody, private.all_gather_flat(everybody, mine, self._group.handle, async_op=True)
+            return everybody, private.all_gather_flat(
+                everybody, mine, self._group.handle, async_op=True
+            )

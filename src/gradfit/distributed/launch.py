@@ -1,4 +1,6 @@
-"""Processes that `torchrun` has started: who they are, which rows are theirs, and what they decide together."""
+"""Processes that `torchrun` has started: who they are, which rows are theirs, and what they decide
+together.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ from gradfit.tree import map_tensors, size_of_batch
 def _init(backend: str) -> None:
     """Form the default group, in a part of the store of this attempt's own where that is possible.
 
-    torchrun keeps one store over all restarts, and torch's own start reads it as it is: the addresses of killed
-    processes are still there, and a restarted one may try to reach them. Restarts are counted per machine, so only on
-    one machine do all ranks know the same number.
+    torchrun keeps one store over all restarts, and torch's own start reads it as it is: the
+    addresses of killed processes are still there, and a restarted one may try to reach them.
+    Restarts are counted per machine, so only on one machine do all ranks know the same number.
     """
     size = int(os.environ["WORLD_SIZE"])
     if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) != size:
@@ -69,7 +71,9 @@ class Ranks:
     @property
     def restarted(self) -> bool:
         """Whether `torchrun` has started this process again after a failure."""
-        return self._group is not None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        return (
+            self._group is not None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        )
 
     def leave(self) -> None:
         """The run is over."""
@@ -86,14 +90,17 @@ class Ranks:
             ranks = data_parallel_size(model)
             if ranks != self.size:
                 raise MisuseError(
-                    f"The model is fully_shard over {ranks} ranks, the run has {self.size}: each rank takes rows of "
-                    f"its own. Make the mesh of all ranks, or start torchrun with --nproc-per-node {ranks}."
+                    f"The model is fully_shard over {ranks} ranks, the run has {self.size}: each"
+                    " rank takes rows of its own. Make the mesh of all ranks, or start torchrun"
+                    f" with --nproc-per-node {ranks}."
                 )
         elif self.size > 1:
             replicate(model)
 
     def require_same(self, settings: Mapping[str, Any]) -> None:
-        """Raise a `MisuseError` that names what differs, on all ranks, unless all have these settings."""
+        """Raise a `MisuseError` that names what differs, on all ranks, unless all have these
+        settings.
+        """
         require_same_settings(settings, self.tell_all)
 
     def part(self, batch: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Modules that would communicate by themselves: found by their parameters, and heard when they begin a forward.
+"""Modules that would communicate by themselves: found by their parameters, and heard when they
+begin a forward.
 
-An accumulator is given parameters, not the module around them, and a parameter does not know its module. So living
-modules are looked through, once; those found before are tried first.
+An accumulator is given parameters, not the module around them, and a parameter does not know its
+module. So living modules are looked through, once; those found before are tried first.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def modules_of(kind: type, tensors: list[Tensor]) -> list[Any]:
-    """The living modules of that kind that hold any of these parameters, outer ones first, alike on every rank."""
+    """The living modules of that kind that hold any of these parameters, outer ones first, alike on
+    every rank.
+    """
     wanted = {id(tensor): position for position, tensor in enumerate(tensors)}
     found = _holding(list(_known), kind, wanted)
     if wanted.keys() - {id(tensor) for module in found for tensor in module.parameters()}:
@@ -28,11 +31,17 @@ def modules_of(kind: type, tensors: list[Tensor]) -> list[Any]:
         found = _holding(list(_known), kind, wanted)
     inner = {id(one) for module in found for one in module.modules() if one is not module}
     roots = [module for module in found if id(module) not in inner]
-    roots.sort(key=lambda module: min(wanted.get(id(tensor), len(wanted)) for tensor in module.parameters()))
+    roots.sort(
+        key=lambda module: min(
+            wanted.get(id(tensor), len(wanted)) for tensor in module.parameters()
+        )
+    )
     return [module for root in roots for module in root.modules() if isinstance(module, kind)]
 
 
-def _holding(modules: list[torch.nn.Module], kind: type, wanted: dict[int, int]) -> list[torch.nn.Module]:
+def _holding(
+    modules: list[torch.nn.Module], kind: type, wanted: dict[int, int]
+) -> list[torch.nn.Module]:
     return [
         module
         for module in modules
@@ -61,7 +70,9 @@ class _Running(threading.local):
 
 
 class Ear:
-    """Hooks on modules' forwards that hold the hearer weakly and go with it; `inner` tells forwards inside forwards."""
+    """Hooks on modules' forwards that hold the hearer weakly and go with it; `inner` tells forwards
+    inside forwards.
+    """
 
     def __init__(self, modules: list[torch.nn.Module], hearer: Hearer) -> None:
         reference = weakref.ref(hearer)
@@ -69,7 +80,8 @@ class Ear:
 
         def before(module: torch.nn.Module, _: Any) -> None:
             alive = reference()
-            # Not in a forward that runs inside a backward: that one recomputes, and belongs to a forward before it.
+            # Not in a forward that runs inside a backward: that one recomputes, and belongs to a
+            # forward before it.
             heard = alive is not None and torch.is_grad_enabled() and _torch.graph_task_id() == -1
             running.forwards.append(heard)
             if heard and alive is not None:

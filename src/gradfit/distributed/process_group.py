@@ -1,4 +1,6 @@
-"""A group of processes: how they exchange small records, and what they learn when one of them does not come."""
+"""A group of processes: how they exchange small records, and what they learn when one of them does
+not come.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 def _hear_what_is_not_caught(group: Group) -> None:
-    """Let an error that ends this process, wherever it comes from, be known to those who will wait for it."""
+    """Let an error that ends this process, wherever it comes from, be known to those who will wait
+    for it.
+    """
     if getattr(sys.excepthook, "__module__", None) != __name__:
         before = sys.excepthook
 
-        def leave_word(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        def leave_word(
+            kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        ) -> None:
             for one in _groups:
                 one.leave_word(error)
             before(kind, error, trace)
@@ -68,21 +74,28 @@ class Group:
         slots = self._all_gather(first, _SLOT_BYTES)
         lengths = [int.from_bytes(slot[:_LENGTH_BYTES], "little") for slot in slots]
         if max(lengths) <= room:
-            return [slot[_LENGTH_BYTES : _LENGTH_BYTES + length] for slot, length in zip(slots, lengths, strict=True)]
+            return [
+                slot[_LENGTH_BYTES : _LENGTH_BYTES + length]
+                for slot, length in zip(slots, lengths, strict=True)
+            ]
         rest = self._all_gather(text, max(lengths))
         return [one[:length] for one, length in zip(rest, lengths, strict=True)]
 
     def _all_gather(self, content: bytes, size: int) -> list[bytes]:
-        mine = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8).to(self.device)
+        mine = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8).to(
+            self.device
+        )
         everybody = torch.empty(self.size * size, dtype=torch.uint8, device=self.device)
         private.all_gather_flat(everybody, mine, self.handle)
         data = everybody.cpu().numpy().tobytes()
         return [data[at : at + size] for at in range(0, len(data), size)]
 
-    # -- when somebody does not come --------------------------------------------------------------------------------
+    # -- when somebody does not come --------------------------------------------------------------
 
     def leave_word(self, error: BaseException) -> None:
-        """Write down why this process may not come to the next meeting; read only if it does not."""
+        """Write down why this process may not come to the next meeting; read only if it does
+        not.
+        """
         self._write(f"{type(error).__name__}: {error}".split("\n")[0][:500])
 
     def explain(self, error: RuntimeError, where: str) -> RankFailed:
@@ -96,8 +109,8 @@ class Group:
             failed = [f"rank {', '.join(missing)} did not come to {where} and left no word"]
         first = str(error).split("\n")[0]
         return RankFailed(
-            f"{'; '.join(failed) or 'The processes lost each other'}. Rank {self.rank} waited for it: {first} "
-            "Restart from the last saved state."
+            f"{'; '.join(failed) or 'The processes lost each other'}. Rank {self.rank} waited for"
+            f" it: {first} Restart from the last saved state."
         )
 
     def _key(self, rank: int) -> str:

@@ -1,7 +1,8 @@
 """Replicas without a wrapper: a plain module on every rank, kept the same by the accumulator alone.
 
-DDP adds nothing under an accumulator but its buckets, which take the gradients' memory once more, and a wrapper that
-hides the model's attributes from its loss function. `gradfit train` leaves the model as it is.
+DDP adds nothing under an accumulator but its buckets, which take the gradients' memory once more,
+and a wrapper that hides the model's attributes from its loss function. `gradfit train` leaves the
+model as it is.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _groups: weakref.WeakKeyDictionary[torch.nn.Module, dist.ProcessGroup] = weakref
 
 
 def replicate(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> torch.nn.Module:
-    """Say that this model is a replica on every rank of the group, and give all of them rank 0's content.
+    """Say that this model is a replica on every rank of the group, and give all of them rank 0's
+    content.
 
     Accumulators made for its parameters from then on add up over the ranks. Call it on all ranks.
     """
@@ -54,11 +56,15 @@ class Replicas(Replicated):
     def reduce_bytes(self) -> int:  # type: ignore[override]
         model = self._model()
         parameters = () if model is None else model.parameters()
-        return min(2 * BUCKET_BYTES, sum(p.numel() * p.element_size() for p in parameters if p.requires_grad))
+        return min(
+            2 * BUCKET_BYTES,
+            sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
+        )
 
     def reduce(self, window: Any, whole: Whole, factor: float) -> float:
         model = self._model()
         if model is not None and whole.active and self.size > 1:
-            for buffer in model.buffers():  # running statistics: those of the first rank that has seen data
+            # running statistics: those of the first rank that has seen data
+            for buffer in model.buffers():
                 dist.broadcast(buffer, group=self.group.handle, group_src=whole.active[0])
         return super().reduce(window, whole, factor)

@@ -1,7 +1,8 @@
-"""Whether all ranks train the same thing, asked before they communicate: torch's collectives abort where they differ.
+"""Whether all ranks train the same thing, asked before they communicate: torch's collectives abort
+where they differ.
 
-Their budgets may differ. Each is the limit of one rank's own device, "auto" and "80%" give other numbers on each, and
-no rank needs to cut its batch as another does.
+Their budgets may differ. Each is the limit of one rank's own device, "auto" and "80%" give other
+numbers on each, and no rank needs to cut its batch as another does.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from gradfit.errors import MisuseError
 
 
 def require_same_model(model: torch.nn.Module, exchange: Exchange) -> None:
-    """Raise a `MisuseError` that names what differs, on all ranks, unless all have the same parameters and buffers.
+    """Raise a `MisuseError` that names what differs, on all ranks, unless all have the same
+    parameters and buffers.
 
     Args:
         model: This rank's model.
@@ -42,20 +44,32 @@ def require_same_update(optimizer: Any, options: Mapping[str, Any], exchange: Ex
     """
     lines = [f"optimizer {type(optimizer).__name__}"]
     for index, group in enumerate(optimizer.param_groups):
-        lines += [f"{name}={_shown(value)} in group {index}" for name, value in group.items() if name != "params"]
+        lines += [
+            f"{name}={_shown(value)} in group {index}"
+            for name, value in group.items()
+            if name != "params"
+        ]
     lines += [f"{name}={_shown(value)}" for name, value in options.items()]
-    _require_same("updates", lines, exchange, "Pass the same on every rank; only memory= may differ.")
+    _require_same(
+        "updates", lines, exchange, "Pass the same on every rank; only memory= may differ."
+    )
 
 
 def require_same_settings(settings: Mapping[str, Any], exchange: Exchange) -> None:
-    """The same of a run's settings: a rank that stops earlier, or cuts the data otherwise, leaves the others waiting.
+    """The same of a run's settings: a rank that stops earlier, or cuts the data otherwise, leaves
+    the others waiting.
 
     Args:
         settings: By name.
         exchange: Tells all ranks a record, and gives everybody's.
     """
     lines = [f"{name}={_shown(value)}" for name, value in settings.items()]
-    _require_same("settings", lines, exchange, "Start every rank with the same command; only --memory may differ.")
+    _require_same(
+        "settings",
+        lines,
+        exchange,
+        "Start every rank with the same command; only --memory may differ.",
+    )
 
 
 def _require_same(what: str, lines: list[str], exchange: Exchange, instead: str) -> None:
@@ -63,26 +77,37 @@ def _require_same(what: str, lines: list[str], exchange: Exchange, instead: str)
     digests = [one.get("digest") for one in exchange({"kind": what, "digest": digest})]
     if len(set(digests)) == 1:
         return
-    everybody = [one.get("lines", []) for one in exchange({"kind": f"{what}, in full", "lines": lines})]
+    everybody = [
+        one.get("lines", []) for one in exchange({"kind": f"{what}, in full", "lines": lines})
+    ]
     rank = next(rank for rank, other in enumerate(digests) if other != digests[0])
     first, other = everybody[0], everybody[rank]
-    at = next((n for n, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
+    at = next(
+        (n for n, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
+        min(len(first), len(other)),
+    )
     here, there = (lines[at] if at < len(lines) else "no more" for lines in (first, other))
     raise MisuseError(
-        f"The ranks have different {what}: rank 0 has {here!r}, rank {rank} has {there!r} (entry {at} of {len(first)} "
-        f"and {len(other)}). {instead}"
+        f"The ranks have different {what}: rank 0 has {here!r}, rank {rank} has {there!r} (entry"
+        f" {at} of {len(first)} and {len(other)}). {instead}"
     )
 
 
 def _shown(value: Any) -> str:
-    """A value as text that is alike on all ranks: of an object its kind, and the plain values that it holds."""
+    """A value as text that is alike on all ranks: of an object its kind, and the plain values that
+    it holds.
+    """
     if isinstance(value, torch.Tensor):
         return f"tensor {value.tolist()}" if value.numel() == 1 else f"tensor {tuple(value.shape)}"
     if isinstance(value, _Plain):
         return repr(value)
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_shown, value))}]"
-    held = [f"{name}={one!r}" for name, one in getattr(value, "__dict__", {}).items() if isinstance(one, _Plain)]
+    held = [
+        f"{name}={one!r}"
+        for name, one in getattr(value, "__dict__", {}).items()
+        if isinstance(one, _Plain)
+    ]
     return f"{type(value).__name__}({', '.join(held)})"
 
 

@@ -1,8 +1,10 @@
-"""Windows that several processes fill together: DDP and FSDP2 modules found, silenced, and reduced once per window.
+"""Windows that several processes fill together: DDP and FSDP2 modules found, silenced, and reduced
+once per window.
 
-Neither module communicates gradients by itself while a window fills: a forward under the accumulator is a forward
-under `no_sync`. At the window's end the processes meet once. Each then multiplies its own sums by its factor, which
-makes the sum over the ranks the mean over all items, and no rank needs to have held as many micro-batches as another.
+Neither module communicates gradients by itself while a window fills: a forward under the
+accumulator is a forward under `no_sync`. At the window's end the processes meet once. Each then
+multiplies its own sums by its factor, which makes the sum over the ranks the mean over all items,
+and no rank needs to have held as many micro-batches as another.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ def together(tensors: list[Tensor], window: Window) -> Alone:
         if not all(sharded):
             at = sharded.index(False)
             raise MisuseError(
-                f"The parameter at {at}, of shape {tuple(tensors[at].shape)}, is not sharded, others are: nobody would "
-                "add up its gradient over the ranks. Call fully_shard(model) on the root module too."
+                f"The parameter at {at}, of shape {tuple(tensors[at].shape)}, is not sharded,"
+                " others are: nobody would add up its gradient over the ranks. Call"
+                " fully_shard(model) on the root module too."
             )
         return Sharded(tensors, window)
     modules = modules_of(private.DistributedDataParallel, tensors)
@@ -44,15 +47,16 @@ def together(tensors: list[Tensor], window: Window) -> Alone:
     groups = {id(private.ddp_group(module)): private.ddp_group(module) for module in modules}
     if len(groups) > 1:
         raise MisuseError(
-            f"The parameters belong to {len(modules)} DDP modules with {len(groups)} different process groups. Pass "
-            "each module's parameters to an accumulator of its own."
+            f"The parameters belong to {len(modules)} DDP modules with {len(groups)} different"
+            " process groups. Pass each module's parameters to an accumulator of its own."
         )
     held = {id(tensor) for module in modules for tensor in module.parameters()}
     for at, tensor in enumerate(tensors):
         if id(tensor) not in held:
             raise MisuseError(
-                f"The parameter at {at}, of shape {tuple(tensor.shape)}, is not in the DDP module that holds others: "
-                "nobody would add up its gradient over the ranks. Wrap a module that holds all of them."
+                f"The parameter at {at}, of shape {tuple(tensor.shape)}, is not in the DDP module"
+                " that holds others: nobody would add up its gradient over the ranks. Wrap a"
+                " module that holds all of them."
             )
     return Replicated(modules, Group(next(iter(groups.values()))), window)
 
@@ -93,8 +97,14 @@ class Together(Alone):
         names = dict.fromkeys(name for one in records for name in one["weights"])
         leading = [rank for rank, one in enumerate(records) if not one["flags"][1]]
         return Whole(
-            weights={name: add_weights([one["weights"].get(name, 0) for one in records]) for name in names},
-            notes={name: math.fsum(one["notes"].get(name, 0.0) for one in records) for name in part.notes},
+            weights={
+                name: add_weights([one["weights"].get(name, 0) for one in records])
+                for name in names
+            },
+            notes={
+                name: math.fsum(one["notes"].get(name, 0.0) for one in records)
+                for name in part.notes
+            },
             micro_batches=sum(one["counts"][0] for one in records),
             skipped=sum(one["counts"][1] for one in records),
             base=records[active[0]]["scales"][0] if active else part.base,
@@ -112,19 +122,27 @@ class Together(Alone):
         self.add_up(window, whole.present, whole.sparse, factor)
         return 1.0
 
-    def add_up(self, window: Any, present: tuple[int, ...], sparse: tuple[int, ...], factor: float) -> None:
-        """Make `.grad` the sum over the ranks of `factor` times each one's sources, for these parameters."""
+    def add_up(
+        self, window: Any, present: tuple[int, ...], sparse: tuple[int, ...], factor: float
+    ) -> None:
+        """Make `.grad` the sum over the ranks of `factor` times each one's sources, for these
+        parameters.
+        """
         raise NotImplementedError
 
     def total(self, window: Any, gradients: dict[int, Tensor], factor: float) -> list[Tensor]:
-        """The sum over the ranks of other tensors than the window's, laid out as the parameters' gradients are."""
+        """The sum over the ranks of other tensors than the window's, laid out as the parameters'
+        gradients are.
+        """
         slots = [*window.tensors, *window.sources]
         kept = [slot.grad for slot in slots]
         try:
             for slot in slots:
                 slot.grad = None
             for at, gradient in gradients.items():
-                window.sources[at].grad = (gradient.to_dense() if gradient.is_sparse else gradient).clone()
+                window.sources[at].grad = (
+                    gradient.to_dense() if gradient.is_sparse else gradient
+                ).clone()
             self.add_up(window, tuple(range(len(window.tensors))), (), factor)
             return [tensor.grad for tensor in window.tensors]
         finally:
@@ -139,26 +157,34 @@ class Together(Alone):
         kinds = {one["kind"] for one in records}
         if len(kinds) > 1:
             raise RankFailed(
-                f"The ranks do different things: {', '.join(one['kind'] for one in records)}. Call step(), flush() and "
-                "state_dict() on all ranks in the same order."
+                f"The ranks do different things: {', '.join(one['kind'] for one in records)}. Call"
+                " step(), flush() and state_dict() on all ranks in the same order."
             )
         broken = [rank for rank, one in enumerate(records) if one["flags"][2]]
         if broken and broken != [self.group.rank]:
             others = ", ".join(str(rank) for rank in broken if rank != self.group.rank)
             raise RankFailed(
-                f"On rank {others} a backward pass failed half-way, so the window holds part of a micro-batch. Call "
-                "reset() on every rank and repeat the window."
+                f"On rank {others} a backward pass failed half-way, so the window holds part of a"
+                " micro-batch. Call reset() on every rank and repeat the window."
             )
         counts = [one["parameters"] for one in records]
         if len(set(counts)) > 1:
-            raise MisuseError(f"The ranks accumulate {counts} parameters. Pass the same parameters on every rank.")
+            raise MisuseError(
+                f"The ranks accumulate {counts} parameters. Pass the same parameters on every rank."
+            )
 
     def agree(self, error: Exception | None) -> None:
-        """Each rank has tried something that may fail on it alone: if it did anywhere, nobody goes on."""
+        """Each rank has tried something that may fail on it alone: if it did anywhere, nobody goes
+        on.
+        """
         self.settle()
         said = "" if error is None else f"{type(error).__name__}: {error}"
         records = self.group.exchange({"kind": "fit", "failed": said})
-        failed = [f"rank {rank} raised {one['failed']}" for rank, one in enumerate(records) if one.get("failed")]
+        failed = [
+            f"rank {rank} raised {one['failed']}"
+            for rank, one in enumerate(records)
+            if one.get("failed")
+        ]
         if failed and error is None:
             raise RankFailed("; ".join(failed))
 
@@ -167,7 +193,8 @@ class Together(Alone):
         if whole.leader is None or groups is None:
             return
         numbers = [
-            {name: value for name, value in group.items() if type(value) in (int, float, bool)} for group in groups
+            {name: value for name, value in group.items() if type(value) in (int, float, bool)}
+            for group in groups
         ]
         records = self.group.exchange({"groups": numbers})
         if joined:

@@ -1,9 +1,10 @@
-"""A window's tensors in files, one per rank, that any number of ranks can read: safetensors, and nothing that runs.
+"""A window's tensors in files, one per rank, that any number of ranks can read: safetensors, and
+nothing that runs.
 
-Each rank writes the parts of tensors that it holds; where all ranks have the same, the first one does. A file's header
-says which parts of what they are, how many ranks there were, and of which save it is: files of two saves are told
-apart. `torch.distributed.checkpoint` would do as much, but writes its index with pickle, and whoever reads a pickle
-runs what is in it.
+Each rank writes the parts of tensors that it holds; where all ranks have the same, the first one
+does. A file's header says which parts of what they are, how many ranks there were, and of which
+save it is: files of two saves are told apart. `torch.distributed.checkpoint` would do as much, but
+writes its index with pickle, and whoever reads a pickle runs what is in it.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class WindowFiles:
             file, other = self._open(rank)
             if (other["ranks"], other["save"]) != (ranks, save):
                 raise StateError(
-                    f"The files in {str(self._folder)!r} are of different saves: rank {rank}'s is not that of the "
-                    "first. Load one that was written to its end."
+                    f"The files in {str(self._folder)!r} are of different saves: rank {rank}'s is"
+                    " not that of the first. Load one that was written to its end."
                 )
             files.append((file, other))
         self.parts: dict[str, list[SavedPart]] = {}
@@ -65,7 +66,10 @@ class WindowFiles:
                 self.parts.setdefault(name, []).append(_part(file, name, shape, offset))
         for name, parts in self.parts.items():
             if any((part.shape, part.dtype) != (parts[0].shape, parts[0].dtype) for part in parts):
-                raise StateError(f"The ranks' parts of {name!r} are of different tensors. Load one state, not two.")
+                raise StateError(
+                    f"The ranks' parts of {name!r} are of different tensors. Load one state, not"
+                    " two."
+                )
 
     def read_into(self, name: str, target: Tensor) -> None:
         """Fill a tensor, or this rank's shard of one, with what the files have of it."""
@@ -73,7 +77,10 @@ class WindowFiles:
         local, start = (target, (0,) * target.dim()) if shard is None else shard
         missing = torch.ones(local.shape, dtype=torch.bool, device="cpu")
         for part in self.parts[name]:
-            ends = [(a, a + n, b, b + m) for a, n, b, m in zip(start, local.shape, part.offset, part.size, strict=True)]
+            ends = [
+                (a, a + n, b, b + m)
+                for a, n, b, m in zip(start, local.shape, part.offset, part.size, strict=True)
+            ]
             if any(min(here, there) <= max(a, b) for a, here, b, there in ends):
                 continue  # they have nothing in common
             mine = tuple(slice(max(a, b) - a, min(here, there) - a) for a, here, b, there in ends)
@@ -83,8 +90,8 @@ class WindowFiles:
             missing[mine] = False
         if bool(missing.any()):
             raise StateError(
-                f"The files in {str(self._folder)!r} do not have all of {name!r}: {int(missing.sum())} elements are "
-                "missing. Put the files of all ranks there."
+                f"The files in {str(self._folder)!r} do not have all of {name!r}:"
+                f" {int(missing.sum())} elements are missing. Put the files of all ranks there."
             )
 
     def _open(self, rank: int) -> tuple[Any, dict[str, Any]]:
@@ -95,7 +102,9 @@ class WindowFiles:
             file: Any = safe_open(path, framework="pt", device="cpu")
             header = json.loads((file.metadata() or {}).get("gradfit", "null"))
         except OSError as error:
-            raise StateError(f"There is no state of rank {rank} in {str(self._folder)!r}: {error.strerror}.") from None
+            raise StateError(
+                f"There is no state of rank {rank} in {str(self._folder)!r}: {error.strerror}."
+            ) from None
         except (SafetensorError, ValueError, RecursionError) as error:
             if isinstance(error, StateError):
                 raise
@@ -106,13 +115,20 @@ class WindowFiles:
 
 def _check_header(header: Any, path: str) -> None:
     kinds = {"format": str, "ranks": int, "save": str, "window": str, "parts": dict}
-    if not isinstance(header, dict) or any(type(header.get(name)) is not kind for name, kind in kinds.items()):
+    if not isinstance(header, dict) or any(
+        type(header.get(name)) is not kind for name, kind in kinds.items()
+    ):
         raise StateError(f"{path!r} is not a window of gradfit: its header is another's.")
     if header["format"] != _FORMAT or not 1 <= header["ranks"] <= _MOST_RANKS:
-        raise StateError(f"{path!r} is not a window of this gradfit: format {header['format']!r:.40}.")
+        raise StateError(
+            f"{path!r} is not a window of this gradfit: format {header['format']!r:.40}."
+        )
     for name, place in header["parts"].items():
         numbers = place if isinstance(place, list) and len(place) == 2 else [None, None]
-        if any(not isinstance(one, list) or any(type(n) is not int or n < 0 for n in one) for one in numbers):
+        if any(
+            not isinstance(one, list) or any(type(n) is not int or n < 0 for n in one)
+            for one in numbers
+        ):
             raise StateError(f"{path!r} does not say where {name!r:.60} belongs.")
 
 
@@ -121,12 +137,16 @@ def _part(file: Any, name: str, shape: list[int], offset: list[int]) -> SavedPar
         found = file.get_slice(name)
         size, dtype = tuple(found.get_shape()), _DTYPES[found.get_dtype()]
     except (SafetensorError, KeyError):
-        raise StateError(f"A file of the state has no gradient {name!r:.60}, though it says so.") from None
+        raise StateError(
+            f"A file of the state has no gradient {name!r:.60}, though it says so."
+        ) from None
     inside = len(shape) == len(offset) == len(size) and all(
         at + count <= whole for at, count, whole in zip(offset, size, shape, strict=True)
     )
     if not inside:
-        raise StateError(f"The state's {name!r:.60} reaches beyond its tensor: {size} at {offset} of {shape}.")
+        raise StateError(
+            f"The state's {name!r:.60} reaches beyond its tensor: {size} at {offset} of {shape}."
+        )
     return SavedPart(file, name, tuple(shape), tuple(offset), size, dtype)
 
 
@@ -136,9 +156,15 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def write_window(
-    path: str | os.PathLike[str], rank: int, tensors: dict[str, Tensor], window: str, exchange: Exchange
+    path: str | os.PathLike[str],
+    rank: int,
+    tensors: dict[str, Tensor],
+    window: str,
+    exchange: Exchange,
 ) -> None:
-    """Write a window, by all ranks together: no rank's file takes the place of an old one before all are written."""
+    """Write a window, by all ranks together: no rank's file takes the place of an old one before
+    all are written.
+    """
     mine: dict[str, Tensor] = {}
     parts: dict[str, list[list[int]]] = {}
     for name, tensor in tensors.items():
@@ -161,15 +187,22 @@ def write_window(
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)  # a link would be followed
-        contents = {name: part.contiguous().clone() for name, part in mine.items()}  # the format has no views
+        # the format has no views
+        contents = {name: part.contiguous().clone() for name, part in mine.items()}
         save_file(contents, temporary, metadata={"gradfit": json.dumps(header)})
     except (OSError, SafetensorError) as error:
         failed = str(error)
-    said = [f"rank {at}: {one['failed']}" for at, one in enumerate(exchange({"kind": "saved", "failed": failed}))]
+    said = [
+        f"rank {at}: {one['failed']}"
+        for at, one in enumerate(exchange({"kind": "saved", "failed": failed}))
+    ]
     wrong = [text for text in said if not text.endswith(": ")]
     if wrong:
         temporary.unlink(missing_ok=True)
-        text = f"The window could not be written to {str(path)!r} ({'; '.join(wrong)}). What was there before is whole."
+        text = (
+            f"The window could not be written to {str(path)!r} ({'; '.join(wrong)}). What was there"
+            " before is whole."
+        )
         raise StateNotWritten(text) if failed else RankFailed(text)
     os.replace(temporary, target)
     exchange({"kind": "in place"})

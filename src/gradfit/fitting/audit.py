@@ -1,4 +1,6 @@
-"""`audit`: run a batch plainly and as planned, from the same state, and compare everything bit by bit."""
+"""`audit`: run a batch plainly and as planned, from the same state, and compare everything bit by
+bit.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Difference:
     kind: str  # "output", "gradient", "buffer", "generator" or "activation"
     name: str
     largest: float | None
-    """The largest absolute difference; None where there is no such number: other shapes, or not finite."""
+    """The largest absolute difference; None where there is no such number: other shapes, or not
+    finite.
+    """
 
     def __str__(self) -> str:
         by = "" if self.largest is None else f" by up to {self.largest:.3g}"
@@ -49,7 +53,9 @@ class Difference:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """Two answers: is what was rebuilt what it was, and how far is the update from the whole batch's."""
+    """Two answers: is what was rebuilt what it was, and how far is the update from the whole
+    batch's.
+    """
 
     identical: bool
     """Whether the run as planned is, bit by bit, plain PyTorch's on the same micro-batches."""
@@ -58,8 +64,9 @@ class AuditReport:
     differences: tuple[Difference, ...]
     """Each tensor that is not the same, with how far it is off."""
     first_operation: str | None
-    """The first operation, in the order of the forward pass, whose replay is not what it was; or, where all replays
-    are, the first whose result in the planned run is not that of the plain one."""
+    """The first operation, in the order of the forward pass, whose replay is not what it was; or,
+    where all replays are, the first whose result in the planned run is not that of the plain one.
+    """
     micro_batch: int
     """Rows of one micro-batch."""
     micro_batches: int
@@ -72,7 +79,9 @@ class AuditReport:
 
     @property
     def exact(self) -> bool:
-        """Whether the update is the whole batch's: in one piece, or in parts that were measured to add up."""
+        """Whether the update is the whole batch's: in one piece, or in parts that were measured to
+        add up.
+        """
         return self.identical and (self.full_batch is None or self.full_batch.exact)
 
     def __bool__(self) -> bool:
@@ -91,8 +100,12 @@ class AuditReport:
         return records.from_json(AuditReport, text)
 
     def __str__(self) -> str:
-        counted = ", ".join(f"{count} {kind}{'s' if count != 1 else ''}" for kind, count in self.compared.items())
-        lines = [f"replay: {'bit-identical' if self.identical else 'DIFFERENT'} ({counted} compared)"]
+        counted = ", ".join(
+            f"{count} {kind}{'s' if count != 1 else ''}" for kind, count in self.compared.items()
+        )
+        lines = [
+            f"replay: {'bit-identical' if self.identical else 'DIFFERENT'} ({counted} compared)"
+        ]
         lines += [f"  {difference}" for difference in self.differences[:10]]
         if len(self.differences) > 10:
             lines.append(f"  … and {len(self.differences) - 10} more")
@@ -104,7 +117,9 @@ class AuditReport:
     @property
     def said_of_full_batch(self) -> str:
         """The second answer, in words."""
-        return "the same, it is run in one piece" if self.full_batch is None else str(self.full_batch)
+        return (
+            "the same, it is run in one piece" if self.full_batch is None else str(self.full_batch)
+        )
 
 
 def audit(
@@ -115,26 +130,29 @@ def audit(
     *,
     split: Callable[[Any, int], Iterable[Any]] | None = None,
 ) -> AuditReport:
-    """Run the batch plainly and with recomputation, from the same state, and compare; nothing stays changed.
+    """Run the batch plainly and with recomputation, from the same state, and compare; nothing stays
+    changed.
 
-    Two questions are answered apart. *Is the replay bit-identical?* Outputs, gradients, buffers and random generators
-    are compared with plain PyTorch on the same micro-batches, and each activation that is rebuilt with what it was: the
-    report names the first operation whose replay differs. *How far is the update from the full batch's?* If the plan
-    cuts the batch, it is also run plainly in one piece, with the same random numbers, and the gradients are compared.
+    Two questions are answered apart. *Is the replay bit-identical?* Outputs, gradients, buffers and
+    random generators are compared with plain PyTorch on the same micro-batches, and each activation
+    that is rebuilt with what it was: the report names the first operation whose replay differs.
+    *How far is the update from the full batch's?* If the plan cuts the batch, it is also run
+    plainly in one piece, with the same random numbers, and the gradients are compared.
 
     Args:
-        model: The model, in the mode it is trained in; or a function of tensors: `audit(fn, batch=(x, y))`
-            differentiates the sum of what it returns.
+        model: The model, in the mode it is trained in; or a function of tensors: `audit(fn,
+            batch=(x, y))` differentiates the sum of what it returns.
         loss_fn: `(model, batch) -> loss`, as for `fit`.
         batch: What to run.
-        plan: Run the batch as planned. Without it, the `CheckpointScope`s in the code are audited if there are any,
-            else everything is dropped and rebuilt, the harshest plan there is.
+        plan: Run the batch as planned. Without it, the `CheckpointScope`s in the code are audited
+            if there are any, else everything is dropped and rebuilt, the harshest plan there is.
         split: As for `fit`, where the batch is not cut along dim 0.
 
     Raises:
         MisuseError: An argument is missing or is not what it should be.
 
-    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(), torch.nn.Linear(8, 1))
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(), nn.Linear(8, 1))
     >>> print(audit(model, lambda m, x: m(x).mean(), torch.ones(6, 4)))
     replay: bit-identical (1 output, 4 gradients, 0 buffers, 1 generator, 2 activations compared)
     against the full batch: the same, it is run in one piece
@@ -142,7 +160,12 @@ def audit(
     if not isinstance(model, torch.nn.Module):
         function = model
         arguments = len(batch) if isinstance(batch, list | tuple) else 1
-        read_callable(function, "model", "a torch.nn.Module, or a function of the batch's tensors", arguments=arguments)
+        read_callable(
+            function,
+            "model",
+            "a torch.nn.Module, or a function of the batch's tensors",
+            arguments=arguments,
+        )
         model, loss_fn, batch = _as_model(function, loss_fn, batch)
     loss_fn = check_arguments(model, loss_fn, split=split)
     if plan is not None:
@@ -168,19 +191,23 @@ def audit(
         differences.append(checks.worst)
     full_batch = None
     if len(parts) > 1 or loss_fn is not untiled:
-        full_batch = compare_with_full_batch(model, untiled, batch, parts, split, part_loss_fn=loss_fn)
+        full_batch = compare_with_full_batch(
+            model, untiled, batch, parts, split, part_loss_fn=loss_fn
+        )
     notes = [*_notes(model, full_batch, micro_batch), *checks.notes]
     if plan is not None and plan.tiles is not None:
         notes.append(
-            f"The plan has {plan.tiles}: its replay is compared with the same tiles, and its gradients, equal up to "
-            "the rounding of a float sum, with those of the whole batch without tiles."
+            f"The plan has {plan.tiles}: its replay is compared with the same tiles, and its"
+            " gradients, equal up to the rounding of a float sum, with those of the whole batch"
+            " without tiles."
         )
     first = checks.first
     if differences and first is None:
         first = after.first_difference(before)
         notes.append(
-            "Every rebuilt activation is what it was, so the model itself gives different results from the same state. "
-            "Call torch.use_deterministic_algorithms(True) and look for state outside of parameters and buffers."
+            "Every rebuilt activation is what it was, so the model itself gives different results"
+            " from the same state. Call torch.use_deterministic_algorithms(True) and look for state"
+            " outside of parameters and buffers."
         )
     compared: dict[str, int] = {"output": 0, "gradient": 0, "buffer": 0, "generator": 0}
     for kind, _ in plain:
@@ -198,7 +225,9 @@ def audit(
     )
 
 
-def _parts(batch: Any, plan: Plan | None, split: Callable[[Any, int], Iterable[Any]] | None) -> tuple[list[Any], int]:
+def _parts(
+    batch: Any, plan: Plan | None, split: Callable[[Any, int], Iterable[Any]] | None
+) -> tuple[list[Any], int]:
     """The micro-batches, and how many rows each but the last has."""
     first = next(leaves(batch), None)
     if plan is None and split is None and (first is None or not first.dim()):
@@ -228,9 +257,13 @@ def _run(
         del loss
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            found["gradient", name] = None if parameter.grad is None else parameter.grad.detach().clone()
+            found["gradient", name] = (
+                None if parameter.grad is None else parameter.grad.detach().clone()
+            )
     for number, tensor in enumerate(inputs):
-        found["gradient", f"input {number}"] = None if tensor.grad is None else tensor.grad.detach().clone()
+        found["gradient", f"input {number}"] = (
+            None if tensor.grad is None else tensor.grad.detach().clone()
+        )
     for name, buffer in model.named_buffers():
         found["buffer", name] = buffer.detach().clone()
     for number, state in enumerate(generator_states()):
@@ -253,26 +286,33 @@ class _Checks:
         if not _same(original, rebuilt) and operation.index < self._index:
             self._index = operation.index
             self.first = f"{operation.name}, result of shape {tuple(original.shape)}"
-            self.worst = Difference("activation", f"of {operation.name}", _largest(original, rebuilt))
+            self.worst = Difference(
+                "activation", f"of {operation.name}", _largest(original, rebuilt)
+            )
 
 
 @contextlib.contextmanager
 def _checked(checks: _Checks, plan: Plan | None, digests: Digests) -> Iterator[None]:
     """Follow the plan, or drop everything, and hold what is dropped beside it to compare."""
-    recorder, policy = recording(Script(plan)) if plan is not None else (Recorder(Segment(Segment(None))), None)
+    recorder, policy = (
+        recording(Script(plan)) if plan is not None else (Recorder(Segment(Segment(None))), None)
+    )
 
     def pack(tensor: torch.Tensor) -> Any:
         packed = recorder.pack(tensor)
         if not isinstance(packed, Handle):
             return packed, None
         with unseen():  # else the copy would be an operation that the plan does not know
-            # A copy: the original's storage may be written to before backward, which a replay must not notice.
+            # A copy: the original's storage may be written to before backward, which a replay must
+            # not notice.
             return packed, tensor.detach().clone()
 
     with recorder, saved_tensors_hooks(pack, _Checked(weakref.ref(checks))), digests:
         yield
     if policy is not None and policy.diverged is not None:
-        checks.notes.append(f"The plan is for another input: {policy.diverged}. From there on everything was kept.")
+        checks.notes.append(
+            f"The plan is for another input: {policy.diverged}. From there on everything was kept."
+        )
 
 
 class _Checked:
@@ -318,16 +358,19 @@ def _largest(a: torch.Tensor, b: torch.Tensor) -> float | None:
     return largest if math.isfinite(largest) else None
 
 
-def _notes(model: torch.nn.Module, full_batch: FullBatchError | None, micro_batch: int) -> list[str]:
+def _notes(
+    model: torch.nn.Module, full_batch: FullBatchError | None, micro_batch: int
+) -> list[str]:
     """What is not exact about cutting this batch, and what to do."""
     if full_batch is None:
         return []
     notes = [batch_norm_note(names, micro_batch)] if (names := batch_norms(model)) else []
     if full_batch.error is not None and not full_batch.exact and not notes:
         notes.append(
-            f"The parts, weighted by {full_batch.weighted_by}, do not add up to the whole batch: the loss couples the "
-            "batch, or is a mean over something else. Return (loss_sum, count), count being the items; use gf.chunked "
-            "for what couples rows, or raise `memory` until the batch is not cut."
+            f"The parts, weighted by {full_batch.weighted_by}, do not add up to the whole batch:"
+            " the loss couples the batch, or is a mean over something else. Return (loss_sum,"
+            " count), count being the items; use gf.chunked for what couples rows, or raise"
+            " `memory` until the batch is not cut."
         )
     return notes
 
@@ -347,7 +390,9 @@ def _as_model(function: Any, loss_fn: Any, batch: Any) -> tuple[torch.nn.Module,
     if batch is None:
         batch, loss_fn = loss_fn, None
     if batch is None:
-        raise MisuseError("audit(fn) needs the tensors to call it with. Pass audit(fn, batch=(x, y)).")
+        raise MisuseError(
+            "audit(fn) needs the tensors to call it with. Pass audit(fn, batch=(x, y))."
+        )
     arguments = batch if isinstance(batch, tuple | list) else (batch,)
     model = _Function(function)
 

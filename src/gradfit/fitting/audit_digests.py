@@ -1,4 +1,6 @@
-"""What each operation of a forward pass returned, in a few bytes: to find the first that returns something else."""
+"""What each operation of a forward pass returned, in a few bytes: to find the first that returns
+something else.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,15 @@ class Digests(OperationListener):
             with unseen():
                 for tensor in flatten([out]):
                     if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                        self._noted.append((f"{func}, result of shape {tuple(tensor.shape)}", _digest(tensor)))
+                        self._noted.append(
+                            (f"{func}, result of shape {tuple(tensor.shape)}", _digest(tensor))
+                        )
         return out
 
     def first_difference(self, other: Digests) -> str | None:
-        """The first operation whose result is not the other's; None if all are, or if there are none."""
+        """The first operation whose result is not the other's; None if all are, or if there are
+        none.
+        """
         for mine, its in zip(self._noted, other._noted, strict=False):
             if mine != its:
                 return mine[0] if mine[0] == its[0] else f"{mine[0]}, where there was {its[0]}"
@@ -41,7 +47,8 @@ class Digests(OperationListener):
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of a dense tensor's elements, in order, as one row."""
     content = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    # Not view(-1): with one element any stride counts as contiguous, but only 1 can be seen as bytes.
+    # Not view(-1): with one element any stride counts as contiguous, but only 1 can be seen as
+    # bytes.
     return content.as_strided((content.numel(),), (1,)).view(torch.uint8)
 
 

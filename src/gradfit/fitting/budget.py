@@ -20,8 +20,9 @@ def read_budget(memory: Any, model: torch.nn.Module, optimizer: Any) -> int:
     """The budget in bytes.
 
     Args:
-        memory: a number of bytes or text of it; "80%" of the device's memory, or of what the process may have; "auto",
-            nine tenths of what is free, beside what model and optimizer hold by now; None for no budget.
+        memory: a number of bytes or text of it; "80%" of the device's memory, or of what the
+            process may have; "auto", nine tenths of what is free, beside what model and optimizer
+            hold by now; None for no budget.
         model: on the device whose memory it is.
         optimizer: with the state it has by now.
     """
@@ -30,17 +31,26 @@ def read_budget(memory: Any, model: torch.nn.Module, optimizer: Any) -> int:
     device = next(model.parameters()).device
     if memory == "auto":
         free = _required(available_bytes(device), device)
-        return int(_AUTO * free) + meter(model, optimizer, device=counted_device(model)).current_bytes
-    share = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*%\s*", memory) if isinstance(memory, str) else None
+        return (
+            int(_AUTO * free) + meter(model, optimizer, device=counted_device(model)).current_bytes
+        )
+    share = (
+        re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*%\s*", memory) if isinstance(memory, str) else None
+    )
     if share is None:
         return parse_bytes(memory)
     percent = float(share.group(1))
     if not 0 < percent <= 100:
-        raise MisuseError(f"memory={memory!r} is not a part of what there is. Pass more than '0%', at most '100%'.")
+        raise MisuseError(
+            f"memory={memory!r} is not a part of what there is. Pass more than '0%', at most"
+            " '100%'."
+        )
     return int(percent / 100 * _required(total_bytes(device), device))
 
 
 def _required(count: int | None, device: torch.device) -> int:
     if count is None:
-        raise MisuseError(f"How much memory {device} has is not known here. Pass memory= a number of bytes.")
+        raise MisuseError(
+            f"How much memory {device} has is not known here. Pass memory= a number of bytes."
+        )
     return count

@@ -1,4 +1,6 @@
-"""What is said, once, about a batch that is not cut, or is cut although its parts do not make the whole."""
+"""What is said, once, about a batch that is not cut, or is cut although its parts do not make the
+whole.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,21 @@ def cutting_note(fitted: Fitted, additivity: Additivity | None, *, exact: bool =
     if not additivity.adds_up:
         if cut:
             return (
-                f"The batch of {plan.batch_size} is cut into micro-batches of {plan.micro_batch}, and its gradient is "
-                f"not that of the whole batch ({measured}): {additivity.reason}."
+                f"The batch of {plan.batch_size} is cut into micro-batches of {plan.micro_batch},"
+                f" and its gradient is not that of the whole batch ({measured}):"
+                f" {additivity.reason}."
             )
         if plan.batch_size > 1 and not plan.keeps_everything and exact:
             return (
-                f"The batch of {plan.batch_size} is not cut, and recomputing alone holds the budget, because its parts "
-                f"do not make the whole ({measured}): {additivity.reason}. exact=False cuts it all the same."
+                f"The batch of {plan.batch_size} is not cut, and recomputing alone holds the"
+                f" budget, because its parts do not make the whole ({measured}):"
+                f" {additivity.reason}. exact=False cuts it all the same."
             )
     elif cut and additivity.over == "rows":
         return (
-            f"What the loss was divided by cannot be read ({additivity.read or 'no rule is for its last operations'}), "
-            f"so micro-batches are weighted by their rows, which was right for the sample ({measured}). If later "
-            "batches have padding, return gf.Loss(sum=…, count=…)."
+            "What the loss was divided by cannot be read"
+            f" ({additivity.read or 'no rule is for its last operations'}), so micro-batches are"
+            f" weighted by their rows, which was right for the sample ({measured}). If later"
+            " batches have padding, return gf.Loss(sum=…, count=…)."
         )
     return ""

@@ -1,4 +1,6 @@
-"""`estimate`: will it fit on a machine that is not here, why not, and what each lever would give. On shapes alone."""
+"""`estimate`: will it fit on a machine that is not here, why not, and what each lever would give.
+On shapes alone.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ class Lever:
 
     Attributes:
         name: what it is.
-        peak_bytes: of a step with it: within what was aimed at (the machine's memory, or half of what plain PyTorch
-            needs if that fits) if it can be, else the least there is.
+        peak_bytes: of a step with it: within what was aimed at (the machine's memory, or half of
+            what plain PyTorch needs if that fits) if it can be, else the least there is.
         step_seconds: of one update by the machine's data sheet; None where only the peak is known.
         fits: whether the peak is within what was aimed at.
         how: the call that pulls it.
@@ -58,10 +60,12 @@ class Estimate:
         peak_bytes: most bytes of live tensors, plain PyTorch with the whole batch at once.
         parts: bytes at the peak, by what takes them.
         peak_at: when the peak comes, in words.
-        alive: bytes of values that are alive at the peak, by the module that made them, the largest first.
+        alive: bytes of values that are alive at the peak, by the module that made them, the largest
+            first.
         step_seconds: of one plain update, by the machine's data sheet.
         levers: what each would give.
-        kernels: the kind of device whose operators were followed on shapes; another one's may save other tensors.
+        kernels: the kind of device whose operators were followed on shapes; another one's may save
+            other tensors.
         versions: of torch and Python.
     """
 
@@ -98,9 +102,12 @@ class Estimate:
     def __str__(self) -> str:
         answer = "fits" if self.fits else "does not fit"
         lines = [
-            f"A batch of {self.batch_size} {answer} on {self.machine or 'this hardware'}: plain PyTorch needs "
-            f"{format_bytes(self.peak_bytes)} of {format_bytes(self.memory_bytes)} "
-            f"({self.peak_bytes / self.memory_bytes:.0%}), and {format_seconds(self.step_seconds)} a step.",
+            (
+                f"A batch of {self.batch_size} {answer} on {self.machine or 'this hardware'}: plain"
+                f" PyTorch needs {format_bytes(self.peak_bytes)} of"
+                f" {format_bytes(self.memory_bytes)} ({self.peak_bytes / self.memory_bytes:.0%}),"
+                f" and {format_seconds(self.step_seconds)} a step."
+            ),
             f"The peak is {self.peak_at}:",
         ]
         lines += [f"  {name:<22}{format_bytes(count):>12}" for name, count in _by_size(self.parts)]
@@ -110,10 +117,13 @@ class Estimate:
         for lever in self.levers:
             seconds = "" if lever.step_seconds is None else format_seconds(lever.step_seconds)
             fits = ("yes" if self.fits else "fits") if lever.fits else "too large"
-            lines.append(f"  {lever.name:<34}{format_bytes(lever.peak_bytes):>12}  {seconds:>9}  {fits:<10}{lever.how}")
+            lines.append(
+                f"  {lever.name:<34}{format_bytes(lever.peak_bytes):>12}  {seconds:>9} "
+                f" {fits:<10}{lever.how}"
+            )
         lines.append(
-            f"Followed on shapes with the operators of {self.kernels}. Bytes of tensors: what an allocator rounds, and "
-            "a driver takes, comes on top."
+            f"Followed on shapes with the operators of {self.kernels}. Bytes of tensors: what an"
+            " allocator rounds, and a driver takes, comes on top."
         )
         return "\n".join(lines)
 
@@ -127,10 +137,11 @@ def estimate(
     *,
     split: _Split = None,
 ) -> Estimate:
-    """Will it fit? What one update of this model with this batch would need on a machine that need not be here.
+    """Will it fit? What one update of this model with this batch would need on a machine that need
+    not be here.
 
-    Nothing is run: the step is followed on shapes, as by `profile(..., fake=True)`. The model may be on the meta
-    device.
+    Nothing is run: the step is followed on shapes, as by `profile(..., fake=True)`. The model may
+    be on the meta device.
 
     Args:
         model: in training mode, on any device.
@@ -143,8 +154,10 @@ def estimate(
     Raises:
         UnsupportedOp: the step asks what is in a tensor, or an operator of it has no shapes.
 
-    >>> model = torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512))
-    >>> found = estimate(model, lambda m, x: m(x).square().mean(), torch.ones(64, 512), hardware="t4")
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+    >>> batch = torch.ones(64, 512)
+    >>> found = estimate(model, lambda m, x: m(x).square().mean(), batch, hardware="t4")
     >>> found.fits, found.parts["parameters"]
     (True, 8398848)
     """
@@ -152,9 +165,13 @@ def estimate(
     count_rows(batch, split, "batch", fake=True)
     machine = find_machine(hardware, _dtype_of(model))
     try:
-        found = make_profile(model, loss_fn, batch, optimizer, fake=True, hardware=machine, split=split)
+        found = make_profile(
+            model, loss_fn, batch, optimizer, fake=True, hardware=machine, split=split
+        )
     except UnsupportedOp as error:
-        raise UnsupportedOp(f"A step with this batch cannot be followed on shapes: {error}") from error
+        raise UnsupportedOp(
+            f"A step with this batch cannot be followed on shapes: {error}"
+        ) from error
     rows = count_rows(batch, split, "batch", fake=True)
     graph = found.at(rows, accumulates=False)
     result = simulate(graph, [KEEP if keepable else REBUILD for keepable in graph.keepable])
@@ -186,7 +203,9 @@ def _dtype_of(model: torch.nn.Module) -> torch.dtype:
 
 
 def _kernels_of(model: torch.nn.Module) -> str:
-    """The kind of device that the shapes were on: that of the model, or for the meta device this machine's."""
+    """The kind of device that the shapes were on: that of the model, or for the meta device this
+    machine's.
+    """
     kind = next(model.parameters()).device.type
     here = torch.accelerator.current_accelerator(check_available=True)
     return kind if kind != "meta" else "cpu" if here is None else here.type
@@ -202,10 +221,18 @@ def _levers(found: Profile, rows: int, memory: int) -> Iterable[Lever]:
         yield _lever("micro-batches and recomputing", at_hand, memory, rows, "fit(..., tile=False)")
     if found.host_bandwidth:
         moved = dataclasses.replace(found, tiled=())
-        yield _lever("recomputing and offloading", moved, memory, None, "fit(..., micro_batch='whole', offload=True)")
+        yield _lever(
+            "recomputing and offloading",
+            moved,
+            memory,
+            None,
+            "fit(..., micro_batch='whole', offload=True)",
+        )
     if found.tiled:
         tiled = dataclasses.replace(found, host_bandwidth=0.0)
-        yield _lever("all of these and tiles", tiled, memory, rows if found.splittable else None, "fit(...)")
+        yield _lever(
+            "all of these and tiles", tiled, memory, rows if found.splittable else None, "fit(...)"
+        )
 
 
 def _plain_lever(found: Profile, rows: int, memory: int) -> Lever:
@@ -216,7 +243,9 @@ def _plain_lever(found: Profile, rows: int, memory: int) -> Lever:
         made = plain_plan(found, memory=NO_BUDGET, batch_size=rows, micro_batch=found.min_batch)
     assert made is not None
     name = f"micro-batches of {made.micro_batch}"
-    return Lever(name, made.peak_bytes, made.step_seconds, fits, f"fit(..., micro_batch={made.micro_batch})")
+    return Lever(
+        name, made.peak_bytes, made.step_seconds, fits, f"fit(..., micro_batch={made.micro_batch})"
+    )
 
 
 def _lever(name: str, found: Profile, memory: int, batch_size: int | None, how: str) -> Lever:
@@ -229,9 +258,15 @@ def _lever(name: str, found: Profile, memory: int, batch_size: int | None, how: 
 
 
 def _optimizer_levers(
-    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, optimizer: Any, machine: Hardware, split: _Split,
-    found: Profile, target: int,
-) -> list[Lever]:  # fmt: skip
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    optimizer: Any,
+    machine: Hardware,
+    split: _Split,
+    found: Profile,
+    target: int,
+) -> list[Lever]:
     """One parameter after the other instead of all at once: fewer temporaries, more launches."""
     groups = getattr(optimizer, "param_groups", [])
     if not found.optimizer_burst_bytes or not any("foreach" in group for group in groups):
@@ -239,7 +274,9 @@ def _optimizer_levers(
     single = copy.copy(optimizer)
     single.param_groups = [{**group, "foreach": False, "fused": None} for group in groups]
     other = make_profile(model, loss_fn, batch, single, fake=True, hardware=machine, split=split)
-    made = plain_plan(other, memory=NO_BUDGET, batch_size=found.batch_size, micro_batch=found.batch_size)
+    made = plain_plan(
+        other, memory=NO_BUDGET, batch_size=found.batch_size, micro_batch=found.batch_size
+    )
     assert made is not None
     fits = made.peak_bytes <= target
     how = f"{type(optimizer).__name__}(..., foreach=False)"
@@ -268,4 +305,6 @@ def _alive(found: Profile, graph: Graph, result: Simulation) -> dict[str, int]:
 
 
 def _by_size(parts: dict[str, int]) -> list[tuple[str, int]]:
-    return sorted(((name, count) for name, count in parts.items() if count), key=lambda part: -part[1])
+    return sorted(
+        ((name, count) for name, count in parts.items() if count), key=lambda part: -part[1]
+    )

@@ -1,15 +1,18 @@
-"""Which tested plan serves a batch of a shape that was not seen before, by arithmetic, and when it is worth a new one.
+"""Which tested plan serves a batch of a shape that was not seen before, by arithmetic, and when it
+is worth a new one.
 
-Of the `peak` bytes that a plan was measured to take, `fixed` do not depend on the batch. What a model makes grows at
-most with the square of any size in its batch (attention's scores with that of the tokens). So of a plan that keeps
-everything, for a batch that is g times as large where it has grown most,
+Of the `peak` bytes that a plan was measured to take, `fixed` do not depend on the batch. What a
+model makes grows at most with the square of any size in its batch (attention's scores with that of
+the tokens). So of a plan that keeps everything, for a batch that is g times as large where it has
+grown most,
 
     fixed + kept · s + passing · g² ≤ limit
 
-says by how much, s, what is kept may grow; that it does not grow more is watched while the forward runs. A plan that
-rebuilds is watched value by value: each may grow by (limit − fixed) / (peak − fixed), its *slack*. In the first steps
-with such a plan no operation is begun that would pass the budget. A step in which more is made is repeated with a plan
-of its own. Sizes are rounded up to powers of the fourth root of two, so that plans are shared.
+says by how much, s, what is kept may grow; that it does not grow more is watched while the forward
+runs. A plan that rebuilds is watched value by value: each may grow by (limit − fixed) / (peak −
+fixed), its *slack*. In the first steps with such a plan no operation is begun that would pass the
+budget. A step in which more is made is repeated with a plan of its own. Sizes are rounded up to
+powers of the fourth root of two, so that plans are shared.
 """
 
 from __future__ import annotations
@@ -41,8 +44,12 @@ def covering(known: Sequence[Fitted], shape: Shape, batch_size: int) -> list[Fit
     return [one for one in known if one.plan.batch_size >= batch_size and covers(one.shape, shape)]
 
 
-def grown(known: Sequence[Fitted], shape: Shape, batch_size: int, limit_bytes: int) -> Fitted | None:
-    """The plan of the most similar smaller batches, for those of this shape; None if it would surely not hold."""
+def grown(
+    known: Sequence[Fitted], shape: Shape, batch_size: int, limit_bytes: int
+) -> Fitted | None:
+    """The plan of the most similar smaller batches, for those of this shape; None if it would
+    surely not hold.
+    """
     found = [
         (size, place)
         for place, one in enumerate(known)
@@ -50,7 +57,11 @@ def grown(known: Sequence[Fitted], shape: Shape, batch_size: int, limit_bytes: i
         and math.isfinite(size := growth(one.shape, shape))
     ]  # fmt: skip
     for size, place in sorted(found):
-        made = _at(known[place], _corner([*(one.shape for one in known), shape], known[place].shape, size), limit_bytes)
+        made = _at(
+            known[place],
+            _corner([*(one.shape for one in known), shape], known[place].shape, size),
+            limit_bytes,
+        )
         if made is not None:
             return made
     return None
@@ -85,24 +96,32 @@ def _at(known: Fitted, shape: Shape, limit_bytes: int) -> Fitted | None:
     if most < size or known.saved_bytes is None:  # it grows at least as the batch does
         return None
     saved = int(known.saved_bytes + kept * (most - 1))
-    return dataclasses.replace(known, shape=shape, saved_bytes=saved, slack=1.0, seen=False, seen_bytes=0, by_size=True)
+    return dataclasses.replace(
+        known, shape=shape, saved_bytes=saved, slack=1.0, seen=False, seen_bytes=0, by_size=True
+    )
 
 
 def _fixed_bytes(fitted: Fitted) -> int:
     """What a step holds whatever its batch."""
-    static = fitted.profile.at(fitted.plan.micro_batch, rows=fitted.plan.batch_size).static_breakdown
+    static = fitted.profile.at(
+        fitted.plan.micro_batch, rows=fitted.plan.batch_size
+    ).static_breakdown
     return sum(count for name, count in static.items() if name not in ("batch", "constants"))
 
 
 def may_be_slow(fitted: Fitted, shape: Shape, batch_size: int) -> bool:
-    """Whether a plan of their own may be much faster for such batches than this one, which is for larger ones."""
+    """Whether a plan of their own may be much faster for such batches than this one, which is for
+    larger ones.
+    """
     if fitted.plan.keeps_everything and fitted.plan.micro_batch >= batch_size:
         return False
     return not fitted.steady or growth(shape, fitted.shape) >= _LARGER
 
 
 class PlanningTime:
-    """The seconds that planning took, and those of the steps: what may be spent on plans that are not necessary."""
+    """The seconds that planning took, and those of the steps: what may be spent on plans that are
+    not necessary.
+    """
 
     def __init__(self, share: float) -> None:
         self.share = share
@@ -128,4 +147,6 @@ class PlanningTime:
         try:
             yield
         finally:
-            self.training_seconds += time.perf_counter() - started - (self.planning_seconds - before)
+            self.training_seconds += (
+                time.perf_counter() - started - (self.planning_seconds - before)
+            )

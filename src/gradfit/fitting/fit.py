@@ -56,54 +56,70 @@ def fit(
 ) -> TrainStep:
     """Profile the model, plan for the budget, try the plan, and return the step that follows it.
 
-    The budget covers all tensors of the step: parameters, gradients, optimizer state, the batch, activations,
-    recomputation and temporaries. Under DDP and FSDP2 it is that of each rank, communication included, and all ranks
-    call `fit`, with the same arguments but for the budget and the sample, which are each rank's own.
+    The budget covers all tensors of the step: parameters, gradients, optimizer state, the batch,
+    activations, recomputation and temporaries. Under DDP and FSDP2 it is that of each rank,
+    communication included, and all ranks call `fit`, with the same arguments but for the budget and
+    the sample, which are each rank's own.
 
-    The step is one update with the gradient of the whole batch, however it is cut. So before anything is cut the loss
-    is measured on a few rows and on parts of them, and what a mean was divided by is read from its graph for every
-    micro-batch: padding, class weights and masks are right as they stand. A loss that does not add up (a contrastive
-    one, BatchNorm in training mode) is left whole, and recomputation alone holds the budget.
+    The step is one update with the gradient of the whole batch, however it is cut. So before
+    anything is cut the loss is measured on a few rows and on parts of them, and what a mean was
+    divided by is read from its graph for every micro-batch: padding, class weights and masks are
+    right as they stand. A loss that does not add up (a contrastive one, BatchNorm in training mode)
+    is left whole, and recomputation alone holds the budget.
 
     Args:
         model: in training mode; it may be wrapped in DDP or sharded by FSDP2.
-        optimizer: torch's or any with its `param_groups`; wrappers of other libraries are unwrapped.
-        loss_fn: `loss_fn(model, batch)` returns a mean loss, `(loss_sum, count)`, `(loss, logs)` or a `Loss`.
+        optimizer: torch's or any with its `param_groups`; wrappers of other libraries are
+            unwrapped.
+        loss_fn: `loss_fn(model, batch)` returns a mean loss, `(loss_sum, count)`, `(loss, logs)` or
+            a `Loss`.
         sample_batch: a batch like those to come; nothing is trained on it.
-        memory: the budget, as bytes or text ("1.5 GiB"); "80%" of what the device (or the process's limit) has; "auto"
-            for nine tenths of what is free; None for no budget: as fast as it goes, and repeated in less memory if it
-            runs out.
+        memory: the budget, as bytes or text ("1.5 GiB"); "80%" of what the device (or the process's
+            limit) has; "auto" for nine tenths of what is free; None for no budget: as fast as it
+            goes, and repeated in less memory if it runs out.
         batch_size: rows of the batches to come, if not the sample's.
-        split: `split(batch, size)` gives the parts; without it lists and tensors are cut along dim 0.
+        split: `split(batch, size)` gives the parts; without it lists and tensors are cut along dim
+            0.
         clip: the largest norm of the gradient, or a `GradientClipper`.
         scaler: a `torch.amp.GradScaler` or a `LossScaler`.
         dtype: in which gradients add up, if not in the parameters' own.
         on_nonfinite: "raise", or "skip" to leave the update out.
         offload: whether values may be moved out of the device's memory.
-        known: the plans of an earlier step (`step.known`): a run that is resumed must add in the same order as before.
-        reproducible: choose the micro-batch by arithmetic, not by the clock, so that two runs add in the same order.
+        known: the plans of an earlier step (`step.known`): a run that is resumed must add in the
+            same order as before.
+        reproducible: choose the micro-batch by arithmetic, not by the clock, so that two runs add
+            in the same order.
         micro_batch: a size to use, or "whole" never to cut; None chooses.
-        exact: False cuts a loss that does not add up all the same, with a warning that says the measured error.
-        tile: where memory is short, plans may cut along tokens, too, as `gf.tile` does: where one row does not fit,
-            nothing else can help. False leaves that out.
-        planning_share: of the time trained so far, how much may be spent on plans that are not necessary: where a plan
-            for larger batches would do, but may be slower. 0 makes only those without which a batch cannot be run.
+        exact: False cuts a loss that does not add up all the same, with a warning that says the
+            measured error.
+        tile: where memory is short, plans may cut along tokens, too, as `gf.tile` does: where one
+            row does not fit, nothing else can help. False leaves that out.
+        planning_share: of the time trained so far, how much may be spent on plans that are not
+            necessary: where a plan for larger batches would do, but may be slower. 0 makes only
+            those without which a batch cannot be run.
 
     Raises:
         MisuseError: an argument cannot be right; nothing was changed.
-        BudgetInfeasible: no plan holds the budget; it says the smallest that can be held, and what takes it.
+        BudgetInfeasible: no plan holds the budget; it says the smallest that can be held, and what
+            takes it.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    >>> step = fit(model, optimizer, lambda m, x: m(x).square().mean(), torch.ones(32, 8), memory="1 MiB")
+    >>> batch = torch.ones(32, 8)
+    >>> step = fit(model, optimizer, lambda m, x: m(x).square().mean(), batch, memory="1 MiB")
     >>> step(torch.ones(32, 8)).stepped
     True
     """
-    check_arguments(model, loss_fn, split=split, offload=offload, reproducible=reproducible, exact=exact)
+    check_arguments(
+        model, loss_fn, split=split, offload=offload, reproducible=reproducible, exact=exact
+    )
     read_flag(tile, "tile")
     check_optimizer(optimizer)
     read_number(planning_share, "planning_share", minimum=0, like=0.05)
-    known = [read_instance(one, "known", Fitted, "step.known") for one in read_list(known, "known", "step.known")]
+    known = [
+        read_instance(one, "known", Fitted, "step.known")
+        for one in read_list(known, "known", "step.known")
+    ]
     given, optimizer = optimizer, unwrap_optimizer(optimizer)
     budget = read_budget(memory, model, optimizer)
     rows = count_rows(sample_batch, split, "sample_batch")
@@ -145,7 +161,13 @@ def fit(
         try:
             if isinstance(ranks, Together):
                 require_same_model(model, ranks.group.exchange)
-                options = {"clip": clip, "scaler": scaler, "dtype": dtype, "on_nonfinite": on_nonfinite, "exact": exact}
+                options = {
+                    "clip": clip,
+                    "scaler": scaler,
+                    "dtype": dtype,
+                    "on_nonfinite": on_nonfinite,
+                    "exact": exact,
+                }
                 require_same_update(optimizer, options, ranks.group.exchange)
                 ranks.warm_up()
             with trials_end(), accumulator.rehearsal():
@@ -171,6 +193,6 @@ def _check_same_weights(ranks: Together, additivity: Additivity | None) -> None:
     found = [one["over"] for one in ranks.group.exchange({"kind": "fit's weights", "over": over})]
     if len(set(found)) > 1:
         raise MisuseError(
-            f"The ranks measured different losses, which add up by {', '.join(found)}. Pass each rank a sample of the "
-            "same kind, or return gf.Loss(sum=…, count=…)."
+            f"The ranks measured different losses, which add up by {', '.join(found)}. Pass each"
+            " rank a sample of the same kind, or return gf.Loss(sum=…, count=…)."
         )

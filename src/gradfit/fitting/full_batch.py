@@ -1,4 +1,6 @@
-"""How far the gradients of a batch's parts, added up, are from those of the whole batch: measured, not assumed."""
+"""How far the gradients of a batch's parts, added up, are from those of the whole batch: measured,
+not assumed.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,34 @@ from gradfit.batches.weights import BatchWeights, may_count
 from gradfit.errors import MisuseError
 from gradfit.fitting.same_draws import CannotShare, WholeDraws
 
-_WEIGHTED_BY = {"rows": "rows", "items": "items", "divisor": "items", "terms": "items", "sum": "sum"}
+_WEIGHTED_BY = {
+    "rows": "rows",
+    "items": "items",
+    "divisor": "items",
+    "terms": "items",
+    "sum": "sum",
+}
 Gradients = list[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class FullBatchError:
-    """The gradient of the parts beside that of the whole batch, in the same state and with the same random numbers."""
+    """The gradient of the parts beside that of the whole batch, in the same state and with the same
+    random numbers.
+    """
 
     error: float | None
-    """The norm of the difference over the norm of the whole batch's gradient; None where it could not be measured."""
+    """The norm of the difference over the norm of the whole batch's gradient; None where it could
+    not be measured.
+    """
     tolerance: float
-    """What the rounding of a float sum may amount to: the root of the gradients' machine epsilon."""
+    """What the rounding of a float sum may amount to: the root of the gradients' machine
+    epsilon.
+    """
     weighted_by: str
-    """What the parts' losses were weighted by: "items" where a count was returned or could be read, "rows", or "sum"
-    where they are simply added."""
+    """What the parts' losses were weighted by: "items" where a count was returned or could be read,
+    "rows", or "sum" where they are simply added.
+    """
     reason: str = ""
     """Why it could not be measured."""
 
@@ -71,24 +86,38 @@ def compare_with_full_batch(
     weighted_by = "rows"
     try:
         with trials_end(), untouched(model):
-            additivity = measure_additivity(model, loss_fn, batch, split=split, rewind=Generators().restore)
+            additivity = measure_additivity(
+                model, loss_fn, batch, split=split, rewind=Generators().restore
+            )
         weighted_by = _WEIGHTED_BY.get(additivity.over or "", "rows")
         whole, draws = _whole_gradients(model, parameters, loss_fn, batch, count_rows(batch, split))
         shares = None
         if may_count(additivity, len(parts)):
             with untouched(model):
-                shares = PartCounter(model, part_loss_fn or loss_fn, split, additivity.roles).shares(parts)
+                shares = PartCounter(
+                    model, part_loss_fn or loss_fn, split, additivity.roles
+                ).shares(parts)
         weights = BatchWeights(additivity, count_rows(batch, split), exact=False, shares=shares)
         sized = [(part, count_rows(part, split)) for part in parts]
-        added, by_rows = _added_gradients(model, parameters, part_loss_fn or loss_fn, sized, weights, draws)
+        added, by_rows = _added_gradients(
+            model, parameters, part_loss_fn or loss_fn, sized, weights, draws
+        )
         weighted_by = "items" if weighted_by == "rows" and not by_rows else weighted_by
         error = _relative_error(added, whole)
     except MisuseError as problem:
         return FullBatchError(None, tolerance, weighted_by, str(problem))
     except CannotShare as problem:
-        return FullBatchError(None, tolerance, weighted_by, f"{problem}, so the parts cannot draw the same numbers")
-    except Exception as problem:  # the user's code on a whole batch, which may be more than it was written for
-        said = "runs out of memory" if is_out_of_memory(problem) else f"raised {type(problem).__name__}: {problem}"
+        return FullBatchError(
+            None, tolerance, weighted_by, f"{problem}, so the parts cannot draw the same numbers"
+        )
+    except (
+        Exception
+    ) as problem:  # the user's code on a whole batch, which may be more than it was written for
+        said = (
+            "runs out of memory"
+            if is_out_of_memory(problem)
+            else f"raised {type(problem).__name__}: {problem}"
+        )
         return FullBatchError(None, tolerance, weighted_by, f"the batch in one piece {said}")
     if not math.isfinite(error):
         return FullBatchError(None, tolerance, weighted_by, "the gradients are not finite")
@@ -96,7 +125,11 @@ def compare_with_full_batch(
 
 
 def _whole_gradients(
-    model: torch.nn.Module, parameters: list[torch.nn.Parameter], loss_fn: LossFunction, batch: Any, rows: int
+    model: torch.nn.Module,
+    parameters: list[torch.nn.Parameter],
+    loss_fn: LossFunction,
+    batch: Any,
+    rows: int,
 ) -> tuple[Gradients, WholeDraws]:
     draws = WholeDraws()
     with trials_end(), untouched(model):
@@ -115,7 +148,8 @@ def _added_gradients(
     draws: WholeDraws,
 ) -> tuple[Gradients, bool]:
     total, by_rows = 0.0, True
-    generators = Generators()  # Python's and NumPy's draws are for the batch: each part gets the same
+    # Python's and NumPy's draws are for the batch: each part gets the same
+    generators = Generators()
     with trials_end(), untouched(model):
         for position, (part, rows) in enumerate(parts):
             generators.restore()
@@ -125,7 +159,9 @@ def _added_gradients(
             weight = weights.of(found)
             items = float(weight.number)
             if items:  # a mean over no items is NaN, and contributes nothing
-                torch.autograd.backward(found.loss * items if weight.reduction == "mean" else found.loss)
+                torch.autograd.backward(
+                    found.loss * items if weight.reduction == "mean" else found.loss
+                )
             total += items
             by_rows = by_rows and items == rows
             del found
@@ -141,8 +177,20 @@ def _relative_error(added: Gradients, whole: Gradients) -> float:
     for a, b in zip(added, whole, strict=True):
         if a is None and b is None:
             continue
-        one = torch.zeros((), device="cpu") if a is None else a.to_dense() if a.layout is not torch.strided else a
-        other = torch.zeros((), device="cpu") if b is None else b.to_dense() if b.layout is not torch.strided else b
+        one = (
+            torch.zeros((), device="cpu")
+            if a is None
+            else a.to_dense()
+            if a.layout is not torch.strided
+            else a
+        )
+        other = (
+            torch.zeros((), device="cpu")
+            if b is None
+            else b.to_dense()
+            if b.layout is not torch.strided
+            else b
+        )
         difference += float((one.double() - other.double()).square().sum())
         norm += float(other.double().square().sum())
     if norm == 0.0:

@@ -1,4 +1,6 @@
-"""How a micro-batch is run under a budget: as its plan says, or below a limit, evicting as memory fills up."""
+"""How a micro-batch is run under a budget: as its plan says, or below a limit, evicting as memory
+fills up.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,17 @@ class Planned(Mode):
 
     Args:
         tested: the plan.
-        first: this is a step's first micro-batch, in which it is looked whether the forward is still the plan's.
+        first: this is a step's first micro-batch, in which it is looked whether the forward is
+            still the plan's.
         inside: what else the forward runs in, of a trial.
     """
 
     def __init__(
-        self, tested: Fitted, *, first: bool = True, inside: contextlib.AbstractContextManager[object] | None = None
+        self,
+        tested: Fitted,
+        *,
+        first: bool = True,
+        inside: contextlib.AbstractContextManager[object] | None = None,
     ) -> None:
         self._tested, self._first, self._inside = tested, first, inside
         self.followed: Any = None
@@ -54,8 +61,15 @@ class WithinLimit(Mode):
         device: whose memory the limit is about; None for the CPU's.
     """
 
-    def __init__(self, tested: Fitted, limit_bytes: int, *watched: Any, device: torch.device | None = None) -> None:
-        self._tested, self._limit_bytes, self._watched, self._device = tested, limit_bytes, watched, device
+    def __init__(
+        self, tested: Fitted, limit_bytes: int, *watched: Any, device: torch.device | None = None
+    ) -> None:
+        self._tested, self._limit_bytes, self._watched, self._device = (
+            tested,
+            limit_bytes,
+            watched,
+            device,
+        )
 
     def wrap(self, loss_fn: LossFunction) -> LossFunction:
         return self._tested.tiled(loss_fn)

@@ -1,4 +1,6 @@
-"""The passes of a batch under a budget, for loops whose update is somebody else's: trainers of other libraries."""
+"""The passes of a batch under a budget, for loops whose update is somebody else's: trainers of
+other libraries.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ from gradfit.units import parse_bytes
 
 
 class Passes:
-    """Forward and backward of any batch in micro-batches, so that all tensors of a step stay below a budget.
+    """Forward and backward of any batch in micro-batches, so that all tensors of a step stay below
+    a budget.
 
-    What each micro-batch weighs is what its loss was divided by, as for `fit`; what does not add up is not cut.
+    What each micro-batch weighs is what its loss was divided by, as for `fit`; what does not add up
+    is not cut.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -56,7 +60,9 @@ class Passes:
             loss_fn,
             parse_bytes(memory),
             reserved_bytes=reserved_bytes,
-            micro_batch=None if micro_batch in (None, "whole") else read_count(micro_batch, "micro_batch"),
+            micro_batch=(
+                None if micro_batch in (None, "whole") else read_count(micro_batch, "micro_batch")
+            ),
             whole=micro_batch == "whole",
             exact=exact,
             tile=tile,
@@ -65,12 +71,16 @@ class Passes:
         self._has_warned = False
 
     def plan(self, batch: Any) -> Plan:
-        """The plan for batches like this one; the first such batch is profiled and tried out, which leaves no trace."""
+        """The plan for batches like this one; the first such batch is profiled and tried out, which
+        leaves no trace.
+        """
         return self._tested(batch, self._planner.runner.rows(batch)).plan
 
     @property
     def additivity(self) -> Additivity | None:
-        """How the parts of a batch make the whole, as measured with the first plan; None before it."""
+        """How the parts of a batch make the whole, as measured with the first plan; None before
+        it.
+        """
         return self._planner.additivity
 
     def run(
@@ -81,8 +91,8 @@ class Passes:
     ) -> None:
         """Run the passes of a batch, all of them or, if one fails for good, none.
 
-        If memory runs out they are begun anew, with a plan that takes less. Gradients that were there are set aside,
-        so that those of a failed attempt can be dropped, and added at the end.
+        If memory runs out they are begun anew, with a plan that takes less. Gradients that were
+        there are set aside, so that those of a failed attempt can be dropped, and added at the end.
 
         Args:
             batch: any number of rows.
@@ -90,7 +100,8 @@ class Passes:
             begin: called before the first of them, also when they are begun anew.
 
         Raises:
-            MisuseError: The batch has no rows, or its parts are divided by numbers that do not go together.
+            MisuseError: The batch has no rows, or its parts are divided by numbers that do not go
+                together.
         """
         runner = self._planner.runner
         rows = runner.rows(batch)
@@ -103,7 +114,9 @@ class Passes:
             parts = runner.parts(batch, tested.plan.micro_batch, rows)
             shares = self._recovery.count(tested, parts, before)
             before.clear_gradients()
-            weights = BatchWeights(self.additivity, rows, exact=self._exact, shares=shares, may_repeat=shares is None)
+            weights = BatchWeights(
+                self.additivity, rows, exact=self._exact, shares=shares, may_repeat=shares is None
+            )
             for part in parts:
 
                 def weighed(found: PartLoss, position: int = part.position) -> None:
@@ -128,10 +141,12 @@ class Passes:
 
 
 class MeanInProgress:
-    """The mean over all items of parts that come one after the other: their losses, and their gradients in `.grad`.
+    """The mean over all items of parts that come one after the other: their losses, and their
+    gradients in `.grad`.
 
-    How many items there will be is known only at the end. So gradients are divided by as many as there would be if all
-    parts had as many as the first, and `finish` corrects them by how many there were.
+    How many items there will be is known only at the end. So gradients are divided by as many as
+    there would be if all parts had as many as the first, and `finish` corrects them by how many
+    there were.
     """
 
     def __init__(self) -> None:
@@ -154,7 +169,8 @@ class MeanInProgress:
         self._unit, self._items, self._sum = self._marked
 
     def add(self, loss: torch.Tensor, weight: Weight, *, parts: float = 1.0) -> torch.Tensor | None:
-        """Take in a part: what to call `backward` on; None for a part without items, which contributes nothing.
+        """Take in a part: what to call `backward` on; None for a part without items, which
+        contributes nothing.
 
         Args:
             loss: The part's loss, a mean or a sum as `weight` says.

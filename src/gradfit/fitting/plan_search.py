@@ -1,4 +1,6 @@
-"""Plans for the batches that come: one per input shape, each tried out and corrected until it holds."""
+"""Plans for the batches that come: one per input shape, each tried out and corrected until it
+holds.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,14 @@ from gradfit.batches.runner import LossFunction, MicroBatchRunner, Part
 from gradfit.batches.snapshot import untouched
 from gradfit.devices import counted_device, devices_of, free_cached_memory, wait_for
 from gradfit.errors import BudgetInfeasible, MisuseError
-from gradfit.fitting.families import MOST_PLANS, PlanningTime, covering, grown, may_be_slow, with_slack
+from gradfit.fitting.families import (
+    MOST_PLANS,
+    PlanningTime,
+    covering,
+    grown,
+    may_be_slow,
+    with_slack,
+)
 from gradfit.fitting.fixed_cost import nominal
 from gradfit.fitting.modes import Planned, WithinLimit
 from gradfit.fitting.tested_plan import Fitted, Shape, covered, shape_of, smaller
@@ -45,7 +54,8 @@ from gradfit.units import format_bytes
 _TRIES = 5
 _TRIES_ONLINE = 3
 _ONLINE_MARGIN = 1.03  # above the smallest limit that was held online
-_TIMED, _MOST_TIMED, _TIMED_SECONDS = 3, 10, 1.5  # passes: at least, at most, and until they took so long
+# passes: at least, at most, and until they took so long
+_TIMED, _MOST_TIMED, _TIMED_SECONDS = 3, 10, 1.5
 _DOUBT = 1.3  # by how much a prediction may be slower, and the clock is still asked
 _LITTLE = 0.02  # more time than this, and tiles are looked at
 _NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
@@ -87,10 +97,12 @@ class Planner:
         self.exact = exact  # what does not add up is not cut
         self.additivity: Additivity | None = None
         self._tile = tile  # whether plans may cut along tokens
-        self._micro_batch, self._whole = micro_batch, whole  # the size that was asked for, or never to cut
+        # the size that was asked for, or never to cut
+        self._micro_batch, self._whole = micro_batch, whole
         self.reserved_bytes = reserved_bytes  # of communication buckets, which no meter sees
         self.reduce_bytes = reduce_bytes  # what adding up over the ranks takes for a moment
-        self._copies = copies  # while the optimizer steps there is a copy of what it changes, if the budget has room
+        # while the optimizer steps there is a copy of what it changes, if the budget has room
+        self._copies = copies
         self._wide = wide  # in which the optimizer works, if the parameters are narrower
         # A step holds copies of the buffers, to go back to, and a few numbers for the accumulator.
         self._own_bytes = sum(buffer.nbytes for buffer in model.buffers()) + _NUMBERS_BYTES
@@ -117,7 +129,9 @@ class Planner:
         return tuple(self._fitted)
 
     def take_up(self, plans: Iterable[Fitted]) -> None:
-        """Go by these plans from now on, and by what was measured of the loss when they were made."""
+        """Go by these plans from now on, and by what was measured of the loss when they were
+        made.
+        """
         self._fitted = [with_slack(plan, self.limit_bytes) for plan in plans]
         if self._fitted:
             self.additivity = self._fitted[0].profile.additivity
@@ -134,7 +148,9 @@ class Planner:
 
     @contextlib.contextmanager
     def counted(self, batch: Any) -> Iterator[int]:
-        """The rows of the batch, which inside are not counted again: `split=` has to cut it for that."""
+        """The rows of the batch, which inside are not counted again: `split=` has to cut it for
+        that.
+        """
         rows = self.runner.rows(batch)
         self._counted = batch, rows
         try:
@@ -147,7 +163,9 @@ class Planner:
         return shape_of(batch, rows=self.runner.split is not None)
 
     def fitted(self, batch: Any, batch_size: int) -> Fitted:
-        """A plan for batches of this shape: one made before for this shape or a larger one, or a new one."""
+        """A plan for batches of this shape: one made before for this shape or a larger one, or a
+        new one.
+        """
         shape = self.shape(batch)
         if self._fitted and self.additivity is None:  # plans from a version that did not measure it
             with untouched(self._model):
@@ -158,7 +176,10 @@ class Planner:
         larger = covering(serving, shape, batch_size)
         found = larger[0] if larger else None
         if not distributed.is_running():  # where ranks run forwards together, and so plan together
-            if found is None and (by_size := grown(serving, shape, batch_size, self.limit_bytes)) is not None:
+            if (
+                found is None
+                and (by_size := grown(serving, shape, batch_size, self.limit_bytes)) is not None
+            ):
                 found = self._remember(by_size)
             wanted = larger and may_be_slow(larger[0], shape, batch_size) and self.time.is_left
             found = None if wanted and not self._reproducible else found
@@ -169,28 +190,41 @@ class Planner:
         return found
 
     def outgrown(self, fitted: Fitted, batch: Any) -> Fitted:
-        """A plan of its own for a batch that is too large for one that arithmetic had found for it."""
+        """A plan of its own for a batch that is too large for one that arithmetic had found for
+        it.
+        """
         self._fitted = [known for known in self._fitted if known is not fitted]
         with self.time.planning():
-            return self._add(self._fit(batch, self.rows(batch), self.shape(batch), self.limit_bytes))
+            return self._add(
+                self._fit(batch, self.rows(batch), self.shape(batch), self.limit_bytes)
+            )
 
     def _holds(self, known: Fitted) -> bool:
-        """Whether a plan is one for this budget: it may come from a step with a larger one, or from another loss."""
+        """Whether a plan is one for this budget: it may come from a step with a larger one, or from
+        another loss.
+        """
         may_cut = not self.exact or self.additivity is None or self.additivity.adds_up
         return self._within_budget(known) and (may_cut or known.plan.steps == 1)
 
     def _add(self, found: Fitted) -> Fitted:
-        """Take in a plan that was tried out, in the place of one for the same shape and the same operations."""
-        found = with_slack(dataclasses.replace(found, tested_bytes=found.peak_bytes), self.limit_bytes)
+        """Take in a plan that was tried out, in the place of one for the same shape and the same
+        operations.
+        """
+        found = with_slack(
+            dataclasses.replace(found, tested_bytes=found.peak_bytes), self.limit_bytes
+        )
         found = self._covered(found, self.limit_bytes)
-        found = dataclasses.replace(found, plan=dataclasses.replace(found.plan, budget_bytes=self.budget_bytes))
+        found = dataclasses.replace(
+            found, plan=dataclasses.replace(found.plan, budget_bytes=self.budget_bytes)
+        )
         return self._remember(found)
 
     def _remember(self, found: Fitted) -> Fitted:
         kept = [
             known
             for known in self._fitted
-            if known.shape != found.shape or (known.steady and known.plan.operations != found.plan.operations)
+            if known.shape != found.shape
+            or (known.steady and known.plan.operations != found.plan.operations)
         ]
         if len(kept) >= MOST_PLANS:
             oldest = min(kept, key=lambda known: self._used.get(id(known), 0))
@@ -200,7 +234,8 @@ class Planner:
         return found
 
     def plan_of_part(self, part: Any, fitted: Fitted) -> Fitted | None:
-        """A plan for what this micro-batch does, where another one of its size was planned for; None if there is none.
+        """A plan for what this micro-batch does, where another one of its size was planned for;
+        None if there is none.
 
         Raises:
             BudgetInfeasible: only a smaller micro-batch could do that.
@@ -208,7 +243,8 @@ class Planner:
         plan = fitted.plan
         found = self._profile(part, rows=self.rows(part), tiles=plan.tiles)
         made = self._plan(found, self.limit_bytes, plan.batch_size, plan.micro_batch)
-        # Best one that begins as the other does, so that a forward can go over from one to the other.
+        # Best one that begins as the other does, so that a forward can go over from one to the
+        # other.
         for candidate in (beginning_like(found, made, plan), made):
             if candidate is not None:
                 tried = self._try_out(Fitted(candidate, found, fitted.shape, 0, steady=True), part)
@@ -217,14 +253,19 @@ class Planner:
         return None
 
     def _within_budget(self, known: Fitted) -> bool:
-        """Whether its measured peak is within the budget. A real step's has in it what a trial does not hold."""
+        """Whether its measured peak is within the budget. A real step's has in it what a trial does
+        not hold.
+        """
         has_stepped = known.seen_bytes > 0
-        return known.peak_bytes <= (self.budget_bytes - self.reserved_bytes if has_stepped else self.limit_bytes)
+        return known.peak_bytes <= (
+            self.budget_bytes - self.reserved_bytes if has_stepped else self.limit_bytes
+        )
 
     def tighter(self, fitted: Fitted, share: float = 0.9) -> Fitted:
         """A plan that needs less than this one did, at the same micro-batch while there is one.
 
-        Where this one is the smallest there is, it is that one again: memory may have run out for another's sake.
+        Where this one is the smallest there is, it is that one again: memory may have run out for
+        another's sake.
 
         Args:
             fitted: the plan that memory ran out with.
@@ -242,8 +283,8 @@ class Planner:
             if smallest.min_bytes < plan.peak_bytes:
                 plan = self._plan(fitted.profile, smallest.min_bytes, plan.batch_size)
         made = dataclasses.replace(
-            fitted, plan=plan, peak_bytes=plan.peak_bytes, saved_bytes=None, seen=False, copied=False,
-            slack=1.0, tested_bytes=0,
+            fitted, plan=plan, peak_bytes=plan.peak_bytes, saved_bytes=None, seen=False,
+            copied=False, slack=1.0, tested_bytes=0,
         )  # fmt: skip
         return self.replace(fitted, **vars(self._covered(made, limit)))
 
@@ -298,17 +339,26 @@ class Planner:
         return ways[0] if len(ways) == 1 else self._fastest(ways, batch)
 
     def _worth_trying(self, choices: TileChoices) -> list[Tiles | None]:
-        """Without tiles first, unless one row's logits alone, of which three are there at once, pass the budget."""
+        """Without tiles first, unless one row's logits alone, of which three are there at once,
+        pass the budget.
+        """
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         least = 2 * sum(local_part(p).nbytes for p in parameters) + 3 * choices.whole_bytes
-        return [*choices.tiles] if choices.tiles and least > self.limit_bytes else [None, *choices.tiles]
+        return (
+            [*choices.tiles]
+            if choices.tiles and least > self.limit_bytes
+            else [None, *choices.tiles]
+        )
 
     def _tile_choices(self, batch: Any) -> TileChoices:
         if units_of(self._model):
-            return TileChoices()  # ranks would have to choose alike: their forwards wait for each other
+            # ranks would have to choose alike: their forwards wait for each other
+            return TileChoices()
         return choose_tiles(self._model, self._loss_fn, batch, self.runner.split)
 
-    def _with_tiles_named(self, error: BudgetInfeasible, batch: Any, batch_size: int) -> BudgetInfeasible:
+    def _with_tiles_named(
+        self, error: BudgetInfeasible, batch: Any, batch_size: int
+    ) -> BudgetInfeasible:
         """What the smallest budget would be with tiles, if that is less."""
         least = error.min_bytes
         for tiles in self._tile_choices(batch).tiles:
@@ -321,7 +371,9 @@ class Planner:
         text = f"{error} With tile=True, about {format_bytes(least)} would be enough."
         return BudgetInfeasible(text, min_bytes=error.min_bytes, breakdown=error.breakdown)
 
-    def _fit_as(self, tiles: Tiles | None, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
+    def _fit_as(
+        self, tiles: Tiles | None, batch: Any, batch_size: int, shape: Shape, limit_bytes: int
+    ) -> Fitted:
         found = self._profile(batch, tiles=tiles)
         timed = nominal(found) if self._reproducible else found
         target, size = limit_bytes, None
@@ -335,15 +387,25 @@ class Planner:
             if tried is None:
                 if plan.micro_batch == found.batch_size or plan.micro_batch > self.rows(batch):
                     return self._fit_online(made, batch, limit_bytes)
-                size = plan.micro_batch  # a batch of one row need not do what larger ones do: look at this very size
+                # a batch of one row need not do what larger ones do: look at this very size
+                size = plan.micro_batch
                 found = self._profile(batch, rows=size, tiles=tiles)
                 timed = nominal(found) if self._reproducible else found
                 continue
             if tried.peak_bytes <= limit_bytes and self._reproducible:
-                # The micro-batch is chosen; what to keep in it changes no bit, so that is chosen by the clock.
-                other = dataclasses.replace(made, plan=self._plan_at(found, target, batch_size, plan.micro_batch))
-                again = self._try_out(other, batch) if other.plan.micro_batch == plan.micro_batch else None
-                return self._fastest([tried if again is None or again.peak_bytes > limit_bytes else again], batch)
+                # The micro-batch is chosen; what to keep in it changes no bit, so that is chosen by
+                # the clock.
+                other = dataclasses.replace(
+                    made, plan=self._plan_at(found, target, batch_size, plan.micro_batch)
+                )
+                again = (
+                    self._try_out(other, batch)
+                    if other.plan.micro_batch == plan.micro_batch
+                    else None
+                )
+                return self._fastest(
+                    [tried if again is None or again.peak_bytes > limit_bytes else again], batch
+                )
             if tried.peak_bytes <= limit_bytes and self._micro_batch is not None:
                 return self._fastest([tried], batch)
             if tried.peak_bytes <= limit_bytes:
@@ -354,7 +416,9 @@ class Planner:
                 break
         return self._fit_smallest(found, batch, batch_size, shape, limit_bytes)
 
-    def _profile(self, batch: Any, *, rows: int | None = None, tiles: Tiles | None = None) -> Profile:
+    def _profile(
+        self, batch: Any, *, rows: int | None = None, tiles: Tiles | None = None
+    ) -> Profile:
         bandwidth = 0.0
         if self._offload:
             device = next(self._model.parameters()).device
@@ -380,15 +444,18 @@ class Planner:
         burst = max(found.optimizer_burst_bytes + self._widening_bytes(found), self.reduce_bytes)
         return dataclasses.replace(found, optimizer_burst_bytes=burst)
 
-    def _plan(self, found: Profile, limit_bytes: int, batch_size: int, micro_batch: int | None = None) -> Plan:
+    def _plan(
+        self, found: Profile, limit_bytes: int, batch_size: int, micro_batch: int | None = None
+    ) -> Plan:
         """The best plan; at this very micro-batch, or at the one that was asked for, if any."""
         size = micro_batch
         if self._micro_batch is not None:
             size = min(self._micro_batch, batch_size)
             if size < batch_size and not found.splittable:
                 raise MisuseError(
-                    f"micro_batch={self._micro_batch} cuts the batch of {batch_size}, and its loss does not add up: "
-                    f"{self._why_whole()}. Leave micro_batch out, or pass exact=False to cut all the same."
+                    f"micro_batch={self._micro_batch} cuts the batch of {batch_size}, and its loss"
+                    f" does not add up: {self._why_whole()}. Leave micro_batch out, or pass"
+                    " exact=False to cut all the same."
                 )
         return make_plan(found, memory=limit_bytes, batch_size=batch_size, micro_batch=size)
 
@@ -409,18 +476,30 @@ class Planner:
         return f"relative error {additivity.error:.2g} on a few rows; {additivity.reason}"
 
     def _widening_bytes(self, found: Profile) -> int:
-        """What a step takes more if parameters and state are widened for it, and its temporaries are as wide."""
+        """What a step takes more if parameters and state are widened for it, and its temporaries
+        are as wide.
+        """
         trained = [p for p in self._model.parameters() if p.requires_grad]
         if self._wide is None or not trained:
             return 0
         sizes = [local_part(p).nbytes for p in trained]
-        ratios = [torch.promote_types(p.dtype, self._wide).itemsize / p.dtype.itemsize for p in trained]
+        ratios = [
+            torch.promote_types(p.dtype, self._wide).itemsize / p.dtype.itemsize for p in trained
+        ]
         copies = sum(size * ratio for size, ratio in zip(sizes, ratios, strict=True) if ratio > 1)
-        states = found.optimizer_bytes * sum(s * (r - 1) for s, r in zip(sizes, ratios, strict=True)) / sum(sizes)
+        states = (
+            found.optimizer_bytes
+            * sum(s * (r - 1) for s, r in zip(sizes, ratios, strict=True))
+            / sum(sizes)
+        )
         return round(copies + states + found.optimizer_burst_bytes * (max(ratios) - 1))
 
-    def _fit_smallest(self, found: Profile, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
-        """The plan of the smallest peak, by seconds that are the same in every run: so `min_bytes` is always enough."""
+    def _fit_smallest(
+        self, found: Profile, batch: Any, batch_size: int, shape: Shape, limit_bytes: int
+    ) -> Fitted:
+        """The plan of the smallest peak, by seconds that are the same in every run: so `min_bytes`
+        is always enough.
+        """
         alike = nominal(found)
         try:
             plan = self._plan(alike, 1, batch_size)
@@ -430,21 +509,27 @@ class Planner:
         tried = self._try_out(made, batch)
         if tried is None:
             return self._fit_online(made, batch, limit_bytes)
-        # Not less than what is planned for: below that, what the clock says could not choose among plans.
+        # Not less than what is planned for: below that, what the clock says could not choose among
+        # plans.
         least = max(tried.peak_bytes, plan.peak_bytes, found.measuring_bytes)
         if max(tried.peak_bytes, found.measuring_bytes) <= limit_bytes:
             return self._fastest([tried], batch)
         raise self._infeasible(plan, least, cut=found.splittable)
 
     def _fit_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted:
-        """The operations depend on the data, so no plan can name them: evict online, in micro-batches that fit."""
-        plan = dataclasses.replace(made.plan, online=f"{self._left}. The data decide what the forward does")
+        """The operations depend on the data, so no plan can name them: evict online, in
+        micro-batches that fit.
+        """
+        plan = dataclasses.replace(
+            made.plan, online=f"{self._left}. The data decide what the forward does"
+        )
         made = dataclasses.replace(made, plan=plan, steady=False)
         while (
             tried := self._try_out_online(made, batch, limit_bytes)
         ).peak_bytes > limit_bytes or made.profile.measuring_bytes > limit_bytes:
             if made.plan.micro_batch <= made.profile.min_batch or not self._may_cut(made.profile):
-                # With a little more: what is evicted depends on the clock, and what is routed where on the weights.
+                # With a little more: what is evicted depends on the clock, and what is routed where
+                # on the weights.
                 least = int(self._smallest_online(made, batch, tried.peak_bytes) * _ONLINE_MARGIN)
                 least = max(least, made.profile.measuring_bytes)
                 raise self._infeasible(made.plan, least, cut=made.profile.splittable)
@@ -454,7 +539,9 @@ class Planner:
     def _smallest_online(self, made: Fitted, batch: Any, below: int) -> int:
         """The smallest limit that is held, to a hundredth; `below` is not."""
         growth = 1.01
-        while (tried := self._try_out_online(made, batch, int(below * growth))).peak_bytes > int(below * growth):
+        while (tried := self._try_out_online(made, batch, int(below * growth))).peak_bytes > int(
+            below * growth
+        ):
             below, growth = max(tried.peak_bytes, int(below * growth)), 2 * growth - 1
         above = int(below * growth)
         while above > below * 1.01 + 64:
@@ -482,26 +569,40 @@ class Planner:
         parts = {name: count for name, count in plan.breakdown.items() if count}
         if least > plan.peak_bytes:  # what only measuring shows
             parts["measuring a few rows, before the first step"] = least - plan.peak_bytes
-        parts |= {"copies of buffers": self._own_bytes, "communication buckets": self.reserved_bytes}
+        parts |= {
+            "copies of buffers": self._own_bytes,
+            "communication buckets": self.reserved_bytes,
+        }
         least += self._own_bytes + self.reserved_bytes
-        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sorted(parts.items(), key=_size) if size)
+        listed = ", ".join(
+            f"{name} {format_bytes(size)}"
+            for name, size in sorted(parts.items(), key=_size)
+            if size
+        )
         hint = "or make the model or an item of the batch smaller."
         if not cut and plan.batch_size > 1:
-            hint = f"or lower the batch size. The batch of {plan.batch_size} is not cut: {self._why_whole()}."
+            hint = (
+                f"or lower the batch size. The batch of {plan.batch_size} is not cut:"
+                f" {self._why_whole()}."
+            )
             if not self._whole:
                 hint += " exact=False cuts it all the same."
         elif self._micro_batch is not None and plan.micro_batch > 1:
             hint = "or leave out micro_batch, so that it can be smaller."
         return BudgetInfeasible(
-            f"Smallest feasible peak is {format_bytes(least)} ({listed}) at micro-batch {plan.micro_batch}, the budget "
-            f"is {format_bytes(self.budget_bytes)}. Raise `memory` to at least {least} bytes, {hint}",
+            f"Smallest feasible peak is {format_bytes(least)} ({listed}) at micro-batch"
+            f" {plan.micro_batch}, the budget is {format_bytes(self.budget_bytes)}. Raise `memory`"
+            f" to at least {least} bytes, {hint}",
             min_bytes=least,
             breakdown=parts,
         )
 
-    def _try_out(self, made: Fitted, batch: Any, *, online_bytes: int | None = None) -> Fitted | None:
-        """Run two micro-batches as planned, or each of them online: with the peak of the whole step, or None if it left
-        the plan or memory ran out. A peak above `online_bytes` is what was needed where these did not suffice."""
+    def _try_out(
+        self, made: Fitted, batch: Any, *, online_bytes: int | None = None
+    ) -> Fitted | None:
+        """Run two micro-batches as planned, or each of them online: with the peak of the whole
+        step, or None if it left the plan or memory ran out. A peak above `online_bytes` is what was
+        needed where these did not suffice."""
         past = 0
         with untouched(self._model):
             try:
@@ -518,7 +619,8 @@ class Planner:
             finally:
                 drop_gradients(self._model)
             free_cached_memory()
-            # Where memory ran out before the budget did: as if the trial had taken a tenth more than there is.
+            # Where memory ran out before the budget did: as if the trial had taken a tenth more
+            # than there is.
             if short and online_bytes is None:
                 return dataclasses.replace(made, peak_bytes=self.limit_bytes * 11 // 10)
             return dataclasses.replace(made, peak_bytes=past) if past else None
@@ -526,13 +628,17 @@ class Planner:
     def _rehearse(self, made: Fitted, batch: Any, online_bytes: int | None) -> Fitted:
         made = dataclasses.replace(made, saved_bytes=None)  # of another plan, perhaps
         plan, found = made.plan, made.profile
-        waiting = max(0, found.optimizer_bytes - _state_bytes(self._optimizer))  # what its first step will allocate
+        # what its first step will allocate
+        waiting = max(0, found.optimizer_bytes - _state_bytes(self._optimizer))
         passes = update = saved = asked = 0
         looks = LooksAtData()
-        for cut in islice(self.runner.cut(batch, plan.micro_batch), None if online_bytes is not None else 2):
+        for cut in islice(
+            self.runner.cut(batch, plan.micro_batch), None if online_bytes is not None else 2
+        ):
             content = repeat_rows(cut, plan.micro_batch) if self.runner.split is None else cut
             part = Part(0, plan.micro_batch, content)
-            # A part is a view: it holds the whole batch it was cut from, which may still be less than a step's.
+            # A part is a view: it holds the whole batch it was cut from, which may still be less
+            # than a step's.
             held = meter(content, device=self.device).current_bytes
             rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - held)
             with meter(self._model, self._optimizer, content, device=self.device) as live:
@@ -548,11 +654,17 @@ class Planner:
             passes = max(passes, live.peak_bytes + rest)
             update = live.current_bytes + rest + found.optimizer_burst_bytes
         peak = max(passes, update) + waiting
-        return dataclasses.replace(made, peak_bytes=peak, saved_bytes=saved, asked=asked, looks=looks.found)
+        return dataclasses.replace(
+            made, peak_bytes=peak, saved_bytes=saved, asked=asked, looks=looks.found
+        )
 
     def _run_online(self, made: Fitted, part: Part, limit_bytes: int, *, beside: int) -> None:
-        """Both passes of one micro-batch, evicting, where so many bytes are taken by what is not there yet."""
-        mode = WithinLimit(made, limit_bytes - beside, *self.resident, part.content, device=self.device)
+        """Both passes of one micro-batch, evicting, where so many bytes are taken by what is not
+        there yet.
+        """
+        mode = WithinLimit(
+            made, limit_bytes - beside, *self.resident, part.content, device=self.device
+        )
         try:
             self.runner.run(part, mode, lambda found: torch.autograd.backward(found.loss))
         except BudgetInfeasible as refusal:
@@ -561,15 +673,19 @@ class Planner:
     def _fastest(self, ways: list[Fitted], batch: Any) -> Fitted:
         """By the clock, whose seconds it then has.
 
-        Plans with and without recomputation are too unlike for a prediction: one pays for recording and replaying, the
-        other for more passes.
+        Plans with and without recomputation are too unlike for a prediction: one pays for recording
+        and replaying, the other for more passes.
         """
         parts = [next(iter(self.runner.cut(batch, one.plan.micro_batch))) for one in ways]
         with untouched(self._model):
             try:
-                return min(self._timed(list(zip(ways, parts, strict=True))), key=lambda one: one.plan.step_seconds)
+                return min(
+                    self._timed(list(zip(ways, parts, strict=True))),
+                    key=lambda one: one.plan.step_seconds,
+                )
             except Exception as error:
-                # It is not steady after all, as its step will notice; or memory ran out, for which a step is repeated.
+                # It is not steady after all, as its step will notice; or memory ran out, for which
+                # a step is repeated.
                 if not isinstance(error, Diverged) and not is_out_of_memory(error):
                     raise
                 traceback.clear_frames(error.__traceback__)
@@ -579,7 +695,8 @@ class Planner:
 
     def _plain(self, made: Fitted, batch: Any, target: int, limit_bytes: int) -> list[Fitted]:
         """The largest micro-batch without recomputation, tried out, if there is one."""
-        # With some room: the profile may be of another size, and not even a trial may pass the budget.
+        # With some room: the profile may be of another size, and not even a trial may pass the
+        # budget.
         found, rows = made.profile, made.plan.batch_size
         plan = plain_plan(found, memory=int(0.95 * target), batch_size=rows)
         tried: list[Fitted] = []
@@ -590,7 +707,9 @@ class Planner:
             tried = [larger]
             # Then without: each row more takes no more than one of those that were measured took.
             static = found.at(plan.micro_batch, rows=rows).static_bytes
-            most = int((limit_bytes - static) * plan.micro_batch / max(1, larger.peak_bytes - static))
+            most = int(
+                (limit_bytes - static) * plan.micro_batch / max(1, larger.peak_bytes - static)
+            )
             most = even(rows, min(most, rows))
             if plan.micro_batch >= most:
                 break
@@ -603,15 +722,18 @@ class Planner:
         if size == rows:
             return []
         most = _DOUBT * made.plan.step_seconds
-        plan = recomputing_plan(made.profile, memory=int(0.95 * target), batch_size=rows, above=size, most_seconds=most)
+        plan = recomputing_plan(
+            made.profile, memory=int(0.95 * target), batch_size=rows, above=size, most_seconds=most
+        )
         if plan is None:
             return []
         tried = self._try_out(dataclasses.replace(made, plan=plan), batch)
         return [] if tried is None or tried.peak_bytes > limit_bytes else [tried]
 
     def _timed(self, ways: list[tuple[Fitted, Any]]) -> Iterator[Fitted]:
-        """With the seconds that passes of these micro-batches take here and now, each in its turn: a machine that is
-        slower for a while is so for all of them. What was measured before is only a hint."""
+        """With the seconds that passes of these micro-batches take here and now, each in its turn:
+        a machine that is slower for a while is so for all of them. What was measured before is only
+        a hint."""
         taken: list[list[float]] = [[] for _ in ways]
         while (rounds := len(taken[0])) < _TIMED or (
             rounds < _MOST_TIMED and sum(map(sum, taken)) < len(ways) * _TIMED_SECONDS
@@ -621,10 +743,14 @@ class Planner:
         drop_gradients(self._model)
         for times, (made, part) in zip(taken, ways, strict=True):
             seconds = statistics.median(times) * made.plan.batch_size / self.runner.rows(part)
-            yield dataclasses.replace(made, plan=made.plan.taking(seconds + made.profile.optimizer_seconds))
+            yield dataclasses.replace(
+                made, plan=made.plan.taking(seconds + made.profile.optimizer_seconds)
+            )
 
     def _pass_seconds(self, made: Fitted, part: Any) -> float:
-        """Of a pass as most of its step are: if it has several, not the first one, into gradients that are there."""
+        """Of a pass as most of its step are: if it has several, not the first one, into gradients
+        that are there.
+        """
         alone = made.plan.steps == 1
         if alone:
             drop_gradients(self._model)

@@ -1,4 +1,6 @@
-"""A tested plan as plain JSON values, and back: what a step's and a run's state hold of it, checked as it is read."""
+"""A tested plan as plain JSON values, and back: what a step's and a run's state hold of it, checked
+as it is read.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,39 @@ from gradfit.errors import StateError
 from gradfit.fitting.tested_plan import Fitted
 from gradfit.planning.plan import Plan
 from gradfit.profiling.profile import Profile
-from gradfit.state_checks import MANY, boolean, fields, integer, list_of, number, optional, text, wrong
+from gradfit.state_checks import (
+    MANY,
+    boolean,
+    fields,
+    integer,
+    list_of,
+    number,
+    optional,
+    text,
+    wrong,
+)
 
-_DTYPES = {str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+_DTYPES = {
+    str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)
+}
 _FLAGS = ("steady", "seen", "looks", "copied", "by_size")
 _RECORDS = ("plan", "profile", "shape", "slack")
 _PLAIN_FIELDS = [field for field in dataclasses.fields(Fitted) if field.name not in _RECORDS]
 _NUMBERS = {
-    field.name: boolean if field.name in _FLAGS else optional(integer(0)) if field.default is None else integer(0)
+    field.name: (
+        boolean
+        if field.name in _FLAGS
+        else optional(integer(0))
+        if field.default is None
+        else integer(0)
+    )
     for field in _PLAIN_FIELDS
 }
-_REQUIRED = {field.name: _NUMBERS[field.name] for field in _PLAIN_FIELDS if field.default is dataclasses.MISSING}
+_REQUIRED = {
+    field.name: _NUMBERS[field.name]
+    for field in _PLAIN_FIELDS
+    if field.default is dataclasses.MISSING
+}
 _SHAPES = list_of(lambda where, value: _check_shape(where, value))
 _PLAN = fields({"plan": text(), "profile": text(), "shape": _SHAPES, **_REQUIRED}, _NUMBERS)
 
@@ -32,7 +56,9 @@ def write_plan(fitted: Fitted, as_json: Any) -> dict[str, Any]:
     return {
         "plan": as_json(fitted.plan),
         "profile": as_json(fitted.profile),
-        "shape": [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in fitted.shape],
+        "shape": [
+            [list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in fitted.shape
+        ],
         **{name: getattr(fitted, name) for name in _NUMBERS},
     }
 
@@ -45,7 +71,9 @@ def read_plan(saved: dict[str, Any], where: str = "The plan") -> Fitted:
         plan=plan,
         profile=profile,
         shape=tuple((tuple(shape), _DTYPES[dtype]) for shape, dtype in saved["shape"]),
-        **{name: saved[name] for name in _NUMBERS if name in saved},  # one that is newer has its default
+        **{
+            name: saved[name] for name in _NUMBERS if name in saved
+        },  # one that is newer has its default
     )
 
 
@@ -82,10 +110,15 @@ def _check_numbers(where: str, plan: Plan, profile: Profile) -> None:
     for index, action in enumerate(plan.actions):
         text("keep", "rebuild", "offload", "external")(f"{where}.actions[{index}]", action)
     if not len(plan.actions) == len(plan.segments) == len(profile.values):
-        raise StateError(f"{where} is not for its profile: {len(plan.actions)} actions, {len(profile.values)} values.")
+        raise StateError(
+            f"{where} is not for its profile: {len(plan.actions)} actions, {len(profile.values)}"
+            " values."
+        )
     if len(plan.operations) != len(profile.operations):
         raise StateError(f"{where} is not for its profile: it has other operations.")
-    if any(not 0 <= parent < index for index, parent in enumerate(plan.segment_parents[1:], start=1)):
+    if any(
+        not 0 <= parent < index for index, parent in enumerate(plan.segment_parents[1:], start=1)
+    ):
         raise StateError(f"{where} has segments that lie in no earlier one.")
     if any(not 0 <= segment < len(plan.segment_parents) for segment in plan.segments):
         raise StateError(f"{where} has a value in a segment that it does not have.")

@@ -1,8 +1,10 @@
-"""One rule for passes that fail, in a step and for other trainers: the batch is repeated whole, from where it began.
+"""One rule for passes that fail, in a step and for other trainers: the batch is repeated whole,
+from where it began.
 
-Memory that ran out asks for a plan that takes less. A forward that was not the plan's gets a plan of its own, or is
-evicted online from then on; a compiled loss function that does not say what it divided by is run as it was written;
-parts whose divisors may be no counts are counted first, and parts without items on an accelerator are read one by one.
+Memory that ran out asks for a plan that takes less. A forward that was not the plan's gets a plan
+of its own, or is evicted online from then on; a compiled loss function that does not say what it
+divided by is run as it was written; parts whose divisors may be no counts are counted first, and
+parts without items on an accelerator are read one by one.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from gradfit.fitting.sequences import Sequences
 from gradfit.fitting.tested_plan import Fitted
 from gradfit.recompute.planned import Diverged
 
-# Of what the plan needed, what it may need each time that memory runs out again. What a cap on the process, or a
-# neighbour on the device, leaves free is not known, so it soon becomes much less.
+# Of what the plan needed, what it may need each time that memory runs out again. What a cap on the
+# process, or a neighbour on the device, leaves free is not known, so it soon becomes much less.
 _SHARES = (0.9, 0.9, 0.8, 0.7, 0.5)
 _Result = TypeVar("_Result")
 Trial = Callable[[], contextlib.AbstractContextManager[object]]
@@ -66,13 +68,15 @@ class Recovery:
             tested: the plan to begin with.
             batch: what is run.
             attempt: all passes of the batch.
-            take_back: makes everything as it was before the attempt; False if it has happened after all.
+            take_back: makes everything as it was before the attempt; False if it has happened after
+                all.
             give_up: told of the error that ends it.
         """
         self._sequences.begin()
         self.reads_each, self.online = False, ""
-        # An accelerator's allocator may say that memory has run out while a block that would do waits for an event, and
-        # the same step succeeds a moment later (https://github.com/pytorch/pytorch/issues/189504).
+        # An accelerator's allocator may say that memory has run out while a block that would do
+        # waits for an event, and the same step succeeds a moment later
+        # (https://github.com/pytorch/pytorch/issues/189504).
         shares = list(_SHARES) if self._plans.device is None else [1.0, *_SHARES]
         number = 0
         while True:
@@ -101,7 +105,9 @@ class Recovery:
                 tested = self._plans.tighter(tested, share)
 
     def _learn(self, error: BaseException) -> bool:
-        """Whether the same plan can succeed, or another one for the same memory, by what this error says."""
+        """Whether the same plan can succeed, or another one for the same memory, by what this error
+        says.
+        """
         self.reads_each = isinstance(error, ZeroWeight)
         self._counts_first = self._counts_first or isinstance(error, CountFirst)
         if isinstance(error, UnreadableLoss) and not self._runs_eagerly:
@@ -110,7 +116,13 @@ class Recovery:
         return isinstance(error, Diverged | ZeroWeight | CountFirst)
 
     def run(
-        self, tested: Fitted, part: Part, batch: Any, backward: Callable[[PartLoss], object], *, first: bool
+        self,
+        tested: Fitted,
+        part: Part,
+        batch: Any,
+        backward: Callable[[PartLoss], object],
+        *,
+        first: bool,
     ) -> None:
         """Both passes of one part.
 
@@ -132,8 +144,11 @@ class Recovery:
         plans = self._plans
         return WithinLimit(tested, plans.limit_bytes, *plans.resident, batch, device=plans.device)
 
-    def count(self, tested: Fitted, parts: list[Part], before: Snapshot, first: int = 0) -> list[PartShare] | None:
-        """Each part's share in the batch, where one weight for a part cannot be right: found by forwards alone.
+    def count(
+        self, tested: Fitted, parts: list[Part], before: Snapshot, first: int = 0
+    ) -> list[PartShare] | None:
+        """Each part's share in the batch, where one weight for a part cannot be right: found by
+        forwards alone.
 
         Args:
             tested: the plan, for its tiles.
@@ -142,10 +157,16 @@ class Recovery:
             first: the part that is run first.
         """
         additivity = self._plans.additivity
-        if additivity is None or len(parts) == 1 or not (must_count(additivity, len(parts)) or self._counts_first):
+        if (
+            additivity is None
+            or len(parts) == 1
+            or not (must_count(additivity, len(parts)) or self._counts_first)
+        ):
             return None
         runner = self._plans.runner
-        counter = PartCounter(runner.model, tested.tiled(runner.loss_fn), runner.split, additivity.roles)
+        counter = PartCounter(
+            runner.model, tested.tiled(runner.loss_fn), runner.split, additivity.roles
+        )
         shares = counter.shares([part.content for part in parts], first)
         before.restore(thread=False)  # there may be a meter around it
         return shares
@@ -168,7 +189,9 @@ class _ByOneOf(Mode):
         return self._tested.tiled(loss_fn)
 
     def around_forward(self) -> contextlib.AbstractContextManager[object]:
-        return self._plans.following(self._tested, self._part.content, self._part.position, first=self._first)
+        return self._plans.following(
+            self._tested, self._part.content, self._part.position, first=self._first
+        )
 
 
 def _forget(failure: BaseException) -> None:

@@ -1,7 +1,9 @@
-"""The same random numbers for a batch in one piece and for its parts, so that the two can be compared.
+"""The same random numbers for a batch in one piece and for its parts, so that the two can be
+compared.
 
-Dropout's mask of a batch and those of its parts are other numbers of the generator, and gradients would differ for
-that alone. So the whole batch runs first and its random results are kept; then each part is given its own rows of them.
+Dropout's mask of a batch and those of its parts are other numbers of the generator, and gradients
+would differ for that alone. So the whole batch runs first and its random results are kept; then
+each part is given its own rows of them.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from gradfit.tape.rng import draws
 
 # Operators whose result is drawn, whatever their input holds: another draw can be written over it.
 _DRAWN = {
-    "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial",
-    "normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "random_",
-    "randperm", "uniform_",
+    "bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "log_normal_",
+    "multinomial", "normal_", "poisson", "rand", "rand_like", "randint", "randint_like", "randn",
+    "randn_like", "random_", "randperm", "uniform_",
 }  # fmt: skip
 _DROPOUT = "native_dropout"  # returns what it masked and the mask
 
@@ -28,12 +30,15 @@ class CannotShare(Exception):
 
 
 class WholeDraws(DispatchMode):
-    """Keeps what random operators return while a batch runs in one piece; `for_part()` hands it out again."""
+    """Keeps what random operators return while a batch runs in one piece; `for_part()` hands it out
+    again.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.results: list[torch.Tensor] = []
-        self._taken: list[int] = []  # of each result, how far along its rows the parts before have come
+        # of each result, how far along its rows the parts before have come
+        self._taken: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -47,18 +52,28 @@ class WholeDraws(DispatchMode):
         return PartDraws(self)
 
     def rows_for(self, position: int, like: torch.Tensor) -> torch.Tensor:
-        """Of the whole batch's result at this position, the next rows that a part with such a result takes."""
+        """Of the whole batch's result at this position, the next rows that a part with such a
+        result takes.
+        """
         if position >= len(self.results):
             raise CannotShare("a part draws more often than the whole batch")
         whole = self.results[position]
         if whole.shape == like.shape:  # one draw for all rows, whatever their number
             return whole
-        axes = [axis for axis in range(like.dim()) if whole.dim() == like.dim() and whole.size(axis) != like.size(axis)]
+        axes = [
+            axis
+            for axis in range(like.dim())
+            if whole.dim() == like.dim() and whole.size(axis) != like.size(axis)
+        ]
         if len(axes) != 1:
-            raise CannotShare(f"the whole batch draws {tuple(whole.shape)} where a part draws {tuple(like.shape)}")
+            raise CannotShare(
+                f"the whole batch draws {tuple(whole.shape)} where a part draws {tuple(like.shape)}"
+            )
         start, size = self._taken[position], like.size(axes[0])
         if start + size > whole.size(axes[0]):
-            raise CannotShare(f"the parts draw more than the {whole.size(axes[0])} rows of the whole batch")
+            raise CannotShare(
+                f"the parts draw more than the {whole.size(axes[0])} rows of the whole batch"
+            )
         self._taken[position] = start + size
         return whole.narrow(axes[0], start, size)
 
@@ -78,7 +93,9 @@ class PartDraws(DispatchMode):
             self._position += 1
             if _name(func) == _DROPOUT:
                 chance = args[1]
-                out[0].copy_(args[0] * drawn / (1 - chance) if chance < 1 else torch.zeros_like(args[0]))
+                out[0].copy_(
+                    args[0] * drawn / (1 - chance) if chance < 1 else torch.zeros_like(args[0])
+                )
         return out
 
 

@@ -1,9 +1,10 @@
 """A plan for each sequence of operations that the micro-batches of one shape run.
 
-A forward may do different things for batches of one shape: a mask that is all ones is dropped, a branch is taken. Each
-such sequence gets a plan of its own the first time it is met. A forward begins with the plan of the one before; where
-it leaves that, it goes on by another one that has come as far in the same way, and else the step is repeated with the
-right one. What fits no plan, because the data decide it anew each time, runs online, and that is said.
+A forward may do different things for batches of one shape: a mask that is all ones is dropped, a
+branch is taken. Each such sequence gets a plan of its own the first time it is met. A forward
+begins with the plan of the one before; where it leaves that, it goes on by another one that has
+come as far in the same way, and else the step is repeated with the right one. What fits no plan,
+because the data decide it anew each time, runs online, and that is said.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Sequences:
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
-        self._last: dict[tuple[Any, int], tuple[str, ...]] = {}  # by shape and size: the operations of the last one
+        # by shape and size: the operations of the last one
+        self._last: dict[tuple[Any, int], tuple[str, ...]] = {}
         self._learnt: dict[PartShape, int] = {}
         self._tried: dict[int, list[Fitted]] = {}  # in this step, by position: plans that were left
         self._left: _Left | None = None
@@ -114,7 +116,9 @@ class Sequences:
         if any(_may_be(plan, left) for plan in self._plans(fitted) if plan not in tried):
             return fitted
         learnt = self._learnt[left.shape] = self._learnt.get(left.shape, 0) + 1
-        made = None if learnt > _MOST or distributed.is_running() else self._learn(fitted, batch, left)
+        made = (
+            None if learnt > _MOST or distributed.is_running() else self._learn(fitted, batch, left)
+        )
         if made is None:
             return self._say(fitted, left)
         return made if made.plan.operations == fitted.plan.operations else fitted
@@ -123,16 +127,21 @@ class Sequences:
         """These micro-batches run online from now on: once as a warning, and in the plan's text."""
         if not self.online:
             warnings.warn(
-                f"Some micro-batches follow no plan: {left.error}. What is dropped of them is decided while they run, "
-                "so that the budget holds and gradients are the same, but more slowly. Pad or sort batches so that the "
-                "forward does the same for all, or raise `memory`.",
+                f"Some micro-batches follow no plan: {left.error}. What is dropped of them is"
+                " decided while they run, so that the budget holds and gradients are the same, but"
+                " more slowly. Pad or sort batches so that the forward does the same for all, or"
+                " raise `memory`.",
                 stacklevel=4,
             )
         self.online[left.shape] = str(left.error)
-        return self._planner.replace(fitted, plan=dataclasses.replace(fitted.plan, online=str(left.error)))
+        return self._planner.replace(
+            fitted, plan=dataclasses.replace(fitted.plan, online=str(left.error))
+        )
 
     def _learn(self, fitted: Fitted, batch: Any, left: _Left) -> Fitted | None:
-        """A plan for what this micro-batch does; None if there is none, or not even a trial follows it."""
+        """A plan for what this micro-batch does; None if there is none, or not even a trial follows
+        it.
+        """
         planner = self._planner
         part = next(islice(planner.parts(batch, fitted.plan.micro_batch), left.position, None))
         with planner.time.planning():
@@ -169,4 +178,6 @@ def _may_be(plan: Fitted, left: _Left) -> bool:
     position, names, seen = left.error.operation, plan.plan.operations, left.plan.plan.operations
     if position is None:
         return not left.plan.plan.keeps_everything or not plan.plan.keeps_everything
-    return names[:position] == seen[:position] and names[position : position + 1] == (left.error.name,)
+    return names[:position] == seen[:position] and names[position : position + 1] == (
+        left.error.name,
+    )

@@ -18,14 +18,17 @@ from gradfit.recompute.planned import Script, Tail, Unrecorded, recording
 from gradfit.tiling.tile import with_tiles
 from gradfit.tree import leaves
 
-Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]  # of each tensor of a batch, without the rows
+# of each tensor of a batch, without the rows
+Shape = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 _DEPTH = 3  # objects inside of objects, as a Geometric batch has its store
 PartShape = tuple[tuple[int, ...], ...]  # of each tensor of a micro-batch
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """A plan that was measured to hold, the profile it comes from, and the peak that was measured."""
+    """A plan that was measured to hold, the profile it comes from, and the peak that was
+    measured.
+    """
 
     plan: Plan
     profile: Profile
@@ -34,19 +37,26 @@ class Fitted:
     steady: bool  # the same operations whatever the data: what was measured once holds again
     seen: bool = False  # the peak is that of a real step, not of a trial
     seen_bytes: int = 0  # of the largest batch of such a step: a larger one is measured again
-    saved_bytes: int | None = None  # by autograd, in the trial, of what need not be listened to; None before it
+    # by autograd, in the trial, of what need not be listened to; None before it
+    saved_bytes: int | None = None
     asked: int = 0  # after so many of these saves, in the trial, nothing was saved that is rebuilt
     looks: bool = True  # the forward looks at the data, which may so decide what it does
-    copied: bool = False  # what the optimizer changes is copied before, so that its step can be taken back
+    # what the optimizer changes is copied before, so that its step can be taken back
+    copied: bool = False
     by_size: bool = False  # it was tested with smaller batches, and is by arithmetic one for these
     tested_bytes: int = 0  # the peak that was measured in the trial
-    slack: float = 1.0  # all values may be so many times as large as in the profile, and the budget still holds
+    # all values may be so many times as large as in the profile, and the budget still holds
+    slack: float = 1.0
 
     @cached_property
     def script(self) -> Script:
-        """The plan with the bytes that it reckons with for each value: more, and it is another computation."""
+        """The plan with the bytes that it reckons with for each value: more, and it is another
+        computation.
+        """
         rows = self.plan.micro_batch
-        return Script(self.plan, [round(value.nbytes.at(rows) * self.slack) for value in self.profile.values])
+        return Script(
+            self.plan, [round(value.nbytes.at(rows) * self.slack) for value in self.profile.values]
+        )
 
     @property
     def saved_limit(self) -> float:
@@ -55,21 +65,26 @@ class Fitted:
 
     @property
     def tail(self) -> Tail | None:
-        """What is known of the forward's rest, after the plan's last decision; None if it must be heard."""
+        """What is known of the forward's rest, after the plan's last decision; None if it must be
+        heard.
+        """
         if self.looks or self.saved_bytes is None:
             return None
         return Tail(int(self.saved_limit), asked=self.asked)
 
-    def tiled(self, loss_fn: Callable[[torch.nn.Module, Any], Any]) -> Callable[[torch.nn.Module, Any], Any]:
+    def tiled(
+        self, loss_fn: Callable[[torch.nn.Module, Any], Any]
+    ) -> Callable[[torch.nn.Module, Any], Any]:
         """`loss_fn` in the plan's tiles, if it has any."""
         return with_tiles(loss_fn, self.plan.tiles)
 
     def following(self, *, first: bool = True) -> Any:
         """What a forward runs in, to follow the plan; `Diverged` if it does not.
 
-        Nothing need be recorded where all is kept, or after the last that is not; and where the data decide nothing,
-        what autograd saves of that is looked at in the `first` micro-batch of a step only: a model that does another
-        thing in each call, by Python's own randomness, is noticed late.
+        Nothing need be recorded where all is kept, or after the last that is not; and where the
+        data decide nothing, what autograd saves of that is looked at in the `first` micro-batch of
+        a step only: a model that does another thing in each call, by Python's own randomness, is
+        noticed late.
         """
         if not self.plan.keeps_everything:
             return recording(self.script, self.tail, watched=first)[0]
@@ -79,7 +94,9 @@ class Fitted:
 
 
 def covered(fitted: Fitted, copy_bytes: int, limit_bytes: int) -> Fitted:
-    """With so large a copy beside the optimizer's step, where there is room; that may be the peak of all."""
+    """With so large a copy beside the optimizer's step, where there is room; that may be the peak
+    of all.
+    """
     plan, graph = fitted.plan, fitted.profile.at(1, rows=fitted.plan.batch_size)
     parts = {"optimizer step": graph.optimizer_burst_bytes, "copy to go back to": copy_bytes}
     peak = graph.static_bytes + sum(parts.values())
@@ -87,8 +104,12 @@ def covered(fitted: Fitted, copy_bytes: int, limit_bytes: int) -> Fitted:
         return fitted
     if peak > plan.peak_bytes:
         where = "in the optimizer's step, beside a copy to go back to"
-        plan = dataclasses.replace(plan, peak_bytes=peak, peak_at=where, breakdown={**graph.static_breakdown, **parts})
-    return dataclasses.replace(fitted, plan=plan, peak_bytes=max(peak, fitted.peak_bytes), copied=True)
+        plan = dataclasses.replace(
+            plan, peak_bytes=peak, peak_at=where, breakdown={**graph.static_breakdown, **parts}
+        )
+    return dataclasses.replace(
+        fitted, plan=plan, peak_bytes=max(peak, fitted.peak_bytes), copied=True
+    )
 
 
 def smaller(plan: Plan, min_batch: int) -> Plan:
@@ -98,24 +119,38 @@ def smaller(plan: Plan, min_batch: int) -> Plan:
 
 
 def shape_of(batch: Any, *, rows: bool = False) -> Shape:
-    """What a plan depends on beside the number of rows; with them, where it is not dim 0 that is cut (`split=`)."""
-    return tuple((tuple(tensor.shape[0 if rows else 1 :]), tensor.dtype) for tensor in tensors_of(batch))
+    """What a plan depends on beside the number of rows; with them, where it is not dim 0 that is
+    cut (`split=`).
+    """
+    return tuple(
+        (tuple(tensor.shape[0 if rows else 1 :]), tensor.dtype) for tensor in tensors_of(batch)
+    )
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
-    """The tensors of a batch; of an object that only `split=` can cut, those that it and what it holds have."""
+    """The tensors of a batch; of an object that only `split=` can cut, those that it and what it
+    holds have.
+    """
     found = list(leaves(batch))
     left = [] if found else [batch]
     for _ in range(_DEPTH):
         fields = [field for holder in left for field in _fields(holder)]
         inside = [list(leaves(field)) for field in fields]
         found += [tensor for tensors in inside for tensor in tensors]
-        left = [field for field, tensors in zip(fields, inside, strict=True) if not tensors and not callable(field)]
+        left = [
+            field
+            for field, tensors in zip(fields, inside, strict=True)
+            if not tensors and not callable(field)
+        ]
     return found
 
 
 def _fields(holder: Any) -> list[Any]:
-    return list(holder.values()) if isinstance(holder, Mapping) else list(getattr(holder, "__dict__", {}).values())
+    return (
+        list(holder.values())
+        if isinstance(holder, Mapping)
+        else list(getattr(holder, "__dict__", {}).values())
+    )
 
 
 def part_shape(part: Any) -> PartShape:
@@ -124,7 +159,9 @@ def part_shape(part: Any) -> PartShape:
 
 
 def covers(large: Shape, small: Shape) -> bool:
-    """Whether every tensor of the one shape is at least as large as the other's: then so are all activations."""
+    """Whether every tensor of the one shape is at least as large as the other's: then so are all
+    activations.
+    """
     return len(large) == len(small) and all(
         a_type == b_type and len(a) == len(b) and all(x >= y for x, y in zip(a, b, strict=True))
         for (a, a_type), (b, b_type) in zip(large, small, strict=True)
@@ -132,7 +169,9 @@ def covers(large: Shape, small: Shape) -> bool:
 
 
 def growth(known: Shape, new: Shape) -> float:
-    """By how much the one shape is larger than the other where it is most; infinite if it is of another kind."""
+    """By how much the one shape is larger than the other where it is most; infinite if it is of
+    another kind.
+    """
     if len(known) != len(new):
         return math.inf
     most = 1.0

@@ -1,9 +1,11 @@
-"""One exact full-batch update under a budget: split, forward (tape), backward (replay), accumulate, update.
+"""One exact full-batch update under a budget: split, forward (tape), backward (replay), accumulate,
+update.
 
-A step either happens as a whole or not at all. What an attempt changes before the optimizer steps (gradients, buffers,
-random generators) is put back if it fails, or is interrupted; the optimizer's own step is covered by a copy of the
-parameters and its state where the budget has room for one, which it usually has: all activations are gone by then.
-Where it has not, Ctrl-C waits until the optimizer has stepped.
+A step either happens as a whole or not at all. What an attempt changes before the optimizer steps
+(gradients, buffers, random generators) is put back if it fails, or is interrupted; the optimizer's
+own step is covered by a copy of the parameters and its state where the budget has room for one,
+which it usually has: all activations are gone by then. Where it has not, Ctrl-C waits until the
+optimizer has stepped.
 """
 
 from __future__ import annotations
@@ -58,8 +60,9 @@ class TrainResult(NamedTuple):
     grad_norm: float | None
     """Norm of the whole batch's gradient, before clipping; None if it was not computed."""
     peak_bytes: int
-    """Of all tensors, measured: in this step if it is one of the first two with its plan or its batch is larger than
-    those were, else the largest that was measured with its plan."""
+    """Of all tensors, measured: in this step if it is one of the first two with its plan or its
+    batch is larger than those were, else the largest that was measured with its plan.
+    """
     micro_batches: int
     """How many parts the batch was run in."""
     weight: int | float
@@ -71,14 +74,18 @@ class TrainResult(NamedTuple):
     logs: Mapping[str, float] = {}
     """What `loss_fn` returned to be logged, each the mean over all items of the batch."""
     online: str = ""
-    """Why some micro-batches of this step did not follow a plan, and which operation differed; empty if all did."""
+    """Why some micro-batches of this step did not follow a plan, and which operation differed;
+    empty if all did.
+    """
 
     def __bool__(self) -> bool:
         return self.stepped
 
 
 class Progress(NamedTuple):
-    """How far a step has come, between two of its micro-batches; with the accumulator's state it can go on."""
+    """How far a step has come, between two of its micro-batches; with the accumulator's state it
+    can go on.
+    """
 
     done: int
     """Micro-batches that are accumulated."""
@@ -107,7 +114,8 @@ class _Call(NamedTuple):
 
 
 class TrainStep(NotCopied):
-    """The step that `fit` returns: call it with a batch. `plan`, `profile` and `budget_bytes` say what it follows.
+    """The step that `fit` returns: call it with a batch. `plan`, `profile` and `budget_bytes` say
+    what it follows.
 
     Args:
         model: the model that is trained.
@@ -132,7 +140,8 @@ class TrainStep(NotCopied):
         *,
         given: Any = None,
     ) -> None:
-        self._given = given  # the optimizer as it was given to `fit`, perhaps inside of another library's wrapper
+        # the optimizer as it was given to `fit`, perhaps inside of another library's wrapper
+        self._given = given
         self.model, self.optimizer, self.accumulator = model, optimizer, accumulator
         self._planner, self._fitted = planner, fitted
         self._buffers: Mapping[str, torch.Tensor] = {}
@@ -157,10 +166,12 @@ class TrainStep(NotCopied):
         return self._planner.known
 
     def state_dict(self) -> dict[str, Any]:
-        """The plans, with what was measured of them, and the window: text, numbers and tensors, no objects.
+        """The plans, with what was measured of them, and the window: text, numbers and tensors, no
+        objects.
 
-        It goes beside the model's and the optimizer's own: `torch.save` and default `torch.load` take it, and between
-        two steps `json.dumps` does. A run that is resumed with it adds in the same order as one that was not stopped.
+        It goes beside the model's and the optimizer's own: `torch.save` and default `torch.load`
+        take it, and between two steps `json.dumps` does. A run that is resumed with it adds in the
+        same order as one that was not stopped.
         """
         return {
             "version": _VERSION,
@@ -169,7 +180,8 @@ class TrainStep(NotCopied):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up the plans and the window of `state_dict()`; batches of their shapes are not profiled again.
+        """Take up the plans and the window of `state_dict()`; batches of their shapes are not
+        profiled again.
 
         Args:
             state: what `state_dict()` returned, perhaps in another process.
@@ -189,7 +201,10 @@ class TrainStep(NotCopied):
                 f"This is not the state of a step ({error!r}). Pass what step.state_dict() gave."
             ) from None
         if version != _VERSION:
-            raise StateError(f"This state of a step has format {version!r}, not {_VERSION}. Call fit again without it.")
+            raise StateError(
+                f"This state of a step has format {version!r}, not {_VERSION}. Call fit again"
+                " without it."
+            )
         self.accumulator.load_state_dict(window)
         self._planner.take_up(plans)
         same = [fitted for fitted in self.known if fitted.shape == self._fitted.shape]
@@ -207,30 +222,40 @@ class TrainStep(NotCopied):
     ) -> TrainResult:
         """One exact update with this batch, whatever its size and shape.
 
-        The step owns its window. Gradients that other passes have left in `.grad` (an audit's, a generator's, one of
-        your own) are no part of it, and are cleared first, as by `optimizer.zero_grad()`.
+        The step owns its window. Gradients that other passes have left in `.grad` (an audit's, a
+        generator's, one of your own) are no part of it, and are cleared first, as by
+        `optimizer.zero_grad()`.
 
         Args:
             batch: any number of rows; of the kind that `fit` was given.
-            progress: goes on with a step that was ended by `after_micro_batch`: the same batch, the generators as they
-                were then.
-            after_micro_batch: called between two micro-batches; what it raises ends the step, with nothing changed.
+            progress: goes on with a step that was ended by `after_micro_batch`: the same batch, the
+                generators as they were then.
+            after_micro_batch: called between two micro-batches; what it raises ends the step, with
+                nothing changed.
 
         Raises:
-            MisuseError: the model is in evaluation mode, or what this batch's loss was divided by does not go together
-                with what was measured of the loss. Nothing is changed.
+            MisuseError: the model is in evaluation mode, or what this batch's loss was divided by
+                does not go together with what was measured of the loss. Nothing is changed.
         """
         if progress is not None:
             read_instance(progress, "progress", Progress, "what after_micro_batch was given")
         if after_micro_batch is not None:
-            read_callable(after_micro_batch, "after_micro_batch", "a function of a Progress", arguments=1)
+            read_callable(
+                after_micro_batch, "after_micro_batch", "a function of a Progress", arguments=1
+            )
         if not self.model.training:
-            raise MisuseError("The model is in evaluation mode. Call model.train() before step(batch).")
+            raise MisuseError(
+                "The model is in evaluation mode. Call model.train() before step(batch)."
+            )
         with self._planner.counted(batch) as rows, self._planner.time.training():
             return self._run(batch, rows, progress, after_micro_batch)
 
     def _run(
-        self, batch: Any, rows: int, progress: Progress | None, after_micro_batch: AfterMicroBatch | None
+        self,
+        batch: Any,
+        rows: int,
+        progress: Progress | None,
+        after_micro_batch: AfterMicroBatch | None,
     ) -> TrainResult:
         """Attempt by attempt, until the step has happened as a whole."""
         self._clear_gradients()
@@ -249,10 +274,14 @@ class TrainStep(NotCopied):
         def take_back() -> bool:
             return self._take_back(before)
 
-        return self._recovery.repeat(fitted, batch, attempt, take_back, self.accumulator.ranks.failed)
+        return self._recovery.repeat(
+            fitted, batch, attempt, take_back, self.accumulator.ranks.failed
+        )
 
     def _snapshot(self) -> Snapshot:
-        """What to go back to; copying the buffers may be what there is no memory for, until the cache is given back."""
+        """What to go back to; copying the buffers may be what there is no memory for, until the
+        cache is given back.
+        """
         try:
             return Snapshot(self.model, self.accumulator.window.tensors)
         except Exception as error:
@@ -262,7 +291,9 @@ class TrainStep(NotCopied):
         return Snapshot(self.model, self.accumulator.window.tensors)
 
     def _clear_gradients(self) -> None:
-        """A step's gradients are those of its batch alone, and its budget has no room for others."""
+        """A step's gradients are those of its batch alone, and its budget has no room for
+        others.
+        """
         tensors = (*self.model.parameters(), *self.accumulator.window.tensors)
         if any(tensor.grad is not None for tensor in tensors):
             drop_gradients(self.model)
@@ -270,7 +301,9 @@ class TrainStep(NotCopied):
                 tensor.grad = None
 
     def _take_back(self, before: Snapshot) -> bool:
-        """Make everything as it was before the attempt; False if the optimizer has stepped: then it has happened."""
+        """Make everything as it was before the attempt; False if the optimizer has stepped: then it
+        has happened.
+        """
         with uninterrupted():
             if self._changing is not None:
                 if self._changing.done:
@@ -303,7 +336,9 @@ class TrainStep(NotCopied):
 
     @contextlib.contextmanager
     def _open_window(self) -> Iterator[None]:
-        """Only inside do DDP and FSDP2 wait with their communication, and is a step of the optimizer the window's."""
+        """Only inside do DDP and FSDP2 wait with their communication, and is a step of the
+        optimizer the window's.
+        """
         window = self.accumulator.window
         window.enabled = True
         try:
@@ -325,7 +360,8 @@ class TrainStep(NotCopied):
         if fitted.seen and fitted.steady and batch_bytes <= fitted.seen_bytes:
             return self._update(call, fitted, attempt, None)
         whole = self._planner.has_optimizer_state(fitted)  # else it comes on top in the next step
-        # What arithmetic has found may not even begin to pass the budget; later batches are little larger.
+        # What arithmetic has found may not even begin to pass the budget; later batches are little
+        # larger.
         first = fitted.by_size and not fitted.seen_bytes
         device, limit = self._planner.device, self._planner.limit_bytes
         watching = Evictor(limit, device=device) if first else Meter(device=device)
@@ -334,7 +370,9 @@ class TrainStep(NotCopied):
             result = self._update(call, fitted, attempt, live)
         peak = max(live.peak_bytes, fitted.peak_bytes) if fitted.seen else live.peak_bytes
         size = max(batch_bytes, fitted.seen_bytes)
-        self._fitted = self._planner.replace(self._fitted, peak_bytes=peak, seen=whole, seen_bytes=size)
+        self._fitted = self._planner.replace(
+            self._fitted, peak_bytes=peak, seen=whole, seen_bytes=size
+        )
         return result
 
     def _update(self, call: _Call, fitted: Fitted, attempt: int, live: Meter | None) -> TrainResult:
@@ -343,13 +381,17 @@ class TrainStep(NotCopied):
         self._changing = UpdateSnapshot(self.model, self.optimizer, taken=fitted.copied)
         alone = accumulator.ranks.size == 1  # else it may have to wait for another rank
         # Without a copy to go back to, the optimizer is not interrupted.
-        with uninterrupted() if alone and not fitted.copied else contextlib.nullcontext(), self._changing:
+        with (
+            uninterrupted() if alone and not fitted.copied else contextlib.nullcontext(),
+            self._changing,
+        ):
             result, loss, logs = self._close_window(totals)
         return TrainResult(
             loss=loss,
             stepped=result.stepped,
             grad_norm=result.grad_norm,
-            peak_bytes=(live.peak_bytes if live is not None else fitted.peak_bytes) + planner.reserved_bytes,
+            peak_bytes=(live.peak_bytes if live is not None else fitted.peak_bytes)
+            + planner.reserved_bytes,
             micro_batches=result.micro_batches,
             weight=result.weight,
             reason=result.reason,
@@ -360,7 +402,12 @@ class TrainStep(NotCopied):
 
     def _run_parts(self, call: _Call, fitted: Fitted) -> LossTotals:
         """Both passes of each micro-batch, into the window."""
-        accumulator, planner, progress, size = self.accumulator, self._planner, call.progress, fitted.plan.micro_batch
+        accumulator, planner, progress, size = (
+            self.accumulator,
+            self._planner,
+            call.progress,
+            fitted.plan.micro_batch,
+        )
         parts = planner.runner.parts(call.batch, size, call.rows)
         accumulator.accumulation_count = len(parts)
         done = 0 if progress is None else progress.done
@@ -379,7 +426,12 @@ class TrainStep(NotCopied):
         def backward(found: PartLoss, position: int) -> None:
             nonlocal late
             found = weights.shared(found, position)
-            if position == done and call.after is None and shares is None and self._may_weigh_late(found.loss):
+            if (
+                position == done
+                and call.after is None
+                and shares is None
+                and self._may_weigh_late(found.loss)
+            ):
                 late = LateWeights(weights, whole=len(parts) == 1)
             if late is not None:
                 accumulator.backward(*late.take(found))
@@ -392,7 +444,9 @@ class TrainStep(NotCopied):
             if call.after is not None and part.position > done:
                 self._pause(call.after, part.position, size, totals)
             place = part.position
-            self._recovery.run(fitted, part, call.batch, partial(backward, position=place), first=place == done)
+            self._recovery.run(
+                fitted, part, call.batch, partial(backward, position=place), first=place == done
+            )
         if late is not None:
             self._weigh(late, totals, whole=len(parts) == 1)
         return totals
@@ -400,15 +454,28 @@ class TrainStep(NotCopied):
     def _pause(self, after: AfterMicroBatch, position: int, size: int, totals: LossTotals) -> None:
         """Tell how far the step has come."""
         sums = totals.read()
-        reached = Progress(position, size, sums["loss"], sums["items"], logs_of(sums), buffers=self._buffers)
+        reached = Progress(
+            position, size, sums["loss"], sums["items"], logs_of(sums), buffers=self._buffers
+        )
         with unseen():  # what a save copies is not the step's memory
             after(reached)
 
     def _may_weigh_late(self, loss: torch.Tensor) -> bool:
-        """Whether the weights can stay on an accelerator until all parts are in: sums must have room for them."""
+        """Whether the weights can stay on an accelerator until all parts are in: sums must have
+        room for them.
+        """
         window = self.accumulator.window
-        wide = loss.dtype in (torch.float32, torch.float64) and not window.narrow and window.scaler is None
-        return loss.device.type != "cpu" and wide and window.ranks.size == 1 and not self._recovery.reads_each
+        wide = (
+            loss.dtype in (torch.float32, torch.float64)
+            and not window.narrow
+            and window.scaler is None
+        )
+        return (
+            loss.device.type != "cpu"
+            and wide
+            and window.ranks.size == 1
+            and not self._recovery.reads_each
+        )
 
     def _weigh(self, late: LateWeights, totals: LossTotals, *, whole: bool) -> None:
         """Read all weights, losses and the norm at once, and put them where they are looked for."""
@@ -425,8 +492,8 @@ class TrainStep(NotCopied):
         """Take up a window that was left in the middle."""
         if progress.micro_batch != plan.micro_batch:
             raise StateError(
-                f"The step was left at micro-batches of {progress.micro_batch} rows, the plan has {plan.micro_batch}. "
-                "Pass fit(..., known=) the plans it was begun with."
+                f"The step was left at micro-batches of {progress.micro_batch} rows, the plan has"
+                f" {plan.micro_batch}. Pass fit(..., known=) the plans it was begun with."
             )
         if progress.window is not None:
             self.accumulator.load_state_dict(progress.window)

@@ -1,4 +1,6 @@
-"""Which optimizer a step works with: torch's own inside of wrappers, and what it holds of the model."""
+"""Which optimizer a step works with: torch's own inside of wrappers, and what it holds of the
+model.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ from gradfit.errors import MisuseError
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
-    """The innermost torch optimizer of a chain of `.optimizer` attributes, or what was given if there is none.
+    """The innermost torch optimizer of a chain of `.optimizer` attributes, or what was given if
+    there is none.
 
-    Wrappers of other libraries (accelerate's, Lightning's) leave steps out or want a closure, by rules of their own
-    loops. A step of ours is exactly one step of the optimizer that they wrap.
+    Wrappers of other libraries (accelerate's, Lightning's) leave steps out or want a closure, by
+    rules of their own loops. A step of ours is exactly one step of the optimizer that they wrap.
     """
     inner, passed = optimizer, {id(optimizer)}
     while (deeper := getattr(inner, "optimizer", None)) is not None and id(deeper) not in passed:
@@ -25,29 +28,36 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 
 def count_step(optimizer: Any) -> None:
-    """Let Lightning count a step that was made past its wrapper: `global_step` and checkpoints go by that.
+    """Let Lightning count a step that was made past its wrapper: `global_step` and checkpoints go
+    by that.
 
-    In manual optimization Lightning 2.x sets two functions on its wrappers while a training step runs:
+    In manual optimization Lightning 2.x sets two functions on its wrappers while a training step
+    runs:
     https://github.com/Lightning-AI/pytorch-lightning/blob/2.6.0/src/lightning/pytorch/loops/optimization/manual.py
     """
-    functions = [getattr(optimizer, "__dict__", {}).get(name) for name in ("_on_before_step", "_on_after_step")]
+    functions = [
+        getattr(optimizer, "__dict__", {}).get(name)
+        for name in ("_on_before_step", "_on_after_step")
+    ]
     for function in functions:
         if callable(function):
             function()
 
 
 def check_members(model: torch.nn.Module, optimizer: Any) -> None:
-    """Refuse an optimizer that would train nothing of the model; say so if it leaves some of it out.
+    """Refuse an optimizer that would train nothing of the model; say so if it leaves some of it
+    out.
 
-    Leaving parameters out is a way to freeze them, or to train them with another optimizer. A step clears their
-    gradients, so that they do not pile up.
+    Leaving parameters out is a way to freeze them, or to train them with another optimizer. A step
+    clears their gradients, so that they do not pile up.
     """
     held = parameters_of(optimizer)
     if held is None:
         raise MisuseError(
-            f"optimizer: a {type(optimizer).__name__} has no param_groups, so what it holds and what its step takes is "
-            'unknown. Give it param_groups = [{"params": [...]}], or use GradientAccumulator(optimizer, '
-            "parameters=model.parameters()), which holds no budget."
+            f"optimizer: a {type(optimizer).__name__} has no param_groups, so what it holds and"
+            ' what its step takes is unknown. Give it param_groups = [{"params": [...]}], or use'
+            " GradientAccumulator(optimizer, parameters=model.parameters()), which holds no"
+            " budget."
         )
     ids = {id(tensor) for tensor in held}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -55,14 +65,15 @@ def check_members(model: torch.nn.Module, optimizer: Any) -> None:
     if len(missing) == len(trained):
         name, parameter = missing[0]
         raise MisuseError(
-            f"The optimizer holds none of the model's {len(trained)} trained parameters; the first is {name!r}, of "
-            f"shape {tuple(parameter.shape)}. Make it from this model's, after the model was wrapped or sharded: "
-            f"{type(optimizer).__name__}(model.parameters(), …)."
+            f"The optimizer holds none of the model's {len(trained)} trained parameters; the first"
+            f" is {name!r}, of shape {tuple(parameter.shape)}. Make it from this model's, after the"
+            f" model was wrapped or sharded: {type(optimizer).__name__}(model.parameters(), …)."
         )
     if missing:
         warnings.warn(
-            f"The optimizer holds {len(trained) - len(missing)} of the model's {len(trained)} trained parameters; "
-            f"{missing[0][0]!r} for one gets gradients and is never updated by it. Call requires_grad_(False) on what "
-            "is frozen, which saves its gradients, or optimizer.add_param_group.",
+            f"The optimizer holds {len(trained) - len(missing)} of the model's {len(trained)}"
+            f" trained parameters; {missing[0][0]!r} for one gets gradients and is never updated by"
+            " it. Call requires_grad_(False) on what is frozen, which saves its gradients, or"
+            " optimizer.add_param_group.",
             stacklevel=4,
         )

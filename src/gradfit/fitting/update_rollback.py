@@ -16,10 +16,10 @@ from gradfit.tree import leaves
 class UpdateSnapshot:
     """Around an optimizer's step: if it fails half-way, all that it changes is as before.
 
-    Not `taken` where the copy does not fit into the budget, which is never broken for it. Then an operation for which
-    memory runs out is tried once more by itself. If that fails, too, numbers and entries of the optimizer are put back,
-    which take no room; but if a tensor was written to, `StateError` says so: a step that has half happened must not
-    be repeated.
+    Not `taken` where the copy does not fit into the budget, which is never broken for it. Then an
+    operation for which memory runs out is tried once more by itself. If that fails, too, numbers
+    and entries of the optimizer are put back, which take no room; but if a tensor was written to,
+    `StateError` says so: a step that has half happened must not be repeated.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Any, *, taken: bool) -> None:
@@ -38,8 +38,12 @@ class UpdateSnapshot:
 
     def __enter__(self) -> None:
         groups = getattr(self._optimizer, "param_groups", ())
-        self._old_groups = [_clone({k: v for k, v in group.items() if k != "params"}) for group in groups]
-        self._old_numbers = {k: v for k, v in vars(self._optimizer).items() if isinstance(v, int | float)}
+        self._old_groups = [
+            _clone({k: v for k, v in group.items() if k != "params"}) for group in groups
+        ]
+        self._old_numbers = {
+            k: v for k, v in vars(self._optimizer).items() if isinstance(v, int | float)
+        }
         if self._taken:
             self._copies = [parameter.detach().clone() for parameter in self._parameters]
             self._old_states = {key: _clone(state) for key, state in self._states.items()}
@@ -48,7 +52,9 @@ class UpdateSnapshot:
         self._old_states = {key: _same_tensors(state) for key, state in self._states.items()}
         # Not only what is in `state`: some optimizers hold tensors as attributes.
         held = leaves([self._old_states, dict(vars(self._optimizer))])
-        self._watch = WriteWatch({id(tensor): tensor for tensor in (*self._parameters, *held)}.values())
+        self._watch = WriteWatch(
+            {id(tensor): tensor for tensor in (*self._parameters, *held)}.values()
+        )
         self._watch.__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -58,11 +64,13 @@ class UpdateSnapshot:
             watch.__exit__(kind, error, trace)
         if kind is not None and watch is not None and watch.wrote():
             what = (
-                "Memory ran out in the optimizer's step" if is_out_of_memory(error) else "The optimizer's step failed"
+                "Memory ran out in the optimizer's step"
+                if is_out_of_memory(error)
+                else "The optimizer's step failed"
             )
             raise StateError(
-                f"{what} when it had changed some parameters, and the budget had no room for a copy to go back to. "
-                "Load the last saved state, and raise `memory` or free some."
+                f"{what} when it had changed some parameters, and the budget had no room for a copy"
+                " to go back to. Load the last saved state, and raise `memory` or free some."
             ) from error
         if kind is not None:
             self._restore()
@@ -83,7 +91,9 @@ class UpdateSnapshot:
                 self._states[key] = self._old_states[key]
             else:
                 del self._states[key]
-        for group, old in zip(getattr(self._optimizer, "param_groups", ()), self._old_groups, strict=True):
+        for group, old in zip(
+            getattr(self._optimizer, "param_groups", ()), self._old_groups, strict=True
+        ):
             group.update(old)
         vars(self._optimizer).update(self._old_numbers)
 

@@ -1,8 +1,9 @@
 """Which tensors an optimizer's step has written to, by the operators that it runs.
 
-Version counters do not tell: under a dispatch mode torch does not count what operators on lists of tensors write
-(`_foreach_add_`, `_fused_adamw_`; torch 2.13, https://github.com/pytorch/pytorch/pull/191154). They are asked all the
-same, for whoever writes without an operator that could be watched.
+Version counters do not tell: under a dispatch mode torch does not count what operators on lists of
+tensors write (`_foreach_add_`, `_fused_adamw_`; torch 2.13,
+https://github.com/pytorch/pytorch/pull/191154). They are asked all the same, for whoever writes
+without an operator that could be watched.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from gradfit.tape.storage import flatten, written_tensors
 class WriteWatch(DispatchMode):
     """Enter it around a step; `wrote()` is whether any of `tensors` is not what it was.
 
-    An operation for which there was no memory is run once more: what cannot be made is not half made. One that writes
-    to several tensors may have written to some of them: it is not repeated, and counts as a write even if it fails.
+    An operation for which there was no memory is run once more: what cannot be made is not half
+    made. One that writes to several tensors may have written to some of them: it is not repeated,
+    and counts as a write even if it fails.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -65,14 +67,20 @@ def _once_more(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _targets(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
-    """The arguments that an operator writes to; all of them for a higher-order one, whose schema does not say."""
+    """The arguments that an operator writes to; all of them for a higher-order one, whose schema
+    does not say.
+    """
     if is_operator(func):
         return written_tensors(info_of(func), args, kwargs)
-    return [leaf for leaf in flatten((args, tuple(kwargs.values()))) if isinstance(leaf, torch.Tensor)]
+    return [
+        leaf for leaf in flatten((args, tuple(kwargs.values()))) if isinstance(leaf, torch.Tensor)
+    ]
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """What stands for the memory that a tensor is in: its storage, or itself where it has none of its own."""
+    """What stands for the memory that a tensor is in: its storage, or itself where it has none of
+    its own.
+    """
     tensor = local_part(tensor)
     try:
         return storage_key(tensor)

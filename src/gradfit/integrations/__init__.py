@@ -1,1 +1,3 @@
-"""gradfit inside other libraries' trainers; each module needs its library, and nothing else here does."""
+"""gradfit inside other libraries' trainers; each module needs its library, and nothing else here
+does.
+"""

@@ -14,8 +14,8 @@ from gradfit.errors import MisuseError
 def accumulator(accelerator: Accelerator, optimizer: Any, **options: Any) -> GradientAccumulator:
     """A `GradientAccumulator` for a prepared optimizer, with the accelerator's loss scaler.
 
-    Call its `backward` and `step` in the place of `accelerator.backward` and `optimizer.step`; `options` are
-    `GradientAccumulator`'s. Autocast, devices and DDP stay accelerate's.
+    Call its `backward` and `step` in the place of `accelerator.backward` and `optimizer.step`;
+    `options` are `GradientAccumulator`'s. Autocast, devices and DDP stay accelerate's.
 
     Args:
         accelerator: made with `gradient_accumulation_steps=1`.
@@ -32,8 +32,9 @@ def accumulator(accelerator: Accelerator, optimizer: Any, **options: Any) -> Gra
     """
     if accelerator.gradient_accumulation_steps != 1:
         raise MisuseError(
-            f"This accelerator has gradient_accumulation_steps={accelerator.gradient_accumulation_steps}, by which it "
-            "divides losses and skips steps itself. Make it with 1, and pass steps= here."
+            "This accelerator has"
+            f" gradient_accumulation_steps={accelerator.gradient_accumulation_steps}, by which it"
+            " divides losses and skips steps itself. Make it with 1, and pass steps= here."
         )
     if "scaler" in options:
         raise MisuseError("scaler= is the accelerator's own. Leave it out.")

@@ -19,21 +19,26 @@ from gradfit.units import parse_bytes
 
 
 class Fit(Callback):  # type: ignore[misc]
-    """Runs every batch in micro-batches with recomputation, so that all tensors of a step stay below `memory`.
+    """Runs every batch in micro-batches with recomputation, so that all tensors of a step stay
+    below `memory`.
 
         Trainer(callbacks=[Fit(memory="8 GiB")])
 
-    For automatic optimization on one device. `training_step` is called once for each part of a batch. What its loss was
-    divided by is read from its graph, so that the update is that of the batch in one piece; a loss whose parts do not
-    make the whole is not cut. What it logs is logged once for each batch, with the mean over its items. Of what else it
-    returns, tensors are joined along their rows, and other things come as a list with one entry for each part.
+    For automatic optimization on one device. `training_step` is called once for each part of a
+    batch. What its loss was divided by is read from its graph, so that the update is that of the
+    batch in one piece; a loss whose parts do not make the whole is not cut. What it logs is logged
+    once for each batch, with the mean over its items. Of what else it returns, tensors are joined
+    along their rows, and other things come as a list with one entry for each part.
 
     Args:
         memory: The budget for all tensors of a step, as bytes or text such as "8 GiB".
-        count: Says of how many items a part's loss is the mean, where that cannot be read: `count(part) -> int`.
+        count: Says of how many items a part's loss is the mean, where that cannot be read:
+            `count(part) -> int`.
         micro_batch: Rows that run at once, or "whole" never to cut a batch; None chooses.
-        exact: False cuts a loss that does not add up all the same, with a warning that says the measured error.
-        tile: Where memory is short, cut along tokens, too, as `gf.tile` does; False leaves that out.
+        exact: False cuts a loss that does not add up all the same, with a warning that says the
+            measured error.
+        tile: Where memory is short, cut along tokens, too, as `gf.tile` does; False leaves that
+            out.
     """
 
     def __init__(
@@ -60,17 +65,24 @@ class Fit(Callback):  # type: ignore[misc]
             return
         ranks = trainer.num_devices * trainer.num_nodes
         if ranks != 1:
-            raise MisuseError(f"Fit runs on one device, not {ranks}. Use gf.fit with DDP or fully_shard.")
+            raise MisuseError(
+                f"Fit runs on one device, not {ranks}. Use gf.fit with DDP or fully_shard."
+            )
         if not pl_module.automatic_optimization:
             raise MisuseError(
-                "Fit needs automatic optimization. In manual optimization call the step that gf.fit returns: "
-                "gf.fit(self, self.optimizers(), loss_fn, batch, memory=…)."
+                "Fit needs automatic optimization. In manual optimization call the step that gf.fit"
+                " returns: gf.fit(self, self.optimizers(), loss_fn, batch, memory=…)."
             )
         if str(trainer.precision) == "16-mixed":
-            raise MisuseError("Fit scales gradients after the backward, too late for precision='16-mixed'. Use bf16.")
+            raise MisuseError(
+                "Fit scales gradients after the backward, too late for precision='16-mixed'. Use"
+                " bf16."
+            )
         self._whole = pl_module.training_step
         self._logs = logs = BatchLogs(pl_module.log)
-        pl_module.training_step = lambda batch, *rest: self._step(trainer, pl_module, logs, batch, rest)
+        pl_module.training_step = lambda batch, *rest: self._step(
+            trainer, pl_module, logs, batch, rest
+        )
 
         def log(*args: Any, **kwargs: Any) -> None:
             if not self._is_trial:
@@ -88,7 +100,9 @@ class Fit(Callback):  # type: ignore[misc]
         """The same: Lightning tears nothing down then."""
         self.teardown(trainer, pl_module, "fit")
 
-    def _step(self, trainer: Any, module: Any, logs: BatchLogs, batch: Any, rest: tuple[Any, ...]) -> Any:
+    def _step(
+        self, trainer: Any, module: Any, logs: BatchLogs, batch: Any, rest: tuple[Any, ...]
+    ) -> Any:
         self._rest = rest
         parameters = [p for p in module.parameters() if p.requires_grad]
         accumulates = trainer.accumulate_grad_batches > 1
@@ -97,7 +111,12 @@ class Fit(Callback):  # type: ignore[misc]
             beside = sum(p.nbytes for p in parameters) if accumulates else 0
             optimizer = trainer.optimizers[0]
             self._passes = Passes(
-                module, optimizer, self._loss_of, self._memory, reserved_bytes=beside, **self._cutting
+                module,
+                optimizer,
+                self._loss_of,
+                self._memory,
+                reserved_bytes=beside,
+                **self._cutting,
             )
         if not accumulates:
             module.zero_grad()  # Lightning would only do so after the passes, and hold both
@@ -147,7 +166,9 @@ class Fit(Callback):  # type: ignore[misc]
             self._output = {name: item for name, item in out.items() if name != "loss"}
             out = out.get("loss")
         if out is None:
-            raise MisuseError("training_step returned no loss. Fit cannot skip a part of a batch: return one.")
+            raise MisuseError(
+                "training_step returned no loss. Fit cannot skip a part of a batch: return one."
+            )
         if self._count is None:
             return out
         items = self._count(part)
@@ -160,9 +181,11 @@ def _joined(outputs: list[dict[str, Any]]) -> dict[str, Any]:
         return outputs[0] if outputs else {}
     together = {name: [part[name] for part in outputs if name in part] for name in outputs[0]}
     return {
-        name: torch.cat([item.detach() for item in items])
-        if all(isinstance(item, torch.Tensor) and item.dim() for item in items)
-        else items
+        name: (
+            torch.cat([item.detach() for item in items])
+            if all(isinstance(item, torch.Tensor) and item.dim() for item in items)
+            else items
+        )
         for name, items in together.items()
     }
 
@@ -170,11 +193,14 @@ def _joined(outputs: list[dict[str, Any]]) -> dict[str, Any]:
 class _Later(torch.autograd.Function):
     """A loss whose backward is done: it puts the gradients that are there into `.grad`.
 
-    Lightning zeroes gradients between the training step and the backward, and divides the loss in between.
+    Lightning zeroes gradients between the training step and the backward, and divides the loss in
+    between.
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: torch.Tensor, anchor: torch.Tensor, gradients: list[Any]) -> torch.Tensor:
+    def forward(
+        ctx: Any, loss: torch.Tensor, anchor: torch.Tensor, gradients: list[Any]
+    ) -> torch.Tensor:
         ctx.gradients = gradients
         return loss.clone()
 
@@ -183,7 +209,9 @@ class _Later(torch.autograd.Function):
         with torch.no_grad():
             for parameter, gradient in ctx.gradients:
                 gradient.mul_(outer[0].to(gradient.dtype))
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                parameter.grad = (
+                    gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                )
         ctx.gradients.clear()
         return None, torch.zeros_like(outer[0]), None
 

@@ -1,4 +1,6 @@
-"""What a `training_step` logs for the parts of a batch, logged once for the batch: with the mean over its items."""
+"""What a `training_step` logs for the parts of a batch, logged once for the batch: with the mean
+over its items.
+"""
 
 from __future__ import annotations
 
@@ -68,15 +70,23 @@ class BatchLogs:
         self._part.append(_Logged(name, value, options, options.get("batch_size"), adds, source))
 
     def end_part(self, weight: float, *, adds: bool = False) -> None:
-        """The part is over; its loss was of so many items, or `adds` up with those of the others."""
+        """The part is over; its loss was of so many items, or `adds` up with those of the
+        others.
+        """
         for one in self._part:
             _read_source(one, adds)
             items = float(weight if one.weight is None else one.weight)
             rows = int(one.options.get("batch_size") or 0)
             total = self._totals.get(one.name)
             if total is None:
-                averaged = _is_number(one.value) and not one.adds and one.options.get("reduce_fx") not in _PICKED
-                self._totals[one.name] = _Total(one.options, one.value, items if averaged else None, rows)
+                averaged = (
+                    _is_number(one.value)
+                    and not one.adds
+                    and one.options.get("reduce_fx") not in _PICKED
+                )
+                self._totals[one.name] = _Total(
+                    one.options, one.value, items if averaged else None, rows
+                )
             else:
                 self._totals[one.name] = _joined(total, one, items, rows)
         self._part = []

@@ -1,4 +1,6 @@
-"""Hugging Face `transformers`: exact checkpointing of its models, and a `Trainer` that holds a budget."""
+"""Hugging Face `transformers`: exact checkpointing of its models, and a `Trainer` that holds a
+budget.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,15 @@ from gradfit.units import parse_bytes
 
 
 def enable_checkpointing(model: Any, *, every_n_layers: int = 1) -> None:
-    """`model.gradient_checkpointing_enable()`, with gradfit's tape in the place of torch's checkpoint.
+    """`model.gradient_checkpointing_enable()`, with gradfit's tape in the place of torch's
+    checkpoint.
 
-    Layers run once, so BatchNorm is updated once. `model.gradient_checkpointing_disable()` undoes it.
+    Layers run once, so BatchNorm is updated once. `model.gradient_checkpointing_disable()` undoes
+    it.
 
-    While they train, checkpointed layers fill no key-value cache (transformers decides so, and logs it at the first
-    forward): loss and gradients are, bit by bit, those of the plain model with `use_cache=False`.
+    While they train, checkpointed layers fill no key-value cache (transformers decides so, and logs
+    it at the first forward): loss and gradients are, bit by bit, those of the plain model with
+    `use_cache=False`.
 
     Args:
         model: any model of `transformers` that supports gradient checkpointing.
@@ -40,11 +45,14 @@ def enable_checkpointing(model: Any, *, every_n_layers: int = 1) -> None:
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise MisuseError(
-            f"{type(model).__name__} does not support gradient checkpointing. Put `with gf.CheckpointScope(...)` "
-            "around the parts of its forward, or use gf.fit, which needs no support."
+            f"{type(model).__name__} does not support gradient checkpointing. Put `with"
+            " gf.CheckpointScope(...)` around the parts of its forward, or use gf.fit, which needs"
+            " no support."
         )
     options = {} if every_n_layers == 1 else {"every_n_layers": every_n_layers}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False}, **options)
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": False}, **options
+    )
     ours = functools.partial(checkpoint, use_reentrant=False)
     for module in model.modules():
         if hasattr(module, "_gradient_checkpointing_func"):
@@ -54,18 +62,21 @@ def enable_checkpointing(model: Any, *, every_n_layers: int = 1) -> None:
 class FitTrainer(transformers.Trainer):  # type: ignore[misc]
     """`transformers.Trainer` whose steps stay below `memory`, whatever the batch size.
 
-    Each batch of `per_device_train_batch_size` rows is run in micro-batches with recomputation, as planned for its
-    shape; everything else is the Trainer's. The update is the one that the Trainer makes of the batch in one piece,
-    whatever the head, `compute_loss`, `compute_loss_func` or label smoothing: what a micro-batch's loss was divided by
-    is read from its graph, and a loss whose parts do not make the whole is not cut. Over `gradient_accumulation_steps`
-    the mean is over all items, never a mean of means.
+    Each batch of `per_device_train_batch_size` rows is run in micro-batches with recomputation, as
+    planned for its shape; everything else is the Trainer's. The update is the one that the Trainer
+    makes of the batch in one piece, whatever the head, `compute_loss`, `compute_loss_func` or label
+    smoothing: what a micro-batch's loss was divided by is read from its graph, and a loss whose
+    parts do not make the whole is not cut. Over `gradient_accumulation_steps` the mean is over all
+    items, never a mean of means.
 
     Args:
         args: The Trainer's.
         memory: The budget for all tensors of a step, as bytes or text such as "8 GiB".
         micro_batch: Rows that run at once, or "whole" never to cut a batch; None chooses.
-        exact: False cuts a loss that does not add up all the same, with a warning that says the measured error.
-        tile: Where memory is short, cut along tokens, too, as `gf.tile` does; False leaves that out.
+        exact: False cuts a loss that does not add up all the same, with a warning that says the
+            measured error.
+        tile: Where memory is short, cut along tokens, too, as `gf.tile` does; False leaves that
+            out.
         kwargs: The Trainer's.
 
     Raises:
@@ -89,14 +100,18 @@ class FitTrainer(transformers.Trainer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         ranks = max(self.args.world_size, self.args.n_gpu)
         if ranks > 1:
-            raise MisuseError(f"FitTrainer runs on one device, not {ranks}. Use gf.fit with DDP or fully_shard.")
+            raise MisuseError(
+                f"FitTrainer runs on one device, not {ranks}. Use gf.fit with DDP or fully_shard."
+            )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's."""
         self._window = None  # of a run that was left in the middle of an update
         return super().train(*args, **kwargs)
 
-    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+    def training_step(
+        self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
         """One batch's forward and backward; returns its share of the update's loss."""
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
@@ -108,7 +123,14 @@ class FitTrainer(transformers.Trainer):  # type: ignore[misc]
             # While batches accumulate, this one's gradients lie beside those of the others.
             several = self.args.gradient_accumulation_steps > 1
             beside = sum(p.nbytes for p in model.parameters() if p.requires_grad) if several else 0
-            self._passes = Passes(model, optimizer, self._loss_of, self._memory, reserved_bytes=beside, **self._cutting)
+            self._passes = Passes(
+                model,
+                optimizer,
+                self._loss_of,
+                self._memory,
+                reserved_bytes=beside,
+                **self._cutting,
+            )
         is_whole = self._passes.plan(inputs).steps == 1
         over = None if self._passes.additivity is None else self._passes.additivity.over
         if over == "sum" or (over is None and is_whole):
@@ -116,10 +138,16 @@ class FitTrainer(transformers.Trainer):  # type: ignore[misc]
         return self._run_as_mean(self._passes, model, inputs)
 
     def _run_as_mean(self, passes: Passes, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
-        """Of a loss that is a mean over its items: the mean over all items of the batches of one update."""
+        """Of a loss that is a mean over its items: the mean over all items of the batches of one
+        update.
+        """
         if self._window is None:
             self._window = MeanInProgress()
-        window, batches, rows = self._window, self.current_gradient_accumulation_steps, size_of_batch(inputs)
+        window, batches, rows = (
+            self._window,
+            self.current_gradient_accumulation_steps,
+            size_of_batch(inputs),
+        )
         before = window.mean
 
         def backward(part: PartLoss, weight: Weight) -> None:
@@ -132,12 +160,15 @@ class FitTrainer(transformers.Trainer):  # type: ignore[misc]
         if self.accelerator.sync_gradients:  # the last batch of the update
             self._window = None
             window.finish(model.parameters())
-        # The Trainer adds up what batches return: the differences of running means add up to the mean.
+        # The Trainer adds up what batches return: the differences of running means add up to the
+        # mean.
         done = torch.as_tensor(window.mean, device=self.args.device)
         return done if math.isnan(float(before)) else done - before
 
     def _run_as_it_is(self, passes: Passes, inputs: Any) -> torch.Tensor:
-        """Of a loss that has its scale already, or whose batch is not cut: as the Trainer has it."""
+        """Of a loss that has its scale already, or whose batch is not cut: as the Trainer has
+        it.
+        """
         steps = 1 if self._is_scaled() else self.current_gradient_accumulation_steps
         total = torch.zeros((), device=self.args.device)
 
@@ -156,7 +187,8 @@ class FitTrainer(transformers.Trainer):  # type: ignore[misc]
 
     def _loss_of(self, model: torch.nn.Module, part: Any) -> torch.Tensor:
         with self.compute_loss_context_manager():
-            inputs = dict(part) if isinstance(part, Mapping) else part  # a copy: labels may be taken out of it
+            # a copy: labels may be taken out of it
+            inputs = dict(part) if isinstance(part, Mapping) else part
             loss: torch.Tensor = self.compute_loss(model, inputs, num_items_in_batch=self._items)
         return loss
 

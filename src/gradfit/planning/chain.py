@@ -1,9 +1,10 @@
 """The best choice of pieces and of their options: dynamic programming over the cuts.
 
-State: bytes kept so far. A piece's own worst moment comes when everything before it is kept and everything after it is
-done, so `kept before + its peak ≤ limit` is the whole constraint, and the sum of seconds the objective: for given
-menus, the optimum (the persistent schedules of Beaumont et al.'s rotor, with a menu per piece instead of all or
-nothing). Bytes are rounded to 1/512 of the limit; the simulator has the last word.
+State: bytes kept so far. A piece's own worst moment comes when everything before it is kept and
+everything after it is done, so `kept before + its peak ≤ limit` is the whole constraint, and the
+sum of seconds the objective: for given menus, the optimum (the persistent schedules of Beaumont et
+al.'s rotor, with a menu per piece instead of all or nothing). Bytes are rounded to 1/512 of the
+limit; the simulator has the last word.
 """
 
 from __future__ import annotations
@@ -23,16 +24,18 @@ def best_chain(
     menu: Callable[[int, int], tuple[Sequence[Option], int]],
     limit_bytes: float,
 ) -> list[tuple[int, int, Option]] | None:
-    """The pieces (first cut, last cut, option) of least seconds under the limit; None if there are none.
+    """The pieces (first cut, last cut, option) of least seconds under the limit; None if there are
+    none.
 
-    `spans(i)` are the cuts at which a piece that starts at cut i may end; `menu` gives its options and the bytes that
-    are around in its time whatever it does.
+    `spans(i)` are the cuts at which a piece that starts at cut i may end; `menu` gives its options
+    and the bytes that are around in its time whatever it does.
     """
     if limit_bytes <= 0:
         return None
     slot = limit_bytes / SLOTS
     cost = np.full((cuts, SLOTS + 1), np.inf)
-    came_from = np.full((3, cuts, SLOTS + 1), -1, dtype=np.int64)  # which cut, by which option, which slot
+    # which cut, by which option, which slot
+    came_from = np.full((3, cuts, SLOTS + 1), -1, dtype=np.int64)
     cost[0, 0] = 0.0
     slots = np.arange(SLOTS + 1)
     for start in range(cuts - 1):
@@ -44,7 +47,12 @@ def best_chain(
         for stop in spans(start):
             options, around = menu(start, stop)
             ways = [
-                (number, min(int((limit_bytes - around - option.peak_bytes) / slot), SLOTS - shift), shift, option)
+                (
+                    number,
+                    min(int((limit_bytes - around - option.peak_bytes) / slot), SLOTS - shift),
+                    shift,
+                    option,
+                )
                 for number, option in enumerate(options)
                 for shift in (round(option.kept_bytes / slot),)
             ]
@@ -53,7 +61,9 @@ def best_chain(
                 continue
             offered = np.full((len(ways), SLOTS + 1), np.inf)
             for place, (_, highest, shift, option) in enumerate(ways):
-                offered[place, lowest + shift : highest + shift + 1] = row[lowest : highest + 1] + option.seconds
+                offered[place, lowest + shift : highest + shift + 1] = (
+                    row[lowest : highest + 1] + option.seconds
+                )
             best = offered.argmin(axis=0)
             least = offered[best, slots]
             better = np.flatnonzero(least < cost[stop])

@@ -1,17 +1,20 @@
-"""The exact solver: the keep-set of least recomputation under a budget, as a mixed-integer program for HiGHS.
+"""The exact solver: the keep-set of least recomputation under a budget, as a mixed-integer program
+for HiGHS.
 
-Checkmate (Jain et al., 2020) optimises over arbitrary schedules; the engine does not run arbitrary schedules, so this
-one optimises over exactly what it runs at one level (every value in the root segment, no offloading): a keep-set, from
-which every sweep, every cached value and every release follows. Only the keep bits are integer. For each unpacking of
-a value (an *event*) A(o, e) says that operation o has been replayed by then; it is pinned from both sides, so that an
-integer keep-set leaves it no freedom. Memory while a node runs is in the program from the start; memory inside a sweep
-is added for the moments at which a solution turns out to break the budget (by the simulator), until none does.
+Checkmate (Jain et al., 2020) optimises over arbitrary schedules; the engine does not run arbitrary
+schedules, so this one optimises over exactly what it runs at one level (every value in the root
+segment, no offloading): a keep-set, from which every sweep, every cached value and every release
+follows. Only the keep bits are integer. For each unpacking of a value (an *event*) A(o, e) says
+that operation o has been replayed by then; it is pinned from both sides, so that an integer
+keep-set leaves it no freedom. Memory while a node runs is in the program from the start; memory
+inside a sweep is added for the moments at which a solution turns out to break the budget (by the
+simulator), until none does.
 
-Bound reached: the optimum over one-level keep-sets, confirmed by brute force in the tests. Nested segments can reach
-budgets this calls infeasible, and can beat it where the burst is what binds.
+Bound reached: the optimum over one-level keep-sets, confirmed by brute force in the tests. Nested
+segments can reach budgets this calls infeasible, and can beat it where the burst is what binds.
 
-Weaknesses: meant for graphs of up to some 60 operations; beyond, or against `seconds_limit`, it may end with a bound
-instead of an optimum (`Exact.proven` is False then).
+Weaknesses: meant for graphs of up to some 60 operations; beyond, or against `seconds_limit`, it may
+end with a bound instead of an optimum (`Exact.proven` is False then).
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from gradfit.profiling.step_graph import Graph
 
 @dataclass(frozen=True)
 class Exact:
-    """The outcome. `actions` is None if no keep-set fits; `bound_seconds` is below every keep-set's seconds."""
+    """The outcome. `actions` is None if no keep-set fits; `bound_seconds` is below every keep-set's
+    seconds.
+    """
 
     actions: tuple[int, ...] | None
     extra_seconds: float
@@ -66,13 +71,20 @@ class _Program:
         self.integer: list[int] = []
         self.rows: list[tuple[dict[int, float], float, float]] = []
         self.added: set[tuple[int, int]] = set()
-        self.events = [(n, v) for n, needs in enumerate(graph.node_needs) for v in needs if graph.producer[v] >= 0]
+        self.events = [
+            (n, v)
+            for n, needs in enumerate(graph.node_needs)
+            for v in needs
+            if graph.producer[v] >= 0
+        ]
         self.last_event = {v: e for e, (_, v) in enumerate(self.events)}
         self.keepable = graph.keepable
         self._replays()
         self._memory()
 
-    def variable(self, *key: object, integer: bool = False, low: float = 0.0, high: float = 1.0) -> int:
+    def variable(
+        self, *key: object, integer: bool = False, low: float = 0.0, high: float = 1.0
+    ) -> int:
         if key not in self.index:
             self.index[key] = len(self.lower)
             self.lower.append(low)
@@ -84,7 +96,9 @@ class _Program:
         return self.variable("keep", value, integer=True, high=1.0 if self.keepable[value] else 0.0)
 
     def replayed(self, op: int, event: int) -> int:
-        return self.variable("replayed", op, event, high=1.0 if self.graph.op_replayable[op] else 0.0)
+        return self.variable(
+            "replayed", op, event, high=1.0 if self.graph.op_replayable[op] else 0.0
+        )
 
     def at_least(self, terms: dict[int, float], low: float) -> None:
         self.rows.append((terms, low, np.inf))
@@ -102,7 +116,12 @@ class _Program:
                     reasons[op][self.variable("dropped", value, low=0.0)] = 1.0
                 for reader in graph.consumers[value]:
                     self.at_least(
-                        {self.replayed(op, event): 1.0, self.replayed(reader, event): -1.0, self.keep(value): 1.0}, 0.0
+                        {
+                            self.replayed(op, event): 1.0,
+                            self.replayed(reader, event): -1.0,
+                            self.keep(value): 1.0,
+                        },
+                        0.0,
                     )
                     both = self.variable("reason", value, reader, event)
                     self.at_least({self.replayed(reader, event): 1.0, both: -1.0}, 0.0)
@@ -111,10 +130,14 @@ class _Program:
             for op, terms in reasons.items():
                 self.at_least({self.replayed(op, event): -1.0, **terms}, 0.0)
                 if event:
-                    self.at_least({self.replayed(op, event): 1.0, self.replayed(op, event - 1): -1.0}, 0.0)
+                    self.at_least(
+                        {self.replayed(op, event): 1.0, self.replayed(op, event - 1): -1.0}, 0.0
+                    )
         for value, op in enumerate(graph.producer):
             if op >= 0:
-                self.rows.append(({self.variable("dropped", value): 1.0, self.keep(value): 1.0}, 1.0, 1.0))
+                self.rows.append(
+                    ({self.variable("dropped", value): 1.0, self.keep(value): 1.0}, 1.0, 1.0)
+                )
 
     def held(self, value: int, node: int) -> int:
         """A kept value that is alive at this node."""
@@ -133,11 +156,15 @@ class _Program:
             if not sure:
                 for op in graph.consumers[value]:
                     for output in graph.op_outputs[op]:
-                        self.at_least({var: 1.0, self.alive(output, node): -1.0, self.keep(output): 1.0}, 0.0)
+                        self.at_least(
+                            {var: 1.0, self.alive(output, node): -1.0, self.keep(output): 1.0}, 0.0
+                        )
         return self.index[key]
 
     def cached(self, value: int, event: int) -> int:
-        """A rebuilt value that is there after this event: unpacked by the node that runs, or wanted later."""
+        """A rebuilt value that is there after this event: unpacked by the node that runs, or wanted
+        later.
+        """
         key = ("cached", value, event)
         if key not in self.index:
             graph, op = self.graph, self.graph.producer[value]
@@ -151,7 +178,9 @@ class _Program:
             for reader in graph.consumers[value]:
                 if final > event:
                     later, now = self.replayed(reader, final), self.replayed(reader, event)
-                    self.at_least({var: 1.0, made: -1.0, later: -1.0, now: 1.0, self.keep(value): 1.0}, -1.0)
+                    self.at_least(
+                        {var: 1.0, made: -1.0, later: -1.0, now: 1.0, self.keep(value): 1.0}, -1.0
+                    )
         return self.index[key]
 
     def at_most(self, terms: dict[int, float], high: float) -> None:
@@ -165,7 +194,11 @@ class _Program:
             for v, op in enumerate(graph.producer)
             if op >= 0 and self.keepable[v] and not survives[v] and graph.held_bytes[v]
         }
-        return terms, sum(graph.held_bytes[v] for v in range(len(survives)) if survives[v] and not graph.overwritten[v])
+        return terms, sum(
+            graph.held_bytes[v]
+            for v in range(len(survives))
+            if survives[v] and not graph.overwritten[v]
+        )
 
     def _memory(self) -> None:
         graph = self.graph
@@ -216,19 +249,33 @@ class _Program:
             for reader in graph.consumers[value]:
                 if final > event:
                     later, now = self.replayed(reader, final), self.replayed(reader, event)
-                    self.at_least({var: 1.0, made: -1.0, later: -1.0, now: 1.0, self.keep(value): 1.0}, -1.0)
+                    self.at_least(
+                        {var: 1.0, made: -1.0, later: -1.0, now: 1.0, self.keep(value): 1.0}, -1.0
+                    )
         return self.index[key]
 
     def forbid(self, actions: list[int], result: Simulation) -> None:
-        """Describe the moment that broke the budget; if it is described already, exclude this keep-set alone."""
+        """Describe the moment that broke the budget; if it is described already, exclude this
+        keep-set alone.
+        """
         if result.phase == "sweep":
-            event = next(e for e, (n, v) in enumerate(self.events) if n == result.index and v == result.target)
+            event = next(
+                e
+                for e, (n, v) in enumerate(self.events)
+                if n == result.index and v == result.target
+            )
             if (event, result.operation) not in self.added:
                 self.added.add((event, result.operation))
                 self._sweep_row(event, result.operation)
                 return
-        bits = {self.keep(v): (1.0 if a == REBUILD else -1.0) for v, a in enumerate(actions) if self.keepable[v]}
-        self.at_least(bits, 1.0 - sum(1 for v, a in enumerate(actions) if self.keepable[v] and a == KEEP))
+        bits = {
+            self.keep(v): 1.0 if a == REBUILD else -1.0
+            for v, a in enumerate(actions)
+            if self.keepable[v]
+        }
+        self.at_least(
+            bits, 1.0 - sum(1 for v, a in enumerate(actions) if self.keepable[v] and a == KEEP)
+        )
 
     def _sweep_row(self, event: int, op: int) -> None:
         """Bytes while `op` runs in this event's sweep, if it does."""
@@ -255,7 +302,15 @@ class _Program:
             var = self.variable("live", value, event, op)
             terms[var] = float(graph.nbytes[value])
             # Made in this sweep and staying after it …
-            self.at_least({var: 1.0, **runs(maker, -1.0), self.cached(value, event): -1.0, self.keep(value): 1.0}, -1.0)
+            self.at_least(
+                {
+                    var: 1.0,
+                    **runs(maker, -1.0),
+                    self.cached(value, event): -1.0,
+                    self.keep(value): 1.0,
+                },
+                -1.0,
+            )
             for reader in graph.consumers[value]:
                 # … or read later in it, or now and not written over.
                 if reader > op or (reader == op and value not in graph.op_overwrites[op]):
@@ -282,7 +337,10 @@ class _Program:
             fits = all(high >= 0 for terms, _, high in self.rows if not terms)
             return (
                 (
-                    [KEEP if k or p < 0 else REBUILD for k, p in zip(self.keepable, graph.producer, strict=True)],
+                    [
+                        KEEP if k or p < 0 else REBUILD
+                        for k, p in zip(self.keepable, graph.producer, strict=True)
+                    ],
                     0.0,
                     True,
                 )
@@ -304,7 +362,9 @@ class _Program:
             cost,
             integrality=np.array(self.integer),
             bounds=Bounds(np.array(self.lower), np.array(self.upper)),
-            constraints=LinearConstraint(matrix, [low for _, low, _ in self.rows], [high for _, _, high in self.rows]),
+            constraints=LinearConstraint(
+                matrix, [low for _, low, _ in self.rows], [high for _, _, high in self.rows]
+            ),
             options={"time_limit": seconds, "mip_rel_gap": 1e-6},
         )
         if result.status == 2:

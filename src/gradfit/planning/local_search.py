@@ -1,10 +1,12 @@
-"""Local search on the simulator, from the chain's solution: fill the room that is left, then exchange and anneal.
+"""Local search on the simulator, from the chain's solution: fill the room that is left, then
+exchange and anneal.
 
-Kirkpatrick, Gelatt & Vecchi 1983, with bytes over the budget priced instead of forbidden, so that the search can pass
-through plans that do not fit. Its random numbers are its own: the same graph and budget give the same plan.
+Kirkpatrick, Gelatt & Vecchi 1983, with bytes over the budget priced instead of forbidden, so that
+the search can pass through plans that do not fit. Its random numbers are its own: the same graph
+and budget give the same plan.
 
-Weakness: it changes keep bits only, not the tree of segments, and one by one: on graphs of more than some hundred
-operations it finds little in the time there is, so these get the fill only.
+Weakness: it changes keep bits only, not the tree of segments, and one by one: on graphs of more
+than some hundred operations it finds little in the time there is, so these get the fill only.
 """
 
 from __future__ import annotations
@@ -16,13 +18,21 @@ from collections.abc import Iterable, Sequence
 from gradfit.planning.simulate import KEEP, REBUILD, Segments, Simulation, Simulator
 from gradfit.profiling.step_graph import Graph
 
-_DEARER = 30.0  # how much a byte too many rises in price while annealing: near the floor only that finds a fit
+# how much a byte too many rises in price while annealing: near the floor only that finds a fit
+_DEARER = 30.0
 
 
 def fill(
-    simulator: Simulator, actions: Sequence[int], segments: Segments, budget_bytes: int, *, evaluations: int
+    simulator: Simulator,
+    actions: Sequence[int],
+    segments: Segments,
+    budget_bytes: int,
+    *,
+    evaluations: int,
 ) -> list[int]:
-    """Keep more, best seconds per byte first, while the budget holds; never slower than what it was given."""
+    """Keep more, best seconds per byte first, while the budget holds; never slower than what it was
+    given.
+    """
     best = list(actions)
     result = simulator.run(best, segments)
     groups = _groups(simulator.graph)
@@ -65,7 +75,9 @@ def anneal(
     evaluations: int,
     seed: int = 0,
 ) -> list[int] | None:
-    """Flip and exchange keep bits at a falling temperature; the fastest plan seen that fits, or None if none did."""
+    """Flip and exchange keep bits at a falling temperature; the fastest plan seen that fits, or
+    None if none did.
+    """
     search = _Annealing(simulator, actions, segments, budget_bytes, seed)
     start_seconds = search.result.extra_seconds
     if len(search.groups) < 2 or start_seconds <= 0:
@@ -81,7 +93,12 @@ class _Annealing:
     """The current plan, the best one so far, and the moves from one to the next."""
 
     def __init__(
-        self, simulator: Simulator, actions: Sequence[int], segments: Segments, budget_bytes: int, seed: int
+        self,
+        simulator: Simulator,
+        actions: Sequence[int],
+        segments: Segments,
+        budget_bytes: int,
+        seed: int,
     ) -> None:
         graph = simulator.graph
         self.simulator, self.segments, self.budget_bytes = simulator, segments, budget_bytes
@@ -95,16 +112,20 @@ class _Annealing:
         self.result = simulator.run(self.current, segments)
         fits = self.result.peak_bytes <= budget_bytes
         self.best = list(self.current) if fits else None
-        # The best plan's seconds and bytes. A plan of infinite seconds is none, unless the search began with it.
+        # The best plan's seconds and bytes. A plan of infinite seconds is none, unless the search
+        # began with it.
         self.least = (self.result.extra_seconds, self.result.peak_bytes) if fits else (math.inf, 0)
-        # A byte too many costs some times what a byte saved has cost so far, and in the end many times that.
+        # A byte too many costs some times what a byte saved has cost so far, and in the end many
+        # times that.
         dearest = max(self.result.extra_seconds, sum(graph.op_seconds) / 4)
         self.price = 4.0 * dearest / max(1, sum(self.sizes))
         # Small graphs, and cold searches, come by the same plans again and again.
         self.simulated: dict[bytes, Simulation] = {}
 
     def try_a_move(self, temperature: float, dearer: float) -> None:
-        """Change the plan; what is worse stays only by chance, and the less likely the colder it is."""
+        """Change the plan; what is worse stays only by chance, and the less likely the colder it
+        is.
+        """
         before = self.flip(self.choose_groups())
         plan = bytes(self.current)
         if plan not in self.simulated:
@@ -122,14 +143,18 @@ class _Annealing:
         return of.extra_seconds + dearer * self.price * max(0, of.peak_bytes - self.budget_bytes)
 
     def remember_if_best(self, result: Simulation) -> None:
-        if result.peak_bytes <= self.budget_bytes and (result.extra_seconds, result.peak_bytes) < self.least:
+        if (
+            result.peak_bytes <= self.budget_bytes
+            and (result.extra_seconds, result.peak_bytes) < self.least
+        ):
             self.best, self.least = list(self.current), (result.extra_seconds, result.peak_bytes)
 
     def choose_groups(self) -> list[int]:
         """One group by chance, and those that are to change with it."""
         one = self.random.choice(range(len(self.groups)))
         move = self.random.random()
-        if move < 0.3:  # move the cut: keep what a value is made of, or what is made of it, instead of it
+        # move the cut: keep what a value is made of, or what is made of it, instead of it
+        if move < 0.3:
             after, before = self.neighbours[one]
             return [one, *self.unlike(one, after if move < 0.15 else before)]
         if move < 0.8:
@@ -137,7 +162,9 @@ class _Annealing:
         return [one]
 
     def in_exchange(self, one: int) -> list[int]:
-        """Groups whose bytes are given up for this one's, or the other way round: one for one or one for several."""
+        """Groups whose bytes are given up for this one's, or the other way round: one for one or
+        one for several.
+        """
         partners = self.unlike(one, range(len(self.groups)))
         self.random.shuffle(partners)
         owed = self.sizes[one] if self.random.random() < 0.5 else 1
@@ -168,7 +195,9 @@ class _Annealing:
 
 
 def _groups(graph: Graph) -> dict[int, list[int]]:
-    """By operation, the values whose keep bit can matter: needed or on the way to one that is, and not there anyway."""
+    """By operation, the values whose keep bit can matter: needed or on the way to one that is, and
+    not there anyway.
+    """
     needed = [last >= 0 for last in graph.last_need]
     for op in range(len(graph.op_inputs) - 1, -1, -1):
         if any(needed[value] for value in graph.op_outputs[op]):
@@ -176,7 +205,9 @@ def _groups(graph: Graph) -> dict[int, list[int]]:
                 needed[value] = True
     there_anyway = [
         survives or overwritten or not held_bytes
-        for survives, overwritten, held_bytes in zip(graph.survives, graph.overwritten, graph.held_bytes, strict=True)
+        for survives, overwritten, held_bytes in zip(
+            graph.survives, graph.overwritten, graph.held_bytes, strict=True
+        )
     ]
     groups: dict[int, list[int]] = {}
     for value, op in enumerate(graph.producer):
@@ -192,5 +223,10 @@ def _neighbours(graph: Graph, ops: list[int]) -> list[tuple[list[int], list[int]
     for op in ops:
         after = {reader for value in graph.op_outputs[op] for reader in graph.consumers[value]}
         before = {graph.producer[value] for value in graph.op_inputs[op]}
-        found.append(tuple(sorted(place[other] for other in others if other in place) for others in (after, before)))
+        found.append(
+            tuple(
+                sorted(place[other] for other in others if other in place)
+                for others in (after, before)
+            )
+        )
     return [(after, before) for after, before in found]

@@ -1,12 +1,13 @@
 """The micro-batch and the plan together: the fastest whole step under the budget.
 
-A large micro-batch pays Python's fixed cost once; a small one needs less recomputation. The largest micro-batch that
-fits with everything kept is the one to beat; from there the search goes up, where recomputation buys fewer and larger
-micro-batches, for as long as that pays. A step cannot be faster than its micro-batches with everything kept, so sizes
-for which even that is too slow are not planned at all.
+A large micro-batch pays Python's fixed cost once; a small one needs less recomputation. The largest
+micro-batch that fits with everything kept is the one to beat; from there the search goes up, where
+recomputation buys fewer and larger micro-batches, for as long as that pays. A step cannot be faster
+than its micro-batches with everything kept, so sizes for which even that is too slow are not
+planned at all.
 
-Weakness: sizes are tried on a grid (the batch by 1, 2, 3, 4, 6, 8, 12, …) and then next to the best, not one by one;
-the search stops after two sizes that do not pay, though a third might.
+Weakness: sizes are tried on a grid (the batch by 1, 2, 3, 4, 6, 8, 12, …) and then next to the
+best, not one by one; the search stops after two sizes that do not pay, though a third might.
 """
 
 from __future__ import annotations
@@ -36,10 +37,18 @@ class Choice:
 class MicrobatchSearch:
     """All micro-batch sizes of one profile and one batch size; solvers are made once per size."""
 
-    def __init__(self, profile: Profile, batch_size: int, *, split: bool, micro_batch: int | None = None) -> None:
+    def __init__(
+        self, profile: Profile, batch_size: int, *, split: bool, micro_batch: int | None = None
+    ) -> None:
         self.profile, self.batch_size = profile, batch_size
-        smallest = max(1, min(profile.min_batch, batch_size)) if split and profile.splittable else batch_size
-        self.least, self.largest = (smallest, batch_size) if micro_batch is None else (micro_batch, micro_batch)
+        smallest = (
+            max(1, min(profile.min_batch, batch_size))
+            if split and profile.splittable
+            else batch_size
+        )
+        self.least, self.largest = (
+            (smallest, batch_size) if micro_batch is None else (micro_batch, micro_batch)
+        )
         self._solvers: dict[int, FastSolver] = {}
         self._book: Book = {}
 
@@ -50,7 +59,9 @@ class MicrobatchSearch:
         start = self._largest_plain(sizes, budget_bytes)
         idle = 0
         for size in sizes[start::-1]:
-            if idle == 2 or (best is not None and self._plain_step_seconds(size) >= best.step_seconds):
+            if idle == 2 or (
+                best is not None and self._plain_step_seconds(size) >= best.step_seconds
+            ):
                 break
             found = self.at_size(size, budget_bytes, effort="chain")
             if found is None and best is not None:
@@ -58,7 +69,8 @@ class MicrobatchSearch:
             idle = idle + 1 if best is not None and _faster(best, found) is best else 0
             best = _faster(best, found)
         if best is None and self.least < self.largest:
-            # In one piece there are no gradients to hold during the forward, so it can fit where two pieces do not.
+            # In one piece there are no gradients to hold during the forward, so it can fit where
+            # two pieces do not.
             best = self.at_size(self.largest, budget_bytes, effort="chain")
         if best is None:
             return None
@@ -67,7 +79,9 @@ class MicrobatchSearch:
                 best = _faster(best, self.at_size(size, budget_bytes, effort="chain")) or best
         return _faster(best, self.at_size(best.micro_batch, budget_bytes, effort=effort))
 
-    def at_size(self, micro_batch: int, budget_bytes: int, *, effort: Effort = "anneal") -> Choice | None:
+    def at_size(
+        self, micro_batch: int, budget_bytes: int, *, effort: Effort = "anneal"
+    ) -> Choice | None:
         """The best plan for this very micro-batch."""
         solution = self.solver(micro_batch).solve(budget_bytes, effort=effort)
         return None if solution is None else self._choice(micro_batch, solution)
@@ -77,14 +91,18 @@ class MicrobatchSearch:
         low, high = self.least - 1, self.largest
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._is_plain(middle, budget_bytes) else (low, middle - 1)
+            low, high = (
+                (middle, high) if self._is_plain(middle, budget_bytes) else (low, middle - 1)
+            )
         if low < self.least:
             return None
         size = even(self.batch_size, low) if self.least < self.largest else low
         return self._choice(size, self.solver(size).plain)
 
     def recomputing(self, above: int, budget_bytes: int, most_seconds: float) -> Choice | None:
-        """The fastest step of micro-batches larger than this one, all of which need recomputation; None if too slow."""
+        """The fastest step of micro-batches larger than this one, all of which need recomputation;
+        None if too slow.
+        """
         best: Choice | None = None
         for size in reversed([size for size in _grid(self.batch_size, self.least) if size > above]):
             found = self.at_size(size, budget_bytes, effort="glance")
@@ -96,7 +114,9 @@ class MicrobatchSearch:
         return _faster(best, self.at_size(best.micro_batch, budget_bytes))
 
     def of_plan(self, micro_batch: int, actions: Sequence[int], segments: Segments) -> Choice:
-        """What this profile says of a plan that exists already, whatever was measured of it since."""
+        """What this profile says of a plan that exists already, whatever was measured of it
+        since.
+        """
         solver = self.solver(micro_batch)
         if all(action == KEEP for action in actions):
             return self._choice(micro_batch, solver.plain)
@@ -108,7 +128,9 @@ class MicrobatchSearch:
 
     def smallest(self) -> Choice:
         """The plan of the smallest peak: at the smallest micro-batch, or in one piece."""
-        found = [self._choice(size, self.solver(size).smallest()) for size in {self.least, self.largest}]
+        found = [
+            self._choice(size, self.solver(size).smallest()) for size in {self.least, self.largest}
+        ]
         return min(found, key=lambda choice: (choice.solution.peak_bytes, choice.step_seconds))
 
     def solver(self, micro_batch: int) -> FastSolver:
@@ -134,7 +156,10 @@ class MicrobatchSearch:
     def _between(self, sizes: list[int], size: int) -> list[int]:
         position = sizes.index(size)
         around = sizes[max(0, position - 1) : position + 2]
-        return sorted({even(self.batch_size, (a + b) // 2) for a, b in pairwise(around)} - set(sizes), reverse=True)
+        return sorted(
+            {even(self.batch_size, (a + b) // 2) for a, b in pairwise(around)} - set(sizes),
+            reverse=True,
+        )
 
     def _plain_step_seconds(self, micro_batch: int) -> float:
         profile = self.profile
@@ -154,7 +179,8 @@ class MicrobatchSearch:
 
     def _choice(self, micro_batch: int, solution: Solution) -> Choice:
         plain = self._plain_step_seconds(micro_batch)
-        # The last micro-batch may be smaller; its recomputation is in proportion. What keeps all is not recorded.
+        # The last micro-batch may be smaller; its recomputation is in proportion. What keeps all is
+        # not recorded.
         extra = solution.extra_seconds * self.batch_size / micro_batch
         if solution.extra_seconds:
             extra += self._recording_seconds(micro_batch, solution)
@@ -169,7 +195,8 @@ def _faster(first: Choice | None, second: Choice | None) -> Choice | None:
 
 
 def even(batch_size: int, micro_batch: int) -> int:
-    """The smallest micro-batch that needs no more steps than this one: the last is then not much smaller than the rest.
+    """The smallest micro-batch that needs no more steps than this one: the last is then not much
+    smaller than the rest.
 
     >>> even(16, 9)
     8

@@ -1,8 +1,8 @@
 """Where a graph can be cut, and the pieces between two cuts as graphs of their own.
 
-A *cut* lies between two operations; what crosses it are the values made before and read after. Cuts where little
-crosses (a transformer's residual stream) are where keeping values pays: everything after them can be rebuilt without
-going back further.
+A *cut* lies between two operations; what crosses it are the values made before and read after. Cuts
+where little crosses (a transformer's residual stream) are where keeping values pays: everything
+after them can be rebuilt without going back further.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from gradfit.planning.simulate import KEEP, REBUILD, Segments
 from gradfit.profiling.step_graph import Graph
 
 _FEW_CUTS = 40
-_NEAR = 64  # operations; what is read from further back is the same for all blocks, such as an attention mask
+# operations; what is read from further back is the same for all blocks, such as an attention mask
+_NEAR = 64
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The operations `start` to `end` as a graph; `values` and `ops` map its ids to the whole graph's.
+    """The operations `start` to `end` as a graph; `values` and `ops` map its ids to the whole
+    graph's.
 
-    What it reads from before is external to it. `forced` are its values that cannot but be kept: read after its end,
-    held by the caller anyway, or made by what cannot be replayed.
+    What it reads from before is external to it. `forced` are its values that cannot but be kept:
+    read after its end, held by the caller anyway, or made by what cannot be replayed.
     """
 
     graph: Graph
@@ -44,18 +46,23 @@ def last_readers(graph: Graph) -> list[int]:
 
 
 def find_cuts(graph: Graph, *, most: int = 400) -> list[int]:
-    """Positions where to cut, first and last included: local minima of the bytes that cross, where all can be kept."""
+    """Positions where to cut, first and last included: local minima of the bytes that cross, where
+    all can be kept.
+    """
     operations = len(graph.op_inputs)
     crossing, overwritten = _what_crosses(graph)
     free = [position for position in range(1, operations) if not overwritten[position]]
-    minima = [position for position in free if crossing[position] <= _least_near(crossing, position, 3)]
+    minima = [
+        position for position in free if crossing[position] <= _least_near(crossing, position, 3)
+    ]
     if len(minima) > _FEW_CUTS:  # then the best of each neighbourhood will do
         minima = [p for p in minima if crossing[p] <= 1.5 * _least_near(crossing, p, 16)]
     return [0, *_at_most(most, _thinned(minima, crossing), crossing), operations]
 
 
 def _what_crosses(graph: Graph) -> tuple[list[int], list[int]]:
-    """For each position the bytes that are made before it and read after it, and how many values that are written over.
+    """For each position the bytes that are made before it and read after it, and how many values
+    that are written over.
 
     These cannot be kept as they are, so no cut can go through them.
     """
@@ -65,14 +72,19 @@ def _what_crosses(graph: Graph) -> tuple[list[int], list[int]]:
     for value, op in enumerate(graph.producer):
         if op < 0 or last[value] <= op:
             continue
-        for counts, amount in ((crossing, graph.held_bytes[value]), (overwritten, int(graph.overwritten[value]))):
+        for counts, amount in (
+            (crossing, graph.held_bytes[value]),
+            (overwritten, int(graph.overwritten[value])),
+        ):
             counts[op + 1] += amount
             counts[last[value] + 1] -= amount
     return list(accumulate(crossing)), list(accumulate(overwritten))
 
 
 def _least_near(crossing: list[int], position: int, distance: int) -> int:
-    return min(crossing[max(1, position - distance) : min(len(crossing) - 1, position + distance + 1)])
+    return min(
+        crossing[max(1, position - distance) : min(len(crossing) - 1, position + distance + 1)]
+    )
 
 
 def _thinned(minima: list[int], crossing: list[int]) -> list[int]:
@@ -85,7 +97,9 @@ def _thinned(minima: list[int], crossing: list[int]) -> list[int]:
 
 
 def _at_most(most: int, positions: list[int], crossing: list[int]) -> list[int]:
-    """No more than so many positions, spread over the graph: of each stretch the one where least crosses."""
+    """No more than so many positions, spread over the graph: of each stretch the one where least
+    crosses.
+    """
     if len(positions) <= most:
         return positions
     stretch = (len(crossing) - 1) / most
@@ -105,7 +119,8 @@ class Anatomy:
         self.last = last_readers(graph)
         self.survives = graph.survives
         operations = len(graph.op_inputs)
-        # The nodes in whose time each operation's values are used: those that need them, and those next to these.
+        # The nodes in whose time each operation's values are used: those that need them, and those
+        # next to these.
         self.nodes_of: list[list[int]] = [[] for _ in range(operations)]
         owner = operations - 1
         for node, needs in enumerate(graph.node_needs):
@@ -122,10 +137,11 @@ class Anatomy:
         return sorted({node for op in range(start, end) for node in self.nodes_of[op]})
 
     def kind(self, start: int, end: int) -> tuple[int, int]:
-        """A number that is equal for pieces alike in all but their seconds (a transformer's blocks), and their base.
+        """A number that is equal for pieces alike in all but their seconds (a transformer's
+        blocks), and their base.
 
-        The base is the least of the bytes of gradients around, which is left out of the comparison: a step that starts
-        without gradients has more of them in every block.
+        The base is the least of the bytes of gradients around, which is left out of the comparison:
+        a step that starts without gradients has more of them in every block.
         """
         graph, position = self.graph, self._position
         nodes = self.nodes(start, end)
@@ -169,11 +185,15 @@ class Anatomy:
         return hash((ops, needs)), base
 
     def piece(self, start: int, end: int, op_seconds: list[float]) -> Piece:
-        """The operations `start` to `end` (not included) as a graph of their own, with these seconds."""
+        """The operations `start` to `end` (not included) as a graph of their own, with these
+        seconds.
+        """
         made = [value for op in range(start, end) for value in self.graph.op_outputs[op]]
         forced = [index for index, value in enumerate(made) if self._is_forced(value, end)]
         leaving = [index for index, value in enumerate(made) if self.last[value] >= end]
-        return Piece(self._graph_of(start, end, made, op_seconds), start, end, made, forced, leaving)
+        return Piece(
+            self._graph_of(start, end, made, op_seconds), start, end, made, forced, leaving
+        )
 
     def _is_forced(self, value: int, end: int) -> bool:
         """Whether a piece that ends here cannot but keep this value."""
@@ -186,9 +206,13 @@ class Anatomy:
         )
 
     def _graph_of(self, start: int, end: int, made: list[int], op_seconds: list[float]) -> Graph:
-        """The piece as a graph: its first values are `made`, then come those that it reads from before, of no bytes."""
+        """The piece as a graph: its first values are `made`, then come those that it reads from
+        before, of no bytes.
+        """
         graph, size, inner = self.graph, end - start, len(made)
-        read = [v for op in range(start, end) for v in (*graph.op_inputs[op], *graph.op_overwrites[op])]
+        read = [
+            v for op in range(start, end) for v in (*graph.op_inputs[op], *graph.op_overwrites[op])
+        ]
         values = list(dict.fromkeys([*made, *read]))
         local = {value: index for index, value in enumerate(values)}
         from_before = [0] * (len(values) - inner)
@@ -199,7 +223,9 @@ class Anatomy:
             return [tuple([local[value] for value in one]) for one in lists[start:end]]
 
         def dies(value: int) -> int:
-            return size if self.survives[value] else min(max(graph.dies[value] - start, 0), size - 1)
+            return (
+                size if self.survives[value] else min(max(graph.dies[value] - start, 0), size - 1)
+            )
 
         return Graph(
             nbytes=[graph.nbytes[v] for v in made] + from_before,
@@ -214,7 +240,8 @@ class Anatomy:
             op_workspace=graph.op_workspace[start:end],
             op_replayable=graph.op_replayable[start:end],
             node_needs=[
-                tuple([local[v] for v in graph.node_needs[node] if local.get(v, inner) < inner]) for node in nodes
+                tuple([local[v] for v in graph.node_needs[node] if local.get(v, inner) < inner])
+                for node in nodes
             ],
             node_before=[graph.node_before[node] - base for node in nodes],
             node_peak=[graph.node_peak[node] - base for node in nodes],
@@ -228,10 +255,11 @@ class Anatomy:
 
 
 def nest(graph: Graph, last: Sequence[int], levels: Sequence[Sequence[int]]) -> Segments:
-    """Segments inside segments: `levels[d]` are the positions that split at depth d, each containing the ones before.
+    """Segments inside segments: `levels[d]` are the positions that split at depth d, each
+    containing the ones before.
 
-    A value that crosses a split of depth d belongs to the segment around it, so that it stays while both sides are
-    rebuilt; any other belongs to the innermost segment that holds its operation.
+    A value that crosses a split of depth d belongs to the segment around it, so that it stays while
+    both sides are rebuilt; any other belongs to the innermost segment that holds its operation.
     """
     operations = len(graph.op_inputs)
     parent = [-1]
@@ -262,4 +290,7 @@ def _innermost(segment_of_op: list[list[int]], op: int, reader: int) -> int:
 
 def keep_needed(graph: Graph) -> list[int]:
     """What plain autograd does: keep whatever can be kept."""
-    return [KEEP if p < 0 or not o else REBUILD for p, o in zip(graph.producer, graph.overwritten, strict=True)]
+    return [
+        KEEP if p < 0 or not o else REBUILD
+        for p, o in zip(graph.producer, graph.overwritten, strict=True)
+    ]

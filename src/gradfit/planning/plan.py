@@ -39,12 +39,14 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which values to keep, to rebuild and to offload, the micro-batch, and the predicted peak and seconds.
+    """Which values to keep, to rebuild and to offload, the micro-batch, and the predicted peak and
+    seconds.
 
-    `actions` has one entry per value of the profile: "keep", "rebuild", "offload", or "external" for what is always
-    there. `segments` gives each value's segment and `segment_parents` the tree of them (-1 for the root, 0): a value
-    rebuilt on the way to another is held only if its segment is the other's or encloses it. `operations` are the names
-    of the profile's operations, so that whoever follows the plan can see that it still fits.
+    `actions` has one entry per value of the profile: "keep", "rebuild", "offload", or "external"
+    for what is always there. `segments` gives each value's segment and `segment_parents` the tree
+    of them (-1 for the root, 0): a value rebuilt on the way to another is held only if its segment
+    is the other's or encloses it. `operations` are the names of the profile's operations, so that
+    whoever follows the plan can see that it still fits.
 
     Attributes:
         micro_batch: rows that run at once.
@@ -71,8 +73,10 @@ class Plan:
         predicted: whether the profile was made on fake tensors.
         seconds_measured: whether `step_seconds` was measured by running the plan.
         versions: of torch and Python, where the profile was made.
-        online: why micro-batches do not follow the plan, and what to drop is decided while they run; "" if they do.
-        tiles: what is cut along tokens, so that gradients are equal up to the rounding of a sum; None: nothing.
+        online: why micro-batches do not follow the plan, and what to drop is decided while they
+            run; "" if they do.
+        tiles: what is cut along tokens, so that gradients are equal up to the rounding of a sum;
+            None: nothing.
     """
 
     micro_batch: int
@@ -95,16 +99,22 @@ class Plan:
     decisions: tuple[Decision, ...] = ()
     less_memory: Alternative | None = None
     more_memory: Alternative | None = None
-    heard: int = 0  # after so many operations nothing is written over that a rebuilt value is made from
+    # after so many operations nothing is written over that a rebuilt value is made from
+    heard: int = 0
     predicted: bool = False  # from a profile on fake tensors
-    seconds_measured: bool = False  # `step_seconds` is of passes that were run; the other numbers are predicted
+    # `step_seconds` is of passes that were run; the other numbers are predicted
+    seconds_measured: bool = False
     versions: dict[str, str] = field(default_factory=dict)
-    tiles: Tiles | None = None  # what is cut along tokens; gradients are then equal up to the rounding of a sum
-    online: str = ""  # why micro-batches do not follow the plan, and what to drop is decided while they run
+    # what is cut along tokens; gradients are then equal up to the rounding of a sum
+    tiles: Tiles | None = None
+    # why micro-batches do not follow the plan, and what to drop is decided while they run
+    online: str = ""
 
     @cached_property
     def memo(self) -> dict[str, Any]:
-        """For `apply`: the plan as it is followed, and the bytes that autograd saves after its last decision."""
+        """For `apply`: the plan as it is followed, and the bytes that autograd saves after its last
+        decision.
+        """
         return {}
 
     @property
@@ -123,13 +133,16 @@ class Plan:
         return self.extra_seconds / self.plain_seconds if self.plain_seconds > 0 else 0.0
 
     def later(self, seconds: float) -> Plan:
-        """The same plan where every step takes so much longer for another reason than recomputation.
+        """The same plan where every step takes so much longer for another reason than
+        recomputation.
 
         Args:
             seconds: added to a step's.
         """
         return dataclasses.replace(
-            self, step_seconds=self.step_seconds + seconds, plain_seconds=self.plain_seconds + seconds
+            self,
+            step_seconds=self.step_seconds + seconds,
+            plain_seconds=self.plain_seconds + seconds,
         )
 
     def taking(self, step_seconds: float) -> Plan:
@@ -154,7 +167,9 @@ class Plan:
 
     @property
     def split_text(self) -> str:
-        """How the batch is cut, as it is said everywhere: the size of a micro-batch × how many there are."""
+        """How the batch is cut, as it is said everywhere: the size of a micro-batch × how many
+        there are.
+        """
         return f"{self.micro_batch} × {self.steps}"
 
     @property
@@ -179,30 +194,41 @@ class Plan:
         step = f"step {format_seconds(self.step_seconds)}"
         parts = [f"peak {format_bytes(self.peak_bytes)}", f"{percent(self.extra_fraction)} time"]
         lines = [
-            f"micro-batch {self.split_text}, {self.kept_values} of {self.saved_values} values kept; "
-            f"predicted{where}: {', '.join(parts if self.seconds_measured else [*parts, step])}"
+            f"micro-batch {self.split_text}, {self.kept_values} of {self.saved_values} values kept;"
+            f" predicted{where}: {', '.join(parts if self.seconds_measured else [*parts, step])}"
             + (f"; measured: {step}" if self.seconds_measured else ""),
-            f"{_budget(self.budget_bytes)}; predicted to be kept between the passes: "
-            f"{format_bytes(self.kept_bytes)} of {format_bytes(self.saved_bytes)}",
+            (
+                f"{_budget(self.budget_bytes)}; predicted to be kept between the passes: "
+                f"{format_bytes(self.kept_bytes)} of {format_bytes(self.saved_bytes)}"
+            ),
             f"the predicted peak is {self.peak_at}: {_parts(self.breakdown)}",
         ]
         if self.tiles is not None:
-            lines.append(f"{self.tiles}: gradients are equal to the untiled ones up to the rounding of a float sum")
+            lines.append(
+                f"{self.tiles}: gradients are equal to the untiled ones up to the rounding of a"
+                " float sum"
+            )
         if self.online:
-            lines.append(f"not followed by all micro-batches, which run online, more slowly: {self.online}")
+            lines.append(
+                f"not followed by all micro-batches, which run online, more slowly: {self.online}"
+            )
         if self.decisions:
             lines.append("most expensive decisions, predicted:")
             lines += [
-                f"  {d.action} {format_bytes(d.nbytes)} of {d.operation} in {d.module or '(no module)'} "
-                f"({d.source or 'no source line'}): +{format_seconds(d.seconds)}"
+                f"  {d.action} {format_bytes(d.nbytes)} of {d.operation} in"
+                f" {d.module or '(no module)'} ({d.source or 'no source line'}):"
+                f" +{format_seconds(d.seconds)}"
                 for d in self.decisions
             ]
         for title, other in (("less memory", self.less_memory), ("more memory", self.more_memory)):
             if other is not None:
-                change = other.step_seconds / self.step_seconds - 1 if self.step_seconds > 0 else 0.0
+                change = (
+                    other.step_seconds / self.step_seconds - 1 if self.step_seconds > 0 else 0.0
+                )
                 lines.append(
-                    f"next with {title}, predicted: micro-batch {other.micro_batch} × {other.steps}, "
-                    f"peak {format_bytes(other.peak_bytes)}, {percent(change)} time against this plan"
+                    f"next with {title}, predicted: micro-batch {other.micro_batch} ×"
+                    f" {other.steps}, peak {format_bytes(other.peak_bytes)}, {percent(change)} time"
+                    " against this plan"
                 )
         return "\n".join(lines)
 
@@ -213,7 +239,10 @@ def _budget(count: int) -> str:
 
 def _parts(breakdown: Mapping[str, int]) -> str:
     parts = sorted(breakdown.items(), key=lambda item: -item[1])
-    return ", ".join(f"{name} {format_bytes(count)}" for name, count in parts if count > 0) or "nothing"
+    return (
+        ", ".join(f"{name} {format_bytes(count)}" for name, count in parts if count > 0)
+        or "nothing"
+    )
 
 
 def percent(fraction: float) -> str:
@@ -223,4 +252,5 @@ def percent(fraction: float) -> str:
     ('+6 %', '−0.4 %')
     """
     percent = 100 * fraction
-    return f"{'−' if percent < 0 else '+'}{abs(percent):.{0 if abs(percent) >= 1 or percent == 0 else 1}f} %"
+    digits = 0 if abs(percent) >= 1 or percent == 0 else 1
+    return f"{'−' if percent < 0 else '+'}{abs(percent):.{digits}f} %"

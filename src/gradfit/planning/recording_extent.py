@@ -9,21 +9,33 @@ from gradfit.profiling.step_graph import Graph
 
 
 def in_effect(actions: Sequence[int], until: Sequence[int]) -> list[int]:
-    """The actions, where what nothing will ask for (`alive_until`) is kept: that costs nothing, and is not written."""
+    """The actions, where what nothing will ask for (`alive_until`) is kept: that costs nothing, and
+    is not written.
+    """
     return [action if last >= 0 else KEEP for action, last in zip(actions, until, strict=True)]
 
 
 def operations_heard(graph: Graph, actions: Sequence[int]) -> int:
-    """How many operations, from the first, somebody has to hear who follows these actions (those `in_effect`)."""
-    last = max((op for op, outputs in enumerate(graph.op_outputs) if _is_chosen(outputs, actions)), default=-1)
+    """How many operations, from the first, somebody has to hear who follows these actions (those
+    `in_effect`).
+    """
+    last = max(
+        (op for op, outputs in enumerate(graph.op_outputs) if _is_chosen(outputs, actions)),
+        default=-1,
+    )
     return max(last, last_write(graph, actions)) + 1
 
 
 def last_write(graph: Graph, actions: Sequence[int]) -> int:
-    """The last operation that writes over something that a rebuilt value is made from; -1 if none does."""
+    """The last operation that writes over something that a rebuilt value is made from; -1 if none
+    does.
+    """
     rebuilt = [op for op, outputs in enumerate(graph.op_outputs) if _is_chosen(outputs, actions)]
     sources = {value for op in rebuilt for value in graph.op_inputs[op]}
-    return max((op for op, old in enumerate(graph.op_overwrites) if not sources.isdisjoint(old)), default=-1)
+    return max(
+        (op for op, old in enumerate(graph.op_overwrites) if not sources.isdisjoint(old)),
+        default=-1,
+    )
 
 
 def _is_chosen(outputs: Sequence[int], actions: Sequence[int]) -> bool:

@@ -1,20 +1,28 @@
-"""What the engine will do with a keep-set, without doing it: peak bytes, extra seconds, and where the peak is.
+"""What the engine will do with a keep-set, without doing it: peak bytes, extra seconds, and where
+the peak is.
 
-Every solver here trusts this function and nothing else, so it follows the engine step by step, by these rules:
+Every solver here trusts this function and nothing else, so it follows the engine step by step, by
+these rules:
 
-1. Forward: a kept value that something needs is held from its creation; any other leaves when Python drops it.
-2. A value is *alive* while a backward node that has not run needs it, or a live rebuilt value's operation reads it.
-3. Backward: a node unpacks what it needs, in order. A value that is not there is rebuilt by a *sweep*: the operations
-   between what is there and it, in forward order. A transient is freed after its last use in the sweep.
-4. A value is *wanted* if a node has still to unpack it, or an operation reads it to make a rebuilt value that is
-   wanted and not there. A value rebuilt on the way to v is cached iff it is wanted and its segment is v's or above it.
-5. A cached value that a sweep reads, or a node unpacks, is dropped at the sweep's or node's end if no longer wanted.
-   Any cached value is dropped once it is not alive.
-6. In place: replay writes over the old version's bytes if they are a transient's last use, else over a copy.
-7. An offloaded value is copied out when made and copied back like a rebuilt one, by an operation without inputs.
+1. Forward: a kept value that something needs is held from its creation; any other leaves when
+   Python drops it.
+2. A value is *alive* while a backward node that has not run needs it, or a live rebuilt value's
+   operation reads it.
+3. Backward: a node unpacks what it needs, in order. A value that is not there is rebuilt by a
+   *sweep*: the operations between what is there and it, in forward order. A transient is freed
+   after its last use in the sweep.
+4. A value is *wanted* if a node has still to unpack it, or an operation reads it to make a rebuilt
+   value that is wanted and not there. A value rebuilt on the way to v is cached iff it is wanted
+   and its segment is v's or above it.
+5. A cached value that a sweep reads, or a node unpacks, is dropped at the sweep's or node's end if
+   no longer wanted. Any cached value is dropped once it is not alive.
+6. In place: replay writes over the old version's bytes if they are a transient's last use, else
+   over a copy.
+7. An offloaded value is copied out when made and copied back like a rebuilt one, by an operation
+   without inputs.
 
-A plan that would replay what cannot be replayed takes infinite seconds. Cost: one pass over the forward and one over
-what is replayed, some 2 to 3 µs for each operation.
+A plan that would replay what cannot be replayed takes infinite seconds. Cost: one pass over the
+forward and one over what is replayed, some 2 to 3 µs for each operation.
 """
 
 from __future__ import annotations
@@ -33,7 +41,8 @@ ACTION_NAMES = ("keep", "rebuild", "offload")
 
 @dataclass(frozen=True)
 class Segments:
-    """A tree of segments: the segment of each value, and each segment's parent (-1 for the root, 0).
+    """A tree of segments: the segment of each value, and each segment's parent (-1 for the root,
+    0).
 
     A parent's number is smaller than its children's.
     """
@@ -60,7 +69,9 @@ class Segments:
 
 @dataclass(frozen=True)
 class Simulation:
-    """The outcome: the peak, what it is made of, and the seconds that recomputation and transfers add."""
+    """The outcome: the peak, what it is made of, and the seconds that recomputation and transfers
+    add.
+    """
 
     peak_bytes: int
     extra_seconds: float
@@ -87,12 +98,16 @@ def simulate(
     *,
     timeline: list[tuple[str, int, int]] | None = None,
 ) -> Simulation:
-    """Run one micro-batch and the optimizer on paper; a `timeline` list gets (phase, index, bytes) of each moment."""
+    """Run one micro-batch and the optimizer on paper; a `timeline` list gets (phase, index, bytes)
+    of each moment.
+    """
     return Simulator(graph).run(actions, segments, timeline=timeline)
 
 
 class Simulator:
-    """What is the same for every plan of a graph, worked out once: solvers ask thousands of times."""
+    """What is the same for every plan of a graph, worked out once: solvers ask thousands of
+    times.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -103,12 +118,17 @@ class Simulator:
                 self.pending[value] += 1
         self.needs = [tuple([v for v in needs if producer[v] >= 0]) for needs in graph.node_needs]
         self.external = [value for value, op in enumerate(producer) if op < 0]
-        self.latest_first = sorted((v for v, op in enumerate(producer) if op >= 0), key=lambda v: -producer[v])
+        self.latest_first = sorted(
+            (v for v, op in enumerate(producer) if op >= 0), key=lambda v: -producer[v]
+        )
         # Forward: the curve if nothing is kept, and after which operation each value would go.
-        self.dies = [max(dies, op) if op >= 0 else -1 for dies, op in zip(graph.dies, producer, strict=True)]
+        self.dies = [
+            max(dies, op) if op >= 0 else -1 for dies, op in zip(graph.dies, producer, strict=True)
+        ]
         dying = [0] * (operations + 1)
         for value, op in enumerate(producer):
-            if op >= 0 and not graph.overwritten[value]:  # an overwritten value's bytes pass to its next version
+            # an overwritten value's bytes pass to its next version
+            if op >= 0 and not graph.overwritten[value]:
                 dying[min(self.dies[value], operations)] += graph.held_bytes[value]
         self.curve: list[int] = []
         live = graph.static_bytes
@@ -142,7 +162,9 @@ class Simulator:
         run.forward()
         saved = run.kept
         run.backward()
-        run.see("optimizer", 0, graph.static_bytes + run.surviving + graph.optimizer_burst_bytes, 0, 0)
+        run.see(
+            "optimizer", 0, graph.static_bytes + run.surviving + graph.optimizer_burst_bytes, 0, 0
+        )
         phase, index, kept, rebuilt, target, operation = run.where
         return Simulation(
             peak_bytes=run.peak,
@@ -187,7 +209,8 @@ class _Run:
         for value in of.external:
             self.present[value] = 1
         self.pending = list(of.pending)
-        self.drops: list[list[int]] = [[] for _ in graph.node_needs]  # values not alive after this node
+        # values not alive after this node
+        self.drops: list[list[int]] = [[] for _ in graph.node_needs]
         self.first: list[int] | None = None
         self.end: list[int] = []
         if segments is not None and len(segments.parent) > 1:
@@ -202,7 +225,14 @@ class _Run:
         self.known = [0] * count  # sweep: known to be wanted; -sweep: known not to be
 
     def see(
-        self, phase: str, index: int, now: int, kept: int, rebuilt: int, target: int = -1, operation: int = -1
+        self,
+        phase: str,
+        index: int,
+        now: int,
+        kept: int,
+        rebuilt: int,
+        target: int = -1,
+        operation: int = -1,
     ) -> None:
         if self.timeline is not None:
             self.timeline.append((phase, index, now))
@@ -210,8 +240,16 @@ class _Run:
             self.peak, self.where = now, (phase, index, kept, rebuilt, target, operation)
 
     def forward(self) -> None:
-        """Rule 1: the curve of keeping nothing, plus each kept value from where it would have gone."""
-        graph, actions, until, held, dies = self.graph, self.actions, self.until, self.graph.held_bytes, self.of.dies
+        """Rule 1: the curve of keeping nothing, plus each kept value from where it would have
+        gone.
+        """
+        graph, actions, until, held, dies = (
+            self.graph,
+            self.actions,
+            self.until,
+            self.graph.held_bytes,
+            self.of.dies,
+        )
         operations, drops = len(graph.op_inputs), self.drops
         longer = [0] * (operations + 1)
         stays = []
@@ -232,9 +270,21 @@ class _Run:
             elif actions[value] == OFFLOAD:
                 self.extra_seconds += graph.nbytes[value] * graph.transfer_seconds_per_byte
         curve = list(map(add, self.of.curve, accumulate(longer)))
-        moments = range(operations) if self.timeline is not None else [curve.index(max(curve))] if curve else []
+        moments = (
+            range(operations)
+            if self.timeline is not None
+            else [curve.index(max(curve))]
+            if curve
+            else []
+        )
         for op in moments:
-            self.see("forward", op, curve[op], sum([held[v] for v in stays if graph.producer[v] <= op]), 0)
+            self.see(
+                "forward",
+                op,
+                curve[op],
+                sum([held[v] for v in stays if graph.producer[v] <= op]),
+                0,
+            )
         self.kept, self.surviving = kept, surviving
 
     def backward(self) -> None:
@@ -271,7 +321,9 @@ class _Run:
                     self.cached -= nbytes[value]
 
     def wanted(self, value: int, node: int) -> bool:
-        """Rule 4: can a handle that is not yet unpacked be reached through rebuilt values that are not there?"""
+        """Rule 4: can a handle that is not yet unpacked be reached through rebuilt values that are
+        not there?
+        """
         pending, known, sweep = self.pending, self.known, self.sweep
         if pending[value] > 0:
             return True
@@ -312,8 +364,8 @@ class _Run:
     def operations_to(self, value: int) -> tuple[list[int], dict[int, list[int]], list[int]]:
         """The steps of a sweep, walking back from the value to what is there.
 
-        Gives the operations in forward order, the offloaded values to copy back by the operation that made them (at
-        whose place they come back), and the cached values that are read.
+        Gives the operations in forward order, the offloaded values to copy back by the operation
+        that made them (at whose place they come back), and the cached values that are read.
         """
         op_inputs, producer, actions = self.graph.op_inputs, self.graph.producer, self.actions
         present, made, last_use, sweep = self.present, self.made, self.last_use, self.sweep
@@ -347,23 +399,35 @@ class _Run:
                 last_use[source] = op
         return (sorted({*ops, *loads}) if loads else ops), loads, read
 
-    def choose_cached(self, value: int, node: int, steps: list[int], loads: dict[int, list[int]]) -> None:
+    def choose_cached(
+        self, value: int, node: int, steps: list[int], loads: dict[int, list[int]]
+    ) -> None:
         """Mark as present what the sweep makes and leaves cached (rule 4).
 
-        It is asked from the last operation to the first, so that whatever a value could be wanted for is decided.
+        It is asked from the last operation to the first, so that whatever a value could be wanted
+        for is decided.
         """
-        op_outputs, present, made, sweep = self.graph.op_outputs, self.present, self.made, self.sweep
+        op_outputs, present, made, sweep = (
+            self.graph.op_outputs,
+            self.present,
+            self.made,
+            self.sweep,
+        )
         first, end = self.first, self.end
         inside = first[value] if first is not None else 0
         for op in reversed(steps):
             for output in (*op_outputs[op], *loads[op]) if op in loads else op_outputs[op]:
                 if made[output] != sweep or present[output] or self.until[output] < node:
                     continue
-                if self.wanted(output, node) and (first is None or first[output] <= inside < end[output]):
+                if self.wanted(output, node) and (
+                    first is None or first[output] <= inside < end[output]
+                ):
                     present[output] = 1
 
     def replay(self, value: int, node: int, steps: list[int], loads: dict[int, list[int]]) -> None:
-        """Run the steps of a sweep. `present` says by now what stays afterwards, `made` what is new."""
+        """Run the steps of a sweep. `present` says by now what stays afterwards, `made` what is
+        new.
+        """
         graph, nbytes = self.graph, self.graph.nbytes
         now = self.cached
         highest, widest = 0, -1  # bytes, and the operation that runs then
@@ -391,7 +455,9 @@ class _Run:
         self.cached = now
 
     def free_after(self, op: int, values: Iterable[int]) -> int:
-        """Bytes of those of the values that this sweep made, needs for the last time here, and does not keep."""
+        """Bytes of those of the values that this sweep made, needs for the last time here, and does
+        not keep.
+        """
         freed, made, last_use = 0, self.made, self.last_use
         for value in values:
             if last_use[value] == op and made[value] == self.sweep and not self.present[value]:
@@ -400,7 +466,9 @@ class _Run:
         return freed
 
     def free_unused_outputs(self, op: int) -> int:
-        """Bytes of results that are a second copy of what is there, or that this sweep has no use for."""
+        """Bytes of results that are a second copy of what is there, or that this sweep has no use
+        for.
+        """
         freed, made, actions = 0, self.made, self.actions
         for output in self.graph.op_outputs[op]:
             used = self.last_use[output] >= 0 or self.present[output]

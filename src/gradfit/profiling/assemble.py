@@ -1,4 +1,6 @@
-"""From one or two measured micro-batches to a profile: what grows with the rows, and what does not."""
+"""From one or two measured micro-batches to a profile: what grows with the rows, and what does
+not.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Sample:
     @property
     def busy_seconds(self) -> float:
         """Of all operations, each timed alone."""
-        return sum(op.seconds for op in self.trace.operations) + sum(node.seconds for node in self.trace.nodes)
+        return sum(op.seconds for op in self.trace.operations) + sum(
+            node.seconds for node in self.trace.nodes
+        )
 
 
 def assemble(
@@ -48,11 +52,13 @@ def assemble(
 ) -> Profile:
     """Put the last two measurements together into a profile, or the only one.
 
-    `static` are the storages of parameters, buffers and the batch: what else the forward read without having made it
-    are constants.
+    `static` are the storages of parameters, buffers and the batch: what else the forward read
+    without having made it are constants.
     """
     big = samples[-1]
-    small = samples[-2] if len(samples) > 1 and same_structure(samples[-2].trace, big.trace) else None
+    small = (
+        samples[-2] if len(samples) > 1 and same_structure(samples[-2].trace, big.trace) else None
+    )
 
     def line(get: Callable[[Trace], float]) -> Linear:
         if small is not None:
@@ -104,7 +110,9 @@ def assemble(
     elif static is not None:
         constants = line(lambda t: _constant_bytes(t, static))
     device = counted_device(model)
-    there = [tensor for tensor in leaves(batch) if device is None or tensor.device.type == device.type]
+    there = [
+        tensor for tensor in leaves(batch) if device is None or tensor.device.type == device.type
+    ]
     batch_bytes = sum(tensor.nbytes for tensor in there)
     overhead = tape_overhead()
     return Profile(
@@ -133,15 +141,24 @@ def assemble(
 
 
 def _plain_points(samples: list[Sample]) -> tuple[tuple[int, float], ...]:
-    """Where plain passes were timed up to the largest size: else its operations, each timed alone, tell more."""
-    points = tuple((one.size, one.plain_seconds) for one in samples if one.plain_seconds is not None)
+    """Where plain passes were timed up to the largest size: else its operations, each timed alone,
+    tell more.
+    """
+    points = tuple(
+        (one.size, one.plain_seconds) for one in samples if one.plain_seconds is not None
+    )
     return points if len(points) > 1 and points[-1][0] == samples[-1].size else ()
 
 
 def _overhead(samples: list[Sample], parts: int) -> float:
-    """What plain passes take beyond their operations; less than nothing where those are too short to be timed alone."""
-    beside = [one.plain_seconds - one.busy_seconds for one in samples if one.plain_seconds is not None]
-    return min(beside[-1], 1e-4 * parts) if beside else 0.0  # what is beyond any interpreter's share is another's
+    """What plain passes take beyond their operations; less than nothing where those are too short
+    to be timed alone.
+    """
+    beside = [
+        one.plain_seconds - one.busy_seconds for one in samples if one.plain_seconds is not None
+    ]
+    # what is beyond any interpreter's share is another's
+    return min(beside[-1], 1e-4 * parts) if beside else 0.0
 
 
 def _slope(line: Linear, seconds: float, size: int) -> Linear:
@@ -170,7 +187,9 @@ def _plain_name(op: TracedOp) -> str:
 
 def _constant_bytes(trace: Trace, static: set[int]) -> int:
     known = static | trace.gathered.keys()
-    return sum(value.nbytes for value in trace.values if value.operation is None and value.key not in known)
+    return sum(
+        value.nbytes for value in trace.values if value.operation is None and value.key not in known
+    )
 
 
 def _module_of(trace: Trace, needs: list[int]) -> str:

@@ -13,8 +13,9 @@ _LONG_SECONDS = 2e-4  # what takes less was not interrupted for long
 def seconds_now() -> float:
     """Now, in seconds, to be taken off a later now.
 
-    On one thread of the CPU it is the thread's own time: what other processes take is not what an operation costs.
-    With several threads, and on accelerators, only the clock on the wall sees all of the work.
+    On one thread of the CPU it is the thread's own time: what other processes take is not what an
+    operation costs. With several threads, and on accelerators, only the clock on the wall sees all
+    of the work.
     """
     return time.thread_time() if _is_alone() else time.perf_counter()
 
@@ -26,9 +27,9 @@ def _is_alone() -> bool:
 class OperationClock:
     """The same for thousands of short operations, one after the other.
 
-    A thread's own time is read by a system call, which takes longer than a short operation; the clock on the wall is
-    not. So operations are timed by the wall, and only after what seems long, an operation or a gap between two, is the
-    thread asked how much of that it did not run.
+    A thread's own time is read by a system call, which takes longer than a short operation; the
+    clock on the wall is not. So operations are timed by the wall, and only after what seems long,
+    an operation or a gap between two, is the thread asked how much of that it did not run.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,9 @@ class OperationClock:
     def start(self) -> float:
         """Just before an operation: the time to give to `since`."""
         now = time.perf_counter()
-        if self._alone and (now - self._ended > _LONG_SECONDS or threading.get_ident() != self._thread):
+        if self._alone and (
+            now - self._ended > _LONG_SECONDS or threading.get_ident() != self._thread
+        ):
             self._look()
             now = self._wall
         return now

@@ -1,7 +1,8 @@
 """`meter`: bytes of live tensors, now and at the peak, on any device, each storage counted once.
 
-It counts what operations return, from the moment they return it until the storage dies. Memory that a kernel takes and
-gives back inside one operation is not a tensor and is not seen; an accelerator's own counters can be put beside it.
+It counts what operations return, from the moment they return it until the storage dies. Memory that
+a kernel takes and gives back inside one operation is not a tensor and is not seen; an accelerator's
+own counters can be put beside it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Meter(OperationListener):
         super().__init__()
         self.current_bytes = 0
         self.peak_bytes = 0
-        self.timeline: list[tuple[float, int]] | None = [] if read_flag(timeline, "timeline") else None
+        self.timeline: list[tuple[float, int]] | None = (
+            [] if read_flag(timeline, "timeline") else None
+        )
         self.device = read_device(device, "device") if device is not None else None
         self._live: dict[int, _Storage] = {}
         self._started = time.perf_counter()
@@ -67,10 +70,14 @@ class Meter(OperationListener):
         self._stop_hearing.pop()()
 
     def __repr__(self) -> str:
-        return f"<meter: {format_bytes(self.current_bytes)} live, peak {format_bytes(self.peak_bytes)}>"
+        return (
+            f"<meter: {format_bytes(self.current_bytes)} live, peak"
+            f" {format_bytes(self.peak_bytes)}>"
+        )
 
     def watch(self, *tensors: Any) -> None:
-        """Count tensors that were there before: a tensor, a module, an optimizer, or any nest of them.
+        """Count tensors that were there before: a tensor, a module, an optimizer, or any nest of
+        them.
 
         Args:
             tensors: what to count from now on, each storage once.
@@ -84,7 +91,9 @@ class Meter(OperationListener):
         self.peak_bytes = self.current_bytes
 
     def accelerator_peak_bytes(self) -> int | None:
-        """What the accelerator's own allocator reports as its peak; None on a machine without one."""
+        """What the accelerator's own allocator reports as its peak; None on a machine without
+        one.
+        """
         if not torch.accelerator.is_available():
             return None
         return int(torch.accelerator.max_memory_allocated())
@@ -163,24 +172,34 @@ def meter(*watch: Any, timeline: bool = False, device: str | torch.device | None
 
 
 def _check_device(device: str | torch.device | None) -> None:
-    """Refuse a device that is not here: nothing could live on it, and 0 bytes would look like a result."""
+    """Refuse a device that is not here: nothing could live on it, and 0 bytes would look like a
+    result.
+    """
     try:
         kind = "cpu" if device is None else torch.device(device).type
     except (RuntimeError, TypeError) as error:
-        raise MisuseError(f"device={device!r} is not a device ({error}). Pass for example device='cpu'.") from None
+        raise MisuseError(
+            f"device={device!r} is not a device ({error}). Pass for example device='cpu'."
+        ) from None
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if kind not in ("cpu", "meta") and not inside_fake_mode() and (here is None or here.type != kind):
+    if (
+        kind not in ("cpu", "meta")
+        and not inside_fake_mode()
+        and (here is None or here.type != kind)
+    ):
         there = "the CPU alone" if here is None else f"the CPU and {here.type}"
         raise MisuseError(
-            f"device={device!r} is not on this machine, which has {there}. Leave device out, or pass one."
+            f"device={device!r} is not on this machine, which has {there}. Leave device out, or"
+            " pass one."
         )
 
 
 def tensors_in(nest: Any) -> Iterable[torch.Tensor]:
-    """Every tensor of a nest of modules, optimizers, mappings, sequences and tensors, gradients included.
+    """Every tensor of a nest of modules, optimizers, mappings, sequences and tensors, gradients
+    included.
 
-    Of a tensor that is sharded over ranks it is the part on this one; of a `fully_shard` module also what it has
-    gathered, and gradients that are not reduced yet.
+    Of a tensor that is sharded over ranks it is the part on this one; of a `fully_shard` module
+    also what it has gathered, and gradients that are not reduced yet.
     """
     if isinstance(nest, torch.Tensor):
         yield distributed.local_part(nest)
@@ -205,8 +224,13 @@ def tensors_in(nest: Any) -> Iterable[torch.Tensor]:
     elif nest is not None and not isinstance(nest, str | bytes | int | float | complex | bool):
         fields = getattr(nest, "__dict__", None)
         if fields is None:
-            raise MisuseError(f"watch: meter() cannot look for tensors in {type(nest).__name__}. Pass its tensors.")
-        yield from tensors_in([v for v in fields.values() if isinstance(v, torch.Tensor | list | tuple | dict)])
+            raise MisuseError(
+                f"watch: meter() cannot look for tensors in {type(nest).__name__}. Pass its"
+                " tensors."
+            )
+        yield from tensors_in(
+            [v for v in fields.values() if isinstance(v, torch.Tensor | list | tuple | dict)]
+        )
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -1,7 +1,8 @@
-"""What an optimizer will hold and how much it takes for a moment, found before it has taken its first step.
+"""What an optimizer will hold and how much it takes for a moment, found before it has taken its
+first step.
 
-A copy of the optimizer steps stand-ins for one or two parameters at a time, so that no more than their state exists
-twice, and neither the parameters nor the optimizer's state are touched.
+A copy of the optimizer steps stand-ins for one or two parameters at a time, so that no more than
+their state exists twice, and neither the parameters nor the optimizer's state are touched.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def optimizer_cost(
 ) -> OptimizerCost:
     """Bytes of the state after a step, bytes of a step's temporaries, and its seconds.
 
-    `stand_in` makes the tensor that is stepped in a parameter's place, if that is not one like it: a shard, a fake one.
-    The state that the optimizer has already is then not what is asked for.
+    `stand_in` makes the tensor that is stepped in a parameter's place, if that is not one like it:
+    a shard, a fake one. The state that the optimizer has already is then not what is asked for.
     """
     make = stand_in or torch.zeros_like
     state = burst = 0
@@ -49,15 +50,22 @@ def optimizer_cost(
             if kind not in seen:
                 seen[kind] = _step_alone(optimizer, group, [make(parameter)], clock)
             costs.append(seen[kind])
-            existing = optimizer.state.get(parameter) if stand_in is None and hasattr(optimizer, "state") else None
+            existing = (
+                optimizer.state.get(parameter)
+                if stand_in is None and hasattr(optimizer, "state")
+                else None
+            )
             state += _bytes(existing) if existing else seen[kind].state_bytes
         if not trained:
             continue
         bursts = [cost.burst_bytes for cost in costs]
-        small = min(range(len(trained)), key=lambda at: (not bursts[at], bursts[at], trained[at].numel()))
+        small = min(
+            range(len(trained)), key=lambda at: (not bursts[at], bursts[at], trained[at].numel())
+        )
         alike = [make(trained[small]) for _ in range(6)]
         few, many = (_step_alone(optimizer, group, some, clock) for some in (alike[::2], alike))
-        call = max(0.0, 2 * few.seconds - many.seconds)  # what a step takes that is not any parameter's
+        # what a step takes that is not any parameter's
+        call = max(0.0, 2 * few.seconds - many.seconds)
         seconds += call + sum(max(0.0, cost.seconds - call) for cost in costs)
         if not bursts[small]:
             continue
@@ -65,12 +73,18 @@ def optimizer_cost(
             burst = max(burst, sum(bursts))
             continue
         for row in _worst_rows(trained, bursts):
-            burst = max(burst, _step_alone(optimizer, group, [make(one) for one in row], clock).burst_bytes)
+            burst = max(
+                burst, _step_alone(optimizer, group, [make(one) for one in row], clock).burst_bytes
+            )
     return OptimizerCost(state, burst, seconds)
 
 
-def _is_together(group: dict[str, Any], few: OptimizerCost, many: OptimizerCost, *, elsewhere: bool) -> bool:
-    """Whether it makes the temporaries of all parameters before it uses the first, as with `foreach`."""
+def _is_together(
+    group: dict[str, Any], few: OptimizerCost, many: OptimizerCost, *, elsewhere: bool
+) -> bool:
+    """Whether it makes the temporaries of all parameters before it uses the first, as with
+    `foreach`.
+    """
     if group.get("foreach") is None and not group.get("fused") and elsewhere:
         return True  # torch's default on accelerators, which need not be here
     return many.burst_bytes > 1.5 * few.burst_bytes
@@ -79,9 +93,10 @@ def _is_together(group: dict[str, Any], few: OptimizerCost, many: OptimizerCost,
 def _worst_rows(parameters: list[torch.Tensor], bursts: list[int]) -> list[list[torch.Tensor]]:
     """What to step one after the other to see the most that such a loop takes.
 
-    A parameter's temporaries still have their names when the next one's are made. Which come next to each other depends
-    on which have a gradient; none are worse than the two that take most. What is only made for matrices, or only for
-    vectors, lives on through parameters of the other kind: so there are rows with one of those in between.
+    A parameter's temporaries still have their names when the next one's are made. Which come next
+    to each other depends on which have a gradient; none are worse than the two that take most. What
+    is only made for matrices, or only for vectors, lives on through parameters of the other kind:
+    so there are rows with one of those in between.
     """
     order = [parameters[at] for at in sorted(range(len(parameters)), key=lambda at: -bursts[at])]
     pair = order[:2]
@@ -91,11 +106,16 @@ def _worst_rows(parameters: list[torch.Tensor], bursts: list[int]) -> list[list[
 
 
 def probe_of(optimizer: Any, group: dict[str, Any], stand_ins: list[torch.nn.Parameter]) -> Any:
-    """A copy of the optimizer with one group, of these parameters in place of its own, that has not stepped yet."""
+    """A copy of the optimizer with one group, of these parameters in place of its own, that has not
+    stepped yet.
+    """
     probe = copy.copy(optimizer)  # by what a checkpoint has of it
-    shared = {id(parameter): parameter for one in optimizer.param_groups for parameter in one["params"]}
+    shared = {
+        id(parameter): parameter for one in optimizer.param_groups for parameter in one["params"]
+    }
     for name, own in vars(optimizer).items():
-        if name not in vars(probe) and not callable(own):  # a model, or the `step` that a scheduler puts there
+        # a model, or the `step` that a scheduler puts there
+        if name not in vars(probe) and not callable(own):
             setattr(probe, name, copy.deepcopy(own, dict(shared)))
     probe.param_groups = [{**group, "params": stand_ins}]
     probe.state = collections.defaultdict(dict)
@@ -107,7 +127,8 @@ def _step_alone(
 ) -> OptimizerCost:
     stand_ins = [torch.nn.Parameter(content) for content in contents]
     for stand_in in stand_ins:
-        # One memory for both, whose content is of no interest: so this takes no more than the real step will.
+        # One memory for both, whose content is of no interest: so this takes no more than the real
+        # step will.
         stand_in.grad = stand_in.detach()
     probe = probe_of(optimizer, group, stand_ins)
     try:
@@ -121,16 +142,21 @@ def _step_alone(
             seconds = min(_seconds(probe.step, clock, devices_of(stand_ins)) for _ in range(2))
     except TypeError as error:
         raise MisuseError(
-            f"{type(optimizer).__name__}.step() cannot be called without arguments ({error}); an optimizer that needs "
-            "a closure evaluates the loss itself. Use one that steps on gradients, such as torch.optim.AdamW."
+            f"{type(optimizer).__name__}.step() cannot be called without arguments ({error}); an"
+            " optimizer that needs a closure evaluates the loss itself. Use one that steps on"
+            " gradients, such as torch.optim.AdamW."
         ) from None
     # Some hold tensors of their own, outside of the state.
     return OptimizerCost(
-        max(kept - before, _bytes(list(probe.state.values()))), max(0, live.peak_bytes - kept), seconds
+        max(kept - before, _bytes(list(probe.state.values()))),
+        max(0, live.peak_bytes - kept),
+        seconds,
     )
 
 
-def _seconds(step: Callable[[], Any], clock: Callable[[], float], devices: set[torch.device]) -> float:
+def _seconds(
+    step: Callable[[], Any], clock: Callable[[], float], devices: set[torch.device]
+) -> float:
     wait_for(devices)
     started = clock()
     step()

@@ -1,8 +1,9 @@
-"""What the tape costs on this machine, per operation: measured once, on operations that take no time of their own.
+"""What the tape costs on this machine, per operation: measured once, on operations that take no
+time of their own.
 
-A plan for small tensors is a plan for Python: recomputing a layer norm of a few kilobytes costs what the interpreter
-takes to ask for it, and a small micro-batch is recorded as slowly as a large one. Without these numbers the planner
-would choose many small micro-batches and pay for it.
+A plan for small tensors is a plan for Python: recomputing a layer norm of a few kilobytes costs
+what the interpreter takes to ask for it, and a small micro-batch is recorded as slowly as a large
+one. Without these numbers the planner would choose many small micro-batches and pay for it.
 """
 
 from __future__ import annotations
@@ -50,12 +51,17 @@ def tape_overhead() -> Overhead:
         kept = _least(kept, _passes(KEEP, x, *parameters))
         dropped = _least(dropped, _passes(REBUILD, x, *parameters))
     record = max(kept[0], dropped[0]) - plain[0]
-    replay = dropped[1] - kept[1] - plain[0]  # the operations themselves, and Python's call of each, are in `plain`
+    # the operations themselves, and Python's call of each, are in `plain`
+    replay = dropped[1] - kept[1] - plain[0]
     return Overhead(max(0.0, record) / operations, max(0.0, replay) / operations)
 
 
-def _passes(choice: Choice | None, x: torch.Tensor, *parameters: torch.Tensor) -> tuple[float, float]:
-    """Seconds of a forward and a backward of a chain of short operations, each of which saves what it reads."""
+def _passes(
+    choice: Choice | None, x: torch.Tensor, *parameters: torch.Tensor
+) -> tuple[float, float]:
+    """Seconds of a forward and a backward of a chain of short operations, each of which saves what
+    it reads.
+    """
     with torch.enable_grad():
         started = seconds_now()
         if choice is None:
@@ -71,7 +77,8 @@ def _passes(choice: Choice | None, x: torch.Tensor, *parameters: torch.Tensor) -
 def _chain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Operations as models have them: with parameters, with one input, with two."""
     for _ in range(_LINKS):
-        x = x + torch.sin(torch.nn.functional.linear(x, weight, bias))  # starts no threads, as gelu does
+        # starts no threads, as gelu does
+        x = x + torch.sin(torch.nn.functional.linear(x, weight, bias))
     return x
 
 

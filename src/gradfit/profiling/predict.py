@@ -1,20 +1,23 @@
-"""`predict`: the profile of a model and a machine that are not here, on tensors that have a shape but no memory.
+"""`predict`: the profile of a model and a machine that are not here, on tensors that have a shape
+but no memory.
 
-The step runs as it is written, once at the batch's size and once at eight times that, on shapes (see `shapes`): its
-operations, values, bytes and lifetimes are those of a real run. Only the seconds are a model's (see `roofline`).
+The step runs as it is written, once at the batch's size and once at eight times that, on shapes
+(see `shapes`): its operations, values, bytes and lifetimes are those of a real run. Only the
+seconds are a model's (see `roofline`).
 
-Fake tensors need a dispatch mode, and torch takes other operators for a few functions where one looks, or where a
-tensor is a fake one: an attention mask is not added in place, and `max_pool1d` finds indices. A real profile has what
-really runs.
+Fake tensors need a dispatch mode, and torch takes other operators for a few functions where one
+looks, or where a tensor is a fake one: an attention mask is not added in place, and `max_pool1d`
+finds indices. A real profile has what really runs.
 
-Autograd is given descriptions of what it saves, so that Python alone decides when a value dies, and gets another fake
-tensor of the same description back when it asks.
+Autograd is given descriptions of what it saves, so that Python alone decides when a value dies, and
+gets another fake tensor of the same description back when it asks.
 
-With `Hardware(devices=n)` the model is fully sharded, as by FSDP2: parameters, gradients and the optimizer's state are
-cut along dim 0 into n shards. A *unit* is what is gathered together: an item of a `ModuleList` or `Sequential` (a
-layer), or a module outside of them (an embedding). Beside the shards there are, all the time, the whole parameters of
-two units (one in use, one being fetched) and the whole gradients of one, each as large as the largest unit: an upper
-bound. The time of communication is not in it; it is taken to hide behind the arithmetic.
+With `Hardware(devices=n)` the model is fully sharded, as by FSDP2: parameters, gradients and the
+optimizer's state are cut along dim 0 into n shards. A *unit* is what is gathered together: an item
+of a `ModuleList` or `Sequential` (a layer), or a module outside of them (an embedding). Beside the
+shards there are, all the time, the whole parameters of two units (one in use, one being fetched)
+and the whole gradients of one, each as large as the largest unit: an upper bound. The time of
+communication is not in it; it is taken to hide behind the arithmetic.
 """
 
 from __future__ import annotations
@@ -41,7 +44,8 @@ from gradfit.tree import map_tensors
 from gradfit.units import format_bytes
 
 _TIMES = 8
-_SOME = Hardware(memory=1, flops=5e10, bandwidth=1e10)  # a core's, where seconds are only compared with each other
+# a core's, where seconds are only compared with each other
+_SOME = Hardware(memory=1, flops=5e10, bandwidth=1e10)
 
 
 def predict(
@@ -53,14 +57,17 @@ def predict(
     hardware: Hardware | None = None,
     split: Callable[[Any, int], Iterable[Any]] | None = None,
 ) -> Profile:
-    """What one step would do on `hardware`, found without running it; without `hardware`, on this machine.
+    """What one step would do on `hardware`, found without running it; without `hardware`, on this
+    machine.
 
-    The model may be on the meta device, or be a real one, which is neither copied nor changed. Parameters on the meta
-    device are taken to be on the accelerator, where torch sees one, and on the CPU otherwise.
+    The model may be on the meta device, or be a real one, which is neither copied nor changed.
+    Parameters on the meta device are taken to be on the accelerator, where torch sees one, and on
+    the CPU otherwise.
 
     >>> with torch.device("meta"):
-    ...     model = torch.nn.Sequential(torch.nn.Linear(50_000, 50_000), torch.nn.GELU(), torch.nn.Linear(50_000, 1))
-    >>> found = predict(model, lambda m, x: m(x).square().mean(), torch.ones(4, 50_000), hardware=Hardware("80 GiB"))
+    ...     model = nn.Sequential(nn.Linear(50_000, 50_000), nn.GELU(), nn.Linear(50_000, 1))
+    >>> batch, machine = torch.ones(4, 50_000), Hardware("80 GiB")
+    >>> found = predict(model, lambda m, x: m(x).square().mean(), batch, hardware=machine)
     >>> found.predicted, found.parameter_bytes
     (True, 10000400004)
     """
@@ -81,7 +88,9 @@ def predict(
             ]
     finally:
         generators.restore()
-    made = assemble(model, sample_batch, rows, samples, cost, host_bandwidth=hardware.host_bandwidth)
+    made = assemble(
+        model, sample_batch, rows, samples, cost, host_bandwidth=hardware.host_bandwidth
+    )
     return replace(
         _sharded(made, model, hardware.devices),
         device=hardware.name or _describe(hardware),
@@ -89,35 +98,60 @@ def predict(
     )
 
 
-def foreseen(model: torch.nn.Module, loss_fn: LossFunction, parts: list[tuple[int, Any]], run: Sample) -> list[Sample]:
-    """The second of two micro-batches, each with its rows, of which there was room to run the first only.
+def foreseen(
+    model: torch.nn.Module, loss_fn: LossFunction, parts: list[tuple[int, Any]], run: Sample
+) -> list[Sample]:
+    """The second of two micro-batches, each with its rows, of which there was room to run the first
+    only.
 
-    Without it everything has to be taken to grow with the rows: gradients of parameters, too, which are the most where
-    rows are small. Empty if shapes are not enough, or tell something else than the `run` did. The seconds are in
-    proportion to those of what was run.
+    Without it everything has to be taken to grow with the rows: gradients of parameters, too, which
+    are the most where rows are small. Empty if shapes are not enough, or tell something else than
+    the `run` did. The seconds are in proportion to those of what was run.
     """
     try:
         small, large = _on_shapes(model, loss_fn, parts)
-    except Exception:  # where the data decide what is done, the user's own code fails on shapes, in any way it likes
+    except Exception:
+        # where the data decide what is done, the user's own code fails on shapes, in any way it
+        # likes
         return []
     made = [[v.nbytes for v in one.trace.values if v.operation is not None] for one in (small, run)]
-    if made[0] != made[1] or not all(same_structure(one.trace, large.trace) for one in (small, run)):
+    if made[0] != made[1] or not all(
+        same_structure(one.trace, large.trace) for one in (small, run)
+    ):
         return []
-    for ran, little, much in zip(run.trace.operations, small.trace.operations, large.trace.operations, strict=True):
+    for ran, little, much in zip(
+        run.trace.operations, small.trace.operations, large.trace.operations, strict=True
+    ):
         much.seconds = ran.seconds * _growth(little.seconds, much.seconds)
-    for node, before, after in zip(run.trace.nodes, small.trace.nodes, large.trace.nodes, strict=True):
+    for node, before, after in zip(
+        run.trace.nodes, small.trace.nodes, large.trace.nodes, strict=True
+    ):
         after.seconds = node.seconds * _growth(before.seconds, after.seconds)
-        for name in ("before_bytes", "peak_bytes", "after_bytes"):  # what only a real run shows does not grow
-            setattr(after, name, getattr(after, name) + max(0, getattr(node, name) - getattr(before, name)))
+        # what only a real run shows does not grow
+        for name in ("before_bytes", "peak_bytes", "after_bytes"):
+            setattr(
+                after,
+                name,
+                getattr(after, name) + max(0, getattr(node, name) - getattr(before, name)),
+            )
     return [replace(large, plain_seconds=None, foreseen=True)]
 
 
-def _on_shapes(model: torch.nn.Module, loss_fn: LossFunction, parts: list[tuple[int, Any]]) -> list[Sample]:
+def _on_shapes(
+    model: torch.nn.Module, loss_fn: LossFunction, parts: list[tuple[int, Any]]
+) -> list[Sample]:
     shapes, roofline, generators = Shapes(), Roofline(_SOME), Generators()
     try:
         with outside_fake_mode(), emptied(model, shapes, _device_of(model)) as empty:
             return [
-                _sample(model, loss_fn, map_tensors(part, lambda tensor: empty(tensor, 1)), size, shapes, roofline)
+                _sample(
+                    model,
+                    loss_fn,
+                    map_tensors(part, lambda tensor: empty(tensor, 1)),
+                    size,
+                    shapes,
+                    roofline,
+                )
                 for size, part in parts
             ]
     finally:
@@ -138,7 +172,8 @@ class _FakeTrace(Trace):
 
     def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """As for a trace of a real run."""
-        if func is torch.ops.prim.device.default:  # a fake tensor asks for its device like this, again and again
+        # a fake tensor asks for its device like this, again and again
+        if func is torch.ops.prim.device.default:
             return args[0].fake_device
         if self._aside:
             return func(*args, **kwargs)
@@ -177,19 +212,29 @@ def _batches(
     split: Callable[[Any, int], Iterable[Any]] | None,
     empty: Callable[[torch.Tensor, int], torch.Tensor],
 ) -> Iterator[tuple[int, Any]]:
-    """The batch and, as shapes cost nothing, many times it; or half of it, where only `split` can cut it.
+    """The batch and, as shapes cost nothing, many times it; or half of it, where only `split` can
+    cut it.
 
-    What peaks is the larger of several lines. The line through two sizes is above it between them, and below it beyond.
+    What peaks is the larger of several lines. The line through two sizes is above it between them,
+    and below it beyond.
     """
     if split is None:
         yield _TIMES * rows, map_tensors(batch, lambda tensor: empty(tensor, _TIMES))
     elif rows > 1:
-        yield rows // 2, map_tensors(next(iter(split(batch, rows // 2))), lambda tensor: empty(tensor, 1))
+        yield (
+            rows // 2,
+            map_tensors(next(iter(split(batch, rows // 2))), lambda tensor: empty(tensor, 1)),
+        )
     yield rows, map_tensors(batch, lambda tensor: empty(tensor, 1))
 
 
 def _sample(
-    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, size: int, shapes: Shapes, roofline: Roofline
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    size: int,
+    shapes: Shapes,
+    roofline: Roofline,
 ) -> Sample:
     trace = _FakeTrace(model, roofline)
     with shapes, trace.listening(model), trace, saved_tensors_hooks(trace.describe, trace.stand_in):
@@ -238,7 +283,9 @@ def _sharded(made: Profile, model: torch.nn.Module, devices: int) -> Profile:
         made,
         parameter_bytes=sum(_shard_bytes(p, devices) for p in parameters) + gathered,
         gradient_bytes=sum(_shard_bytes(p, devices) for p in trained) + reduced,
-        nodes=tuple(replace(node, gradient_bytes=node.gradient_bytes // devices) for node in made.nodes),
+        nodes=tuple(
+            replace(node, gradient_bytes=node.gradient_bytes // devices) for node in made.nodes
+        ),
     )
 
 

@@ -1,7 +1,9 @@
-"""What one training step does, as numbers: operations, the values they make, and what the backward pass needs.
+"""What one training step does, as numbers: operations, the values they make, and what the backward
+pass needs.
 
-A value is one version of one storage: an in-place operation makes a new value in the old one's storage. Everything
-that grows with the micro-batch is a `Linear`, measured at two sizes and not assumed, so one profile serves every size.
+A value is one version of one storage: an in-place operation makes a new value in the old one's
+storage. Everything that grows with the micro-batch is a `Linear`, measured at two sizes and not
+assumed, so one profile serves every size.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ class Value:
     nbytes: Linear
     operation: int | None
     storage: int
-    dies: int  # the operation after which Python no longer holds it; the number of operations if it survives them all
+    # the operation after which Python no longer holds it; the number of operations if it survives
+    # them all
+    dies: int
     overwritten: bool = False  # a later in-place operation writes over it, so it cannot be kept
 
 
@@ -72,16 +76,19 @@ class Operation:
     random: bool = False
     module: str = ""
     source: str = ""
-    gathered_bytes: int = 0  # of parameters that FSDP2 has gathered and not yet let go when it first runs
+    # of parameters that FSDP2 has gathered and not yet let go when it first runs
+    gathered_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardNode:
-    """One node of the backward pass: what it unpacks, in order, and the bytes of gradients around it.
+    """One node of the backward pass: what it unpacks, in order, and the bytes of gradients around
+    it.
 
-    The three byte counts are of tensors that are neither values of the tape nor static: gradients on their way, and
-    parameters that FSDP2 has gathered. `gradient_bytes` is what of the parameters' gradients is there once this node
-    has run and was not before, if the step starts without gradients.
+    The three byte counts are of tensors that are neither values of the tape nor static: gradients
+    on their way, and parameters that FSDP2 has gathered. `gradient_bytes` is what of the
+    parameters' gradients is there once this node has run and was not before, if the step starts
+    without gradients.
     """
 
     name: str
@@ -140,7 +147,8 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Profile:
-    """One step of one model: the operations, what autograd saves, and the bytes that are always there.
+    """One step of one model: the operations, what autograd saves, and the bytes that are always
+    there.
 
     Attributes:
         values: what operations make and take: versions of storages.
@@ -183,19 +191,26 @@ class Profile:
     optimizer_bytes: int = 0
     optimizer_burst_bytes: int = 0  # temporaries of optimizer.step()
     batch_bytes: Linear = Linear()
-    constant_bytes: Linear = Linear()  # tensors that the forward brings along: from Python numbers, from NumPy
+    # tensors that the forward brings along: from Python numbers, from NumPy
+    constant_bytes: Linear = Linear()
     optimizer_seconds: float = 0.0
-    overhead_seconds: float = 0.0  # of a micro-batch, beside its operations: Python's, and that of cold memory
-    plain_points: tuple[tuple[int, float], ...] = ()  # micro-batch and seconds of passes that kept everything
+    # of a micro-batch, beside its operations: Python's, and that of cold memory
+    overhead_seconds: float = 0.0
+    # micro-batch and seconds of passes that kept everything
+    plain_points: tuple[tuple[int, float], ...] = ()
     runs_plain: bool = False  # a plain run of it was seen to work
     record_overhead_seconds: float = 0.0  # the tape's, per operation of the forward
     replay_overhead_seconds: float = 0.0  # the tape's, per replayed operation
     batch_size: int = 1  # at which it was measured
     min_batch: int = 1
-    splittable: bool = True  # False: the batch is not to be cut, so its size is the only micro-batch
-    additivity: Additivity | None = None  # whether the losses of parts make that of the whole; None: not measured
-    measuring_bytes: int = 0  # peak of all tensors while as little as possible was measured for this profile
-    host_bandwidth: float = 0.0  # bytes per second out to the host or a file; 0 means offloading is not offered
+    # False: the batch is not to be cut, so its size is the only micro-batch
+    splittable: bool = True
+    # whether the losses of parts make that of the whole; None: not measured
+    additivity: Additivity | None = None
+    # peak of all tensors while as little as possible was measured for this profile
+    measuring_bytes: int = 0
+    # bytes per second out to the host or a file; 0 means offloading is not offered
+    host_bandwidth: float = 0.0
     device: str = "cpu"
     predicted: bool = False  # from fake tensors, not measured
     tiles: Tiles | None = None  # what was cut along tokens when it was measured
@@ -206,19 +221,30 @@ class Profile:
         known = len(self.values)
         for index, op in enumerate(self.operations):
             if any(not 0 <= v < known for v in (*op.inputs, *op.outputs, *op.overwrites)):
-                raise StateError(f"Operation {index} ({op.name}) names a value that is not in the profile's {known}.")
+                raise StateError(
+                    f"Operation {index} ({op.name}) names a value that is not in the profile's"
+                    f" {known}."
+                )
             if any(self.values[v].operation != index for v in op.outputs):
-                raise StateError(f"Operation {index} ({op.name}) has an output that says another operation made it.")
+                raise StateError(
+                    f"Operation {index} ({op.name}) has an output that says another operation"
+                    " made it."
+                )
             if any(_made_at(self.values[v]) >= index for v in (*op.inputs, *op.overwrites)):
                 raise StateError(f"Operation {index} ({op.name}) reads a value before it is made.")
         for index, node in enumerate(self.nodes):
             if any(not 0 <= v < known for v in node.needs):
-                raise StateError(f"Node {index} ({node.name}) needs a value that is not in the profile's {known}.")
+                raise StateError(
+                    f"Node {index} ({node.name}) needs a value that is not in the profile's"
+                    f" {known}."
+                )
 
     def at(self, batch_size: int, *, accumulates: bool = True, rows: int | None = None) -> Graph:
-        """Every number at this micro-batch size, for the solvers; `rows` is the whole batch, all of which is there.
+        """Every number at this micro-batch size, for the solvers; `rows` is the whole batch, all of
+        which is there.
 
-        `accumulates=False` is a step of a single micro-batch: its gradients do not exist until backward makes them.
+        `accumulates=False` is a step of a single micro-batch: its gradients do not exist until
+        backward makes them.
 
         Args:
             batch_size: rows of one micro-batch.
@@ -227,17 +253,22 @@ class Profile:
         """
         external = {value.storage for value in self.values if value.operation is None}
         nbytes = [0 if v.operation is None else round(v.nbytes.at(batch_size)) for v in self.values]
-        held = [0 if v.storage in external else size for v, size in zip(self.values, nbytes, strict=True)]
+        held = [
+            0 if v.storage in external else size
+            for v, size in zip(self.values, nbytes, strict=True)
+        ]
         for op in self.operations:
             storages: set[int] = set()
-            for value in op.outputs:  # one that writes to several parts of a storage: the storage is there once
+            # one that writes to several parts of a storage: the storage is there once
+            for value in op.outputs:
                 held[value] = 0 if self.values[value].storage in storages else held[value]
                 storages.add(self.values[value].storage)
         before, peak, after = (
             [round(getattr(node, name).at(batch_size)) for node in self.nodes]
             for name in ("before_bytes", "peak_bytes", "after_bytes")
         )
-        # Of operations alike, the early ones are rebuilt: after the last that is, nothing need be recorded.
+        # Of operations alike, the early ones are rebuilt: after the last that is, nothing need be
+        # recorded.
         early = 0.1 * self.record_overhead_seconds / max(1, len(self.operations))
         late = 0 if accumulates else sum(node.gradient_bytes for node in self.nodes)
         if late:
@@ -294,16 +325,23 @@ class Profile:
 
     @cached_property
     def plain_needs(self) -> list[tuple[int, ...]] | None:
-        """What nodes need of a plain run, if that was seen to work although it writes over what nodes need.
+        """What nodes need of a plain run, if that was seen to work although it writes over what
+        nodes need.
 
-        It writes to other parts of the same storage then, as a GRU's gates are. To the tape each write makes a new
-        value of the whole, and the old one has to be rebuilt; plain autograd has the part that it needs in the last.
+        It writes to other parts of the same storage then, as a GRU's gates are. To the tape each
+        write makes a new value of the whole, and the old one has to be rebuilt; plain autograd has
+        the part that it needs in the last.
         """
-        if not self.runs_plain or not any(self.values[v].overwritten for node in self.nodes for v in node.needs):
+        if not self.runs_plain or not any(
+            self.values[v].overwritten for node in self.nodes for v in node.needs
+        ):
             return None
         last = {value.storage: number for number, value in enumerate(self.values)}
         return [
-            tuple(v if self.values[v].operation is None else last[self.values[v].storage] for v in node.needs)
+            tuple(
+                v if self.values[v].operation is None else last[self.values[v].storage]
+                for v in node.needs
+            )
             for node in self.nodes
         ]
 
@@ -326,7 +364,8 @@ class Profile:
         return sum(node.seconds.at(batch_size) for node in self.nodes)
 
     def plain_seconds(self, batch_size: int) -> float:
-        """Both passes with everything kept, as measured: small operations take less than when each is timed alone.
+        """Both passes with everything kept, as measured: small operations take less than when each
+        is timed alone.
 
         Args:
             batch_size: rows of one micro-batch.
@@ -334,10 +373,16 @@ class Profile:
         read_count(batch_size, "batch_size")
         if self.plain_points:
             return _between(self.plain_points, batch_size)
-        return max(0.0, self.forward_seconds(batch_size) + self.backward_seconds(batch_size) + self.overhead_seconds)
+        return max(
+            0.0,
+            self.forward_seconds(batch_size)
+            + self.backward_seconds(batch_size)
+            + self.overhead_seconds,
+        )
 
     def saved_bytes(self, batch_size: int) -> int:
-        """What plain autograd holds between the passes: every value some node needs, each storage once.
+        """What plain autograd holds between the passes: every value some node needs, each storage
+        once.
 
         Args:
             batch_size: rows of one micro-batch.
@@ -368,7 +413,8 @@ class Profile:
 
 
 def _between(points: tuple[tuple[int, float], ...], size: int) -> float:
-    """On the line from point to point; beyond the last, on that from the first to the last, and before the first, too.
+    """On the line from point to point; beyond the last, on that from the first to the last, and
+    before the first, too.
 
     >>> _between(((2, 3.0), (4, 4.0), (8, 10.0)), 6)
     7.0

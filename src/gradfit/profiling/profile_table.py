@@ -1,4 +1,6 @@
-"""A profile as a person reads it: totals, then the modules and the source lines that matter most."""
+"""A profile as a person reads it: totals, then the modules and the source lines that matter
+most.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +17,23 @@ _ROWS = 10
 
 
 def saved_values(profile: Profile) -> list[int]:
-    """The values that some node of the backward pass needs, in the order in which they were made."""
+    """The values that some node of the backward pass needs, in the order in which they were
+    made.
+    """
     needed = {v for node in profile.nodes for v in node.needs}
     return sorted(v for v in needed if profile.values[v].operation is not None)
 
 
 def saved_by(profile: Profile, attribute: str) -> dict[str, int]:
-    """Bytes that autograd saves, by the `module` or the `source` line of the operation that made them."""
+    """Bytes that autograd saves, by the `module` or the `source` line of the operation that made
+    them.
+    """
     totals: dict[str, int] = defaultdict(int)
     for index in saved_values(profile):
         operation = profile.operations[profile.values[index].operation or 0]
-        totals[getattr(operation, attribute)] += round(profile.values[index].nbytes.at(profile.batch_size))
+        totals[getattr(operation, attribute)] += round(
+            profile.values[index].nbytes.at(profile.batch_size)
+        )
     return dict(totals)
 
 
@@ -50,16 +58,23 @@ def describe(profile: Profile) -> str:
         "batch": profile.batch_bytes.at(size),
     }
     lines = [
-        f"{'predicted' if profile.predicted else 'measured'} on {profile.device} at batch {size}: "
-        f"{len(profile.operations)} operations, {len(saved_values(profile))} of {len(profile.values)} values saved, "
-        f"{format_seconds(plain)} (forward {format_seconds(forward)}, backward {format_seconds(backward)})",
+        (
+            f"{'predicted' if profile.predicted else 'measured'} on {profile.device} at batch"
+            f" {size}: {len(profile.operations)} operations, {len(saved_values(profile))} of"
+            f" {len(profile.values)} values saved, {format_seconds(plain)} (forward"
+            f" {format_seconds(forward)}, backward {format_seconds(backward)})"
+        ),
         "bytes: " + ", ".join(f"{name} {format_bytes(count)}" for name, count in totals.items()),
     ]
     for attribute, title in (("module", "module"), ("source", "source line")):
         saved, seconds = saved_by(profile, attribute), seconds_by(profile, attribute)
         names = sorted(saved.keys() | seconds.keys(), key=lambda name: (-saved.get(name, 0), name))
         rows = [
-            (name or "(none)", format_bytes(saved.get(name, 0)), format_seconds(seconds.get(name, 0.0)))
+            (
+                name or "(none)",
+                format_bytes(saved.get(name, 0)),
+                format_seconds(seconds.get(name, 0.0)),
+            )
             for name in names[:_ROWS]
         ]
         lines += ["", *columns([(title, "saved", "forward"), *rows])]
@@ -76,7 +91,8 @@ def columns(rows: Iterable[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
     return [
         "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.ljust(w) if i == 0 else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
         for row in table
     ]

@@ -12,7 +12,8 @@ from gradfit.profiling.meter import tensors_in
 
 
 def gradient_bytes(model: torch.nn.Module) -> int:
-    """What the gradients take once all are there; of a sharded parameter what a backward leaves on this rank.
+    """What the gradients take once all are there; of a sharded parameter what a backward leaves on
+    this rank.
 
     >>> gradient_bytes(torch.nn.Linear(3, 2, dtype=torch.float32))
     32

@@ -1,8 +1,9 @@
 """How long an operation would take on a machine that is not here: the roofline model.
 
-An operation takes as long as its arithmetic at the machine's peak or its traffic at the memory's bandwidth, whichever
-is longer, and a launch. That leaves out what real kernels lose (a matrix product reaches some 60 to 80 % of the peak),
-caches, and overlap. A planner compares operations with each other, which this says better than how long they all take.
+An operation takes as long as its arithmetic at the machine's peak or its traffic at the memory's
+bandwidth, whichever is longer, and a launch. That leaves out what real kernels lose (a matrix
+product reaches some 60 to 80 % of the peak), caches, and overlap. A planner compares operations
+with each other, which this says better than how long they all take.
 """
 
 from __future__ import annotations
@@ -43,15 +44,18 @@ class Roofline:
         formula = _FLOPS.get(operator) or flop_registry.get(operator)
         flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
         nests = [out, out] if operator in _LOOKUPS else [args, list(kwargs.values()), out]
-        nbytes = sum(_touched_bytes(item) for item in flatten(nests) if isinstance(item, torch.Tensor))
+        nbytes = sum(
+            _touched_bytes(item) for item in flatten(nests) if isinstance(item, torch.Tensor)
+        )
         return max(flops / self._hardware.flops, nbytes / self._hardware.bandwidth) + LAUNCH_SECONDS
 
 
 class Stopwatch(DispatchMode):
-    """Adds up the roofline's seconds of what runs inside. Asked for what is in a fake number, it says one half.
+    """Adds up the roofline's seconds of what runs inside. Asked for what is in a fake number, it
+    says one half.
 
-    An optimizer asks that of the step it is at, or of a product of momenta, which changes factors and not its memory;
-    0 and 1 are what it could not divide by.
+    An optimizer asks that of the step it is at, or of a product of momenta, which changes factors
+    and not its memory; 0 and 1 are what it could not divide by.
     """
 
     def __init__(self, roofline: Roofline) -> None:
@@ -108,7 +112,9 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
     return int(2 * batch * heads * rows * key.shape[2] * (width + value.shape[3]))
 
 
-def _attention_backward_flops(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> int:
+def _attention_backward_flops(
+    _: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any
+) -> int:
     """Five matrix products where the forward has two."""
     return _attention_flops(query, key, value) * 5 // 2
 
@@ -123,7 +129,12 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
     torch.ops.aten._grouped_mm: _grouped_product_flops,
 }
-_ALLOCATIONS = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty}
+_ALLOCATIONS = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+}
 # These read only as much of their first argument as they return.
 _LOOKUPS = {
     torch.ops.aten.embedding,

@@ -1,8 +1,9 @@
 """Runs a model on shapes: its tensors have a size, a type and a device, but no memory.
 
-Whole numbers and truth values are the exception. They are few, and they steer a model: which tokens are padding,
-whether a mask is needed, how many items count. So what follows from them alone is computed, and the model takes the way
-that it would take on a real batch. Whatever comes out of real numbers has a shape only.
+Whole numbers and truth values are the exception. They are few, and they steer a model: which tokens
+are padding, whether a mask is needed, how many items count. So what follows from them alone is
+computed, and the model takes the way that it would take on a real batch. Whatever comes out of real
+numbers has a shape only.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ _MEASURE = "gf.profile(model, loss_fn, sample_batch, optimizer), without fake= a
 
 
 class Shapes(DispatchMode):
-    """Inside, operations give shapes, or whole numbers where these follow from other whole numbers."""
+    """Inside, operations give shapes, or whole numbers where these follow from other whole
+    numbers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +39,11 @@ class Shapes(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [item for item in flatten([args, list(kwargs.values())]) if isinstance(item, torch.Tensor)]
+        tensors = [
+            item
+            for item in flatten([args, list(kwargs.values())])
+            if isinstance(item, torch.Tensor)
+        ]
         if not all(map(self._is_known, tensors)):
             return self._unknown(func, args, kwargs)
         try:
@@ -55,13 +62,20 @@ class Shapes(DispatchMode):
                 out = func(*args, **kwargs)
         except NEEDS_CONTENT:
             reason = (
-                "depends on what is in a tensor (a routing, an .item(), a boolean index): a fake one has only a shape"
+                "depends on what is in a tensor (a routing, an .item(), a boolean index): a fake"
+                " one has only a shape"
             )
             raise UnsupportedOp(_message(func, reason)) from None
         except NO_FAKE_KERNEL:
-            reason = "has no fake kernel (torch.library.register_fake), so its result's shape is not known"
+            reason = (
+                "has no fake kernel (torch.library.register_fake), so its result's shape is not"
+                " known"
+            )
             raise UnsupportedOp(_message(func, reason)) from None
-        except (RuntimeError, NotImplementedError) as error:  # fake kernels are stricter than real ones here and there
+        except (
+            RuntimeError,
+            NotImplementedError,
+        ) as error:  # fake kernels are stricter than real ones here and there
             reason = f"failed on fake tensors: {str(error).rstrip('.')}"
             raise UnsupportedOp(_message(func, reason, "If real ones pass, measure")) from error
         info = info_of(func)
@@ -69,14 +83,17 @@ class Shapes(DispatchMode):
             for target in written_tensors(info, args, kwargs):
                 if not isinstance(target, FakeTensor):
                     self._lose(target)
-                    out = target if isinstance(out, torch.Tensor) else out  # not the fake one that stood in for it
+                    # not the fake one that stood in for it
+                    out = target if isinstance(out, torch.Tensor) else out
         return out
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         return _has_content(tensor) and storage_key(tensor) not in self._lost
 
     def _lose(self, tensor: torch.Tensor) -> None:
-        watcher = watch_storage(tensor.untyped_storage(), lambda dead: self._lost.pop(dead.key, None))
+        watcher = watch_storage(
+            tensor.untyped_storage(), lambda dead: self._lost.pop(dead.key, None)
+        )
         watcher.key = storage_key(tensor)
         self._lost[watcher.key] = watcher
 
@@ -85,11 +102,13 @@ class Shapes(DispatchMode):
 def emptied(
     model: torch.nn.Module, shapes: Shapes, device: torch.device
 ) -> Iterator[Callable[[torch.Tensor, int], torch.Tensor]]:
-    """Put shapes in the place of the model's tensors, and afterwards all of each module's attributes as they were.
+    """Put shapes in the place of the model's tensors, and afterwards all of each module's
+    attributes as they were.
 
     Gives the function that does the same to a tensor of the batch, with so many times its rows.
     """
-    made: dict[int, torch.Tensor] = {}  # a tied parameter is one tensor; the originals live, so the ids are theirs
+    # a tied parameter is one tensor; the originals live, so the ids are theirs
+    made: dict[int, torch.Tensor] = {}
     on_meta = next(model.parameters()).is_meta
 
     def empty(tensor: torch.Tensor, rows: int = 1) -> torch.Tensor:
@@ -99,25 +118,40 @@ def emptied(
             return (torch.cat([tensor] * rows) if repeated else tensor.detach().clone()).to(where)
         with shapes.fake:
             if repeated:
-                return torch.empty((tensor.size(0) * rows, *tensor.shape[1:]), dtype=tensor.dtype, device=where)
-            return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=where)
+                return torch.empty(
+                    (tensor.size(0) * rows, *tensor.shape[1:]), dtype=tensor.dtype, device=where
+                )
+            return torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=where
+            )
 
     def swap(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
             if id(item) not in made:
                 is_parameter = isinstance(item, torch.nn.Parameter)
-                made[id(item)] = torch.nn.Parameter(empty(item), item.requires_grad) if is_parameter else empty(item)
+                made[id(item)] = (
+                    torch.nn.Parameter(empty(item), item.requires_grad)
+                    if is_parameter
+                    else empty(item)
+                )
             return made[id(item)]
-        if type(item) is dict:  # parameters and buffers: a new dict, as the forward may register some
-            return {key: swap(value) if isinstance(value, torch.Tensor) else value for key, value in item.items()}
-        if type(item) is list and any(isinstance(value, torch.Tensor) for value in item):  # an LSTM's flat weights
+        # parameters and buffers: a new dict, as the forward may register some
+        if type(item) is dict:
+            return {
+                key: swap(value) if isinstance(value, torch.Tensor) else value
+                for key, value in item.items()
+            }
+        # an LSTM's flat weights
+        if type(item) is list and any(isinstance(value, torch.Tensor) for value in item):
             return [swap(value) if isinstance(value, torch.Tensor) else value for value in item]
         return item
 
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         for present, original in attributes:
-            present.update({name: swap(item) for name, item in original.items() if name != "_modules"})
+            present.update(
+                {name: swap(item) for name, item in original.items() if name != "_modules"}
+            )
         yield empty
     finally:
         for present, original in attributes:  # a cache that the forward filled with shapes goes too
@@ -136,4 +170,7 @@ def _has_content(tensor: torch.Tensor) -> bool:
 
 
 def _message(func: Any, reason: str, advice: str = "Measure") -> str:
-    return f"{func} at {source_line() or 'an unknown line'} {reason}. {advice} a real run instead: {_MEASURE}."
+    return (
+        f"{func} at {source_line() or 'an unknown line'} {reason}. {advice} a real run instead:"
+        f" {_MEASURE}."
+    )

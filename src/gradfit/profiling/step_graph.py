@@ -1,4 +1,6 @@
-"""A profile at one micro-batch size: plain lists of ints and floats, which is what solvers run on."""
+"""A profile at one micro-batch size: plain lists of ints and floats, which is what solvers run
+on.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from dataclasses import dataclass, field
 class Graph:
     """What one micro-batch does, with every number resolved; ids are positions in the lists.
 
-    Values made by no operation are *external* (parameters, buffers, the batch): always there, and counted in
-    `static_bytes`. `held_bytes` is what keeping a value costs: 0 where its storage exists anyway.
+    Values made by no operation are *external* (parameters, buffers, the batch): always there, and
+    counted in `static_bytes`. `held_bytes` is what keeping a value costs: 0 where its storage
+    exists anyway.
     """
 
     nbytes: list[int]
@@ -31,13 +34,17 @@ class Graph:
     node_peak: list[int]
     node_after: list[int]
 
-    static_bytes: int  # parameters, gradients that exist from the start, buffers, optimizer state, the batch
+    # parameters, gradients that exist from the start, buffers, optimizer state, the batch
+    static_bytes: int
     optimizer_burst_bytes: int
     plain_seconds: float  # one micro-batch with everything kept, Python's overhead included
-    transfer_seconds_per_byte: float = 0.0  # to the host or the disk, one way; 0 means no offloading
+    # to the host or the disk, one way; 0 means no offloading
+    transfer_seconds_per_byte: float = 0.0
     static_breakdown: dict[str, int] = field(default_factory=dict)
-    op_gathered: list[int] = field(default_factory=list)  # of other ranks' parameters, there while it first runs
-    # What nodes need if nothing is recorded, where that is something else and known to work. See `Profile.plain_needs`.
+    # of other ranks' parameters, there while it first runs
+    op_gathered: list[int] = field(default_factory=list)
+    # What nodes need if nothing is recorded, where that is something else and known to work. See
+    # `Profile.plain_needs`.
     plain_needs: list[tuple[int, ...]] | None = None
 
     consumers: list[list[int]] = field(init=False)

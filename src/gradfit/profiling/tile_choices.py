@@ -41,7 +41,9 @@ def tile_choices(model: torch.nn.Module, loss_fn: Any, part: Any) -> TileChoices
         tiled.add_modules(modules, Cut(MODULE_SIZE))
         try:
             loss_fn(model, unmarked(part))
-        except Exception:  # the user's code, which may need gradients or more rows: measured it will be said
+        except (
+            Exception
+        ):  # the user's code, which may need gradients or more rows: measured it will be said
             return TileChoices()
         modules, tokens = list(tiled.modules), tiled.tokens
     heads = [head for head in tiled.heads.values() if head.reduced and not head.materialised]

@@ -1,7 +1,9 @@
-"""Watches one micro-batch run: every operation, what it makes, when that dies, and what each backward node asks for.
+"""Watches one micro-batch run: every operation, what it makes, when that dies, and what each
+backward node asks for.
 
-The run is made with everything dropped and replayed (`DropAll`), for two reasons: values die when Python lets go of
-them, which is what a planner must know, and a model can be watched in far less memory than it needs plainly.
+The run is made with everything dropped and replayed (`DropAll`), for two reasons: values die when
+Python lets go of them, which is what a planner must know, and a model can be watched in far less
+memory than it needs plainly.
 """
 
 from __future__ import annotations
@@ -33,7 +35,14 @@ from gradfit.tape.mask import MASK, draws_mask, pack, packed_bytes, packing_byte
 from gradfit.tape.ops import info_of
 from gradfit.tape.record import Recorder
 from gradfit.tape.save import unpack
-from gradfit.tape.storage import Untrackable, copying, flatten, fresh_results, key_of, written_tensors
+from gradfit.tape.storage import (
+    Untrackable,
+    copying,
+    flatten,
+    fresh_results,
+    key_of,
+    written_tensors,
+)
 from gradfit.tape.stream import results_of
 from gradfit.tree import leaves
 
@@ -92,7 +101,8 @@ class Trace(OperationListener):
         self.nodes: list[TracedNode] = []
         self._names = {id(module): name for name, module in model.named_modules()}
         self._modules: list[str] = []
-        self._newest: dict[int, int] = {}  # by storage address: the value that is its present version
+        # by storage address: the value that is its present version
+        self._newest: dict[int, int] = {}
         self._versions: dict[int, list[int]] = {}  # by storage number: its values
         self._watchers: dict[int, _Storage] = {}
         self._storages = 0
@@ -102,13 +112,14 @@ class Trace(OperationListener):
         self._other_bytes = 0  # of these, and of what FSDP2 has gathered
         self._units = fsdp.units_of(model)
         self._parameters = list(model.parameters()) if self._units else []
-        self.gathered: dict[int, int] = {}  # by storage address: the bytes of a parameter that FSDP2 gathers, now
+        # by storage address: the bytes of a parameter that FSDP2 gathers, now
+        self.gathered: dict[int, int] = {}
         self.gathered_peak_bytes = 0
         self._boundaries: set[int] = set()  # values that enter or leave a unit
         self._devices = devices_of(model.parameters())
         self._clock = OperationClock()
 
-    # ------------------------------------------------------------------------------------------ operations
+    # ----------------------------------------------------------------------------------- operations
 
     def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and note what it does."""
@@ -134,14 +145,24 @@ class Trace(OperationListener):
             workspace = packing_bytes(targets[0])
         known = None not in before and len(set(before)) == len(before)
         op = TracedOp(
-            str(func), inputs, trackable and info.recordable and known, info.random, self._module(), source_line()
+            str(func),
+            inputs,
+            trackable and info.recordable and known,
+            info.random,
+            self._module(),
+            source_line(),
         )
         op.seconds = seconds
         op.gathered_bytes = self._other_bytes
         op.workspace_bytes = workspace
         op.overwrites = tuple(dict.fromkeys(old for old in before if old is not None))
-        written = [self._write(target, old, index) for target, old in zip(targets, before, strict=True)]
-        op.outputs = (*written, *(self._result(result, index) for result in results[len(targets) :]))
+        written = [
+            self._write(target, old, index) for target, old in zip(targets, before, strict=True)
+        ]
+        op.outputs = (
+            *written,
+            *(self._result(result, index) for result in results[len(targets) :]),
+        )
         self.operations.append(op)
         return out
 
@@ -183,7 +204,9 @@ class Trace(OperationListener):
         return self._versions[storage][0]
 
     def _mask(self, target: torch.Tensor, seconds: float) -> tuple[int, float]:
-        """The operation that makes a mask's bits: its value, and how long it takes to make the mask of them."""
+        """The operation that makes a mask's bits: its value, and how long it takes to make the mask
+        of them.
+        """
         op = TracedOp(MASK, (), True, True, self._module(), source_line(), seconds=seconds)
         op.gathered_bytes, op.workspace_bytes = self._other_bytes, packing_bytes(target)
         storage, index = self._storages, len(self.operations)
@@ -256,14 +279,15 @@ class Trace(OperationListener):
             self.nodes[-1].after_bytes = self._other_bytes
         self._let_boundaries_go()
         for value in self.values:
-            if value.dies < 0:  # after the last operation, which is backward's own: it makes the loss's gradient, 1
+            # after the last operation, which is backward's own: it makes the loss's gradient, 1
+            if value.dies < 0:
                 value.dies = len(self.operations)
         self._node = None
         self._watchers.clear()
         self._other.clear()
         self._newest.clear()
 
-    # ------------------------------------------------------------------------------------------ backward
+    # ------------------------------------------------------------------------------------- backward
 
     def _backward_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if replay.replaying() or info_of(func).view:
@@ -305,10 +329,12 @@ class Trace(OperationListener):
             if self.nodes:
                 self.nodes[-1].gradient_bytes += watcher.nbytes
 
-    # ------------------------------------------------------------------------------------------ FSDP2
+    # ---------------------------------------------------------------------------------------- FSDP2
 
     def resized(self, tensor: torch.Tensor) -> None:
-        """FSDP2 has given a gathered parameter its memory, or taken it away: there while a unit runs, and no value."""
+        """FSDP2 has given a gathered parameter its memory, or taken it away: there while a unit
+        runs, and no value.
+        """
         key, now = storage_key(tensor), tensor.untyped_storage().nbytes()
         self._other_bytes += now - self.gathered.get(key, 0)
         self.gathered[key] = now
@@ -317,7 +343,9 @@ class Trace(OperationListener):
             self.nodes[-1].peak_bytes = max(self.nodes[-1].peak_bytes, self._other_bytes)
 
     def _take_unit_gradients(self) -> None:
-        """As `gradient_accumulated`, for gradients that FSDP2 moves about by itself: shards, or what is not reduced."""
+        """As `gradient_accumulated`, for gradients that FSDP2 moves about by itself: shards, or
+        what is not reduced.
+        """
         held = [p.grad for p in self._parameters if p.grad is not None]
         for gradient in (*held, *fsdp.final_gradients(self._units)):
             watcher = self._other.pop(storage_key(distributed.local_part(gradient)), None)
@@ -326,16 +354,22 @@ class Trace(OperationListener):
                 self.nodes[-1].gradient_bytes += watcher.nbytes
 
     def _keep_boundary(self, nest: Any) -> None:
-        """What enters or leaves a unit is kept, whatever a plan says: a replay must not cross there."""
+        """What enters or leaves a unit is kept, whatever a plan says: a replay must not cross
+        there.
+        """
         for tensor in leaves(nest):
-            value = self._newest.get(storage_key(tensor)) if tensor.layout is torch.strided else None
+            value = (
+                self._newest.get(storage_key(tensor)) if tensor.layout is torch.strided else None
+            )
             made = None if value is None else self.values[value].operation
             if value is not None and made is not None:
                 self.operations[made].replayable = False
                 self._boundaries.add(value)
 
     def _let_boundaries_go(self) -> None:
-        """It is the tape that held these through the forward: reckon that Python drops them once they were read."""
+        """It is the tape that held these through the forward: reckon that Python drops them once
+        they were read.
+        """
         last = dict.fromkeys(self._boundaries, -1)
         for index, op in enumerate(self.operations if last else ()):
             for value in op.inputs:
@@ -345,7 +379,7 @@ class Trace(OperationListener):
             if self.values[value].dies < 0:
                 self.values[value].dies = max(index, self.values[value].operation or 0)
 
-    # ------------------------------------------------------------------------------------------ saved tensors
+    # -------------------------------------------------------------------------------- saved tensors
 
     def pack(self, tensor: torch.Tensor) -> int | None:
         """The value that autograd saves, or None for one that is not the tape's."""
@@ -360,7 +394,7 @@ class Trace(OperationListener):
         if value is not None:
             self.nodes[-1].needs.append(value)
 
-    # ------------------------------------------------------------------------------------------ where
+    # ---------------------------------------------------------------------------------------- where
 
     def _module(self) -> str:
         return self._modules[-1] if self._modules else ""
@@ -378,15 +412,21 @@ class Trace(OperationListener):
 
     @contextmanager
     def listening(self, model: torch.nn.Module) -> Iterator[None]:
-        """Know which module is running, when a parameter gets its gradient, and when a unit's are gathered."""
+        """Know which module is running, when a parameter gets its gradient, and when a unit's are
+        gathered.
+        """
         with ExitStack() as undo:
             with uninterrupted():  # else a hook may be set that nobody knows of
                 undo.callback(fsdp.hear_resizes(self.resized))
                 undo.callback(register_module_forward_pre_hook(self.enter_module).remove)
-                undo.callback(register_module_forward_hook(self.leave_module, always_call=True).remove)
+                undo.callback(
+                    register_module_forward_hook(self.leave_module, always_call=True).remove
+                )
                 for parameter in model.parameters():
                     if parameter.requires_grad and not distributed.is_dtensor(parameter):
-                        undo.callback(after_accumulation(parameter, self.gradient_accumulated).remove)
+                        undo.callback(
+                            after_accumulation(parameter, self.gradient_accumulated).remove
+                        )
             yield
 
 
@@ -409,6 +449,7 @@ def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
         with trace.listening(model), trace, recorder, saved_tensors_hooks(pack, take):
             yield trace
     except BaseException:
-        # The graph's nodes hold `pack`, which holds the trace, which holds a node: a circle that no collector sees.
+        # The graph's nodes hold `pack`, which holds the trace, which holds a node: a circle that no
+        # collector sees.
         trace.finish_backward()
         raise

@@ -15,7 +15,9 @@ from gradfit.planning.plan import Plan
 from gradfit.recompute.planned import Diverged, Script, recording
 from gradfit.tiling.tile import tile_as
 
-_WATCHED = 8  # of so many forwards one is watched after the plan's last decision, too: the others are as fast as plain
+# of so many forwards one is watched after the plan's last decision, too: the others are as fast as
+# plain
+_WATCHED = 8
 
 
 class AppliedPlan(NotCopied):
@@ -51,7 +53,9 @@ class AppliedPlan(NotCopied):
 
     def __enter__(self) -> AppliedPlan:
         if self._block is not None:
-            raise MisuseError("This plan is entered already. Call gf.apply() again for a second block.")
+            raise MisuseError(
+                "This plan is entered already. Call gf.apply() again for a second block."
+            )
         block = _Following(self.plan)
         block.__enter__()
         self._block = block
@@ -84,7 +88,8 @@ class _Following:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        # The first forward is heard to its end; what autograd saves after the last decision tells if others are alike.
+        # The first forward is heard to its end; what autograd saves after the last decision tells
+        # if others are alike.
         memo = plan.memo
         if "script" not in memo:
             memo |= {"script": Script(plan), "tail": None, "forwards": 0}
@@ -107,15 +112,16 @@ class _Following:
             self._recorder.__exit__(kind, *error)
         except Diverged as left:
             raise StateError(
-                f"The forward pass does not follow its plan: {left}, and what that held cannot be rebuilt. "
-                "Make a plan for this input with gf.profile and gf.plan."
+                f"The forward pass does not follow its plan: {left}, and what that held cannot be"
+                " rebuilt. Make a plan for this input with gf.profile and gf.plan."
             ) from None
         if kind is not None:
             return
         if self._policy.diverged is not None:
             warnings.warn(
-                f"The forward pass no longer follows its plan: {self._policy.diverged}; from there on everything is "
-                "kept. Gradients are the same, memory is not. Make a plan for this input with gf.profile and gf.plan.",
+                f"The forward pass no longer follows its plan: {self._policy.diverged}; from there"
+                " on everything is kept. Gradients are the same, memory is not. Make a plan for"
+                " this input with gf.profile and gf.plan.",
                 stacklevel=3,
             )
         elif whole:
@@ -126,15 +132,17 @@ class _Following:
 def apply(model: torch.nn.Module, plan: Plan) -> AppliedPlan:
     """Put a plan to work on a model; gradients stay bit-identical.
 
-    As a context manager it covers everything inside the block, the loss included, which is what `plan` was made for:
+    As a context manager it covers everything inside the block, the loss included, which is what
+    `plan` was made for:
 
         with gf.apply(model, plan):
             loss = loss_fn(model, batch)
         loss.backward()
 
-    Without `with` it covers the model's own forward until `.remove()` is called. The first forward is compared with
-    the plan to its end. Later ones are listened to only as far as the plan decides something; beyond that, one that
-    writes over what a replay starts from raises a `StateError`, and one in eight that saves more is warned of.
+    Without `with` it covers the model's own forward until `.remove()` is called. The first forward
+    is compared with the plan to its end. Later ones are listened to only as far as the plan decides
+    something; beyond that, one that writes over what a replay starts from raises a `StateError`,
+    and one in eight that saves more is warned of.
 
     Args:
         model: the one that was profiled, or one that runs the same operations.

@@ -1,12 +1,13 @@
 """Online eviction: a budget with no profile and no plan.
 
-Everything autograd saves is held, with the operations that could make it again. Before an operation would take live
-bytes past the limit, values are dropped, the cheapest first: least seconds to rebuild, per byte, per second since they
-were last used (the heuristic of Kirisame et al., Dynamic Tensor Rematerialization, ICLR 2021, where the cost of a value
-includes the dropped values it would be rebuilt from). The backward pass and its replays are held to the same limit.
+Everything autograd saves is held, with the operations that could make it again. Before an operation
+would take live bytes past the limit, values are dropped, the cheapest first: least seconds to
+rebuild, per byte, per second since they were last used (the heuristic of Kirisame et al., Dynamic
+Tensor Rematerialization, ICLR 2021, where the cost of a value includes the dropped values it would
+be rebuilt from). The backward pass and its replays are held to the same limit.
 
-Weaknesses: what is cheapest now may be what the next operation needs; near the smallest possible budget the same
-operations are replayed many times. A plan is better where one can be made.
+Weaknesses: what is cheapest now may be what the next operation needs; near the smallest possible
+budget the same operations are replayed many times. A plan is better where one can be made.
 """
 
 from __future__ import annotations
@@ -37,20 +38,26 @@ _CHAIN = 32  # how many dropped ancestors are looked at to see what rebuilding c
 class Evictor(Meter):
     """Counts live bytes and keeps them below `limit_bytes` by dropping what can be rebuilt.
 
-    `threshold` is where dropping starts, as a fraction of the limit; above the limit itself nothing may go.
+    `threshold` is where dropping starts, as a fraction of the limit; above the limit itself nothing
+    may go.
     """
 
-    def __init__(self, limit_bytes: int, *, threshold: float = 1.0, device: torch.device | None = None) -> None:
+    def __init__(
+        self, limit_bytes: int, *, threshold: float = 1.0, device: torch.device | None = None
+    ) -> None:
         super().__init__(device=device)
         self.limit_bytes = limit_bytes
         self.evictions = 0
         self.refused: BudgetInfeasible | None = None  # what was raised, if nothing has run since
         self._start = int(limit_bytes * threshold)
-        self._held: dict[int, weakref.ref[Value]] = {}  # values that are there and can be made again
+        # values that are there and can be made again
+        self._held: dict[int, weakref.ref[Value]] = {}
         self._awaited: dict[int, weakref.ref[Value]] = {}  # those of the sweep that runs
-        self._queue: list[tuple[float, int, weakref.ref[Value]]] = []  # some of them, a heap by what dropping costs
+        # some of them, a heap by what dropping costs
+        self._queue: list[tuple[float, int, weakref.ref[Value]]] = []
         self._before_scan = 0  # how many may be dropped before all are looked at again
-        self._lock: Any = contextlib.nullcontext()  # the tape's: replays run in threads of the autograd engine
+        # the tape's: replays run in threads of the autograd engine
+        self._lock: Any = contextlib.nullcontext()
         self._tape: weakref.ref[Tape] | None = None
         self._seconds: dict[int, float] = {}  # by operation
         self._used: dict[int, float] = {}  # by storage: when it was last an argument
@@ -76,7 +83,9 @@ class Evictor(Meter):
             except (RuntimeError, NotImplementedError):
                 continue
         info = info_of(func)
-        key, need = self._need(func, args, kwargs) if info.recordable and not info.view else (None, 0)
+        key, need = (
+            self._need(func, args, kwargs) if info.recordable and not info.view else (None, 0)
+        )
         if self.current_bytes + need > self._start:
             self._evict(self.current_bytes + need - self._start, args)
             if self.current_bytes + need > self.limit_bytes and key is None:
@@ -101,8 +110,14 @@ class Evictor(Meter):
         self._awaited = held
 
     def _need(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
-        """Bytes that an operation is about to allocate; with a key if that is a guess, to be corrected under it."""
-        key = (func, tuple(_shape(argument) for argument in args), tuple(_shape(item) for item in kwargs.values()))
+        """Bytes that an operation is about to allocate; with a key if that is a guess, to be
+        corrected under it.
+        """
+        key = (
+            func,
+            tuple(_shape(argument) for argument in args),
+            tuple(_shape(item) for item in kwargs.values()),
+        )
         try:
             known = self._sizes.get(key)
         except TypeError:  # an argument that cannot be part of a key
@@ -116,8 +131,14 @@ class Evictor(Meter):
         return None, known
 
     def _evict(self, need_bytes: int, args: Any) -> None:
-        """Drop the cheapest first. What they cost is looked at again when half of those in the queue are gone."""
-        busy = {storage_key(a) for a in args if isinstance(a, torch.Tensor) and a.layout is torch.strided}
+        """Drop the cheapest first. What they cost is looked at again when half of those in the
+        queue are gone.
+        """
+        busy = {
+            storage_key(a)
+            for a in args
+            if isinstance(a, torch.Tensor) and a.layout is torch.strided
+        }
         now = time.perf_counter()
         with self._lock:
             need_bytes -= self._drop(need_bytes, busy, now, self._before_scan)
@@ -141,7 +162,9 @@ class Evictor(Meter):
         heapq.heapify(self._queue)
 
     def _drop(self, need_bytes: int, busy: set[int], now: float, most: int) -> int:
-        """Drop at most so many from the queue, until enough bytes are free; returns how many are."""
+        """Drop at most so many from the queue, until enough bytes are free; returns how many
+        are.
+        """
         freed = 0
         while freed < need_bytes and self._queue and most > 0:
             price, identity, reference = heapq.heappop(self._queue)
@@ -151,7 +174,8 @@ class Evictor(Meter):
             if storage_key(value.tensor) in busy or storage_owners(value.tensor) > 1:
                 continue  # somebody else holds it: nothing would be freed
             present = self._price(value, now)
-            if self._queue and present > max(price, self._queue[0][0]):  # it was used since, or is dearer now
+            # it was used since, or is dearer now
+            if self._queue and present > max(price, self._queue[0][0]):
                 heapq.heappush(self._queue, (present, identity, reference))
                 continue
             freed += value.tensor.untyped_storage().nbytes()
@@ -165,7 +189,9 @@ class Evictor(Meter):
         return freed
 
     def _price(self, value: Value, now: float) -> float:
-        """Seconds to rebuild a value that is there, for each byte and each second that it was not used."""
+        """Seconds to rebuild a value that is there, for each byte and each second that it was not
+        used.
+        """
         tensor = value.tensor
         if tensor is None or value.op is None:
             return 0.0
@@ -191,9 +217,9 @@ class Evictor(Meter):
     def _infeasible(self, func: Any, need: int) -> BudgetInfeasible:
         total = self.current_bytes + need
         self.refused = BudgetInfeasible(
-            f"{func} needs {format_bytes(need)} beside {format_bytes(self.current_bytes)} that are in use and cannot "
-            f"be dropped: {format_bytes(total)} together, the limit is {format_bytes(self.limit_bytes)}. "
-            "Use a smaller batch or raise the limit.",
+            f"{func} needs {format_bytes(need)} beside {format_bytes(self.current_bytes)} that are"
+            f" in use and cannot be dropped: {format_bytes(total)} together, the limit is"
+            f" {format_bytes(self.limit_bytes)}. Use a smaller batch or raise the limit.",
             min_bytes=total,
             breakdown={"in use": self.current_bytes, "next operation": need},
         )
@@ -223,8 +249,13 @@ class Online:
         finally:
             self.evictor.__exit__(kind, error, trace)
         refused, self.evictor.refused = self.evictor.refused, None
-        # TorchScript's interpreter makes an error of its own, without a text, from whatever is raised inside.
-        if refused is not None and type(error) is RuntimeError and "TorchScript interpreter" in str(error):
+        # TorchScript's interpreter makes an error of its own, without a text, from whatever is
+        # raised inside.
+        if (
+            refused is not None
+            and type(error) is RuntimeError
+            and "TorchScript interpreter" in str(error)
+        ):
             raise refused from error
 
     def count_module(self, module: torch.nn.Module, _: Any) -> None:
@@ -245,7 +276,9 @@ class _HoldAll:
 
 
 def _output_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
-    """`output_bytes`, which enters and leaves many contexts of torch's, none of them safe from Ctrl-C."""
+    """`output_bytes`, which enters and leaves many contexts of torch's, none of them safe from
+    Ctrl-C.
+    """
     with uninterrupted():
         return output_bytes(func, args, kwargs)
 
@@ -260,13 +293,17 @@ def _tensors_in(args: Any) -> Iterator[torch.Tensor]:
 
 
 def _bound(args: Any) -> int:
-    """More than any sensible operation on these arguments returns: each row of one against each column of another."""
+    """More than any sensible operation on these arguments returns: each row of one against each
+    column of another.
+    """
     tensors = [a for a in _tensors_in(args) if a.dim() and a.numel()]
     rows = max((t.numel() // t.shape[-1] for t in tensors), default=0)
     columns = max((t.shape[-1] for t in tensors), default=0)
     size = max((t.element_size() for t in tensors), default=0)
     # Not `nbytes`, which sparse tensors do not have.
-    return max(rows * columns * size, 2 * max((t.numel() * t.element_size() for t in tensors), default=0))
+    return max(
+        rows * columns * size, 2 * max((t.numel() * t.element_size() for t in tensors), default=0)
+    )
 
 
 def _shape(argument: Any) -> Any:

@@ -1,4 +1,6 @@
-"""Functions on scopes: `checkpoint` and `checkpoint_sequential` as torch has them, `chunked`, and marks on tensors."""
+"""Functions on scopes: `checkpoint` and `checkpoint_sequential` as torch has them, `chunked`, and
+marks on tensors.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,15 @@ def checkpoint(
     preserve_rng_state: bool = True,
     **kwargs: Any,
 ) -> T:
-    """Call `function` and rebuild its activations in the backward pass: `torch.utils.checkpoint.checkpoint`, exact.
+    """Call `function` and rebuild its activations in the backward pass:
+    `torch.utils.checkpoint.checkpoint`, exact.
 
-    Takes torch's arguments, so that replacing the import is enough. Replaying operations makes four of them moot:
-    `use_reentrant` (there is one way), `preserve_rng_state` (it always is), `early_stop` (only what is needed is
-    replayed), and `determinism_check` with `debug` (the same operations are replayed; `gf.audit` compares values).
-    Of `context_fn`, a selective policy decides what is kept, asked once for each operation, as torch asks it; other
-    contexts are entered around the forward and around each replay, of which one backward pass may need several.
+    Takes torch's arguments, so that replacing the import is enough. Replaying operations makes four
+    of them moot: `use_reentrant` (there is one way), `preserve_rng_state` (it always is),
+    `early_stop` (only what is needed is replayed), and `determinism_check` with `debug` (the same
+    operations are replayed; `gf.audit` compares values). Of `context_fn`, a selective policy
+    decides what is kept, asked once for each operation, as torch asks it; other contexts are
+    entered around the forward and around each replay, of which one backward pass may need several.
 
     Args:
         function: called once, with `args` and `kwargs`.
@@ -62,13 +66,17 @@ def checkpoint(
     >>> x = torch.ones(3, requires_grad=True)
     >>> checkpoint(lambda t: (t * 2).exp(), x).sum().backward()
     """
-    read_callable(function, "function", "the function to call", arguments=None if kwargs else len(args))
+    read_callable(
+        function, "function", "the function to call", arguments=None if kwargs else len(args)
+    )
     _check_switches(use_reentrant, preserve_rng_state, debug=debug, early_stop=early_stop)
     read_choice(determinism_check, "determinism_check", ("default", "none"))
     scope = CheckpointScope(getattr(function, "__name__", type(function).__name__))
     around: Any = contextlib.nullcontext()
     if context_fn is not None:
-        around, replaying = _contexts(read_callable(context_fn, "context_fn", _CONTEXTS, arguments=0))
+        around, replaying = _contexts(
+            read_callable(context_fn, "context_fn", _CONTEXTS, arguments=0)
+        )
         policy = selective_policy(around)
         if policy is not None:
             scope.keep_operation = _as_keep_operation(policy)
@@ -106,7 +114,12 @@ def checkpoint_sequential(
         read_callable(function, f"functions[{at}]", "functions of one input", arguments=1)
     _check_switches(use_reentrant, preserve_rng_state)
     if read_count(segments, "segments") > max(1, len(chain)):
-        raise invalid("segments", segments, f"is more than there are functions, {len(chain)}", "segments=1 or more")
+        raise invalid(
+            "segments",
+            segments,
+            f"is more than there are functions, {len(chain)}",
+            "segments=1 or more",
+        )
     length = len(chain) // segments
     result = input
     for number in range(segments):
@@ -121,15 +134,16 @@ def checkpoint_sequential(
 def chunked(fn: Callable[[Any], T], batch: Any, size: int, dim: int = 0) -> T:
     """Run `fn` over chunks of the batch, each in a scope of its own, and join the outputs.
 
-    The loss may couple the whole batch (contrastive losses do): its gradients are exact, and only one chunk's
-    activations are there at a time. `fn` must treat the rows independently, or the full batch means something else.
+    The loss may couple the whole batch (contrastive losses do): its gradients are exact, and only
+    one chunk's activations are there at a time. `fn` must treat the rows independently, or the full
+    batch means something else.
 
     Args:
         fn: called with each chunk; returns a tensor, or a nest of tensors, with as many rows.
         batch: a tensor or a nest of tensors.
         size: rows of one chunk; the last one may be smaller.
-        dim: the dimension that is cut, of every tensor, and along which the outputs are joined: 1 for the tokens of
-            sequences, where `fn` treats each token by itself.
+        dim: the dimension that is cut, of every tensor, and along which the outputs are joined: 1
+            for the tokens of sequences, where `fn` treats each token by itself.
 
     >>> import torch
     >>> encode = torch.nn.Linear(4, 8)
@@ -143,7 +157,9 @@ def chunked(fn: Callable[[Any], T], batch: Any, size: int, dim: int = 0) -> T:
     read_callable(fn, "fn", "a function of one chunk", arguments=1)
     for tensor in leaves(batch) if dim else ():
         if tensor.dim() <= dim:
-            raise invalid("dim", dim, f"is no dimension of a tensor of shape {tuple(tensor.shape)}", "dim=0")
+            raise invalid(
+                "dim", dim, f"is no dimension of a tensor of shape {tuple(tensor.shape)}", "dim=0"
+            )
     in_front = _moved(batch, dim, 0)  # views: what is cut is dim 0
     total = size_of_batch(in_front)
     if not total:
@@ -162,7 +178,8 @@ def _moved(nest: Any, source: int, to: int) -> Any:
 
 
 def mark_checkpoint(tensor: torch.Tensor) -> torch.Tensor:
-    """Keep this activation: recomputation starts from it. Call it inside a scope; returns the tensor.
+    """Keep this activation: recomputation starts from it. Call it inside a scope; returns the
+    tensor.
 
     Args:
         tensor: an activation, made inside of a scope.
@@ -181,15 +198,17 @@ def mark_checkpoint(tensor: torch.Tensor) -> torch.Tensor:
         if inside_scope():  # a disabled one: everything is kept anyway
             return tensor
         raise MisuseError(
-            "mark_checkpoint() was called outside of an enabled CheckpointScope, where everything is kept anyway. "
-            "Call it inside `with CheckpointScope(...):`."
+            "mark_checkpoint() was called outside of an enabled CheckpointScope, where everything"
+            " is kept anyway. Call it inside `with CheckpointScope(...):`."
         )
     if tensor.layout != torch.strided:  # kept in any case: nothing without a storage is replayed
         return tensor
     recorder.keep(tensor)
     key = storage_key(tensor)
     if key not in _marked:
-        watch = _marked[key] = watch_storage(tensor.untyped_storage(), lambda dead: _marked.pop(dead.key, None))
+        watch = _marked[key] = watch_storage(
+            tensor.untyped_storage(), lambda dead: _marked.pop(dead.key, None)
+        )
         watch.key = key
     return tensor
 
@@ -213,7 +232,11 @@ _CONTEXTS = "a function that returns two context managers"
 
 def _contexts(context_fn: Callable[[], Any]) -> tuple[Any, Any]:
     pair = context_fn()
-    if not isinstance(pair, tuple) or len(pair) != 2 or not all(hasattr(one, "__enter__") for one in pair):
+    if (
+        not isinstance(pair, tuple)
+        or len(pair) != 2
+        or not all(hasattr(one, "__enter__") for one in pair)
+    ):
         raise invalid("context_fn", context_fn, f"returned a {type(pair).__name__}", _CONTEXTS)
     return pair
 
@@ -227,7 +250,8 @@ def _check_switches(use_reentrant: Any, preserve_rng_state: Any, **others: Any) 
 
 
 class _Around:
-    """A context of the user's, entered once or many times, that cannot swallow what is raised inside.
+    """A context of the user's, entered once or many times, that cannot swallow what is raised
+    inside.
 
     torch's own checkpoint passes such an error on, too: there would be no result to return.
     """
@@ -237,7 +261,8 @@ class _Around:
         self._entered: Any = None
 
     def __enter__(self) -> None:
-        # One that `@contextmanager` made is over after its first use; contextlib makes it anew where it decorates.
+        # One that `@contextmanager` made is over after its first use; contextlib makes it anew
+        # where it decorates.
         anew = getattr(self._context, "_recreate_cm", None)
         self._entered = self._context if anew is None else anew()
         self._entered.__enter__()
@@ -251,7 +276,12 @@ def _as_keep_operation(policy: Callable[..., Any]) -> KeepOperation:
     from torch.utils.checkpoint import CheckpointPolicy
 
     def keep(op: Any, results: list[torch.Tensor], args: Any, kwargs: Any) -> bool:
-        choice = policy(selective_context(results[0] if len(results) == 1 else tuple(results)), op, *args, **kwargs)
+        choice = policy(
+            selective_context(results[0] if len(results) == 1 else tuple(results)),
+            op,
+            *args,
+            **kwargs,
+        )
         if isinstance(choice, bool):
             return choice
         return choice in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)

@@ -22,13 +22,14 @@ _MB = 1024 * 1024
 
 
 class CheckpointManager:
-    """Looks after scopes, and decides which activations are worth keeping below `memory_threshold` of `max_memory_mb`.
+    """Looks after scopes, and decides which activations are worth keeping below `memory_threshold`
+    of `max_memory_mb`.
 
-    Inside `with manager:`, or between `manager.start()` and `manager.stop()`, every scope that is entered is
-    registered. With `auto_checkpoint=True` no scope is needed: activations are evicted while the forward runs, so that
-    live bytes stay below the limit; keep the block open around the backward pass too. Counted is what the block makes,
-    what it reads, and the modules that it calls as a whole; memory that it never meets (an optimizer's state) is not in
-    `max_memory_mb`.
+    Inside `with manager:`, or between `manager.start()` and `manager.stop()`, every scope that is
+    entered is registered. With `auto_checkpoint=True` no scope is needed: activations are evicted
+    while the forward runs, so that live bytes stay below the limit; keep the block open around the
+    backward pass too. Counted is what the block makes, what it reads, and the modules that it calls
+    as a whole; memory that it never meets (an optimizer's state) is not in `max_memory_mb`.
 
     >>> import torch
     >>> manager = CheckpointManager(max_memory_mb=64)
@@ -47,7 +48,10 @@ class CheckpointManager:
     """
 
     def __init__(
-        self, max_memory_mb: float | None = None, auto_checkpoint: bool = False, memory_threshold: float = 0.8
+        self,
+        max_memory_mb: float | None = None,
+        auto_checkpoint: bool = False,
+        memory_threshold: float = 0.8,
     ) -> None:
         self._entered = self._was_entered = False
         self.max_memory_mb = max_memory_mb
@@ -59,8 +63,13 @@ class CheckpointManager:
         self._hook: Any = None
 
     def __repr__(self) -> str:
-        limit = "no limit" if self.limit_bytes is None else f"limit {format_bytes(self.limit_bytes)}"
-        return f"<CheckpointManager: {len(self._scopes)} scopes, {limit}, auto_checkpoint={self.auto_checkpoint}>"
+        limit = (
+            "no limit" if self.limit_bytes is None else f"limit {format_bytes(self.limit_bytes)}"
+        )
+        return (
+            f"<CheckpointManager: {len(self._scopes)} scopes, {limit},"
+            f" auto_checkpoint={self.auto_checkpoint}>"
+        )
 
     @property
     def max_memory_mb(self) -> float | None:
@@ -69,7 +78,11 @@ class CheckpointManager:
 
     @max_memory_mb.setter
     def max_memory_mb(self, megabytes: float | None) -> None:
-        self._max_memory_mb = None if megabytes is None else read_number(megabytes, "max_memory_mb", above=0, like=1024)
+        self._max_memory_mb = (
+            None
+            if megabytes is None
+            else read_number(megabytes, "max_memory_mb", above=0, like=1024)
+        )
 
     @property
     def memory_threshold(self) -> float:
@@ -78,7 +91,9 @@ class CheckpointManager:
 
     @memory_threshold.setter
     def memory_threshold(self, threshold: float) -> None:
-        self._memory_threshold = read_number(threshold, "memory_threshold", above=0, maximum=1, like=0.8)
+        self._memory_threshold = read_number(
+            threshold, "memory_threshold", above=0, maximum=1, like=0.8
+        )
 
     @property
     def auto_checkpoint(self) -> bool:
@@ -94,7 +109,11 @@ class CheckpointManager:
     @property
     def limit_bytes(self) -> int | None:
         """`max_memory_mb` times `memory_threshold`."""
-        return None if self.max_memory_mb is None else int(self.max_memory_mb * _MB * self.memory_threshold)
+        return (
+            None
+            if self.max_memory_mb is None
+            else int(self.max_memory_mb * _MB * self.memory_threshold)
+        )
 
     @property
     def scopes(self) -> tuple[CheckpointScope, ...]:
@@ -137,7 +156,8 @@ class CheckpointManager:
         self._scopes = [known for known in self._scopes if known is not scope]
 
     def should_checkpoint(self, node: GraphNode) -> bool:
-        """Whether to keep a node's result: it is marked, or it fits below the limit beside what is kept already.
+        """Whether to keep a node's result: it is marked, or it fits below the limit beside what is
+        kept already.
 
         Args:
             node: of a scope's `nodes()`, or made by hand.
@@ -145,20 +165,25 @@ class CheckpointManager:
         read_instance(node, "node", GraphNode, "one of scope.nodes()")
         if isinstance(node, CheckpointNode) and node.is_checkpoint:
             return True
-        return self.limit_bytes is not None and self.checkpoint_bytes + node.nbytes <= self.limit_bytes
+        return (
+            self.limit_bytes is not None and self.checkpoint_bytes + node.nbytes <= self.limit_bytes
+        )
 
     def selective_checkpointing(self, nodes: Sequence[GraphNode]) -> list[CheckpointNode]:
-        """Keep some of the nodes, evenly spread, as many as fit below the limit; without a limit, √n of them.
+        """Keep some of the nodes, evenly spread, as many as fit below the limit; without a limit,
+        √n of them.
 
-        Nodes that are checkpoints already stay so; a `GraphNode` that is no `CheckpointNode` has nothing to keep.
-        Returns those that were chosen.
+        Nodes that are checkpoints already stay so; a `GraphNode` that is no `CheckpointNode` has
+        nothing to keep. Returns those that were chosen.
 
         Args:
             nodes: in the order of the forward, such as a scope's `nodes()`.
         """
         for node in read_instance(nodes, "nodes", (list, tuple), "scope.nodes()"):
             read_instance(node, "nodes", GraphNode, "scope.nodes()")
-        free = [node for node in nodes if isinstance(node, CheckpointNode) and not node.is_checkpoint]
+        free = [
+            node for node in nodes if isinstance(node, CheckpointNode) and not node.is_checkpoint
+        ]
         chosen: list[CheckpointNode] = []
         if self.limit_bytes is None:
             chosen = _spread(free, math.isqrt(len(free)))
@@ -183,7 +208,9 @@ class CheckpointManager:
         self._nodes.clear()
 
     def start(self) -> CheckpointManager:
-        """Begin to look after scopes and memory, in this thread, until `stop()`: `with manager:` without a block."""
+        """Begin to look after scopes and memory, in this thread, until `stop()`: `with manager:`
+        without a block.
+        """
         return self.__enter__()
 
     def stop(self) -> None:
@@ -194,18 +221,23 @@ class CheckpointManager:
 
     def __enter__(self) -> CheckpointManager:
         if self._entered:
-            raise MisuseError("This CheckpointManager is entered already. Make another one for a second block.")
+            raise MisuseError(
+                "This CheckpointManager is entered already. Make another one for a second block."
+            )
         if self.auto_checkpoint:
             limit = self.limit_bytes
             if limit is None:
                 raise MisuseError(
-                    "auto_checkpoint=True needs to know how much memory there is. Pass max_memory_mb=1024, for example."
+                    "auto_checkpoint=True needs to know how much memory there is. Pass"
+                    " max_memory_mb=1024, for example."
                 )
-            from gradfit.recompute.evict import Online  # only automatic managers need the eviction engine
+            # only automatic managers need the eviction engine
+            from gradfit.recompute.evict import Online
 
             self._online = Online(limit)
             self._online.__enter__()
-            # A module's last parameter is there when its first is used, so it must be counted from the beginning.
+            # A module's last parameter is there when its first is used, so it must be counted from
+            # the beginning.
             self._hook = register_module_forward_pre_hook(self._online.count_module)
         self._entered = self._was_entered = True
         add_observer(self.register_scope)
@@ -226,9 +258,11 @@ def _spread(nodes: Sequence[CheckpointNode], count: int) -> list[CheckpointNode]
 
 
 def _say_if_never_entered(manager: CheckpointManager) -> None:
-    """Warn, once, when a backward pass begins that an automatic manager would have helped, had it been started.
+    """Warn, once, when a backward pass begins that an automatic manager would have helped, had it
+    been started.
 
-    Until then every module's forward is looked at: only a result knows when its backward pass comes.
+    Until then every module's forward is looked at: only a result knows when its backward pass
+    comes.
     """
     reference = weakref.ref(manager)
     handle: Any = None
@@ -237,7 +271,11 @@ def _say_if_never_entered(manager: CheckpointManager) -> None:
         idle = _idle(reference())
         if idle is None:
             handle.remove()
-        elif isinstance(output, torch.Tensor) and output.grad_fn is not None and not inside_functorch():
+        elif (
+            isinstance(output, torch.Tensor)
+            and output.grad_fn is not None
+            and not inside_functorch()
+        ):
             output.grad_fn.register_prehook(warn)
 
     def warn(gradients: Any) -> None:
@@ -245,9 +283,9 @@ def _say_if_never_entered(manager: CheckpointManager) -> None:
         if idle is not None:
             idle._was_entered = True  # it is said once
             warnings.warn(
-                f"A backward pass runs, but {idle!r} was never started, so nothing is evicted and no limit is held. "
-                "Put forward and backward into `with manager:`, or call manager.start() before and manager.stop() "
-                "after them.",
+                f"A backward pass runs, but {idle!r} was never started, so nothing is evicted and"
+                " no limit is held. Put forward and backward into `with manager:`, or call"
+                " manager.start() before and manager.stop() after them.",
                 stacklevel=2,
             )
 

@@ -1,4 +1,6 @@
-"""`GraphNode` and `CheckpointNode`: recorded operations as a user sees them, and nodes of a user's own making."""
+"""`GraphNode` and `CheckpointNode`: recorded operations as a user sees them, and nodes of a user's
+own making.
+"""
 
 from __future__ import annotations
 
@@ -60,8 +62,8 @@ class GraphNode:
 class CheckpointNode(GraphNode):
     """A node whose result can be kept, or made again.
 
-    `CheckpointScope.nodes()` lists one for each operation that the scope can replay; they hold nothing alive. A node
-    can also be made by hand, with functions that make its activations again:
+    `CheckpointScope.nodes()` lists one for each operation that the scope can replay; they hold
+    nothing alive. A node can also be made by hand, with functions that make its activations again:
 
     Args:
         output: the result; None if it is not held.
@@ -122,7 +124,9 @@ class CheckpointNode(GraphNode):
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether recomputation starts from here. Set it to keep a recorded result, or to let it go again."""
+        """Whether recomputation starts from here. Set it to keep a recorded result, or to let it go
+        again.
+        """
         if self._values:
             return any(value.tensor is not None for value in self._live())
         return self._is_checkpoint
@@ -136,7 +140,11 @@ class CheckpointNode(GraphNode):
                     value.tensor = None
             elif value.tensor is None:
                 there = _unchanged(value)
-                tensor = replay.rebuild(value, Tape.alone(), retain=False) if there is None else detached(there)
+                tensor = (
+                    replay.rebuild(value, Tape.alone(), retain=False)
+                    if there is None
+                    else detached(there)
+                )
                 value.tensor, value.version = tensor, tensor._version
 
     def save_activations(self, *activations: torch.Tensor) -> None:
@@ -150,7 +158,8 @@ class CheckpointNode(GraphNode):
         self.saved_activations.extend(activations)
 
     def add_recompute_function(self, function: RecomputeFunction) -> None:
-        """Add a function that returns activations; `recompute()` calls them in the order they were added.
+        """Add a function that returns activations; `recompute()` calls them in the order they were
+        added.
 
         Args:
             function: takes nothing, returns a list of tensors.
@@ -160,7 +169,8 @@ class CheckpointNode(GraphNode):
         )
 
     def recompute(self) -> list[torch.Tensor]:
-        """Make the activations again: by the node's functions, or by replaying the recorded operation.
+        """Make the activations again: by the node's functions, or by replaying the recorded
+        operation.
 
         A node with neither gives what was saved.
         """
@@ -173,14 +183,18 @@ class CheckpointNode(GraphNode):
         values = self._live()
         if values:
             return [
-                replay.content(value) if value.tensor is not None else replay.rebuild(value, Tape.alone(), retain=False)
+                (
+                    replay.content(value)
+                    if value.tensor is not None
+                    else replay.rebuild(value, Tape.alone(), retain=False)
+                )
                 for value in values
             ]
         if self.saved_activations:
             return list(self.saved_activations)
         raise MisuseError(
-            f"{self!r} cannot be recomputed: its graph is gone, and it has no functions and nothing saved. "
-            "Call add_recompute_function() or save_activations() first."
+            f"{self!r} cannot be recomputed: its graph is gone, and it has no functions and nothing"
+            " saved. Call add_recompute_function() or save_activations() first."
         )
 
     def clear_saved_activations(self) -> None:

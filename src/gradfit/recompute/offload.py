@@ -1,4 +1,6 @@
-"""Values that are moved out of the device's memory and back: to the host for an accelerator, to a file on the CPU."""
+"""Values that are moved out of the device's memory and back: to the host for an accelerator, to a
+file on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ from gradfit.devices import devices_of, wait_for
 class Store:
     """Takes tensors that fill their storage out, and gives back functions that bring them in again.
 
-    On the CPU they go to an unnamed temporary file, which is closed, and so removed, with the last thing that reads
-    from it.
+    On the CPU they go to an unnamed temporary file, which is closed, and so removed, with the last
+    thing that reads from it.
     """
 
     def __init__(self) -> None:
@@ -46,9 +48,11 @@ class Store:
 
 
 def _to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """To pinned memory, in the order of the stream that made the tensor: nobody waits, and its memory is free at once.
+    """To pinned memory, in the order of the stream that made the tensor: nobody waits, and its
+    memory is free at once.
 
-    A stream of its own would copy while the device computes, but hold the tensor's memory until it has.
+    A stream of its own would copy while the device computes, but hold the tensor's memory until it
+    has.
     """
     device = tensor.device
     host = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -57,8 +61,11 @@ def _to_host(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     copied.record(torch.accelerator.current_stream(device))
 
     def load() -> torch.Tensor:
-        torch.accelerator.current_stream(device).wait_event(copied)  # a backward pass may run on another stream
-        return torch.empty_like(host, device=device, pin_memory=False).copy_(host, non_blocking=True)
+        # a backward pass may run on another stream
+        torch.accelerator.current_stream(device).wait_event(copied)
+        return torch.empty_like(host, device=device, pin_memory=False).copy_(
+            host, non_blocking=True
+        )
 
     return load
 

@@ -1,4 +1,6 @@
-"""A plan at work: the policy that follows it operation by operation, and the recorder that is told by it."""
+"""A plan at work: the policy that follows it operation by operation, and the recorder that is told
+by it.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ _CHOICES = {"keep": KEEP, "rebuild": REBUILD, "offload": OFFLOAD}
 class Diverged(Exception):
     """The forward pass is not the plan's; the text says where.
 
-    `operation` is the number of the first operation that is another one, and `name` what it is, if that was heard.
+    `operation` is the number of the first operation that is another one, and `name` what it is, if
+    that was heard.
     """
 
     def __init__(self, where: str, operation: int | None = None, name: str = "") -> None:
@@ -39,10 +42,12 @@ class Diverged(Exception):
 
 
 class Script:
-    """A plan as it is followed, made once: what becomes of each value, in the order in which they are made.
+    """A plan as it is followed, made once: what becomes of each value, in the order in which they
+    are made.
 
-    With `sizes`, the bytes of each value of the profile, a result that is larger is another operation than the plan's;
-    and since a budget would not survive that, `Diverged` is raised at once.
+    With `sizes`, the bytes of each value of the profile, a result that is larger is another
+    operation than the plan's; and since a budget would not survive that, `Diverged` is raised at
+    once.
     """
 
     def __init__(self, plan: Plan, sizes: Sequence[int] | None = None) -> None:
@@ -52,24 +57,35 @@ class Script:
         self.segments = [plan.segments[value] for value in made]
         self.sizes = None if sizes is None else [sizes[value] for value in made]
         self.heard = plan.heard
-        self.last = max((value for value, choice in enumerate(self.choices) if choice != KEEP), default=-1)
+        self.last = max(
+            (value for value, choice in enumerate(self.choices) if choice != KEEP), default=-1
+        )
         self._decisions: dict[tuple[int, int], Decision] = {}
         self._shared: dict[int, tuple[Script, int, int]] = {}
 
     def shared(self, other: Script) -> tuple[int, int]:
-        """Up to how many operations and values a forward that has followed this plan has followed the other, too."""
+        """Up to how many operations and values a forward that has followed this plan has followed
+        the other, too.
+        """
         if id(other) not in self._shared:
             names = _common(self.names, other.names)
             values = _common(self.choices, other.choices, _common(self.segments, other.segments))
             parents = _common(self.parents, other.parents)
-            inside = next((n for n, segment in enumerate(self.segments[:values]) if segment >= parents), values)
+            inside = next(
+                (n for n, segment in enumerate(self.segments[:values]) if segment >= parents),
+                values,
+            )
             self._shared[id(other)] = other, names, min(values, inside)
         return self._shared[id(other)][1:]
 
     def has_room(self, made_bytes: Sequence[int]) -> bool:
-        """Whether values of these sizes, from the first, are no larger than the plan reckons with."""
+        """Whether values of these sizes, from the first, are no larger than the plan reckons
+        with.
+        """
         sizes = self.sizes
-        return sizes is None or all(made <= size for made, size in zip(made_bytes, sizes, strict=False) if size)
+        return sizes is None or all(
+            made <= size for made, size in zip(made_bytes, sizes, strict=False) if size
+        )
 
     def takes(self, position: int, first: int, func: Any, results: Sequence[torch.Tensor]) -> bool:
         """Whether this may be the plan's next operation."""
@@ -80,10 +96,14 @@ class Script:
         if not _is_called(func, self.names[position]):
             return False
         sizes = self.sizes
-        return sizes is None or all(new_bytes(r) <= sizes[n] for n, r in enumerate(results, first) if sizes[n])
+        return sizes is None or all(
+            new_bytes(r) <= sizes[n] for n, r in enumerate(results, first) if sizes[n]
+        )
 
     def decision(self, operation: int, first: int, after: int) -> Decision:
-        """What becomes of these values, which one operation makes, made once; the segment is each recording's own."""
+        """What becomes of these values, which one operation makes, made once; the segment is each
+        recording's own.
+        """
         found = self._decisions.get((first, after))
         if found is None:
             choices = tuple(self.choices[first:after])
@@ -96,14 +116,18 @@ class Script:
 def _common(first: Sequence[Any], second: Sequence[Any], most: int | None = None) -> int:
     """How many items the two have in common from the start."""
     pairs = zip(first[:most], second[:most], strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(first[:most]), len(second[:most])))
+    return next(
+        (n for n, (a, b) in enumerate(pairs) if a != b), min(len(first[:most]), len(second[:most]))
+    )
 
 
 class PlanPolicy:
-    """Gives each result of each operation what the plan says, as long as the operations are the plan's.
+    """Gives each result of each operation what the plan says, as long as the operations are the
+    plan's.
 
-    Where they are not, another plan of which all that was done so far is a part is followed from there, if there is
-    one among the `others`, each with the tail of its forward. Else `diverged` says where, and everything is kept.
+    Where they are not, another plan of which all that was done so far is a part is followed from
+    there, if there is one among the `others`, each with the tail of its forward. Else `diverged`
+    says where, and everything is kept.
     """
 
     def __init__(self, script: Script, others: Sequence[tuple[Script, Tail | None]] = ()) -> None:
@@ -133,10 +157,16 @@ class PlanPolicy:
             self._segments.append(Segment(self._segments[parent], root.scope))
 
     def _switch(self, func: Any, results: Sequence[torch.Tensor]) -> bool:
-        """Go on by another plan that has come this far in the same way, and has this operation next."""
+        """Go on by another plan that has come this far in the same way, and has this operation
+        next.
+        """
         for place, (script, tail) in enumerate(self._others):
             operations, values = self._script.shared(script)
-            if self._operation > operations or self._value > values or not script.has_room(self._made_bytes):
+            if (
+                self._operation > operations
+                or self._value > values
+                or not script.has_room(self._made_bytes)
+            ):
                 continue
             if script.takes(self._operation, self._value, func, results):
                 del self._others[place]
@@ -184,7 +214,8 @@ class PlanPolicy:
             return None
         if script.sizes is not None:
             for number, result in enumerate(results, first):
-                size = script.sizes[number]  # 0 where the result is not new: its bytes are another's
+                # 0 where the result is not new: its bytes are another's
+                size = script.sizes[number]
                 if size and (found := new_bytes(result)) > size:
                     if self._others and self._switch(func, results):
                         return self._next(func, results)
@@ -201,7 +232,9 @@ class PlanPolicy:
     def _is_at_bits(self, func: Any, results: list[torch.Tensor]) -> bool:
         """Whether the plan has a mask's bits as an operation of their own before this one."""
         position, names = self._operation, self._script.names
-        return position < len(names) and names[position] == MASK and draws_mask(info_of(func), results)
+        return (
+            position < len(names) and names[position] == MASK and draws_mask(info_of(func), results)
+        )
 
     def leave(self, where: str, operation: int | None = None, name: str = "") -> None:
         """It is not the plan's forward any more; `where` says since when."""
@@ -230,10 +263,11 @@ def name_of(func: Any) -> str:
 
 
 def _is_called(func: Any, name: str) -> bool:
-    """Whether an operation is the plan's. Some of torch's own code writes in place, but not to fake tensors.
+    """Whether an operation is the plan's. Some of torch's own code writes in place, but not to fake
+    tensors.
 
-    A prediction is made of those. The result is as large either way, and what it was made from lives no longer, so the
-    plan holds.
+    A prediction is made of those. The result is as large either way, and what it was made from
+    lives no longer, so the plan holds.
     """
     found = name_of(func)
     if found != name and found.replace("_.", ".", 1) != name.replace("_.", ".", 1):
@@ -252,15 +286,18 @@ class Tail:
 
 
 class PlannedRecorder(Recorder):
-    """Writes down what a plan needs: neither what it keeps, nor anything after the last that it does not keep.
+    """Writes down what a plan needs: neither what it keeps, nor anything after the last that it
+    does not keep.
 
-    With the `tail` of a forward that was heard to its end, it is not even listened to. What autograd saves of it is all
-    that then shows whether the forward is the plan's, unless that is not `watched` either; and if it writes over
-    something that a rebuild starts from, which the plan's does not, there is no way back: `Diverged`, at the end of the
-    forward.
+    With the `tail` of a forward that was heard to its end, it is not even listened to. What
+    autograd saves of it is all that then shows whether the forward is the plan's, unless that is
+    not `watched` either; and if it writes over something that a rebuild starts from, which the
+    plan's does not, there is no way back: `Diverged`, at the end of the forward.
     """
 
-    def __init__(self, policy: PlanPolicy, tail: Tail | None = None, *, watched: bool = True) -> None:
+    def __init__(
+        self, policy: PlanPolicy, tail: Tail | None = None, *, watched: bool = True
+    ) -> None:
         super().__init__(Segment(None), policy)
         self.tail = Tail()  # as this forward has it
         self._known, self._watched, self._in_tail = tail, watched, False
@@ -300,7 +337,10 @@ class PlannedRecorder(Recorder):
         written = self.written_over() if unheard else None
         super().__exit__(*error)
         if written is not None:
-            raise Diverged(f"it writes in place to a tensor of shape {tuple(written.shape)}, which the plan's does not")
+            raise Diverged(
+                f"it writes in place to a tensor of shape {tuple(written.shape)}, which the plan's"
+                " does not"
+            )
 
 
 def _too_much(saved_bytes: int, limit_bytes: float) -> str:
@@ -308,9 +348,11 @@ def _too_much(saved_bytes: int, limit_bytes: float) -> str:
 
 
 class Unrecorded:
-    """Around a forward of which nothing is rebuilt: no tape, only an eye on how much autograd saves.
+    """Around a forward of which nothing is rebuilt: no tape, only an eye on how much autograd
+    saves.
 
-    More than `limit_bytes`, and it is another computation than the one that was measured: `Diverged`.
+    More than `limit_bytes`, and it is another computation than the one that was measured:
+    `Diverged`.
     """
 
     def __init__(self, limit_bytes: float = math.inf) -> None:
@@ -333,11 +375,14 @@ class Unrecorded:
                 raise Diverged(_too_much(self.tail.saved_bytes, self.limit_bytes))
         if tensor.is_leaf and tensor.requires_grad:
             return (tensor, tensor._version)
-        return (tensor.detach(), None if tensor.is_inference() else tensor._version)  # its graph would hold itself
+        # its graph would hold itself
+        return (tensor.detach(), None if tensor.is_inference() else tensor._version)
 
 
 class LooksAtData(OperationListener):
-    """Tells whether what runs inside takes numbers out of tensors, or makes tensors whose size the data decide."""
+    """Tells whether what runs inside takes numbers out of tensors, or makes tensors whose size the
+    data decide.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +402,8 @@ def recording(
     watched: bool = True,
     others: Sequence[tuple[Script, Tail | None]] = (),
 ) -> tuple[PlannedRecorder, PlanPolicy]:
-    """A recorder that follows the plan: enter it around the forward pass. What a first forward says of the plan's tail
-    saves the later ones from listening to it. `others` are plans to go on with where this one is left."""
+    """A recorder that follows the plan: enter it around the forward pass. What a first forward says
+    of the plan's tail saves the later ones from listening to it. `others` are plans to go on with
+    where this one is left."""
     policy = PlanPolicy(script, others)
     return PlannedRecorder(policy, tail, watched=watched), policy

@@ -1,7 +1,8 @@
-"""`CheckpointScope`: activations made inside are rebuilt in the backward pass instead of being kept.
+"""`CheckpointScope`: activations made inside are rebuilt in the backward pass instead of being
+kept.
 
-Scopes are policies on one tape. The outermost scope of a thread owns the recorder; an inner one only opens a segment,
-so that rebuilding one inner scope does not hold what its neighbours made.
+Scopes are policies on one tape. The outermost scope of a thread owns the recorder; an inner one
+only opens a segment, so that rebuilding one inner scope does not hold what its neighbours made.
 """
 
 from __future__ import annotations
@@ -54,8 +55,10 @@ class _Frames(threading.local):
 
     def __init__(self) -> None:
         self.open: list[tuple[CheckpointScope, Segment | None, Recorder | None]] = []
-        self.observers: list[Callable[[CheckpointScope], None]] = []  # told about every scope that is entered
-        # Closed before their `with` block ended: by `close()`, or because one around them was left first.
+        # told about every scope that is entered
+        self.observers: list[Callable[[CheckpointScope], None]] = []
+        # Closed before their `with` block ended: by `close()`, or because one around them was left
+        # first.
         self.closed: list[weakref.ref[CheckpointScope]] = []
         self.suspended = False  # scopes that are entered do nothing
 
@@ -66,7 +69,8 @@ _frames = _Frames()
 class CheckpointScope:
     """Rebuild, in the backward pass, what is computed inside; gradients stay bit-identical.
 
-    Python code inside runs once, and so do its side effects: what is run again are the recorded tensor operations.
+    Python code inside runs once, and so do its side effects: what is run again are the recorded
+    tensor operations.
 
     Args:
         name: for messages and statistics.
@@ -84,12 +88,18 @@ class CheckpointScope:
     >>> scope.stats.freed_bytes
     4096
 
-    `keep(op, output)` decides per operation what is kept after all (selective checkpointing); `op` is the
-    `torch.ops.aten` overload. The scope can be re-used, nested, and put on a function as a decorator.
+    `keep(op, output)` decides per operation what is kept after all (selective checkpointing); `op`
+    is the `torch.ops.aten` overload. The scope can be re-used, nested, and put on a function as a
+    decorator.
     """
 
     def __init__(
-        self, name: str, enabled: bool = True, *, use_recomputation: bool = True, keep: KeepPolicy | None = None
+        self,
+        name: str,
+        enabled: bool = True,
+        *,
+        use_recomputation: bool = True,
+        keep: KeepPolicy | None = None,
     ) -> None:
         if keep is not None:
             read_callable(keep, "keep", "a function (op, output) -> bool", arguments=2)
@@ -97,7 +107,8 @@ class CheckpointScope:
         self._is_enabled = read_flag(enabled, "enabled")
         self._use_recomputation = read_flag(use_recomputation, "use_recomputation")
         self.keep = keep
-        self.keep_operation: KeepOperation | None = None  # torch's kind of policy: asked once for all results
+        # torch's kind of policy: asked once for all results
+        self.keep_operation: KeepOperation | None = None
         self.stats = ScopeStats()
         self._saved: list[weakref.ref[Value]] = []  # what autograd has handles on
         self._inner: list[weakref.ref[CheckpointScope]] = []
@@ -128,9 +139,11 @@ class CheckpointScope:
 
     @untraced
     def close(self) -> None:
-        """Leave the scope now, where its `with` block is still open: what follows in the block is kept.
+        """Leave the scope now, where its `with` block is still open: what follows in the block is
+        kept.
 
-        Those that were entered inside it are closed with it. A scope that is not open is left as it is.
+        Those that were entered inside it are closed with it. A scope that is not open is left as it
+        is.
         """
         frames = _frames.open
         if any(frame[0] is self for frame in frames):
@@ -143,7 +156,9 @@ class CheckpointScope:
         return f"CheckpointScope({self.name!r}, enabled={self.is_enabled}, {self.stats})"
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, of a model that holds a scope: all but the graphs of this one's forwards."""
+        """For copies and pickles, of a model that holds a scope: all but the graphs of this one's
+        forwards.
+        """
         return {**self.__dict__, "_saved": [], "_inner": []}
 
     @untraced
@@ -164,8 +179,9 @@ class CheckpointScope:
             return
         if inside_functorch():
             raise UnsupportedOp(
-                f"CheckpointScope({self.name!r}) was entered inside a torch.func transform, which does not allow saved "
-                "tensors to be replaced. Put the scope around the transform's result, or use torch.autograd.grad."
+                f"CheckpointScope({self.name!r}) was entered inside a torch.func transform, which"
+                " does not allow saved tensors to be replaced. Put the scope around the"
+                " transform's result, or use torch.autograd.grad."
             )
         for observer in _frames.observers:
             observer(self)
@@ -186,7 +202,10 @@ class CheckpointScope:
             recorder = outer
             around = recorder.segment.scope
             if around is not None and all(reference() is not self for reference in around._inner):
-                around._inner = [*(inner for inner in around._inner if inner() is not None), weakref.ref(self)]
+                around._inner = [
+                    *(inner for inner in around._inner if inner() is not None),
+                    weakref.ref(self),
+                ]
             segment = Segment(recorder.segment, self)
             recorder.segment = segment
             if recorder.policy is None and (self._has_policy or not self.use_recomputation):
@@ -216,24 +235,32 @@ class CheckpointScope:
                 _close_innermost()
             _leave(None, None, None)
             if kind is not None and kind is not GeneratorExit:
-                return  # an interrupt kept the inner one from closing: that is what the caller has to hear of
+                # an interrupt kept the inner one from closing: that is what the caller has to hear
+                # of
+                return
             raise MisuseError(
-                f"CheckpointScope({self.name!r}) is left while {inner!r}, entered after it, is still open; both are "
-                "closed now. Leave scopes in the reverse order of entering them: use nested `with` blocks."
+                f"CheckpointScope({self.name!r}) is left while {inner!r}, entered after it, is"
+                " still open; both are closed now. Leave scopes in the reverse order of entering"
+                " them: use nested `with` blocks."
             )
         elif self in (closed := [reference() for reference in _frames.closed]):
             del _frames.closed[closed.index(self)]
         else:
-            raise MisuseError(f"CheckpointScope({self.name!r}) is left but was not entered. Use it in a `with` block.")
+            raise MisuseError(
+                f"CheckpointScope({self.name!r}) is left but was not entered. Use it in a `with`"
+                " block."
+            )
         if kind is RuntimeError and raised_by_swap_tensors(trace):
             raise UnsupportedOp(
-                f"torch.utils.swap_tensors was called inside CheckpointScope({self.name!r}) on a tensor that the scope "
-                f"has recorded: {error} Swap before the scope, or after its backward pass."
+                f"torch.utils.swap_tensors was called inside CheckpointScope({self.name!r}) on a"
+                f" tensor that the scope has recorded: {error} Swap before the scope, or after its"
+                " backward pass."
             ) from error
         if kind is not None and issubclass(kind, RuntimeError) and raised_by_functorch(trace):
             raise UnsupportedOp(
-                f"torch.func was used inside CheckpointScope({self.name!r}), where saved tensors are replaced: {error} "
-                "Move the transform out of the scope, or use torch.autograd.grad."
+                f"torch.func was used inside CheckpointScope({self.name!r}), where saved tensors"
+                f" are replaced: {error} Move the transform out of the scope, or use"
+                " torch.autograd.grad."
             ) from error
 
     def __call__(self, function: F) -> F:
@@ -252,7 +279,8 @@ class CheckpointScope:
         return wrapped  # type: ignore[return-value]
 
     def nodes(self) -> list[CheckpointNode]:
-        """One node for each operation that can be replayed for this scope and those inside it, oldest first.
+        """One node for each operation that can be replayed for this scope and those inside it,
+        oldest first.
 
         They are there as long as the graph is, and hold nothing alive themselves.
         """
@@ -309,7 +337,11 @@ def _leave(kind: Any, error: Any, trace: Any) -> None:
     active = recorder or _innermost()
     try:
         if segment is not None and active is not None:
-            if isinstance(active.policy, _Keep) and active.policy.scopes and active.policy.scopes[-1] is scope:
+            if (
+                isinstance(active.policy, _Keep)
+                and active.policy.scopes
+                and active.policy.scopes[-1] is scope
+            ):
                 active.policy.scopes.pop()
             if recorder is not None:
                 recorder.__exit__(kind, error, trace)
@@ -353,7 +385,9 @@ class _Keep:
     def __init__(self) -> None:
         self.scopes: list[CheckpointScope] = []
 
-    def decide(self, func: Any, results: list[torch.Tensor], args: Any, kwargs: Any) -> Decision | None:
+    def decide(
+        self, func: Any, results: list[torch.Tensor], args: Any, kwargs: Any
+    ) -> Decision | None:
         for scope in reversed(self.scopes):
             if not scope.use_recomputation:
                 return ALL_KEPT

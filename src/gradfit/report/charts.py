@@ -1,8 +1,10 @@
-"""Charts as SVG text, drawn twice: for a wide page and for a phone, so that letters keep their size on both.
+"""Charts as SVG text, drawn twice: for a wide page and for a phone, so that letters keep their size
+on both.
 
-Hand-written, and not plotly's: the page is then some hundred kilobytes and not five megabytes, needs no script to be
-read or printed, follows the reader's dark or light setting by CSS alone, and every point of it can be reached with the
-keyboard and heard. What a library would add, zoom and pan, these few curves do not need.
+Hand-written, and not plotly's: the page is then some hundred kilobytes and not five megabytes,
+needs no script to be read or printed, follows the reader's dark or light setting by CSS alone, and
+every point of it can be reached with the keyboard and heard. What a library would add, zoom and
+pan, these few curves do not need.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Series:
 
 @dataclass(frozen=True)
 class Point:
-    """A point one can hover over or tab to; `text` is what it then says. `kind` is its CSS class."""
+    """A point one can hover over or tab to; `text` is what it then says. `kind` is its CSS
+    class.
+    """
 
     x: float
     y: float
@@ -62,14 +66,22 @@ class Chart:
 
 def draw(chart: Chart) -> str:
     """The chart as two SVG elements, one of which the page shows, and a legend."""
-    legend = "".join(f'<li><span class="key {s.kind}"></span>{escape(s.name)}</li>' for s in chart.series if s.name)
+    legend = "".join(
+        f'<li><span class="key {s.kind}"></span>{escape(s.name)}</li>'
+        for s in chart.series
+        if s.name
+    )
     for kind in dict.fromkeys(p.kind for p in chart.points if p.kind):
         name = "chosen, measured" if kind == "measured" else "chosen, predicted"
         legend += f'<li><span class="key point {kind}"></span>{name}</li>'
     if chart.limit is not None:
         legend += f'<li><span class="key limit"></span>{escape(chart.limit[1])}</li>'
-    drawn = "".join("".join(_svg(chart, size, name)) for size, name in ((_WIDE, "wide"), (_NARROW, "narrow")))
-    return f'<div class="chart" id="chart-{chart.name}">{drawn}<ul class="legend">{legend}</ul></div>'
+    drawn = "".join(
+        "".join(_svg(chart, size, name)) for size, name in ((_WIDE, "wide"), (_NARROW, "narrow"))
+    )
+    return (
+        f'<div class="chart" id="chart-{chart.name}">{drawn}<ul class="legend">{legend}</ul></div>'
+    )
 
 
 class _Frame:
@@ -92,7 +104,11 @@ class _Frame:
         return self.left + self._share(number, self._x) * (self.width - self.left - self.right)
 
     def y(self, number: float) -> float:
-        return self.height - self.bottom - self._share(number, self._y) * (self.height - self.top - self.bottom)
+        return (
+            self.height
+            - self.bottom
+            - self._share(number, self._y) * (self.height - self.top - self.bottom)
+        )
 
     def _share(self, number: float, ends: tuple[float, float]) -> float:
         low, high = self._scale(ends[0]), self._scale(ends[1])
@@ -104,12 +120,12 @@ def _svg(chart: Chart, size: tuple[int, int], variant: str) -> Iterator[str]:
     edge = at.width - at.right
     ids = f"{chart.name}-{variant}"
     yield (
-        f'<svg class="{variant}" viewBox="0 0 {at.width} {at.height}" role="{"group" if chart.points else "img"}" '
-        f'aria-labelledby="{ids}-t {ids}-d"><title id="{ids}-t">{escape(chart.title)}</title>'
-        f'<desc id="{ids}-d">{escape(chart.summary)}</desc>'
-        f'<text class="axis" x="2" y="12">{escape(chart.y_label)}</text>'
-        f'<text class="axis" x="{(at.left + edge) / 2:.0f}" y="{at.height - 6}" text-anchor="middle">'
-        f"{escape(chart.x_label)}</text>"
+        f'<svg class="{variant}" viewBox="0 0 {at.width} {at.height}"'
+        f' role="{"group" if chart.points else "img"}" aria-labelledby="{ids}-t {ids}-d"><title'
+        f' id="{ids}-t">{escape(chart.title)}</title><desc'
+        f' id="{ids}-d">{escape(chart.summary)}</desc><text class="axis" x="2"'
+        f' y="12">{escape(chart.y_label)}</text><text class="axis" x="{(at.left + edge) / 2:.0f}"'
+        f' y="{at.height - 6}" text-anchor="middle">{escape(chart.x_label)}</text>'
     )
     for y in at.y_ticks:
         yield (
@@ -119,8 +135,8 @@ def _svg(chart: Chart, size: tuple[int, int], variant: str) -> Iterator[str]:
         )
     for x in at.x_ticks:
         yield (
-            f'<text class="tick" x="{at.x(x):.1f}" y="{at.height - at.bottom + 18}" text-anchor="middle">'
-            f"{escape(_FORMATS[chart.x_unit](x))}</text>"
+            f'<text class="tick" x="{at.x(x):.1f}" y="{at.height - at.bottom + 18}"'
+            f' text-anchor="middle">{escape(_FORMATS[chart.x_unit](x))}</text>'
         )
     if chart.limit is not None:
         y = at.y(chart.limit[0])
@@ -139,8 +155,9 @@ def _marker(point: Point, at: _Frame) -> str:
     else:
         shape = f'circle cx="{x:.1f}" cy="{y:.1f}" r="{8 if point.kind else 6}"'
     return (
-        f'<{shape} class="{f"point {point.kind}".strip()}" tabindex="0" role="img" aria-label="{text}" '
-        f'data-text="{text}"><title>{text}</title></{shape.split(maxsplit=1)[0]}>'
+        f'<{shape} class="{f"point {point.kind}".strip()}" tabindex="0" role="img"'
+        f' aria-label="{text}"'
+        f' data-text="{text}"><title>{text}</title></{shape.split(maxsplit=1)[0]}>'
     )
 
 
@@ -148,7 +165,9 @@ def _line(series: Series, at: _Frame) -> str:
     first_x, first_y = series.points[0]
     path = [f"M{at.x(first_x):.1f} {at.y(first_y):.1f}"]
     for x, y in series.points[1:]:
-        path.append(f"H{at.x(x):.1f}V{at.y(y):.1f}" if series.steps else f"L{at.x(x):.1f} {at.y(y):.1f}")
+        path.append(
+            f"H{at.x(x):.1f}V{at.y(y):.1f}" if series.steps else f"L{at.x(x):.1f} {at.y(y):.1f}"
+        )
     line = "".join(path)
     area = ""
     if series.steps:
@@ -178,14 +197,18 @@ def ticks(low: float, high: float, most: int, *, binary: bool = False) -> list[f
 
 
 def log_ticks(low: float, high: float, most: int, *, binary: bool = False) -> list[float]:
-    """Round numbers for a logarithmic axis: powers of two for bytes, else 1, 2, 5, 10, …; thinned to at most `most`.
+    """Round numbers for a logarithmic axis: powers of two for bytes, else 1, 2, 5, 10, …; thinned
+    to at most `most`.
 
     >>> log_ticks(0.3, 30, 6)
     [0.5, 1.0, 2.0, 5.0, 10.0, 20.0]
     """
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     if binary:
-        found = [2.0**power for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)]
+        found = [
+            2.0**power
+            for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)
+        ]
     else:
         found = [factor * 10.0**power for power in range(first, last + 1) for factor in (1, 2, 5)]
     within = [number for number in found if low <= number <= high]

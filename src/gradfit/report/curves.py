@@ -1,4 +1,6 @@
-"""Memory over time, with and without the plan: measured where it fits, else predicted, which the page then says."""
+"""Memory over time, with and without the plan: measured where it fits, else predicted, which the
+page then says.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ from gradfit.tree import split_batch
 def plain_peak_bytes(profile: Profile, batch_size: int) -> int:
     """What plain PyTorch would need for the whole batch in one piece, by the profile."""
     graph = profile.at(batch_size, accumulates=False)
-    return simulate(graph, [KEEP if keepable else REBUILD for keepable in graph.keepable]).peak_bytes
+    return simulate(
+        graph, [KEEP if keepable else REBUILD for keepable in graph.keepable]
+    ).peak_bytes
 
 
 def predict_plain(profile: Profile, batch_size: int) -> Curve:
     """The curve of plain PyTorch on paper, for a batch that does not fit."""
     graph = profile.at(batch_size, accumulates=False)
     moments: list[tuple[str, int, int]] = []
-    simulate(graph, [KEEP if keepable else REBUILD for keepable in graph.keepable], timeline=moments)
+    simulate(
+        graph, [KEEP if keepable else REBUILD for keepable in graph.keepable], timeline=moments
+    )
     nodes = [node.seconds.at(batch_size) for node in profile.nodes]
     forward = sum(graph.op_seconds)
     starts = {"forward": _cumulated(graph.op_seconds, 0.0), "backward": _cumulated(nodes, forward)}
@@ -49,9 +55,11 @@ def measure_curve(
     plan: Plan | None = None,
     split: Callable[[Any, int], Iterable[Any]] | None = None,
 ) -> Meter:
-    """Run forward and backward over the batch, plainly in one piece or as planned, and leave no trace.
+    """Run forward and backward over the batch, plainly in one piece or as planned, and leave no
+    trace.
 
-    Returns the meter, whose `timeline` is the curve. The optimizer does not step, so what it will allocate is missing.
+    Returns the meter, whose `timeline` is the curve. The optimizer does not step, so what it will
+    allocate is missing.
     """
     parts = [batch] if plan is None else (split or split_batch)(batch, plan.micro_batch)
     live = meter(model, optimizer, batch, timeline=True)
@@ -68,7 +76,8 @@ def measure_curve(
 
 
 def thin(curve: Curve, most: int = 400) -> Curve:
-    """Fewer points with the same outline: of each stretch of time the lowest and the highest, in their order.
+    """Fewer points with the same outline: of each stretch of time the lowest and the highest, in
+    their order.
 
     >>> thin([(0.0, 1), (0.1, 9), (0.2, 3), (1.0, 2)], most=4)
     [(0.0, 1), (0.1, 9), (1.0, 2)]

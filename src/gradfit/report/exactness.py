@@ -1,4 +1,6 @@
-"""What is said of a profile's loss, wherever a plan is shown: whether its parts make the whole, as it was measured."""
+"""What is said of a profile's loss, wherever a plan is shown: whether its parts make the whole, as
+it was measured.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ def exactness_line(profile: Profile) -> str:
         return "exactness: not measured"
     measured = f"measured on a few rows: relative error {additivity.error:.2g}"
     if additivity.over is None:
-        return f"exactness: the batch is not cut, its parts do not make the whole ({measured}): {additivity.reason}"
+        return (
+            f"exactness: the batch is not cut, its parts do not make the whole ({measured}):"
+            f" {additivity.reason}"
+        )
     return f"exactness: the parts of a batch add up, {_BY[additivity.over]} ({measured})"
 
 
@@ -25,7 +30,11 @@ def exactness_tile(profile: Profile) -> str:
     additivity = profile.additivity
     if additivity is None:
         return "not measured"
-    return "not cut" if additivity.over is None else f"{additivity.error:.2g} ({_BY[additivity.over]}, on a few rows)"
+    return (
+        "not cut"
+        if additivity.over is None
+        else f"{additivity.error:.2g} ({_BY[additivity.over]}, on a few rows)"
+    )
 
 
 def exactness_json(profile: Profile) -> dict[str, Any] | None:

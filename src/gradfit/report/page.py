@@ -27,7 +27,9 @@ def write_page(report: Report, path: str | Path) -> Path:
     target, content = Path(path), render(report)
     try:
         # A name that nobody could know, so that no link lies there to be followed.
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name[:32]}.", suffix=".tmp", dir=target.parent)
+        descriptor, temporary = tempfile.mkstemp(
+            prefix=f".{target.name[:32]}.", suffix=".tmp", dir=target.parent
+        )
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 file.write(content)
@@ -37,7 +39,9 @@ def write_page(report: Report, path: str | Path) -> Path:
             Path(temporary).unlink(missing_ok=True)
             raise
     except OSError as error:
-        raise MisuseError(f"Cannot write the page to {str(path)!r}: {error.strerror}. Pass another path.") from None
+        raise MisuseError(
+            f"Cannot write the page to {str(path)!r}: {error.strerror}. Pass another path."
+        ) from None
     return target
 
 
@@ -60,7 +64,8 @@ def render(report: Report) -> str:
             "modules",
             "Memory by module",
             memory_bars(report.planned_profile, report.plan, "module"),
-            "Activations held for the backward pass, predicted. Layers of one stack are taken together.",
+            "Activations held for the backward pass, predicted. Layers of one stack are taken"
+            " together.",
         ),
         _section(
             "lines",
@@ -72,15 +77,22 @@ def render(report: Report) -> str:
         _audit(report),
         _environment(report),
     ]
-    links = "".join(f'<a href="#{name}">{title}</a>' for name, title in _TITLES if f'id="{name}"' in "".join(sections))
+    links = "".join(
+        f'<a href="#{name}">{title}</a>'
+        for name, title in _TITLES
+        if f'id="{name}"' in "".join(sections)
+    )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
-        f'content="light dark"><link rel="icon" href="data:,"><title>gradfit: {escape(report.title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta'
+        ' name="color-scheme" '
+        'content="light dark"><link rel="icon" href="data:,"><title>gradfit:'
+        f" {escape(report.title)}</title>"
         f"<style>{data.joinpath('report.css').read_text()}</style></head><body>"
         f'<a class="skip" href="#main">To the content</a><header><h1>{escape(report.title)}</h1>'
-        f'<nav aria-label="Sections">{links}</nav></header><main id="main">{"".join(sections)}</main>'
+        f'<nav aria-label="Sections">{links}</nav></header><main'
+        f' id="main">{"".join(sections)}</main>'
         f"<script>{data.joinpath('report.js').read_text()}</script></body></html>\n"
     )
 
@@ -99,11 +111,16 @@ _TITLES = (
 
 def _section(name: str, title: str, body: str, text: str = "") -> str:
     lead = f"<p>{text}</p>" if text else ""
-    return f'<section id="{name}" aria-labelledby="{name}-h"><h2 id="{name}-h">{title}</h2>{lead}{body}</section>'
+    return (
+        f'<section id="{name}" aria-labelledby="{name}-h"><h2'
+        f' id="{name}-h">{title}</h2>{lead}{body}</section>'
+    )
 
 
 def _facts(pairs: Iterable[tuple[str, str]]) -> str:
-    return "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs)
+    return "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs
+    )
 
 
 def _headline(report: Report) -> str:
@@ -126,7 +143,10 @@ def _headline(report: Report) -> str:
     else:
         facts += [
             ("activations saved, measured", format_bytes(profile.saved_bytes(profile.batch_size))),
-            ("plain PyTorch, predicted", format_bytes(plain_peak_bytes(profile, profile.batch_size))),
+            (
+                "plain PyTorch, predicted",
+                format_bytes(plain_peak_bytes(profile, profile.batch_size)),
+            ),
             ("batch", f"{profile.batch_size} rows"),
         ]
     facts.append(("parameters", format_bytes(profile.parameter_bytes)))
@@ -146,20 +166,31 @@ def _timeline(report: Report) -> str:
         (report.plain_label, "plain", thin(report.plain_curve)),
         (report.planned_label, "planned", thin(report.planned_curve)),
     ]
-    series = [Series(name, kind, [(s, float(b)) for s, b in c], steps=True) for name, kind, c in curves if c]
+    series = [
+        Series(name, kind, [(s, float(b)) for s, b in c], steps=True)
+        for name, kind, c in curves
+        if c
+    ]
     if not series:
         return ""
     peaks = "; ".join(f"{s.name}: peak {format_bytes(max(y for _, y in s.points))}" for s in series)
     chart = Chart(
         name="timeline",
         title="Bytes of live tensors during one step",
-        summary=peaks + (f"; {report.limit_label} {format_bytes(report.limit_bytes)}" if report.limit_bytes else ""),
+        summary=peaks
+        + (
+            f"; {report.limit_label} {format_bytes(report.limit_bytes)}"
+            if report.limit_bytes
+            else ""
+        ),
         x_label="time since the step began",
         y_label="live tensors",
         series=series,
-        limit=(report.limit_bytes, f"{report.limit_label} {format_bytes(report.limit_bytes)}")
-        if report.limit_bytes
-        else None,
+        limit=(
+            (report.limit_bytes, f"{report.limit_label} {format_bytes(report.limit_bytes)}")
+            if report.limit_bytes
+            else None
+        ),
     )
     return _section("timeline", "Memory during one step", draw(chart), escape(peaks) + ".")
 
@@ -181,24 +212,46 @@ def _loss(report: Report) -> str:
         y_label="loss",
         x_unit="",
         y_unit="",
-        series=[Series("loss", "planned", [(float(i), loss) for i, loss in enumerate(report.losses, start=1)])],
+        series=[
+            Series(
+                "loss",
+                "planned",
+                [(float(i), loss) for i, loss in enumerate(report.losses, start=1)],
+            )
+        ],
         y_from_zero=False,
     )
-    return _section("loss", "Loss", draw(chart), f"From {first:.4g} to {last:.4g} in {len(report.losses)} steps.")
+    return _section(
+        "loss",
+        "Loss",
+        draw(chart),
+        f"From {first:.4g} to {last:.4g} in {len(report.losses)} steps.",
+    )
 
 
 def _plan(report: Report) -> str:
     if report.plan is None:
         return ""
     tools = (
-        '<div class="tools"><label>Filter <input type="search" id="plan-filter" placeholder="operation, module, line">'
-        '</label><label>Action <select id="plan-action"><option value="">all</option><option>keep</option>'
-        "<option>rebuild</option><option>offload</option></select></label>"
-        '<output id="plan-count" aria-live="polite"></output></div>'
+        '<div class="tools"><label>Filter <input type="search" id="plan-filter"'
+        ' placeholder="operation, module, line"></label><label>Action <select'
+        ' id="plan-action"><option'
+        ' value="">all</option><option>keep</option><option>rebuild</option>'
+        "<option>offload</option></select>"
+        "</label><output"
+        ' id="plan-count" aria-live="polite"></output></div>'
     )
-    text = f"{escape(str(report.plan).splitlines()[0])}. The predicted peak is {escape(report.plan.peak_at)}."
+    text = (
+        f"{escape(str(report.plan).splitlines()[0])}. The predicted peak is"
+        f" {escape(report.plan.peak_at)}."
+    )
     text += " Bytes and seconds of the values are predicted from the profile."
-    return _section("plan", "The plan, value by value", tools + plan_table(report.planned_profile, report.plan), text)
+    return _section(
+        "plan",
+        "The plan, value by value",
+        tools + plan_table(report.planned_profile, report.plan),
+        text,
+    )
 
 
 def _audit(report: Report) -> str:
@@ -208,9 +261,11 @@ def _audit(report: Report) -> str:
     return _section(
         "audit",
         "Audit",
-        f'<p class="{kind}">{_verdict(report)}</p><pre tabindex="0">{escape(str(report.audit))}</pre>',
-        "The batch was run plainly and as planned from the same state. Two questions: is what was rebuilt what it was, "
-        "bit by bit? And how far is the gradient from that of the whole batch in one piece?",
+        f'<p class="{kind}">{_verdict(report)}</p><pre'
+        f' tabindex="0">{escape(str(report.audit))}</pre>',
+        "The batch was run plainly and as planned from the same state. Two questions: is what was"
+        " rebuilt what it was, bit by bit? And how far is the gradient from that of the whole batch"
+        " in one piece?",
     )
 
 
@@ -228,8 +283,16 @@ def _full_batch_error(report: Report) -> str:
     checked = report.audit.full_batch
     if checked is None:
         return "none, in one piece"
-    return "not measured" if checked.error is None else f"{checked.error:.2g} (by {checked.weighted_by})"
+    return (
+        "not measured"
+        if checked.error is None
+        else f"{checked.error:.2g} (by {checked.weighted_by})"
+    )
 
 
 def _environment(report: Report) -> str:
-    return _section("environment", "Environment", f'<dl class="facts small">{_facts(report.environment.items())}</dl>')
+    return _section(
+        "environment",
+        "Environment",
+        f'<dl class="facts small">{_facts(report.environment.items())}</dl>',
+    )

@@ -26,7 +26,8 @@ def fold(module: str) -> str:
 
 
 def memory_bars(profile: Profile, plan: Plan | None, attribute: str) -> str:
-    """A table with a bar in each cell: what plain autograd saves of a batch, and what the plan keeps.
+    """A table with a bar in each cell: what plain autograd saves of a batch, and what the plan
+    keeps.
 
     Args:
         profile: Of the step.
@@ -75,7 +76,9 @@ class _Places:
         return f"{name} (×{count})" if count > 1 else name
 
 
-def _largest_rows(places: _Places, plain: dict[str, int], planned: dict[str, int]) -> list[tuple[str, int, int]]:
+def _largest_rows(
+    places: _Places, plain: dict[str, int], planned: dict[str, int]
+) -> list[tuple[str, int, int]]:
     """Label and bytes of the largest places, and the others together in a last row."""
     pairs = {name: (plain.get(name, 0), planned.get(name, 0)) for name in places.members}
     order = sorted(pairs, key=lambda name: (-max(pairs[name]), name))
@@ -98,7 +101,9 @@ def kept_values(profile: Profile, plan: Plan) -> list[int]:
 
 
 def plan_table(profile: Profile, plan: Plan) -> str:
-    """Every value that matters to the backward pass: what is done with it, what it weighs, what it costs to make."""
+    """Every value that matters to the backward pass: what is done with it, what it weighs, what it
+    costs to make.
+    """
     graph = profile.at(plan.micro_batch)
     actions = _actions(plan)
     until = alive_until(graph, actions)
@@ -116,22 +121,38 @@ def plan_table(profile: Profile, plan: Plan) -> str:
             (ACTION_NAMES[actions[value]], None),
             ("yes" if value in saved else "no", None),
             (format_bytes(graph.nbytes[value]), graph.nbytes[value]),
-            (format_seconds(operation.seconds.at(plan.micro_batch)), operation.seconds.at(plan.micro_batch)),
+            (
+                format_seconds(operation.seconds.at(plan.micro_batch)),
+                operation.seconds.at(plan.micro_batch),
+            ),
         )
-        body.append(f'<tr data-action="{ACTION_NAMES[actions[value]]}">{"".join(_cell(*cell) for cell in cells)}</tr>')
-    heads = ("#", "operation", "module", "source line", "action", "autograd saves it", "bytes", "seconds to make")
+        body.append(
+            f'<tr data-action="{ACTION_NAMES[actions[value]]}">'
+            f"{''.join(_cell(*cell) for cell in cells)}</tr>"
+        )
+    heads = (
+        "#",
+        "operation",
+        "module",
+        "source line",
+        "action",
+        "autograd saves it",
+        "bytes",
+        "seconds to make",
+    )
     return sortable("plan-table", heads, body)
 
 
 def sortable(name: str, heads: Sequence[str], rows: Iterable[str]) -> str:
     """A table whose heads are buttons; the page's script sorts by them."""
     head = "".join(
-        f'<th scope="col" aria-sort="none"><button type="button">{escape(text)}<span aria-hidden="true"></span>'
-        "</button></th>"
+        f'<th scope="col" aria-sort="none"><button type="button">{escape(text)}<span'
+        ' aria-hidden="true"></span></button></th>'
         for text in heads
     )
     return (
-        f'<div class="scroll" role="region" aria-label="Table, scrolls sideways" tabindex="0"><table id="{name}" '
+        '<div class="scroll" role="region" aria-label="Table, scrolls sideways"'
+        f' tabindex="0"><table id="{name}" '
         f'class="sortable"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
     )
 

@@ -1,4 +1,6 @@
-"""The page's picture of memory against time: what is predicted is drawn as a line, what was measured beside it."""
+"""The page's picture of memory against time: what is predicted is drawn as a line, what was
+measured beside it.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,10 @@ class Prediction:
     def __str__(self) -> str:
         plan = self.plan
         return (
-            f"{'Chosen, predicted' if self.chosen else 'Predicted'}: peak {format_bytes(self.peak_bytes)}, "
-            f"{format_seconds(self.step_seconds)} per step ({percent(plan.extra_fraction)} for recomputation), "
-            f"micro-batch {plan.split_text}, {plan.kept_values} of {plan.saved_values} values kept"
+            f"{'Chosen, predicted' if self.chosen else 'Predicted'}: peak"
+            f" {format_bytes(self.peak_bytes)}, {format_seconds(self.step_seconds)} per step"
+            f" ({percent(plan.extra_fraction)} for recomputation), micro-batch {plan.split_text},"
+            f" {plan.kept_values} of {plan.saved_values} values kept"
         )
 
 
@@ -50,13 +53,19 @@ def fastest_for_their_memory(plans: Iterable[Prediction]) -> list[Prediction]:
 def own_line(report: Report) -> list[Prediction]:
     """The trade-off at the chosen plan's micro-batch, the chosen plan on it."""
     chosen = chosen_of(report)
-    return fastest_for_their_memory([*_predictions(report.same_size), *([] if chosen is None else [chosen])])
+    return fastest_for_their_memory(
+        [*_predictions(report.same_size), *([] if chosen is None else [chosen])]
+    )
 
 
 def line_of_all(report: Report) -> list[Prediction]:
-    """The trade-off over all micro-batches; the chosen plan is on it, unless another size is predicted to be faster."""
+    """The trade-off over all micro-batches; the chosen plan is on it, unless another size is
+    predicted to be faster.
+    """
     chosen = chosen_of(report)
-    return fastest_for_their_memory([*_predictions(report.frontier), *([] if chosen is None else [chosen])])
+    return fastest_for_their_memory(
+        [*_predictions(report.frontier), *([] if chosen is None else [chosen])]
+    )
 
 
 def _predictions(plans: Iterable[Plan]) -> list[Prediction]:
@@ -69,12 +78,18 @@ def trade_off(report: Report) -> tuple[str, str] | None:
         return None
     chosen, front = chosen_of(report), line_of_all(report)
     own = [] if chosen is None or chosen in front else own_line(report)
-    points = [Point(float(one.peak_bytes), one.step_seconds, str(one)) for one in front if not one.chosen]
+    points = [
+        Point(float(one.peak_bytes), one.step_seconds, str(one)) for one in front if not one.chosen
+    ]
     if chosen is not None:
         points.append(Point(float(chosen.peak_bytes), chosen.step_seconds, str(chosen), "chosen"))
     if report.measured is not None:
         took = report.measured
-        points.append(Point(float(took.peak_bytes), took.step_seconds, f"Chosen, measured: {took}", "measured"))
+        points.append(
+            Point(
+                float(took.peak_bytes), took.step_seconds, f"Chosen, measured: {took}", "measured"
+            )
+        )
     series = [_series("fastest plan for each budget, predicted", "frontier", front)]
     if len(own) > 1:
         size = own[0].plan.micro_batch
@@ -82,7 +97,8 @@ def trade_off(report: Report) -> tuple[str, str] | None:
     chart = Chart(
         name="frontier",
         title="Peak memory against time of a step",
-        summary=f"{len(front)} plans from {front[0]} to {front[-1]}. " + " ".join(p.text for p in points if p.kind),
+        summary=f"{len(front)} plans from {front[0]} to {front[-1]}. "
+        + " ".join(p.text for p in points if p.kind),
         x_label="peak memory (logarithmic)",
         y_label="time of a step (logarithmic)",
         x_unit="bytes",
@@ -93,7 +109,9 @@ def trade_off(report: Report) -> tuple[str, str] | None:
         log=True,
     )
     said = f'<output class="said" id="frontier-said">{escape(points[-1].text)}</output>'
-    return draw(chart) + said + _table([*front, chosen] if own and chosen is not None else front), _lead(report, own)
+    return draw(chart) + said + _table(
+        [*front, chosen] if own and chosen is not None else front
+    ), _lead(report, own)
 
 
 def _series(name: str, kind: str, plans: list[Prediction]) -> Series:
@@ -106,8 +124,9 @@ def _lead(report: Report, own: list[Prediction]) -> str:
         text += " The filled point is the chosen plan."
     if own:
         text += (
-            " Its micro-batch was not chosen by these predictions: by the clock, by arithmetic for runs that are to be "
-            "repeatable, or by hand. Among plans of its size it lies on the second line."
+            " Its micro-batch was not chosen by these predictions: by the clock, by arithmetic for"
+            " runs that are to be repeatable, or by hand. Among plans of its size it lies on the"
+            " second line."
         )
     if report.measured is not None:
         text += " The square is what its steps took, measured."
@@ -123,8 +142,8 @@ def _table(plans: list[Prediction]) -> str:
     )
     heads = ("peak, predicted", "step, predicted", "micro-batch × count", "values kept", "")
     return (
-        '<details><summary>The same as a table</summary><div class="scroll" tabindex="0" role="region" '
-        'aria-label="Trade-off as a table"><table><thead><tr>'
+        '<details><summary>The same as a table</summary><div class="scroll" tabindex="0"'
+        ' role="region" aria-label="Trade-off as a table"><table><thead><tr>'
         + "".join(f'<th scope="col">{head}</th>' for head in heads)
         + f"</tr></thead><tbody>{rows}</tbody></table></div></details>"
     )

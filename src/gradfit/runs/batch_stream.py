@@ -1,10 +1,12 @@
-"""A job's data as an endless row of batches that knows where it is, so that a run can go on from there.
+"""A job's data as an endless row of batches that knows where it is, so that a run can go on from
+there.
 
-Two kinds. *Rows* (tensors, a map-style dataset) are shuffled by seed and epoch alone: any place is found at once.
-*Batches* (a `DataLoader`, any iterable) have an order of their own, usually drawn from a random generator when the
-iteration begins: a place is found again by putting the generators back to what they were at the epoch's start and
-counting. An iterable that draws its order from the global generators while it runs cannot be found again that way; let
-it draw from a generator of its own.
+Two kinds. *Rows* (tensors, a map-style dataset) are shuffled by seed and epoch alone: any place is
+found at once. *Batches* (a `DataLoader`, any iterable) have an order of their own, usually drawn
+from a random generator when the iteration begins: a place is found again by putting the generators
+back to what they were at the epoch's start and counting. An iterable that draws its order from the
+global generators while it runs cannot be found again that way; let it draw from a generator of its
+own.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ class Batches:
     ([2, 2, 1], 0)
     """
 
-    def __init__(self, data: Any, *, batch_size: int, seed: int = 0, as_they_come: bool = False) -> None:
+    def __init__(
+        self, data: Any, *, batch_size: int, seed: int = 0, as_they_come: bool = False
+    ) -> None:
         self.data, self.batch_size, self.seed = data, batch_size, seed
         self.as_they_come = as_they_come  # batches only a function of the user's can cut
         self.epoch = 0
@@ -42,10 +46,15 @@ class Batches:
         self._offset = 0
         self._at_start: dict[str, Any] | None = None
         self._before_pending: dict[str, Any] | None = None
-        if self.rows is None and (not isinstance(data, Iterable) or isinstance(data, Iterator)) and not callable(data):
+        if (
+            self.rows is None
+            and (not isinstance(data, Iterable) or isinstance(data, Iterator))
+            and not callable(data)
+        ):
             raise MisuseError(
-                f"data is a {type(data).__name__}, which cannot be read a second time. Pass tensors, a Dataset, a "
-                "DataLoader, a list of batches, or a function that returns an iterator."
+                f"data is a {type(data).__name__}, which cannot be read a second time. Pass"
+                " tensors, a Dataset, a DataLoader, a list of batches, or a function that returns"
+                " an iterator."
             )
         if self.rows == 0:
             raise MisuseError("data has no rows. Pass at least one.")
@@ -63,9 +72,11 @@ class Batches:
                 return batch
             self.epoch += 1
             self._position, self._order, self._iterator, self._pending = 0, None, None, None
-        raise MisuseError("data gave no batch. Pass an iterable that begins anew each time it is iterated.")
+        raise MisuseError(
+            "data gave no batch. Pass an iterable that begins anew each time it is iterated."
+        )
 
-    # ------------------------------------------------------------------------------------------------ rows
+    # ----------------------------------------------------------------------------------------- rows
 
     def _take_rows(self) -> Any:
         if self._order is None:
@@ -81,7 +92,7 @@ class Batches:
             return map_tensors(self.data, lambda tensor: tensor[index.to(tensor.device)])
         return default_collate([self.data[i] for i in index.tolist()])
 
-    # --------------------------------------------------------------------------------------------- batches
+    # -------------------------------------------------------------------------------------- batches
 
     def _take(self) -> Any:
         if self._iterator is None:
@@ -118,13 +129,15 @@ class Batches:
             if shapes != first:
                 one, other = next((a, b) for a, b in zip_longest(first, shapes) if a != b)
                 raise MisuseError(
-                    f"Batches of the data cannot be joined into one of {self.batch_size} rows: rows of one have shape "
-                    f"{one}, of the next {other}. Pad all to one length; or pass --batch-size {size_of_batch(part)}, "
-                    "the size they come in, or a job with split=, so that each is an update of its own."
+                    f"Batches of the data cannot be joined into one of {self.batch_size} rows: rows"
+                    f" of one have shape {one}, of the next {other}. Pad all to one length; or pass"
+                    f" --batch-size {size_of_batch(part)}, the size they come in, or a job with"
+                    " split=, so that each is an update of its own."
                 )
 
     def _fetch(self) -> Any:
-        # Not `self._iterator or ()`: that asks a loader over an IterableDataset for its length, which it has not.
+        # Not `self._iterator or ()`: that asks a loader over an IterableDataset for its length,
+        # which it has not.
         if self._iterator is None:
             return None
         for batch in self._iterator:
@@ -134,11 +147,14 @@ class Batches:
 
     def _generators(self) -> list[torch.Generator]:
         """Generators that a loader or its samplers hold, each once."""
-        holders = [self.data, *(getattr(self.data, name, None) for name in ("sampler", "batch_sampler"))]
+        holders = [
+            self.data,
+            *(getattr(self.data, name, None) for name in ("sampler", "batch_sampler")),
+        ]
         found = [getattr(holder, "generator", None) for holder in holders]
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
-    # ----------------------------------------------------------------------------------------------- state
+    # ---------------------------------------------------------------------------------------- state
 
     def state(self) -> dict[str, Any]:
         """Where this is, as a nest of tensors and plain numbers."""
@@ -158,18 +174,20 @@ class Batches:
         kind = "batches" if self.rows is None else "rows"
         if state["kind"] != kind or state["rows"] != self.rows:
             raise StateError(
-                f"The state's data are {state['rows'] or ''} {state['kind']}, the job's {self.rows or ''} {kind}. "
-                "Resume with the data the run began with."
+                f"The state's data are {state['rows'] or ''} {state['kind']}, the job's"
+                f" {self.rows or ''} {kind}. Resume with the data the run began with."
             )
         generators = self._generators()
         if len(state["own"]) != len(generators):
             raise StateError(
-                f"The state has {len(state['own'])} generators of the data, the job {len(generators)}. Resume with the "
-                "data the run began with."
+                f"The state has {len(state['own'])} generators of the data, the job"
+                f" {len(generators)}. Resume with the data the run began with."
             )
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go to where `state` was taken. Draws from the global generators: put those back afterwards."""
+        """Go to where `state` was taken. Draws from the global generators: put those back
+        afterwards.
+        """
         self.check(state)
         self.epoch, self._order, self._iterator, self._pending = state["epoch"], None, None, None
         self._position = state["position"]
@@ -189,16 +207,16 @@ class Batches:
         for _ in range(state["position"] - partly):
             if self._fetch() is None:
                 raise StateError(
-                    f"The data end after {self._position} batches, the state is at {state['position']}. "
-                    "Resume with the data the run began with."
+                    f"The data end after {self._position} batches, the state is at"
+                    f" {state['position']}. Resume with the data the run began with."
                 )
         if partly:
             restore_random(state["before_pending"], generators)
             self._pending, self._offset = self._fetch(), state["offset"]
             if self._pending is None or self._offset >= size_of_batch(self._pending):
                 raise StateError(
-                    f"The state is at row {self._offset} of a batch that the data do not have. Resume with the data "
-                    "the run began with."
+                    f"The state is at row {self._offset} of a batch that the data do not have."
+                    " Resume with the data the run began with."
                 )
 
 
@@ -206,7 +224,9 @@ def number_of_rows(data: Any) -> int | None:
     """How many rows the data have; None if they come as batches."""
     if _is_nest(data):
         return size_of_batch(data)
-    batches = isinstance(data, list | tuple | Mapping | IterableDataset | torch.utils.data.DataLoader)
+    batches = isinstance(
+        data, list | tuple | Mapping | IterableDataset | torch.utils.data.DataLoader
+    )
     if not batches and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return len(data)
     return None
@@ -214,7 +234,10 @@ def number_of_rows(data: Any) -> int | None:
 
 def _is_nest(data: Any) -> bool:
     """Tensors, or a tuple or dict of them: rows along dim 0. A list is a list of batches."""
-    return isinstance(data, torch.Tensor | tuple | Mapping) and next(iter(leaves(data)), None) is not None
+    return (
+        isinstance(data, torch.Tensor | tuple | Mapping)
+        and next(iter(leaves(data)), None) is not None
+    )
 
 
 def _cut(batch: Any, start: int, size: int) -> Any:

@@ -1,4 +1,6 @@
-"""Built-in jobs, of a size that two cores train in seconds per step: `gpt`, `bert`, `vit`, `resnet`."""
+"""Built-in jobs, of a size that two cores train in seconds per step: `gpt`, `bert`, `vit`,
+`resnet`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,13 @@ _MASK = VOCABULARY  # one token more than there are bytes
 def gpt(*, layers: int = 6, width: int = 192, length: int = 128, batch_size: int = 32) -> Job:
     """Predict each byte of the prose from those before it."""
     model = Transformer(
-        vocabulary=VOCABULARY, length=length, layers=layers, width=width, heads=6, causal=True, dropout=0.1
+        vocabulary=VOCABULARY,
+        length=length,
+        layers=layers,
+        width=width,
+        heads=6,
+        causal=True,
+        dropout=0.1,
     )
     data = Windows(prose(), length=length + 1, stride=length // 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
@@ -32,9 +40,17 @@ def next_byte_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def bert(*, layers: int = 4, width: int = 192, length: int = 128, batch_size: int = 32) -> Job:
-    """Fill in bytes of the prose that were masked; the loss is a sum and a count, since no two rows mask as many."""
+    """Fill in bytes of the prose that were masked; the loss is a sum and a count, since no two rows
+    mask as many.
+    """
     model = Transformer(
-        vocabulary=VOCABULARY + 1, length=length, layers=layers, width=width, heads=6, causal=False, dropout=0.1
+        vocabulary=VOCABULARY + 1,
+        length=length,
+        layers=layers,
+        width=width,
+        heads=6,
+        causal=False,
+        dropout=0.1,
     )
     data = Windows(prose(), length=length, stride=length // 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
@@ -50,12 +66,18 @@ def masked_byte_loss(model: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 def vit(*, layers: int = 6, width: int = 128, batch_size: int = 64) -> Job:
     """Tell discs, squares, rings and stripes apart."""
-    model = VisionTransformer(side=32, patch=4, classes=len(_SHAPES), layers=layers, width=width, heads=4)
-    return Job(model, image_loss, shapes(2048), torch.optim.AdamW(model.parameters(), lr=1e-3), batch_size)
+    model = VisionTransformer(
+        side=32, patch=4, classes=len(_SHAPES), layers=layers, width=width, heads=4
+    )
+    return Job(
+        model, image_loss, shapes(2048), torch.optim.AdamW(model.parameters(), lr=1e-3), batch_size
+    )
 
 
 def resnet(*, blocks: int = 3, width: int = 16, batch_size: int = 64) -> Job:
-    """The same images for a network with BatchNorm, which cannot be exact in micro-batches, and is warned about."""
+    """The same images for a network with BatchNorm, which cannot be exact in micro-batches, and is
+    warned about.
+    """
     model = ResNet(classes=len(_SHAPES), blocks=blocks, width=width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     return Job(model, image_loss, shapes(2048), optimizer, batch_size)
@@ -91,7 +113,10 @@ def shapes(count: int, *, side: int = 32, seed: int = 0) -> dict[str, Tensor]:
     )
     mask = drawn[label, torch.arange(count)].unsqueeze(1).float()
     color = torch.rand(count, 3, 1, 1, generator=draw) + 0.5
-    return {"image": mask * color + 0.3 * torch.randn(count, 3, side, side, generator=draw), "label": label}
+    return {
+        "image": mask * color + 0.3 * torch.randn(count, 3, side, side, generator=draw),
+        "label": label,
+    }
 
 
 JOBS: dict[str, Callable[[], Job]] = {"bert": bert, "gpt": gpt, "resnet": resnet, "vit": vit}

@@ -16,15 +16,21 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
-        query, key, value = self.inputs(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = (
+            self.inputs(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal, dropout_p=dropout)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, is_causal=self.causal, dropout_p=dropout
+        )
         out: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, length, width))
         return out
 
 
 class Block(nn.Module):
-    """Attention, then two linear layers with a GELU between, each behind a LayerNorm and added to what came in."""
+    """Attention, then two linear layers with a GELU between, each behind a LayerNorm and added to
+    what came in.
+    """
 
     def __init__(self, width: int, heads: int, *, causal: bool, dropout: float = 0.0) -> None:
         super().__init__()
@@ -44,13 +50,23 @@ class Transformer(nn.Module):
     """Tokens in, logits out; causal as in GPT or looking both ways as in BERT."""
 
     def __init__(
-        self, *, vocabulary: int, length: int, layers: int, width: int, heads: int, causal: bool, dropout: float
+        self,
+        *,
+        vocabulary: int,
+        length: int,
+        layers: int,
+        width: int,
+        heads: int,
+        causal: bool,
+        dropout: float,
     ) -> None:
         super().__init__()
         self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(length, width)
         self.dropout = nn.Dropout(dropout)
-        self.blocks = nn.ModuleList(Block(width, heads, causal=causal, dropout=dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            Block(width, heads, causal=causal, dropout=dropout) for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.apply(_small_weights)
@@ -68,11 +84,15 @@ class Transformer(nn.Module):
 class VisionTransformer(nn.Module):
     """An image as a row of patches, the mean of what becomes of them, a class."""
 
-    def __init__(self, *, side: int, patch: int, classes: int, layers: int, width: int, heads: int) -> None:
+    def __init__(
+        self, *, side: int, patch: int, classes: int, layers: int, width: int, heads: int
+    ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, patch)
         self.position = nn.Parameter(torch.randn(1, (side // patch) ** 2, width) * 0.02)
-        self.blocks = nn.ModuleList(Block(width, heads, causal=False, dropout=0.1) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            Block(width, heads, causal=False, dropout=0.1) for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, classes)
 
@@ -99,7 +119,9 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """He and others' network for small images: three stages of residual blocks, each half the size of the last."""
+    """He and others' network for small images: three stages of residual blocks, each half the size
+    of the last.
+    """
 
     def __init__(self, *, classes: int, blocks: int, width: int) -> None:
         super().__init__()
@@ -109,7 +131,9 @@ class ResNet(nn.Module):
             for index in range(blocks):
                 stages.append(Residual(narrow, wide, stride if index == 0 else 1))
                 narrow = wide
-        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
+        )
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(narrow, classes)
 
@@ -119,7 +143,9 @@ class ResNet(nn.Module):
 
 
 def _small_weights(module: nn.Module) -> None:
-    """GPT-2's initialisation: torch's own would be far too large for an embedding that is also the head."""
+    """GPT-2's initialisation: torch's own would be far too large for an embedding that is also the
+    head.
+    """
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

@@ -1,4 +1,6 @@
-"""The text that ships with the package, as bytes: 256 tokens, no tokenizer to train, no download."""
+"""The text that ships with the package, as bytes: 256 tokens, no tokenizer to train, no
+download.
+"""
 
 from __future__ import annotations
 

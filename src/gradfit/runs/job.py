@@ -68,22 +68,34 @@ class Job:
         check_arguments(self.model, self.loss_fn, split=self.split)
         read_instance(self.optimizer, "optimizer", torch.optim.Optimizer, "a torch.optim.Optimizer")
         read_count(self.batch_size, "batch_size")
-        steps = callable(getattr(self.scheduler, "step", None)) and not hasattr(self.scheduler, "param_groups")
+        steps = callable(getattr(self.scheduler, "step", None)) and not hasattr(
+            self.scheduler, "param_groups"
+        )
         if self.scheduler is not None and not steps:
-            raise invalid("scheduler", self.scheduler, "is no scheduler", "one of torch.optim.lr_scheduler, or None")
+            raise invalid(
+                "scheduler",
+                self.scheduler,
+                "is no scheduler",
+                "one of torch.optim.lr_scheduler, or None",
+            )
         self._check_fit_options()
         check_model(self.model)
         mine = {id(parameter) for parameter in self.model.parameters()}
-        strangers = [p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in mine]
+        strangers = [
+            p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in mine
+        ]
         if strangers:
             raise MisuseError(
-                f"The optimizer holds {len(strangers)} parameters that are not the model's, the first of shape "
-                f"{tuple(strangers[0].shape)}. Make the optimizer from model.parameters()."
+                f"The optimizer holds {len(strangers)} parameters that are not the model's, the"
+                f" first of shape {tuple(strangers[0].shape)}. Make the optimizer from"
+                " model.parameters()."
             )
 
     @property
     def scaler(self) -> Any:
-        """The loss scaler of `fit_options`, whose state is saved with the run's; None without one."""
+        """The loss scaler of `fit_options`, whose state is saved with the run's; None without
+        one.
+        """
         return self.fit_options.get("scaler")
 
     def _check_fit_options(self) -> None:

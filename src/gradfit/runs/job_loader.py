@@ -1,4 +1,6 @@
-"""From what stands on the command line as TARGET to the job it names; every mistake becomes one line."""
+"""From what stands on the command line as TARGET to the job it names; every mistake becomes one
+line.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ def load_target(target: str) -> Job:
     >>> load_target("gtp")
     Traceback (most recent call last):
     ...
-    gradfit.runs.job_loader.TargetError: There is no built-in job 'gtp'. Pass one of bert, gpt, resnet, vit, or
-    file.py:function.
+    gradfit.runs.job_loader.TargetError: There is no built-in job 'gtp'. Pass one of bert, gpt,
+    resnet, vit, or file.py:function.
     """
     if ":" not in target:
         if target in JOBS:
@@ -35,18 +37,31 @@ def load_target(target: str) -> Job:
         names = ", ".join(sorted(JOBS))
         if target.endswith(".py"):
             raise TargetError(f"{target!r} does not say which function. Pass {target}:function.")
-        raise TargetError(f"There is no built-in job {target!r}. Pass one of {names}, or file.py:function.")
+        raise TargetError(
+            f"There is no built-in job {target!r}. Pass one of {names}, or file.py:function."
+        )
     place, _, name = target.rpartition(":")
-    module = _module_from_file(place, target) if place.endswith(".py") else _module_by_name(place, target)
+    module = (
+        _module_from_file(place, target)
+        if place.endswith(".py")
+        else _module_by_name(place, target)
+    )
     function = getattr(module, name, None)
     if function is None:
-        found = [n for n, f in vars(module).items() if callable(f) and getattr(f, "__module__", "") == module.__name__]
+        found = [
+            n
+            for n, f in vars(module).items()
+            if callable(f) and getattr(f, "__module__", "") == module.__name__
+        ]
         listed = f"It has {', '.join(sorted(found)[:8])}." if found else "It defines no function."
         raise TargetError(f"{place} has no {name!r}. {listed}")
     if isinstance(function, Job):
         return function
     if not callable(function):
-        raise TargetError(f"{target} is a {type(function).__name__}. Make it a function that returns a gradfit.Job.")
+        raise TargetError(
+            f"{target} is a {type(function).__name__}. Make it a function that returns a"
+            " gradfit.Job."
+        )
     job = _guarded(target, "raised", function)
     if not isinstance(job, Job):
         raise TargetError(f"{target} returned a {type(job).__name__}. Return a gradfit.Job.")
@@ -67,8 +82,12 @@ def target_name(target: str) -> str:
 def _module_from_file(place: str, target: str) -> Any:
     path = Path(place)
     if not path.is_file():
-        raise TargetError(f"There is no file {place!r}. Pass file.py:function with a path from {Path.cwd().name}/.")
-    shadows = path.stem in sys.stdlib_module_names  # whoever imports that module must get it, not the job
+        raise TargetError(
+            f"There is no file {place!r}. Pass file.py:function with a path from"
+            f" {Path.cwd().name}/."
+        )
+    # whoever imports that module must get it, not the job
+    shadows = path.stem in sys.stdlib_module_names
     name = f"gradfit_job_{path.stem}" if shadows or path.stem in sys.modules else path.stem
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
@@ -84,15 +103,23 @@ def _module_from_file(place: str, target: str) -> Any:
 
 def _module_by_name(place: str, target: str) -> Any:
     if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", place):
-        raise TargetError(f"{target!r} is not a target. Pass file.py:function or package.module:function.")
+        raise TargetError(
+            f"{target!r} is not a target. Pass file.py:function or package.module:function."
+        )
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         return _guarded(target, "cannot be imported:", importlib.import_module, place)
     except TargetError as error:
         missing = error.__cause__
-        if isinstance(missing, ModuleNotFoundError) and missing.name and place.startswith(missing.name):
-            raise TargetError(f"There is no module {missing.name!r}. Pass file.py:function for a file.") from missing
+        if (
+            isinstance(missing, ModuleNotFoundError)
+            and missing.name
+            and place.startswith(missing.name)
+        ):
+            raise TargetError(
+                f"There is no module {missing.name!r}. Pass file.py:function for a file."
+            ) from missing
         raise
 
 
@@ -112,6 +139,7 @@ def _guarded(target: str, what: str, function: Callable[..., Any], *args: Any) -
         text = " ".join(str(error).split()) or "no message"
         if isinstance(error, SystemExit):
             raise TargetError(
-                f"{target} called sys.exit({error.code!r}){place}. Let it return a gradfit.Job, or raise an exception."
+                f"{target} called sys.exit({error.code!r}){place}. Let it return a gradfit.Job, or"
+                " raise an exception."
             ) from error
         raise TargetError(f"{target} {what} {type(error).__name__}: {text}{place}") from error

@@ -1,4 +1,6 @@
-"""A job's whole state as one nest, and back into a job: checked to the last shape before anything is changed."""
+"""A job's whole state as one nest, and back into a job: checked to the last shape before anything
+is changed.
+"""
 
 from __future__ import annotations
 
@@ -43,26 +45,40 @@ def check(job: Job, state: dict[str, Any]) -> None:
     for name, here in (("scheduler", job.scheduler), ("scaler", job.scaler)):
         saved = state.get(name)
         if (saved is None) != (here is None):
-            raise StateError(f"The state and the job must both have a {name} or neither. Resume with the same job.")
+            raise StateError(
+                f"The state and the job must both have a {name} or neither. Resume with the same"
+                " job."
+            )
         if here is not None:
             same_kind(f"The state's {name}", saved, here.state_dict())
 
 
-def _check_model(model: torch.nn.Module, saved: dict[str, Any], saved_extra: dict[str, Any]) -> None:
+def _check_model(
+    model: torch.nn.Module, saved: dict[str, Any], saved_extra: dict[str, Any]
+) -> None:
     here = _tensors_of(model)
     if missing := sorted(here.keys() - saved.keys()):
-        raise StateError(f"The state has no {missing[0]!r} ({len(missing)} missing). Resume with the same model.")
+        raise StateError(
+            f"The state has no {missing[0]!r} ({len(missing)} missing). Resume with the same model."
+        )
     if strange := sorted(saved.keys() - here.keys()):
-        raise StateError(f"The state has {strange[0]!r} ({len(strange)} too many). Resume with the same model.")
+        raise StateError(
+            f"The state has {strange[0]!r} ({len(strange)} too many). Resume with the same model."
+        )
     for name, tensor in here.items():
         _same_tensor(f"{name!r}", saved[name], tensor)
     extra = {key for key in model.state_dict() if key.endswith(_EXTRA)}
     if strange := sorted(saved_extra.keys() ^ extra):
-        raise StateError(f"The state's and the model's extra state differ: {strange[0]!r}. Resume with the same model.")
+        raise StateError(
+            f"The state's and the model's extra state differ: {strange[0]!r}. Resume with the same"
+            " model."
+        )
 
 
 def restore(job: Job, state: dict[str, Any], read_all_ranks: ReadAllRanks = list) -> None:
-    """Put a state that `check` has passed into the job; what other ranks have of it comes from `read_all_ranks`."""
+    """Put a state that `check` has passed into the job; what other ranks have of it comes from
+    `read_all_ranks`.
+    """
     filler = Filler(read_all_ranks)
     with torch.no_grad():
         for name, tensor in _tensors_of(job.model).items():
@@ -90,13 +106,15 @@ def _said(part: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise StateError(
-            f"The job's {part} does not take what the state has of it ({type(error).__name__}: {error}). Resume with "
-            "the same job."
+            f"The job's {part} does not take what the state has of it ({type(error).__name__}:"
+            f" {error}). Resume with the same job."
         ) from error
 
 
 def whole_model(model: torch.nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, each one whole, for whoever wants to `keep` them; on all ranks together."""
+    """Parameters and buffers by name, each one whole, for whoever wants to `keep` them; on all
+    ranks together.
+    """
     found = {}
     for name, tensor in _tensors_of(model).items():
         content = whole(tensor)
@@ -123,18 +141,20 @@ def _same_tensor(name: str, saved: Any, here: torch.Tensor) -> None:
         raise StateError(f"The state's {name} is a {type(content).__name__}, not a tensor.")
     if tuple(saved.shape) != tuple(here.shape) or content.dtype != here.dtype:
         raise StateError(
-            f"The state's {name} is {tuple(saved.shape)} of {content.dtype}, the job's {tuple(here.shape)} of "
-            f"{here.dtype}. Resume with the same model."
+            f"The state's {name} is {tuple(saved.shape)} of {content.dtype}, the job's"
+            f" {tuple(here.shape)} of {here.dtype}. Resume with the same model."
         )
 
 
-# ------------------------------------------------------------------------------------------------ optimizer
+# ---------------------------------------------------------------------------------------- optimizer
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     groups, states = saved.get("param_groups"), saved.get("state")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise StateError("The state's optimizer has no groups. It was not written by gradfit train.")
+        raise StateError(
+            "The state's optimizer has no groups. It was not written by gradfit train."
+        )
     if not isinstance(states, dict):
         raise StateError("The state's optimizer has no state. It was not written by gradfit train.")
     _check_groups(optimizer, groups)
@@ -142,7 +162,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) ->
     for index, entries in states.items():
         if index not in expected.by_index or not isinstance(entries, dict):
             raise StateError(
-                f"The state's optimizer has an entry for parameter {index!r}, which the job does not have."
+                f"The state's optimizer has an entry for parameter {index!r}, which the job does"
+                " not have."
             )
         if entries:
             _check_entries(index, entries, expected.of(index))
@@ -157,7 +178,8 @@ def _check_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
         )
     if [set(group) for group in groups] != [set(group) for group in here]:
         raise StateError(
-            f"The state is that of another optimizer than {type(optimizer).__name__}. Resume with the same."
+            f"The state is that of another optimizer than {type(optimizer).__name__}. Resume with"
+            " the same."
         )
     for number, (group, own) in enumerate(zip(groups, here, strict=True)):
         same_kind(f"The state's optimizer's group {number}", group, own)
@@ -171,7 +193,9 @@ _FRACTIONS = {"betas"}  # torch takes roots of what is left to 1
 def _check_fractions(name: str, values: Any) -> None:
     for value in values if isinstance(values, tuple | list) else [values]:
         if isinstance(value, int | float) and not 0 <= value <= 1:
-            raise StateError(f"The state's optimizer has {name} {value!r}, which is not from 0 to 1.")
+            raise StateError(
+                f"The state's optimizer has {name} {value!r}, which is not from 0 to 1."
+            )
 
 
 def _check_entries(index: Any, entries: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -190,7 +214,9 @@ def _check_entries(index: Any, entries: dict[str, Any], expected: dict[str, Any]
 
 
 def _check_count(where: str, value: Any) -> None:
-    """How often a parameter was stepped: torch takes powers of it, which overflow where it is negative."""
+    """How often a parameter was stepped: torch takes powers of it, which overflow where it is
+    negative.
+    """
     count = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
     if isinstance(count, int | float) and not 0 <= count <= MANY:
         raise StateError(f"{where} is {count!r}, not a number of steps.")
@@ -200,14 +226,17 @@ def _check_own_attributes(optimizer: torch.optim.Optimizer, saved: dict[str, Any
     own = _own_attributes(optimizer)
     if strange := sorted(saved.keys() - own.keys()):
         raise StateError(
-            f"The state's optimizer has {strange[0]!r}, the job's has not. Resume with the same optimizer."
+            f"The state's optimizer has {strange[0]!r}, the job's has not. Resume with the same"
+            " optimizer."
         )
     for name, value in saved.items():
         same_kind(f"The state's optimizer's {name!r}", value, own[name])
 
 
 def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer holds beside what torch's `state_dict` has of it: counters, numbers, tensors of its own."""
+    """What an optimizer holds beside what torch's `state_dict` has of it: counters, numbers,
+    tensors of its own.
+    """
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return {
         name: value
@@ -217,7 +246,8 @@ def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
-_TORCHS_OWN = vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)).keys() | {"step", "_opt_called"}  # the last: schedulers'
+# the last: schedulers'
+_TORCHS_OWN = vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)).keys() | {"step", "_opt_called"}
 
 
 def _is_plain(value: Any) -> bool:
@@ -239,7 +269,9 @@ def _restore_own(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> Non
 
 
 class _Expected:
-    """What the optimizer will hold for each parameter, by the numbers that `state_dict` gives them."""
+    """What the optimizer will hold for each parameter, by the numbers that `state_dict` gives
+    them.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._known = optimizer, dict[Any, dict[str, Any]]()
@@ -253,8 +285,12 @@ class _Expected:
         return self._known[kind]
 
 
-def _gathered(optimizer: torch.optim.Optimizer, saved: dict[str, Any], filler: Filler) -> dict[str, Any]:
-    """The optimizer's state with tensors laid out as the job's own are; `filler.finish()` completes it."""
+def _gathered(
+    optimizer: torch.optim.Optimizer, saved: dict[str, Any], filler: Filler
+) -> dict[str, Any]:
+    """The optimizer's state with tensors laid out as the job's own are; `filler.finish()` completes
+    it.
+    """
     expected = _Expected(optimizer)
     states: dict[Any, dict[str, Any]] = {}
     for index, entries in saved["state"].items():
@@ -268,8 +304,9 @@ def _gathered(optimizer: torch.optim.Optimizer, saved: dict[str, Any], filler: F
                 continue
             if not isinstance(made, torch.Tensor):
                 raise StateError(
-                    f"The state's optimizer has a sharded {name!r} for parameter {index}, which "
-                    f"{type(optimizer).__name__} does not make in its first step. Resume at the world size it had."
+                    f"The state's optimizer has a sharded {name!r} for parameter {index}, which"
+                    f" {type(optimizer).__name__} does not make in its first step. Resume at the"
+                    " world size it had."
                 )
             states[index][name] = torch.empty_like(made)
             filler.fill(states[index][name], value, ("optimizer", "state", index, name))
@@ -290,15 +327,22 @@ def _state_after_one_step(
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     optimizer.load_state_dict(saved)
-    # torch casts floating point state to the parameter's type; a state of its own type must come back as it was.
+    # torch casts floating point state to the parameter's type; a state of its own type must come
+    # back as it was.
     for index, (_, parameter) in _parameters_by_index(optimizer).items():
         for name, value in saved["state"].get(index, {}).items():
             now = optimizer.state[parameter].get(name)
-            if isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor) and now.dtype != value.dtype:
+            if (
+                isinstance(value, torch.Tensor)
+                and isinstance(now, torch.Tensor)
+                and now.dtype != value.dtype
+            ):
                 optimizer.state[parameter][name] = value.to(now.device)
 
 
-def _parameters_by_index(optimizer: torch.optim.Optimizer) -> dict[int, tuple[dict[str, Any], torch.Tensor]]:
+def _parameters_by_index(
+    optimizer: torch.optim.Optimizer,
+) -> dict[int, tuple[dict[str, Any], torch.Tensor]]:
     """Parameters by the numbers that `state_dict` gives them."""
     numbered = zip(optimizer.state_dict()["param_groups"], optimizer.param_groups, strict=True)
     return {

@@ -1,4 +1,6 @@
-"""Every random generator a training run may draw from, as a value that can be saved and put back."""
+"""Every random generator a training run may draw from, as a value that can be saved and put
+back.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def seed_everything(seed: int) -> None:
 
 
 def random_state(own: Sequence[torch.Generator] = ()) -> dict[str, Any]:
-    """The generators' states as a nest of tensors and plain numbers; `own` are generators the data hold themselves."""
+    """The generators' states as a nest of tensors and plain numbers; `own` are generators the data
+    hold themselves.
+    """
     version, numbers, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=False)
     return {
@@ -78,7 +82,9 @@ def check_random(where: str, state: Any) -> None:
         try:
             torch.Generator("cpu").set_state(content)
         except (RuntimeError, ValueError, TypeError) as error:
-            raise StateError(f"{where} has a state {index} that is no generator's ({error}).") from None
+            raise StateError(
+                f"{where} has a state {index} that is no generator's ({error})."
+            ) from None
 
 
 def _in_bounds(where: str, numbers: torch.Tensor, high: int) -> None:
@@ -91,8 +97,9 @@ def restore_random(state: dict[str, Any], own: Sequence[torch.Generator] = ()) -
     check_random("The state of the generators", state)
     if len(state["own"]) != len(own) or len(state["torch"]) != len(generator_states()):
         raise StateError(
-            f"The state holds {len(state['torch'])} devices' and {len(state['own'])} loaders' generators, here are "
-            f"{len(generator_states())} and {len(own)}. Resume on the same kind of machine with the same data."
+            f"The state holds {len(state['torch'])} devices' and {len(state['own'])} loaders'"
+            f" generators, here are {len(generator_states())} and {len(own)}. Resume on the same"
+            " kind of machine with the same data."
         )
     python, legacy = state["python"], state["numpy"]
     with uninterrupted():
@@ -101,7 +108,9 @@ def restore_random(state: dict[str, Any], own: Sequence[torch.Generator] = ()) -
             for generator, content in zip(own, state["own"], strict=True):
                 generator.set_state(content)
         except (RuntimeError, ValueError, TypeError) as error:  # of another device than the CPU
-            raise StateError(f"A generator's state is of another kind than here: {error}.") from None
+            raise StateError(
+                f"A generator's state is of another kind than here: {error}."
+            ) from None
         random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
         np.random.set_state(
             {

@@ -1,7 +1,9 @@
-"""The states of a run on several ranks: each rank writes its own, and only states of one step belong together.
+"""The states of a run on several ranks: each rank writes its own, and only states of one step
+belong together.
 
-The first rank's go where those of a process alone would, the others' into directories below. A state says how many
-ranks the run had; directories beyond that number are left over from a time when it had more, and are not looked at.
+The first rank's go where those of a process alone would, the others' into directories below. A
+state says how many ranks the run had; directories beyond that number are left over from a time when
+it had more, and are not looked at.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class RankStates:
         return StateStore(self.out if rank == 0 else self.out / "ranks" / str(rank), check_state)
 
     def load(self) -> SavedState | None:
-        """The newest state that all ranks can go on from, on all ranks together; None if the first rank has none.
+        """The newest state that all ranks can go on from, on all ranks together; None if the first
+        rank has none.
 
         A rank that is new to the run gets the first rank's.
         """
@@ -58,8 +61,8 @@ class RankStates:
                 return dataclasses.replace(mine, passed_over=(*problems, *mine.passed_over))
         if steps:
             raise StateError(
-                f"No step in {str(self.out)!r} has a whole state of every rank. {' '.join(problems)} "
-                "Pass another --out."
+                f"No step in {str(self.out)!r} has a whole state of every rank."
+                f" {' '.join(problems)} Pass another --out."
             )
         return None
 
@@ -67,7 +70,8 @@ class RankStates:
         try:
             mine = self.store.load(step)
             if mine is not None and self._ranks.rank == 0 and _is_sharded(mine):
-                for rank in range(self._ranks.size, ranks_of(mine)):  # nobody is there to look at theirs
+                # nobody is there to look at theirs
+                for rank in range(self._ranks.size, ranks_of(mine)):
                     if step not in self._store_of(rank).steps():
                         raise StateError(f"rank {rank} has no state of step {step}.")
             return mine
@@ -76,14 +80,17 @@ class RankStates:
             return None
 
     def read_all_ranks(self, saved: SavedState) -> list[Mapping[str, Any]]:
-        """The job's state as each rank wrote it together with this one; tensors are read where they are indexed."""
+        """The job's state as each rank wrote it together with this one; tensors are read where they
+        are indexed.
+        """
         found = []
         for rank in range(ranks_of(saved)):
             state = self._store_of(rank).load(int(saved.content["step"]), lazily=True)
             if state is None:
                 raise StateError(
-                    f"Rank {rank} has no state of step {saved.content['step']} in {str(self.out)!r}, and it is needed "
-                    "at another number of ranks. Put all ranks' directories there."
+                    f"Rank {rank} has no state of step {saved.content['step']} in"
+                    f" {str(self.out)!r}, and it is needed at another number of ranks. Put all"
+                    " ranks' directories there."
                 )
             found.append(state.content["job"])
         return found

@@ -1,4 +1,6 @@
-"""What a run was begun with, written down before it measures or plans: a run killed before its first state keeps it."""
+"""What a run was begun with, written down before it measures or plans: a run killed before its
+first state keeps it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def write_begun(directory: Path, settings: dict[str, Any]) -> None:
     temporary = directory / f".{NAME}.tmp"
     with naming(directory):
         temporary.unlink(missing_ok=True)  # a link would be followed
-        temporary.write_text(json.dumps({"format": "gradfit-run", "settings": settings}), encoding="utf-8")
+        temporary.write_text(
+            json.dumps({"format": "gradfit-run", "settings": settings}), encoding="utf-8"
+        )
         os.replace(temporary, directory / NAME)
 
 
@@ -36,7 +40,8 @@ def read_begun(directory: Path) -> dict[str, Any] | None:
         fields({"format": text("gradfit-run"), "settings": check_settings})("It", content)
     except (ValueError, RecursionError) as error:  # a StateError is one
         raise StateError(
-            f"{str(path)!r} does not say what the run was begun with ({error}). Remove it, and leave out --resume."
+            f"{str(path)!r} does not say what the run was begun with ({error}). Remove it, and"
+            " leave out --resume."
         ) from None
     settings: dict[str, Any] = content["settings"]
     return settings

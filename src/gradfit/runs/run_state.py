@@ -1,8 +1,10 @@
-"""What the state of a training run holds, field by field: the one place that says so, for whoever writes and reads one.
+"""What the state of a training run holds, field by field: the one place that says so, for whoever
+writes and reads one.
 
-It is checked before a state is written, so that one which could not be read is refused while the last one is still
-there, and again when it is read, before anything is done with it: a file can be changed together with its checksums.
-Whether it is a state of *this* job, by names and shapes, is said in `job_state.py`.
+It is checked before a state is written, so that one which could not be read is refused while the
+last one is still there, and again when it is read, before anything is done with it: a file can be
+changed together with its checksums. Whether it is a state of *this* job, by names and shapes, is
+said in `job_state.py`.
 """
 
 from __future__ import annotations
@@ -97,7 +99,9 @@ _STATE = fields(
         "settings": check_settings,
         "place": fields({"data": _DATA, "random": check_random}),
         "progress": optional(_PROGRESS),
-        "accumulator": optional(fields({"tensors": dict_of(tensor()), "window": dict_of(anything)})),
+        "accumulator": optional(
+            fields({"tensors": dict_of(tensor()), "window": dict_of(anything)})
+        ),
         "job": _JOB,
         "plans": list_of(lambda where, value: check_plan(where, value)),
     },
@@ -112,4 +116,6 @@ def check_state(content: dict[str, Any]) -> None:
     if data["rows"] is not None and data["position"] > data["rows"]:
         raise StateError(f"The state.place is at row {data['position']} of {data['rows']}.")
     if data["offset"] and data["before_pending"] is None:
-        raise StateError("The state.place is in the middle of a batch, and does not say where that began.")
+        raise StateError(
+            "The state.place is in the middle of a batch, and does not say where that began."
+        )

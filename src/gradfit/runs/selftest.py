@@ -1,6 +1,8 @@
-"""`gradfit selftest`: what gradfit promises, checked on the machine it runs on against plain PyTorch there.
+"""`gradfit selftest`: what gradfit promises, checked on the machine it runs on against plain
+PyTorch there.
 
-Each check is small, so that all of them take a few minutes on anything; a check that cannot run here says why.
+Each check is small, so that all of them take a few minutes on anything; a check that cannot run
+here says why.
 """
 
 from __future__ import annotations
@@ -74,13 +76,17 @@ class SelfTest:
             facts = ", ".join(f"{name} {value}" for name, value in check.facts.items())
             lines.append(f"{_verdict(check):<8}{check.name}: {facts}")
         failed = sum(not (check.passed or check.skipped) for check in self.checks)
-        lines.append("All that could be checked here holds." if self.passed else f"{failed} checks failed.")
+        lines.append(
+            "All that could be checked here holds." if self.passed else f"{failed} checks failed."
+        )
         return "\n".join(lines)
 
     def page(self) -> str:
         """One self-contained HTML page."""
         style = resources.files("gradfit.data").joinpath("report.css").read_text()
-        machine = "".join(f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in self.machine.items())
+        machine = "".join(
+            f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in self.machine.items()
+        )
         rows = "".join(
             f"<tr><td>{_verdict(check)}</td><th>{escape(check.name)}</th><td>"
             + "<br>".join(f"{escape(name)}: {escape(value)}" for name, value in check.facts.items())
@@ -89,9 +95,12 @@ class SelfTest:
         )
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
-            'content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
-            f"<title>gradfit selftest: {escape(self.device)}</title><style>{style}</style></head><body><header>"
-            f"<h1>gradfit selftest: {escape(self.device)}</h1></header><main><section><h2>Checks</h2><table>"
+            'content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light'
+            ' dark">'
+            "<title>gradfit selftest:"
+            f" {escape(self.device)}</title><style>{style}</style></head><body><header>"
+            "<h1>gradfit selftest:"
+            f" {escape(self.device)}</h1></header><main><section><h2>Checks</h2><table>"
             f"<tr><th>Result</th><th>Check</th><th>Numbers</th><th>Took</th></tr>{rows}</table></section>"
             f"<section><h2>Machine</h2><table>{machine}</table></section></main></body></html>\n"
         )
@@ -109,7 +118,9 @@ class _Failed(Exception):
     """What was promised does not hold; the numbers."""
 
 
-def run_selftest(device: torch.device | None = None, progress: Callable[[str], None] = lambda _: None) -> SelfTest:
+def run_selftest(
+    device: torch.device | None = None, progress: Callable[[str], None] = lambda _: None
+) -> SelfTest:
     """Run all checks on a device; without one, on the accelerator if there is any, else on the CPU.
 
     Args:
@@ -118,10 +129,14 @@ def run_selftest(device: torch.device | None = None, progress: Callable[[str], N
     """
     here = torch.accelerator.current_accelerator(check_available=True) if device is None else device
     device = torch.device("cpu") if here is None else here
-    return SelfTest(str(device), _machine(device), tuple(_run(check, device, progress) for check in _CHECKS))
+    return SelfTest(
+        str(device), _machine(device), tuple(_run(check, device, progress) for check in _CHECKS)
+    )
 
 
-def _run(check: Callable[[torch.device], dict[str, str]], device: torch.device, progress: Any) -> Check:
+def _run(
+    check: Callable[[torch.device], dict[str, str]], device: torch.device, progress: Any
+) -> Check:
     name = (check.__doc__ or "").strip().rstrip(".")
     progress(name)
     started = time.perf_counter()
@@ -136,7 +151,10 @@ def _run(check: Callable[[torch.device], dict[str, str]], device: torch.device, 
         facts = {"found": str(why)}
     except Exception as error:  # any error of a check is a result, too
         where = traceback.extract_tb(error.__traceback__)[-1]
-        facts = {"error": f"{type(error).__name__}: {error}", "at": f"{where.name}, line {where.lineno}"}
+        facts = {
+            "error": f"{type(error).__name__}: {error}",
+            "at": f"{where.name}, line {where.lineno}",
+        }
     return Check(name, passed, skipped, facts, time.perf_counter() - started)
 
 
@@ -155,15 +173,23 @@ def _machine(device: torch.device) -> dict[str, str]:
     }
 
 
-# -- what is trained ----------------------------------------------------------------------------------------------
+# -- what is trained -----------------------------------------------------------------------------
 
 
 def _language_model(device: torch.device, dropout: float = 0.1) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     model = Transformer(
-        vocabulary=_VOCABULARY, length=_LENGTH, layers=3, width=64, heads=4, causal=True, dropout=dropout
+        vocabulary=_VOCABULARY,
+        length=_LENGTH,
+        layers=3,
+        width=64,
+        heads=4,
+        causal=True,
+        dropout=dropout,
     )
-    return model.to(device), torch.randint(_VOCABULARY, (_BATCH, _LENGTH + 1), device="cpu").to(device)
+    return model.to(device), torch.randint(_VOCABULARY, (_BATCH, _LENGTH + 1), device="cpu").to(
+        device
+    )
 
 
 def _token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -171,7 +197,11 @@ def _token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
-    found = [parameter.grad.detach().clone() for parameter in model.parameters() if parameter.grad is not None]
+    found = [
+        parameter.grad.detach().clone()
+        for parameter in model.parameters()
+        if parameter.grad is not None
+    ]
     model.zero_grad(set_to_none=True)
     return found
 
@@ -179,11 +209,15 @@ def _gradients(model: nn.Module) -> list[Tensor]:
 def _same(first: list[Tensor], second: list[Tensor]) -> None:
     if len(first) != len(second):
         raise _Failed(f"{len(first)} tensors of plain PyTorch, {len(second)} of gradfit")
-    wrong = [at for at, (a, b) in enumerate(zip(first, second, strict=True)) if not torch.equal(a, b)]
+    wrong = [
+        at for at, (a, b) in enumerate(zip(first, second, strict=True)) if not torch.equal(a, b)
+    ]
     if wrong:
         a, b = first[wrong[0]], second[wrong[0]]
         worst = float((a.double() - b.double()).abs().max())
-        raise _Failed(f"{len(wrong)} of {len(first)} tensors differ, by up to {worst:.3g} in the first")
+        raise _Failed(
+            f"{len(wrong)} of {len(first)} tensors differ, by up to {worst:.3g} in the first"
+        )
 
 
 def _error(exact: list[Tensor], got: list[Tensor]) -> float:
@@ -193,7 +227,9 @@ def _error(exact: list[Tensor], got: list[Tensor]) -> float:
 
 
 def _compare(run: Callable[[bool], list[Tensor]]) -> dict[str, str]:
-    """Run plainly and with gradfit from the same generators; results and generators must be the same bits."""
+    """Run plainly and with gradfit from the same generators; results and generators must be the
+    same bits.
+    """
     results = []
     for ours in (False, True):
         torch.manual_seed(3)
@@ -202,7 +238,7 @@ def _compare(run: Callable[[bool], list[Tensor]]) -> dict[str, str]:
     return {"tensors compared": str(len(results[0])), "different": "0"}
 
 
-# -- the checks ---------------------------------------------------------------------------------------------------
+# -- the checks ----------------------------------------------------------------------------------
 
 
 def _check_scopes(device: torch.device) -> dict[str, str]:
@@ -223,7 +259,10 @@ def _check_autocast(device: torch.device) -> dict[str, str]:
     model, tokens = _language_model(device)
 
     def run(ours: bool) -> list[Tensor]:
-        with torch.autocast(device.type, dtype=torch.bfloat16), gf.CheckpointScope("model", enabled=ours):
+        with (
+            torch.autocast(device.type, dtype=torch.bfloat16),
+            gf.CheckpointScope("model", enabled=ours),
+        ):
             loss = _token_loss(model, tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         return _gradients(model)
@@ -232,7 +271,9 @@ def _check_autocast(device: torch.device) -> dict[str, str]:
 
 
 def _check_convolutions(device: torch.device) -> dict[str, str]:
-    """Convolutions and BatchNorm are bit-identical, running statistics too, if plain PyTorch is to itself."""
+    """Convolutions and BatchNorm are bit-identical, running statistics too, if plain PyTorch is to
+    itself.
+    """
     torch.manual_seed(0)
     model = ResNet(classes=10, blocks=1, width=8).to(device)
     images = torch.randn(8, 3, 16, 16)
@@ -247,7 +288,9 @@ def _check_convolutions(device: torch.device) -> dict[str, str]:
 
     first, second = run(False), run(False)
     if any(not torch.equal(a, b) for a, b in zip(first, second, strict=True)):
-        raise _Skip("plain PyTorch does not give the same numbers twice here; use deterministic algorithms")
+        raise _Skip(
+            "plain PyTorch does not give the same numbers twice here; use deterministic algorithms"
+        )
     return _compare(run)
 
 
@@ -264,12 +307,22 @@ def _check_budgets(device: torch.device) -> dict[str, str]:
             budget = int(least + share * (most - least)) + 65536
             with _restored(model, start):
                 optimizer = kind(model.parameters(), lr=1e-3)
-                step = gf.fit(model, optimizer, _token_loss, tokens, memory=budget, micro_batch="whole", tile=False)
+                step = gf.fit(
+                    model,
+                    optimizer,
+                    _token_loss,
+                    tokens,
+                    memory=budget,
+                    micro_batch="whole",
+                    tile=False,
+                )
                 torch.manual_seed(1)
                 result = step(tokens)
                 got = [parameter.detach().clone() for parameter in model.parameters()]
             if result.peak_bytes > budget:
-                raise _Failed(f"{kind.__name__}: {result.peak_bytes} bytes with a budget of {budget}")
+                raise _Failed(
+                    f"{kind.__name__}: {result.peak_bytes} bytes with a budget of {budget}"
+                )
             with _restored(model, start):
                 optimizer = kind(model.parameters(), lr=1e-3)
                 torch.manual_seed(1)
@@ -277,7 +330,9 @@ def _check_budgets(device: torch.device) -> dict[str, str]:
                 optimizer.step()
                 _same([parameter.detach().clone() for parameter in model.parameters()], got)
                 model.zero_grad(set_to_none=True)
-            facts[f"{kind.__name__}, {format_bytes(budget)}"] = f"peak {format_bytes(result.peak_bytes)}"
+            facts[f"{kind.__name__}, {format_bytes(budget)}"] = (
+                f"peak {format_bytes(result.peak_bytes)}"
+            )
     return facts
 
 
@@ -313,7 +368,10 @@ def _check_tiles(device: torch.device) -> dict[str, str]:
     model, tokens = _language_model(device, dropout=0.0)
     results, peaks = [], []
     for tiled in (False, True):
-        with gf.tile(model, size=64) if tiled else contextlib.nullcontext(), gf.meter(model, tokens) as live:
+        with (
+            gf.tile(model, size=64) if tiled else contextlib.nullcontext(),
+            gf.meter(model, tokens) as live,
+        ):
             _token_loss(model, tokens).backward()  # type: ignore[no-untyped-call]
         results.append(_gradients(model))
         peaks.append(live.peak_bytes)
@@ -342,7 +400,9 @@ def _check_recovery(device: torch.device) -> dict[str, str]:
             return loss
 
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        step = gf.fit(model, optimizer, loss_fn, tokens, memory="1 GiB", micro_batch=_BATCH // 2, tile=False)
+        step = gf.fit(
+            model, optimizer, loss_fn, tokens, memory="1 GiB", micro_batch=_BATCH // 2, tile=False
+        )
         torch.manual_seed(1)
         left[0] = int(disturbed)
         attempts = step(tokens).attempts
@@ -373,9 +433,12 @@ def _check_offloading(device: torch.device) -> dict[str, str]:
 
 
 def _check_predictions(device: torch.device) -> dict[str, str]:
-    """The peak is predicted, on shapes and by a profile, and the meter counts what the device's allocator does."""
+    """The peak is predicted, on shapes and by a profile, and the meter counts what the device's
+    allocator does.
+    """
     model, tokens = _language_model(device, dropout=0.0)
-    _token_loss(model, tokens).backward()  # type: ignore[no-untyped-call]  # what a first run allocates for good
+    # what a first run allocates for good
+    _token_loss(model, tokens).backward()  # type: ignore[no-untyped-call]
     model.zero_grad(set_to_none=True)
     on_shapes = gf.estimate(model, _token_loss, tokens, hardware="t4").peak_bytes
     counts = torch.accelerator.memory_stats if device.type != "cpu" else None
@@ -383,7 +446,11 @@ def _check_predictions(device: torch.device) -> dict[str, str]:
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats()
     with gf.meter(model, tokens, device=device) as live:
-        others = 0 if counts is None else counts().get("requested_bytes.all.current", 0) - live.current_bytes
+        others = (
+            0
+            if counts is None
+            else counts().get("requested_bytes.all.current", 0) - live.current_bytes
+        )
         _token_loss(model, tokens).backward()  # type: ignore[no-untyped-call]
     facts = {
         "measured": format_bytes(live.peak_bytes),

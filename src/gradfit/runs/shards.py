@@ -1,7 +1,8 @@
 """Tensors that ranks have written in pieces, put back together in whatever layout there is now.
 
-At the same world size each rank's own file has what it needs. At another one, `torch.distributed.checkpoint` works out
-which parts of which pieces go where, and only those are read.
+At the same world size each rank's own file has what it needs. At another one,
+`torch.distributed.checkpoint` works out which parts of which pieces go where, and only those are
+read.
 """
 
 from __future__ import annotations
@@ -24,19 +25,25 @@ ReadAllRanks = Callable[[], list[Mapping[str, Any]]]
 
 
 class Filler:
-    """Copies saved content into tensors: from this rank's own state where that has it, else from everybody's."""
+    """Copies saved content into tensors: from this rank's own state where that has it, else from
+    everybody's.
+    """
 
     def __init__(self, read_all_ranks: ReadAllRanks) -> None:
         self._read_all_ranks = read_all_ranks
         self._missing: dict[tuple[Any, ...], Tensor] = {}
 
     def fill(self, tensor: Tensor, saved: Tensor | Shard, path: tuple[Any, ...]) -> None:
-        """Give a tensor its saved content, now or when `finish` is called; `path` leads to it in any rank's state."""
+        """Give a tensor its saved content, now or when `finish` is called; `path` leads to it in
+        any rank's state.
+        """
         shard = shard_of(tensor)
         local, offset = (tensor, (0,) * tensor.dim()) if shard is None else shard
         piece = as_shard(saved)
         window = []
-        for at, size, start, there in zip(offset, local.shape, piece.offset, piece.content.shape, strict=True):
+        for at, size, start, there in zip(
+            offset, local.shape, piece.offset, piece.content.shape, strict=True
+        ):
             window.append(slice(at - start, at - start + size))
             if local.numel() and not start <= at <= at + size <= start + there:
                 self._missing[path] = tensor
@@ -49,7 +56,9 @@ class Filler:
         if not self._missing:
             return
         states = self._read_all_ranks()
-        pieces = {path: [as_shard(_follow(state, path)) for state in states] for path in self._missing}
+        pieces = {
+            path: [as_shard(_follow(state, path)) for state in states] for path in self._missing
+        }
         name = "/".join  # unlike the nest's own names, these only have to be different
         reshard(
             {name(map(str, path)): tensor for path, tensor in self._missing.items()},
@@ -63,7 +72,9 @@ def as_shard(saved: Any) -> Shard:
     if isinstance(saved, Shard):
         return saved
     if not isinstance(saved, Tensor) and not hasattr(saved, "get_shape"):
-        raise StateError(f"A rank's state has a {type(saved).__name__} where there must be a tensor.")
+        raise StateError(
+            f"A rank's state has a {type(saved).__name__} where there must be a tensor."
+        )
     shape = tuple(saved.shape if isinstance(saved, Tensor) else saved.get_shape())
     return Shard(saved, shape, (0,) * len(shape))
 
@@ -97,8 +108,8 @@ def _distinct(name: str, pieces: list[Shard]) -> list[Shard]:
     there = sum(math.prod(_size(piece)) for piece in found.values())
     if any(piece.shape != shape for piece in pieces) or there != math.prod(shape):
         raise StateError(
-            f"The ranks' states hold {there} of the {math.prod(shape)} elements of {name!r}. Resume with the "
-            "directories of all ranks that the run had."
+            f"The ranks' states hold {there} of the {math.prod(shape)} elements of {name!r}. Resume"
+            " with the directories of all ranks that the run had."
         )
     return list(found.values())
 
@@ -113,12 +124,16 @@ def _follow(nest: Any, path: tuple[Any, ...]) -> Any:
         for key in path:
             nest = nest[key]
     except (KeyError, TypeError):
-        raise StateError(f"A rank's state has no {'.'.join(map(str, path))}. It is that of another run.") from None
+        raise StateError(
+            f"A rank's state has no {'.'.join(map(str, path))}. It is that of another run."
+        ) from None
     return nest
 
 
 def _reader(pieces: Mapping[str, list[Shard]]) -> Any:
-    """What `torch.distributed.checkpoint` reads from: it asks for parts of pieces, and is given them."""
+    """What `torch.distributed.checkpoint` reads from: it asks for parts of pieces, and is given
+    them.
+    """
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
         Metadata,
@@ -138,13 +153,18 @@ def _reader(pieces: Mapping[str, list[Shard]]) -> Any:
                     name: TensorStorageMetadata(
                         TensorProperties(),
                         torch.Size(found[0].shape),
-                        [ChunkStorageMetadata(torch.Size(p.offset), torch.Size(_size(p))) for p in found],
+                        [
+                            ChunkStorageMetadata(torch.Size(p.offset), torch.Size(_size(p)))
+                            for p in found
+                        ],
                     )
                     for name, found in pieces.items()
                 }
             )
 
-        def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        def set_up_storage_reader(
+            self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+        ) -> None:
             pass
 
         def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:

@@ -1,8 +1,10 @@
-"""Nests of tensors and plain values as JSON text beside named tensors, and back, with nothing that could run.
+"""Nests of tensors and plain values as JSON text beside named tensors, and back, with nothing that
+could run.
 
-JSON has no tuples, no integer keys, no NaN and no tensors: those are written as an object with one key that begins
-with "$". Everything else is refused when it is written, so that what is read can only be data. So is what is too deep
-or too long to be read again. A list of many numbers is a tensor in the file.
+JSON has no tuples, no integer keys, no NaN and no tensors: those are written as an object with one
+key that begins with "$". Everything else is refused when it is written, so that what is read can
+only be data. So is what is too deep or too long to be read again. A list of many numbers is a
+tensor in the file.
 """
 
 from __future__ import annotations
@@ -61,7 +63,10 @@ def unflatten(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     nest = decoder.decode(data, 0)
     unused = sorted(set(tensors) - decoder.used)
     if unused:
-        raise StateError(f"The state has {len(unused)} tensors that nothing refers to, the first is {unused[0]!r}.")
+        raise StateError(
+            f"The state has {len(unused)} tensors that nothing refers to, the first is"
+            f" {unused[0]!r}."
+        )
     return nest
 
 
@@ -76,7 +81,10 @@ class _Encoder:
 
     def encode(self, value: Any, name: str, depth: int) -> Any:
         if depth > _MAX_DEPTH:
-            raise StateError(f"{name[:60]}… is nested more than {_MAX_DEPTH} deep, which a state file cannot hold.")
+            raise StateError(
+                f"{name[:60]}… is nested more than {_MAX_DEPTH} deep, which a state file cannot"
+                " hold."
+            )
         if value is None or isinstance(value, bool | str):
             return value
         if isinstance(value, np.generic):
@@ -85,9 +93,9 @@ class _Encoder:
             if isinstance(value, kind):
                 return encode(self, value, name, depth)
         raise StateError(
-            f"{name or 'The state'} is a {type(value).__module__}.{type(value).__name__}, which a "
-            "state file cannot hold: only tensors, numbers, text, lists, tuples and dicts. Leave it "
-            "out of state_dict()."
+            f"{name or 'The state'} is a {type(value).__module__}.{type(value).__name__}, which a"
+            " state file cannot hold: only tensors, numbers, text, lists, tuples and dicts. Leave"
+            " it out of state_dict()."
         )
 
     def _integer(self, value: int, name: str, depth: int) -> Any:
@@ -113,7 +121,10 @@ class _Encoder:
         return [self.encode(item, f"{name}.{n}", depth + 1) for n, item in enumerate(value)]
 
     def _mapping(self, value: Mapping[Any, Any], name: str, depth: int) -> Any:
-        parts = [(key, self.encode(item, f"{name}.{key}".lstrip("."), depth + 1)) for key, item in value.items()]
+        parts = [
+            (key, self.encode(item, f"{name}.{key}".lstrip("."), depth + 1))
+            for key, item in value.items()
+        ]
         plain = all(type(key) is str and not key.startswith("$") for key in value)
         if plain and not isinstance(value, collections.Counter):
             return dict(parts)
@@ -133,13 +144,16 @@ class _Encoder:
 def _checked_integer(value: int, name: str) -> int:
     if value.bit_length() > _MAX_BITS:
         raise StateError(
-            f"{name or 'A number'} has {value.bit_length()} bits; {_MAX_BITS} is the most in a state file."
+            f"{name or 'A number'} has {value.bit_length()} bits; {_MAX_BITS} is the most in a"
+            " state file."
         )
     return value
 
 
 def _as_numbers(values: list[Any]) -> torch.Tensor | None:
-    """A long list of integers, or of floats, as a tensor from which it is read again as it was; None for others."""
+    """A long list of integers, or of floats, as a tensor from which it is read again as it was;
+    None for others.
+    """
     if len(values) < _LONG:
         return None
     kinds = set(map(type, values))
@@ -151,7 +165,9 @@ def _as_numbers(values: list[Any]) -> torch.Tensor | None:
 
 
 class _NamedTensors:
-    """Tensors by name; one that is met again keeps its first name, so that it is one tensor again when it is read."""
+    """Tensors by name; one that is met again keeps its first name, so that it is one tensor again
+    when it is read.
+    """
 
     def __init__(self) -> None:
         self.by_name: dict[str, torch.Tensor] = {}
@@ -159,18 +175,23 @@ class _NamedTensors:
 
     def add(self, tensor: torch.Tensor, name: str) -> str:
         if tensor.layout is not torch.strided:
-            raise StateError(f"{name} is a {tensor.layout} tensor, which a state file cannot hold. Make it dense.")
+            raise StateError(
+                f"{name} is a {tensor.layout} tensor, which a state file cannot hold. Make it"
+                " dense."
+            )
         address = tensor.untyped_storage().data_ptr()
         known = self._by_storage.setdefault(address, []) if tensor.numel() else []
         for other in known:
             if _geometry(self.by_name[other]) == _geometry(tensor):
                 return other
-        name = name.encode("utf-8", "backslashreplace").decode()  # a name in the file must be text that can be written
+        # a name in the file must be text that can be written
+        name = name.encode("utf-8", "backslashreplace").decode()
         unique, count = name, 1
         while unique in self.by_name:
             count += 1
             unique = f"{name}~{count}"
-        self.by_name[unique] = tensor.detach().clone() if known else tensor.detach()  # the format has no views
+        # the format has no views
+        self.by_name[unique] = tensor.detach().clone() if known else tensor.detach()
         known.append(unique)
         return unique
 
@@ -190,7 +211,9 @@ class _Decoder:
 
     def decode(self, data: Any, depth: int) -> Any:
         if depth > _MAX_DEPTH:
-            raise StateError(f"The state is nested more than {_MAX_DEPTH} deep, so gradfit did not write it.")
+            raise StateError(
+                f"The state is nested more than {_MAX_DEPTH} deep, so gradfit did not write it."
+            )
         if isinstance(data, list):
             return [self.decode(item, depth + 1) for item in data]
         if type(data) is int:
@@ -255,9 +278,13 @@ class _Decoder:
         content = self._tensor(name, depth)
         size = list(content.shape if isinstance(content, torch.Tensor) else content.get_shape())
         if not all(map(_are_sizes, (shape, offset))) or not len(shape) == len(offset) == len(size):
-            raise StateError(f"The state's {name!r} is no piece of a tensor: {size} at {offset!r} of {shape!r}.")
+            raise StateError(
+                f"The state's {name!r} is no piece of a tensor: {size} at {offset!r} of {shape!r}."
+            )
         if any(at + n > total for at, n, total in zip(offset, size, shape, strict=True)):
-            raise StateError(f"The state's {name!r} reaches beyond its tensor: {size} at {offset} of {shape}.")
+            raise StateError(
+                f"The state's {name!r} reaches beyond its tensor: {size} at {offset} of {shape}."
+            )
         return Shard(content, tuple(shape), tuple(offset))
 
     _MARKS: ClassVar[dict[str, tuple[Any, Any]]] = {

@@ -1,16 +1,19 @@
-"""State files: written so that a crash at any moment leaves a whole one, read so that nothing in them can run.
+"""State files: written so that a crash at any moment leaves a whole one, read so that nothing in
+them can run.
 
-A state is two files of one name: `state-….safetensors` holds the tensors, `state-….json` everything else, with the
-checksum of the first and of itself. The rules:
+A state is two files of one name: `state-….safetensors` holds the tensors, `state-….json` everything
+else, with the checksum of the first and of itself. The rules:
 
-1. Each file is written under another name, synced to the disk, and renamed; the JSON comes last and makes it count.
-2. The last two states are kept, and the last one of the step before: another rank may not have come further. A state
-   that is cut short or changed is not used, the one before it is, and it is said.
-3. A file is data. It is opened only if it is a regular file, its size is limited before it is read, and names inside
-   it are compared with names the job has; none is ever used as a path.
-4. What could not be read is not written: sizes and depth have the same limits for both, and `check` is called for both,
-   before the last state goes.
-5. One run at a time: whoever `prepare`s a directory holds it until `close`, or until its process ends.
+1. Each file is written under another name, synced to the disk, and renamed; the JSON comes last and
+   makes it count.
+2. The last two states are kept, and the last one of the step before: another rank may not have come
+   further. A state that is cut short or changed is not used, the one before it is, and it is said.
+3. A file is data. It is opened only if it is a regular file, its size is limited before it is read,
+   and names inside it are compared with names the job has; none is ever used as a path.
+4. What could not be read is not written: sizes and depth have the same limits for both, and `check`
+   is called for both, before the last state goes.
+5. One run at a time: whoever `prepare`s a directory holds it until `close`, or until its process
+   ends.
 """
 
 from __future__ import annotations
@@ -68,7 +71,9 @@ class StateStore:
     {'step': 3, 'weight': tensor([1., 1.])}
     """
 
-    def __init__(self, directory: str | Path, check: Callable[[dict[str, Any]], None] = lambda content: None) -> None:
+    def __init__(
+        self, directory: str | Path, check: Callable[[dict[str, Any]], None] = lambda content: None
+    ) -> None:
         self.directory = Path(directory)
         self._check = check
         self._lock: weakref.finalize[Any, Any] | None = None
@@ -84,7 +89,8 @@ class StateStore:
                 self._lock = weakref.finalize(self, _let_go, held)
         except OSError as error:
             raise MisuseError(
-                f"Cannot write to {str(self.directory)!r}: {error.strerror}. Pass another directory as --out."
+                f"Cannot write to {str(self.directory)!r}: {error.strerror}. Pass another directory"
+                " as --out."
             ) from None
 
     def close(self) -> None:
@@ -103,11 +109,17 @@ class StateStore:
             raise MisuseError(
                 f"{str(self.directory)[:80]!r} cannot be a directory: {why}. Pass another as --out."
             ) from None
-        found = [_NAME.fullmatch(path.stem) for path in self.directory.iterdir() if path.suffix == ".json"]
+        found = [
+            _NAME.fullmatch(path.stem)
+            for path in self.directory.iterdir()
+            if path.suffix == ".json"
+        ]
         return [m.group() for m in sorted((m for m in found if m), key=_order, reverse=True)]
 
     def save(self, content: dict[str, Any], *, step: int, micro: int = 0) -> Path:
-        """Write one state, then remove those before the last (rule 2). Returns the JSON file's path."""
+        """Write one state, then remove those before the last (rule 2). Returns the JSON file's
+        path.
+        """
         self._check(content)
         data, tensors = flatten(content)
         name = f"state-{step:08d}-{micro:04d}"
@@ -119,14 +131,20 @@ class StateStore:
             save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, temporary)
             _names_in(temporary)
             digest = _sync_and_hash(temporary)
-            body = {"format": "gradfit-state", "version": _VERSION, "sha256": digest, "content": data}
+            body = {
+                "format": "gradfit-state",
+                "version": _VERSION,
+                "sha256": digest,
+                "content": data,
+            }
             text = json.dumps({**body, "checksum": _checksum(body)}, indent=1, allow_nan=False)
             _check_size(len(text))  # all of it is ASCII
             written = self.directory / f".{name}.json.tmp"
             undo.callback(written.unlink, missing_ok=True)
             written.write_text(text, encoding="utf-8")
             _sync_and_hash(written)
-            # A state of this name would for a moment be half old, half new: without its JSON it does not count.
+            # A state of this name would for a moment be half old, half new: without its JSON it
+            # does not count.
             target.with_suffix(".json").unlink(missing_ok=True)
             os.replace(temporary, target.with_suffix(".safetensors"))
             _sync_directory(self.directory)
@@ -142,13 +160,17 @@ class StateStore:
         return list(dict.fromkeys(_step_of(name) for name in self.names()))
 
     def forget_after(self, step: int) -> None:
-        """Remove the states of later steps: the run goes on from this one, perhaps in another way."""
+        """Remove the states of later steps: the run goes on from this one, perhaps in another
+        way.
+        """
         self._remove([name for name in self.names() if _step_of(name) > step])
 
     def load(self, step: int | None = None, *, lazily: bool = False) -> SavedState | None:
-        """The newest state that is whole; None where there is none at all, a `StateError` if all are damaged.
+        """The newest state that is whole; None where there is none at all, a `StateError` if all
+        are damaged.
 
-        `step`: the newest of that step. `lazily`: for a tensor there is a slice of its file, read when it is indexed.
+        `step`: the newest of that step. `lazily`: for a tensor there is a slice of its file, read
+        when it is indexed.
         """
         problems: list[str] = []
         for name in [name for name in self.names() if step is None or _step_of(name) == step]:
@@ -161,7 +183,9 @@ class StateStore:
             else:
                 return SavedState(content, self.directory / f"{name}.json", tuple(problems))
         if problems:
-            raise StateError(f"No state in {str(self.directory)!r} can be used. " + " ".join(problems))
+            raise StateError(
+                f"No state in {str(self.directory)!r} can be used. " + " ".join(problems)
+            )
         return None
 
     def _remove(self, names: list[str]) -> None:
@@ -170,7 +194,9 @@ class StateStore:
             (self.directory / f"{name}.safetensors").unlink(missing_ok=True)
 
     def _remove_leftovers(self) -> None:
-        """What a killed process left: half-written files, and tensors whose JSON was never written."""
+        """What a killed process left: half-written files, and tensors whose JSON was never
+        written.
+        """
         whole = set(self.names())
         for path in self.directory.iterdir():
             name = path.name.removeprefix(".").removesuffix(".tmp")
@@ -187,7 +213,9 @@ def write_atomically(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     with naming(path.parent), contextlib.ExitStack() as undo:
         undo.callback(temporary.unlink, missing_ok=True)
         temporary.unlink(missing_ok=True)  # a link would be followed
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary)
+        save_file(
+            {name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary
+        )
         _sync_and_hash(temporary)
         os.replace(temporary, path)
         _sync_directory(path.parent)
@@ -201,8 +229,8 @@ def naming(directory: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise StateNotWritten(
-            f"The state could not be written to {str(directory)!r}: {why}. The one before it is whole. Make room there "
-            "and go on with --resume, or pass another directory as --out."
+            f"The state could not be written to {str(directory)!r}: {why}. The one before it is"
+            " whole. Make room there and go on with --resume, or pass another directory as --out."
         ) from error
 
 
@@ -225,7 +253,9 @@ if hasattr(os, "register_at_fork"):  # a worker that loads data may live on when
 
 
 def _take(directory: Path) -> int | None:
-    """Hold a directory that only one process can; the system lets go of it when the process ends, however it does."""
+    """Hold a directory that only one process can; the system lets go of it when the process ends,
+    however it does.
+    """
     if fcntl is None:
         return None
     descriptor = os.open(directory, os.O_RDONLY)
@@ -236,7 +266,8 @@ def _take(directory: Path) -> int | None:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             return None  # a file system without locks
         raise MisuseError(
-            f"Another run is writing to {str(directory)!r}. Wait until it has ended, or pass another --out."
+            f"Another run is writing to {str(directory)!r}. Wait until it has ended, or pass"
+            " another --out."
         ) from None
     _held.add(descriptor)
     return descriptor
@@ -257,7 +288,11 @@ def _checksum(body: dict[str, Any]) -> str:
 def _sync_and_hash(path: Path) -> str:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
+        return (
+            hashlib.file_digest(file, "sha256").hexdigest()
+            if hasattr(hashlib, "file_digest")
+            else _digest(file)
+        )
 
 
 def _digest(file: Any) -> str:
@@ -277,7 +312,7 @@ def _sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-# ------------------------------------------------------------------------------------------------- reading
+# ------------------------------------------------------------------------------------------ reading
 
 
 def _read(base: Path, lazily: bool) -> dict[str, Any]:
@@ -300,19 +335,24 @@ def _read(base: Path, lazily: bool) -> dict[str, Any]:
 
 
 def _names_in(path: Path) -> list[str]:
-    """The tensors of a file, by the reader that will read it: its own limits hold when it is written, too."""
+    """The tensors of a file, by the reader that will read it: its own limits hold when it is
+    written, too.
+    """
     try:
         with safe_open(path, framework="pt", device="cpu") as opened:
             return list(opened.keys())
     except SafetensorError as error:
-        raise StateError(f"The state's tensors cannot be written: {error}. Leave some out of state_dict().") from None
+        raise StateError(
+            f"The state's tensors cannot be written: {error}. Leave some out of state_dict()."
+        ) from None
 
 
 def _check_size(size: int) -> None:
     if size > _MAX_JSON_BYTES:
         raise StateError(
-            f"The state has {format_bytes(size)} of numbers and text; {format_bytes(_MAX_JSON_BYTES)} is the most. "
-            "Make tensors of what is large in a state_dict()."
+            f"The state has {format_bytes(size)} of numbers and text;"
+            f" {format_bytes(_MAX_JSON_BYTES)} is the most. Make tensors of what is large in a"
+            " state_dict()."
         )
 
 
@@ -327,10 +367,14 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(body, dict) or body.get("format") != "gradfit-state":
         raise StateError("its JSON is not a gradfit state.")
     if body.get("version") != _VERSION:
-        raise StateError(f"it has format version {body.get('version')!r}, this gradfit reads {_VERSION}.")
+        raise StateError(
+            f"it has format version {body.get('version')!r}, this gradfit reads {_VERSION}."
+        )
     claimed = body.pop("checksum", None)
     try:
-        right = claimed == _checksum(body) and isinstance(body.get("sha256"), str) and "content" in body
+        right = (
+            claimed == _checksum(body) and isinstance(body.get("sha256"), str) and "content" in body
+        )
     except (ValueError, RecursionError):
         right = False
     if not right:
@@ -340,8 +384,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Any:
-    """Open for reading, never through a link, and never a pipe or a device, which could hang or have no end."""
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    """Open for reading, never through a link, and never a pipe or a device, which could hang or
+    have no end.
+    """
+    flags = (
+        os.O_RDONLY
+        | getattr(os, "O_NOFOLLOW", 0)
+        | getattr(os, "O_NONBLOCK", 0)
+        | getattr(os, "O_BINARY", 0)
+    )
     try:
         descriptor = os.open(path, flags)
     except OSError as error:

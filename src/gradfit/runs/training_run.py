@@ -1,8 +1,10 @@
-"""A training run that can be stopped, killed and resumed at any moment, and ends with the same parameters.
+"""A training run that can be stopped, killed and resumed at any moment, and ends with the same
+parameters.
 
-What a run needs to go on as if nothing had happened: the job (model, optimizer, scheduler), every random generator, the
-place in the data, the accumulator (with the gradients of a window that is not full yet), and the plans, because
-another micro-batch would add the same numbers in another order. All of it is in each state.
+What a run needs to go on as if nothing had happened: the job (model, optimizer, scheduler), every
+random generator, the place in the data, the accumulator (with the gradients of a window that is not
+full yet), and the plans, because another micro-batch would add the same numbers in another order.
+All of it is in each state.
 """
 
 from __future__ import annotations
@@ -131,17 +133,21 @@ class TrainingRun:
         self._stop = stop
         self.ranks = Ranks() if ranks is None else ranks
         self.batches = Batches(
-            job.data, batch_size=settings.batch_size, seed=settings.seed, as_they_come=job.split is not None
+            job.data,
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+            as_they_come=job.split is not None,
         )
         if self.ranks.size > 1 and self.batches.rows is None:
             raise MisuseError(
-                f"data come as batches, which cannot be divided among {self.ranks.size} ranks. Pass tensors or a "
-                "map-style Dataset as the job's data."
+                f"data come as batches, which cannot be divided among {self.ranks.size} ranks. Pass"
+                " tensors or a map-style Dataset as the job's data."
             )
         self.step_number = 0
         self.step: TrainStep | None = None
         self._state: dict[str, Any] | None = None  # what to go on from
-        self._texts: dict[int, tuple[Any, str]] = {}  # with the record, so that its id stays its own
+        # with the record, so that its id stays its own
+        self._texts: dict[int, tuple[Any, str]] = {}
         self._leaving = False  # was asked to stop, and has saved what it had by then
         self._saved_at = -1.0
         self._save_seconds = 0.0
@@ -149,7 +155,8 @@ class TrainingRun:
     def resume(self, saved: SavedState, read_all_ranks: ReadAllRanks = list) -> None:
         """Go on from a state; everything is checked before the job is touched.
 
-        `read_all_ranks` gives every rank's part of the job, for a model that was sharded over another number of ranks.
+        `read_all_ranks` gives every rank's part of the job, for a model that was sharded over
+        another number of ranks.
         """
         state = saved.content
         try:
@@ -161,18 +168,22 @@ class TrainingRun:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             if isinstance(error, StateError):
                 raise
-            raise StateError(f"{saved.path.name} is not a state of gradfit train ({error!r}).") from None
+            raise StateError(
+                f"{saved.path.name} is not a state of gradfit train ({error!r})."
+            ) from None
         if ranks_of(saved) != self.ranks.size:
             self.listener.note(
-                f"The run had {ranks_of(saved)} ranks and has {self.ranks.size}: it goes on at the step."
+                f"The run had {ranks_of(saved)} ranks and has {self.ranks.size}: it goes on at the"
+                " step."
             )
             state = self._at_its_step(state, ranks_of(saved))
             fitted = []
         if state["settings"]["memory_bytes"] != self.settings.memory_bytes:
             if state["progress"] is not None:
                 raise StateError(
-                    "The run was left in the middle of a step, which must be finished with the budget it had, "
-                    f"{format_bytes(state['settings']['memory_bytes'])}. Leave out --memory, or pass that."
+                    "The run was left in the middle of a step, which must be finished with the"
+                    f" budget it had, {format_bytes(state['settings']['memory_bytes'])}. Leave out"
+                    " --memory, or pass that."
                 )
             self.listener.note("The budget is another than before, so the plan is made anew.")
             fitted = []
@@ -181,11 +192,14 @@ class TrainingRun:
         self.step_number = state["step"]
 
     def _at_its_step(self, state: dict[str, Any], ranks: int) -> dict[str, Any]:
-        """The state as it was when its step began: other ranks have other rows, and nobody's half can be used."""
+        """The state as it was when its step began: other ranks have other rows, and nobody's half
+        can be used.
+        """
         job, place = state["job"], state["place"]
         if state["progress"] is not None:
             job = {**job, "model": {**job["model"], **state["progress"].get("buffers", {})}}
-        if self.ranks.rank >= ranks:  # what it was given is another rank's, and so are its random numbers
+        # what it was given is another rank's, and so are its random numbers
+        if self.ranks.rank >= ranks:
             seed_everything(self.settings.seed + self.ranks.rank + 1_000_003 * state["step"])
             place = {**place, "random": random_state()}
         return {**state, "job": job, "place": place, "progress": None, "accumulator": None}
@@ -195,7 +209,9 @@ class TrainingRun:
         settings, batches = self.settings, self.batches
         started = time.perf_counter()
         step, progress = self._begin()
-        report = RunReport(step=self.step_number, epoch=batches.epoch, budget_bytes=step.budget_bytes)
+        report = RunReport(
+            step=self.step_number, epoch=batches.epoch, budget_bytes=step.budget_bytes
+        )
         place = self._place()
         try:
             while settings.steps is None or self.step_number < settings.steps:
@@ -237,7 +253,9 @@ class TrainingRun:
         return report
 
     def _begin(self) -> tuple[TrainStep, dict[str, Any] | None]:
-        """The step, with the plans of the run so far, and the place in the data; the trial runs leave no trace."""
+        """The step, with the plans of the run so far, and the place in the data; the trial runs
+        leave no trace.
+        """
         state, self._state = self._state, None
         place = self._place() if state is None else state["place"]
         if state is not None:
@@ -268,7 +286,8 @@ class TrainingRun:
             window_state.load(step.accumulator, state["accumulator"])
         self.listener.planned(step, self._total())
         if state is None:
-            self._save(self._place())  # what cannot be saved is found out now, not after the first hour
+            # what cannot be saved is found out now, not after the first hour
+            self._save(self._place())
             return step, None
         progress = state["progress"]
         return step, None if progress is None else {**progress, "window": state["accumulator"]}
@@ -292,13 +311,14 @@ class TrainingRun:
         else:
             scheduler.step()
 
-    # ------------------------------------------------------------------------------------------------ saving
+    # --------------------------------------------------------------------------------------- saving
 
     def _between(self, place: dict[str, Any], done: Progress) -> None:
         """After a micro-batch that is not the last of its window.
 
-        While a window fills no rank needs another, so each saves what it holds by itself: states of one step fit
-        together wherever in it they were taken. But all must end the step before any may leave.
+        While a window fills no rank needs another, so each saves what it holds by itself: states of
+        one step fit together wherever in it they were taken. But all must end the step before any
+        may leave.
         """
         asked = self._stop()
         if self._is_due() or (asked and not self._leaving):
@@ -325,7 +345,9 @@ class TrainingRun:
             "job": snapshot.capture(self.job),
             "plans": [write_plan(fitted, self._text) for fitted in self.step.known],
         }
-        path = self.store.save(content, step=self.step_number, micro=progress["done"] if progress else 0)
+        path = self.store.save(
+            content, step=self.step_number, micro=progress["done"] if progress else 0
+        )
         self._saved_at = time.perf_counter()
         self._save_seconds = self._saved_at - started
         self.listener.saved(path)
@@ -340,17 +362,24 @@ class TrainingRun:
     def _save_model(self) -> None:
         if self.store is None:
             return
-        tensors = snapshot.whole_model(self.job.model, keep=self.ranks.rank == 0)  # by all ranks together
+        # by all ranks together
+        tensors = snapshot.whole_model(self.job.model, keep=self.ranks.rank == 0)
         if self.ranks.rank == 0:
             write_atomically(self.store.directory / "model.safetensors", tensors)
 
 
 def _check_settings(saved: dict[str, Any], now: RunSettings) -> None:
-    options = {"batch_size": "--batch-size", "seed": "--seed", "micro_batch": "--micro-batch", "tile": "--tile"}
+    options = {
+        "batch_size": "--batch-size",
+        "seed": "--seed",
+        "micro_batch": "--micro-batch",
+        "tile": "--tile",
+    }
     for name, option in options.items():
-        before = saved.get(name, True if name == "tile" else None)  # which states of older versions do not have
+        # which states of older versions do not have
+        before = saved.get(name, True if name == "tile" else None)
         if before != getattr(now, name):
             raise StateError(
-                f"The run was begun with {name} {before}, not {getattr(now, name)}: that would be another run. "
-                f"Leave out {option}, or pass another --out."
+                f"The run was begun with {name} {before}, not {getattr(now, name)}: that would be"
+                f" another run. Leave out {option}, or pass another --out."
             )

@@ -1,7 +1,7 @@
 """Operations that look at a tensor's shape and not at what is in it: replayed without the tensor.
 
-On the CPU a dropout mask begins as `empty_like(x)`. Recorded as it was called, rebuilding the mask would first rebuild
-`x`, with the matrix product that made it, only to ask for its size.
+On the CPU a dropout mask begins as `empty_like(x)`. Recorded as it was called, rebuilding the mask
+would first rebuild `x`, with the matrix product that made it, only to ask for its size.
 """
 
 from __future__ import annotations
@@ -15,13 +15,29 @@ from gradfit.tape.storage import PLAIN
 
 _aten = torch.ops.aten
 _EMPTY = {"empty_like", "new_empty", "new_empty_strided"}
-_FILLED = {"zeros_like": 0, "new_zeros": 0, "ones_like": 1, "new_ones": 1, "full_like": None, "new_full": None}
+_FILLED = {
+    "zeros_like": 0,
+    "new_zeros": 0,
+    "ones_like": 1,
+    "new_ones": 1,
+    "full_like": None,
+    "new_full": None,
+}
 _RANDOM = {"rand_like": _aten.rand.generator, "randn_like": _aten.randn.generator}
 
 
-def without_content(info: OpInfo, args: Any, kwargs: Any, out: Any) -> tuple[OpInfo, Any, dict[str, Any]] | None:
-    """An operator and arguments, no tensor among them, that make what `info` made; None if it read its arguments."""
-    if not info.shape_only or type(out) not in PLAIN or out.layout is not torch.strided or out.is_nested:
+def without_content(
+    info: OpInfo, args: Any, kwargs: Any, out: Any
+) -> tuple[OpInfo, Any, dict[str, Any]] | None:
+    """An operator and arguments, no tensor among them, that make what `info` made; None if it read
+    its arguments.
+    """
+    if (
+        not info.shape_only
+        or type(out) not in PLAIN
+        or out.layout is not torch.strided
+        or out.is_nested
+    ):
         return None
     options = {"dtype": out.dtype, "device": out.device}
     name = info.shape_only
@@ -30,7 +46,8 @@ def without_content(info: OpInfo, args: Any, kwargs: Any, out: Any) -> tuple[OpI
     if not _is_usual(out):
         return None
     if name in _RANDOM:
-        # No generator: the device's own, unless replay has a private one to give, as it has on the CPU.
+        # No generator: the device's own, unless replay has a private one to give, as it has on the
+        # CPU.
         return info_of(_RANDOM[name]), (out.size(),), {"generator": None, **options}
     number = _FILLED[name]
     if number is None:
@@ -39,7 +56,9 @@ def without_content(info: OpInfo, args: Any, kwargs: Any, out: Any) -> tuple[OpI
 
 
 def _is_usual(tensor: torch.Tensor) -> bool:
-    """Whether the strides are those of a new tensor of this size; a contiguous one's need not be where a size is 1."""
+    """Whether the strides are those of a new tensor of this size; a contiguous one's need not be
+    where a size is 1.
+    """
     expected = 1
     for size, stride in zip(reversed(tensor.size()), reversed(tensor.stride()), strict=True):
         if stride != expected:

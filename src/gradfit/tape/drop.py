@@ -15,11 +15,12 @@ _FEW = 300  # operations that can be rebuilt one by one: their replays grow with
 
 
 class DropAll:
-    """Drops everything, in segments of at most `quota_bytes`, so that the burst of a replay stays below that.
+    """Drops everything, in segments of at most `quota_bytes`, so that the burst of a replay stays
+    below that.
 
-    What leads from one segment to another is retained once it is rebuilt. Where most bytes are of results that fill a
-    segment alone, that would be nearly everything: then nothing is retained, and each value is rebuilt from the
-    beginning whenever it is needed.
+    What leads from one segment to another is retained once it is rebuilt. Where most bytes are of
+    results that fill a segment alone, that would be nearly everything: then nothing is retained,
+    and each value is rebuilt from the beginning whenever it is needed.
     """
 
     def __init__(self, quota_bytes: float, tape: Tape, segment: Segment) -> None:

@@ -1,11 +1,13 @@
-"""What a forward did: values (versions of storages), the operations that made them, and autograd's handles on them.
+"""What a forward did: values (versions of storages), the operations that made them, and autograd's
+handles on them.
 
 Ownership runs one way, from the newest to the oldest:
 
     autograd node ─► Handle ─► Value ─► Operation ─► Value (its inputs) ─► …
 
-so that the graph's handles own the tape and nothing else does: when a backward pass, or the death of the loss, frees a
-handle, whatever only that handle needed dies with it. Links the other way (`users`, `outputs`) are weak.
+so that the graph's handles own the tape and nothing else does: when a backward pass, or the death
+of the loss, frees a handle, whatever only that handle needed dies with it. Links the other way
+(`users`, `outputs`) are weak.
 """
 
 from __future__ import annotations
@@ -36,11 +38,15 @@ def shaped(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     size, stride, offset, dtype = geometry
     if dtype is tensor.dtype:
         return tensor.as_strided(size, stride, offset)
-    return torch.empty(0, dtype=dtype, device=tensor.device).set_(tensor.untyped_storage(), offset, size, stride)
+    return torch.empty(0, dtype=dtype, device=tensor.device).set_(
+        tensor.untyped_storage(), offset, size, stride
+    )
 
 
 class Segment:
-    """A scope as the tape sees it: values of one segment are rebuilt together. Segments form a tree."""
+    """A scope as the tape sees it: values of one segment are rebuilt together. Segments form a
+    tree.
+    """
 
     __slots__ = ("depth", "parent", "scope")
 
@@ -76,11 +82,14 @@ def nothing() -> torch.Tensor | None:
 
 
 class Value:
-    """One version of one storage: `tensor` is there when it is kept or was rebuilt, `op` when it can be rebuilt."""
+    """One version of one storage: `tensor` is there when it is kept or was rebuilt, `op` when it
+    can be rebuilt.
+    """
 
     __slots__ = (
-        "__weakref__", "digest", "evictable", "fragile", "gone", "handles", "key", "known_geometry", "line", "natural",
-        "op", "part", "position", "seen", "segment", "tensor", "unpacked", "unwanted", "users", "version",
+        "__weakref__", "digest", "evictable", "fragile", "gone", "handles", "key", "known_geometry",
+        "line", "natural", "op", "part", "position", "seen", "segment", "tensor", "unpacked",
+        "unwanted", "users", "version",
     )  # fmt: skip
 
     def __init__(
@@ -99,21 +108,27 @@ class Value:
         self.segment = segment
         self.op = op
         self.position = position  # which of its operation's results
-        self.seen = seen  # the version counter when the storage last passed by; negative: see `expected`
+        # the version counter when the storage last passed by; negative: see `expected`
+        self.seen = seen
         self.natural = natural  # the tensor that the forward saw, while it lives
         self.gone = gone  # watches the storage, so that its address can be used again
         self.fragile: str | None = None  # no recorded operation has filled it: somebody unseen may
         self.evictable = False  # kept when autograd saves it, until somebody needs the memory
         self.tensor: torch.Tensor | None = None
-        self.version = -1  # the version counter of `tensor` when it was kept; -1: it is private to the tape, or
-        self.digest: bytes | None = None  # of what was in `tensor`, where a version counter would not tell
+        # the version counter of `tensor` when it was kept; -1: it is private to the tape, or
+        self.version = -1
+        # of what was in `tensor`, where a version counter would not tell
+        self.digest: bytes | None = None
         # Operations that read it. Not kept for roots, which nobody has to make again.
         self.users: list[weakref.ref[Operation]] | deque[weakref.ref[Operation]] | None = None
         self.line = ""  # of the user's code, where it was first read, if a scope holds it
         self.unwanted = 0  # the epoch of its tape in which it was found that nobody will ask for it
-        self.handles: list[weakref.ref[Handle]] | None = None  # autograd's; a node that dies unused takes its own along
-        self.part: weakref.ref[Value] | None = None  # what of it was written, on memory of its own: see `parts.py`
-        self.unpacked = (0, 0, 0)  # in which pass, of how many handles, so many at the end are not pending
+        # autograd's; a node that dies unused takes its own along
+        self.handles: list[weakref.ref[Handle]] | None = None
+        # what of it was written, on memory of its own: see `parts.py`
+        self.part: weakref.ref[Value] | None = None
+        # in which pass, of how many handles, so many at the end are not pending
+        self.unpacked = (0, 0, 0)
 
     @property
     def geometry(self) -> Geometry:
@@ -125,9 +140,15 @@ class Value:
         return self.known_geometry
 
     def forward_tensor(self) -> torch.Tensor | None:
-        """The tensor that the forward saw, if it lives and still lies where it lay: `.data =` may have moved it."""
+        """The tensor that the forward saw, if it lives and still lies where it lay: `.data =` may
+        have moved it.
+        """
         tensor = self.natural()
-        if tensor is None or storage_key(tensor) != self.key or geometry_of(tensor) != self.geometry:
+        if (
+            tensor is None
+            or storage_key(tensor) != self.key
+            or geometry_of(tensor) != self.geometry
+        ):
             return None
         return tensor
 
@@ -137,7 +158,9 @@ class Value:
         return self.op is None
 
     def pending(self, pass_number: int) -> bool:
-        """Whether backward will still ask for it in this pass. What is not pending once is not looked at again."""
+        """Whether backward will still ask for it in this pass. What is not pending once is not
+        looked at again.
+        """
         handles = self.handles
         if handles is None:
             return False
@@ -147,7 +170,8 @@ class Value:
             done = 0
         pending = False
         while done < count:
-            handle = handles[count - 1 - done]()  # the last one was packed last, and is mostly unpacked first
+            # the last one was packed last, and is mostly unpacked first
+            handle = handles[count - 1 - done]()
             if handle is not None and handle.pass_number != pass_number:
                 pending = True
                 break
@@ -160,11 +184,13 @@ class Operation:
     """One recorded call: enough to make its results again."""
 
     __slots__ = (
-        "__weakref__", "args", "func", "index", "info", "inputs", "kwargs", "outputs", "rng", "slices", "unwanted",
-        "written",
+        "__weakref__", "args", "func", "index", "info", "inputs", "kwargs", "outputs", "rng",
+        "slices", "unwanted", "written",
     )  # fmt: skip
 
-    def __init__(self, index: int, func: Any, info: Any, args: Any, kwargs: Any, inputs: list[Value]) -> None:
+    def __init__(
+        self, index: int, func: Any, info: Any, args: Any, kwargs: Any, inputs: list[Value]
+    ) -> None:
         self.index = index
         self.func = func
         self.info = info
@@ -195,10 +221,12 @@ class Slice:
 
 
 class Leaf:
-    """A tensor argument that is a parameter, or a view of one: it is there anyway, and only checked at replay.
+    """A tensor argument that is a parameter, or a view of one: it is there anyway, and only checked
+    at replay.
 
-    `content` is an alias of what was read: `.data =` gives the parameter another storage, but not the alias. Writes to
-    it count up the version of `source`, the argument itself; None if the content is a copy that nobody else has.
+    `content` is an alias of what was read: `.data =` gives the parameter another storage, but not
+    the alias. Writes to it count up the version of `source`, the argument itself; None if the
+    content is a copy that nobody else has.
     """
 
     __slots__ = ("__weakref__", "content", "source", "version")
@@ -224,7 +252,8 @@ class Tape:
         self.pass_number = 1
         self.epoch = _next_epoch()  # what was found unwanted stays so until the next one
         self.retains = True  # what a sweep makes and the rest of the pass needs
-        self.holding: Callable[[Iterable[Value]], None] | None = None  # told of values that may be evicted from now on
+        # told of values that may be evicted from now on
+        self.holding: Callable[[Iterable[Value]], None] | None = None
         process.tape_begins(self)
 
     def __del__(self) -> None:

@@ -1,4 +1,5 @@
-"""What lies in each storage now, as far as the tape knows: the recorder's table, and how arguments refer to it.
+"""What lies in each storage now, as far as the tape knows: the recorder's table, and how arguments
+refer to it.
 
 The rules that are cited are those of `record.py`.
 """
@@ -17,7 +18,17 @@ from gradfit._torch import base_of, detached_in_dispatch, storage_key
 from gradfit._torch_storage import watch_storage
 from gradfit.choices import HOLD, KEEP, OFFLOAD, PACK, REBUILD, Choice
 from gradfit.source_line import source_line
-from gradfit.tape.graph import Geometry, Leaf, Operation, Segment, Slice, Value, geometry_of, nothing, shaped
+from gradfit.tape.graph import (
+    Geometry,
+    Leaf,
+    Operation,
+    Segment,
+    Slice,
+    Value,
+    geometry_of,
+    nothing,
+    shaped,
+)
 from gradfit.tape.mask import pack
 from gradfit.tape.ops import CONSTANT, LOAD, OpInfo
 from gradfit.tape.policy import OffloadingPolicy, Policy
@@ -42,10 +53,22 @@ from gradfit.tape.unwatched import (
 )
 
 NO_KWARGS: dict[str, Any] = {}
-UNKNOWN, UNCOUNTED, WRITTEN = -1, -2, -4  # `Value.seen`: not known, made under inference mode, and see `expected`
+# `Value.seen`: not known, made under inference mode, and see `expected`
+UNKNOWN, UNCOUNTED, WRITTEN = -1, -2, -4
 # Arguments that are remembered as they are.
 ATOMS = frozenset(
-    {int, float, bool, str, type(None), torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format}
+    {
+        int,
+        float,
+        bool,
+        str,
+        type(None),
+        torch.Size,
+        torch.dtype,
+        torch.device,
+        torch.layout,
+        torch.memory_format,
+    }
 )
 FEW = 8  # inputs that are looked through one by one: see `each_once`
 Fresh = list[tuple[int, torch.Tensor, int]]  # position among the results, the tensor, its storage
@@ -56,7 +79,9 @@ _MANY = 16  # references to one parameter, before dead ones are looked for
 
 
 class Chunk:
-    """A tensor in a storage of the table that counts its writes by itself: a result of `unsafe_split`."""
+    """A tensor in a storage of the table that counts its writes by itself: a result of
+    `unsafe_split`.
+    """
 
     __slots__ = ("seen", "tensor")
 
@@ -76,12 +101,15 @@ class Known:
         self._made: dict[int, Value] = {}  # made by a recorded operation
         self._roots: dict[int, weakref.ref[Value]] = {}  # made by somebody else, and read
         self._leaves: dict[int, list[weakref.ref[Leaf]]] = {}  # parameters that were read
-        self._unwatched: dict[int, dict[Geometry, weakref.ref[Value]]] = {}  # likewise, and held by content
+        # likewise, and held by content
+        self._unwatched: dict[int, dict[Geometry, weakref.ref[Value]]] = {}
         self._chunks: dict[int, dict[int, Chunk]] = {}  # of a storage, by the tensor's identity
         self._inherited: dict[int, list[weakref.ref[Leaf | Value]]] = {}  # see `inherit`
-        self._refilled: set[int] = set()  # always hold the same when they hold anything: see units.py
-        # Watchers of storages that are gone. Only noted when it happens: an interrupt in a weak reference's callback
-        # would be swallowed, and leave an address in the table that is somebody else's by then.
+        # always hold the same when they hold anything: see units.py
+        self._refilled: set[int] = set()
+        # Watchers of storages that are gone. Only noted when it happens: an interrupt in a weak
+        # reference's callback would be swallowed, and leave an address in the table that is
+        # somebody else's by then.
         self._dead: list[Any] = []
         self._forget = self._dead.append  # must not hold the recorder: the storages would
 
@@ -143,11 +171,18 @@ class Known:
         earlier = self._unwatched.setdefault(key, {})
         value = earlier[geometry]() if geometry in earlier else None
         if value is not None and value.tensor is not None:
-            same = value.digest == digest if value.digest is not None else same_content(value.tensor, tensor)
+            same = (
+                value.digest == digest
+                if value.digest is not None
+                else same_content(value.tensor, tensor)
+            )
             if same:
                 return value
         value = Value(key, None, self.segment)
-        value.tensor, value.digest = copy_span(tensor) if small else detached_in_dispatch(tensor), digest
+        value.tensor, value.digest = (
+            copy_span(tensor) if small else detached_in_dispatch(tensor),
+            digest,
+        )
         earlier[geometry] = _reference_to(value)
         return value
 
@@ -163,17 +198,23 @@ class Known:
         return leaf
 
     def _save_leaves(self, key: int, early: int = 0) -> None:
-        """Rule 4: a parameter is about to be written to, so who has read it gets a copy (`early`: see `_present`)."""
+        """Rule 4: a parameter is about to be written to, so who has read it gets a copy (`early`:
+        see `_present`).
+        """
         if key in self._refilled:
             return
-        alive = (leaf for reference in self._leaves.pop(key, ()) if (leaf := reference()) is not None)
+        alive = (
+            leaf for reference in self._leaves.pop(key, ()) if (leaf := reference()) is not None
+        )
         _copy_leaves(alive, early)
 
     def inherit(self, inner: Known) -> None:
-        """Another recording ends inside of this one. What it reads from is copied before a write, too.
+        """Another recording ends inside of this one. What it reads from is copied before a write,
+        too.
 
-        Version counters alone would not always tell: two tensors may exchange their storages by `.data =`, and a write
-        through one of them is then not counted by the other, through which the storage was read.
+        Version counters alone would not always tell: two tensors may exchange their storages by
+        `.data =`, and a write through one of them is then not counted by the other, through which
+        the storage was read.
         """
         for key, leaves in inner._leaves.items():
             self._inherited.setdefault(key, []).extend(leaves)  # type: ignore[arg-type]
@@ -204,12 +245,14 @@ class Known:
             old.tensor = copy_storage(old.tensor, old.geometry)
             old.version = -1
             if self._root(old.key) is old:
-                del self._roots[old.key]  # the copy is not what lies there, even if the write now fails
+                # the copy is not what lies there, even if the write now fails
+                del self._roots[old.key]
 
     def _present(self, key: int, tensor: torch.Tensor, early: int = 0) -> Value | None:
         """What the tape knows to be in a tensor's storage now; None if it does not know.
 
-        `early` is by how much an operation that has not run yet has already changed the version counter.
+        `early` is by how much an operation that has not run yet has already changed the version
+        counter.
         """
         value = self._made.get(key)
         if value is None:
@@ -220,7 +263,11 @@ class Known:
         counter = (self._chunk(key, tensor) if self._chunks else None) or value
         if counter.seen != version:
             if not expected(counter, version):
-                if value.op is None and value.tensor is not None and 0 <= value.version == value.tensor._version:
+                if (
+                    value.op is None
+                    and value.tensor is not None
+                    and 0 <= value.version == value.tensor._version
+                ):
                     return value  # it was read through `.data`, which counts for itself
                 # Rule 5: somebody wrote to it unseen.
                 self._made.pop(key, None)
@@ -243,19 +290,32 @@ class Known:
     def _add_chunks(self, results: Any) -> None:
         """These lie in a storage of the table, and count for themselves from now on.
 
-        torch leaves it to the caller not to write to both them and the tensor that they are chunks of.
+        torch leaves it to the caller not to write to both them and the tensor that they are chunks
+        of.
         """
         for tensor in results:
-            if type(tensor) is _Tensor and not tensor.is_inference() and (key := storage_key(tensor)) in self._made:
-                alive = {i: chunk for i, chunk in self._chunks.get(key, {}).items() if chunk.tensor() is not None}
+            if (
+                type(tensor) is _Tensor
+                and not tensor.is_inference()
+                and (key := storage_key(tensor)) in self._made
+            ):
+                alive = {
+                    i: chunk
+                    for i, chunk in self._chunks.get(key, {}).items()
+                    if chunk.tensor() is not None
+                }
                 self._chunks[key] = alive | {id(tensor): Chunk(tensor)}
 
     def _root(self, key: int) -> Value | None:
         reference = self._roots.get(key)
         return None if reference is None else reference()
 
-    def _settle(self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch) -> None:
-        """Rule 5: somebody reads memory that no recorded operation wrote; what is in it now is all there is."""
+    def _settle(
+        self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch
+    ) -> None:
+        """Rule 5: somebody reads memory that no recorded operation wrote; what is in it now is all
+        there is.
+        """
         constant = value.fragile == CONSTANT and tensor.device.type == "cpu"
         if constant and holds_only(tensor, _constant_of(value.op)):
             value.fragile = None
@@ -280,7 +340,7 @@ class Known:
         if self.segment.scope is not None:
             value.line = source_line()
 
-    # ------------------------------------------------------------------------------------------ new values
+    # ----------------------------------------------------------------------------------- new values
 
     def _open(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Operation | None:
         inputs: list[Value] = []
@@ -325,7 +385,11 @@ class Known:
             if choice is HOLD:
                 value.evictable = True
             elif (choice is OFFLOAD or choice is PACK) and fills_storage(tensor):
-                load = pack(tensor) if choice is PACK else cast(OffloadingPolicy, self.policy).offload(tensor)
+                load = (
+                    pack(tensor)
+                    if choice is PACK
+                    else cast(OffloadingPolicy, self.policy).offload(tensor)
+                )
                 value.op = Operation(op.index, load, LOAD, [], NO_KWARGS, [])
                 value.op.outputs.append(_reference_to(value))
                 value.position = 0
@@ -388,7 +452,8 @@ class Known:
     def _write_unknown(self, target: torch.Tensor, key: int) -> None:
         """Somebody is about to write to a storage that no value of the table stands for.
 
-        If torch did not allocate its memory (it came by DLPack, or by NumPy), other storages may lie in the same.
+        If torch did not allocate its memory (it came by DLPack, or by NumPy), other storages may
+        lie in the same.
         """
         for reference in self._unwatched.get(key, {}).values():
             if (value := reference()) is not None:
@@ -397,7 +462,8 @@ class Known:
             return
         for other, value in list(self._made.items()):
             tensor = value.forward_tensor()
-            if tensor is None or share_memory(tensor, target):  # None: only views are left, nobody can say of what
+            # None: only views are left, nobody can say of what
+            if tensor is None or share_memory(tensor, target):
                 self._lose_key(other)
         for other in list(self._roots):
             root = self._root(other)
@@ -426,21 +492,27 @@ def _copy_leaves(leaves: Iterable[Leaf], early: int) -> None:
         leaf.content, leaf.source = shaped(copy, geometry_of(leaf.content)), None
 
 
-def choices_for(fresh: Fresh, choices: Sequence[Choice], results: list[torch.Tensor]) -> list[Choice]:
+def choices_for(
+    fresh: Fresh, choices: Sequence[Choice], results: list[torch.Tensor]
+) -> list[Choice]:
     """Of the choices for all results, those for the ones that are new."""
     chosen = {id(tensor): choice for tensor, choice in zip(results, choices, strict=True)}
     return [chosen[id(tensor)] for _, tensor, _ in fresh]
 
 
 def each_once(inputs: list[Value]) -> list[Value]:
-    """Without repetitions. While they are few, nobody lets one in; looking through many would take their square."""
+    """Without repetitions. While they are few, nobody lets one in; looking through many would take
+    their square.
+    """
     return inputs if len(inputs) <= FEW else list(dict.fromkeys(inputs))
 
 
 def expected(value: Value | Chunk, version: int) -> bool:
-    """Whether a version counter says that only recorded operations have written to a value's storage.
+    """Whether a version counter says that only recorded operations have written to a value's
+    storage.
 
-    When one has just written, autograd will count up, or not at all: WRITTEN - n stands for n or n + 1.
+    When one has just written, autograd will count up, or not at all: WRITTEN - n stands for n or n
+    + 1.
     """
     seen = value.seen
     return seen in (version, UNKNOWN) or (seen <= WRITTEN and 0 <= version + seen - WRITTEN <= 1)

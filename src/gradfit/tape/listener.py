@@ -1,4 +1,6 @@
-"""Whoever wants to know of every operation that runs, beside the recorder: meters, profiles, audits."""
+"""Whoever wants to know of every operation that runs, beside the recorder: meters, profiles,
+audits.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ _open = _Open()
 
 
 class OperationListener:
-    """Hears this thread's operators, below autograd, while it is entered; in a backward pass, the engine's threads too.
+    """Hears this thread's operators, below autograd, while it is entered; in a backward pass, the
+    engine's threads too.
 
     Views need not be heard. What it runs itself is heard by those who were entered before.
     """

@@ -1,8 +1,9 @@
 """Dropout's masks, kept as bits: a thirty-second of their bytes.
 
-On the CPU a mask is as wide as what it masks, though it holds nothing but zeros and ones when it is drawn; and drawing
-it again is dear, a third of a matrix product. So a profile shows the drawing of a mask as two operations: one that
-makes the bits, and one that makes the wide mask of them. A plan that keeps the bits need never draw them again.
+On the CPU a mask is as wide as what it masks, though it holds nothing but zeros and ones when it is
+drawn; and drawing it again is dear, a third of a matrix product. So a profile shows the drawing of
+a mask as two operations: one that makes the bits, and one that makes the wide mask of them. A plan
+that keeps the bits need never draw them again.
 """
 
 from __future__ import annotations
@@ -16,12 +17,20 @@ from gradfit.tape.ops import OpInfo
 from gradfit.tape.storage import fills_storage
 
 MASK = "gradfit.mask"  # the operation that makes the bits, in profiles and plans
-_GATHER = 0x0102040810204080  # a word of eight bytes, each 0 or 1, times this has its eight bits in the highest byte
+# a word of eight bytes, each 0 or 1, times this has its eight bits in the highest byte
+_GATHER = 0x0102040810204080
 
 
 def draws_mask(info: OpInfo, results: list[Any]) -> bool:
-    """Whether an operation is one that fills its tensor with zeros and ones, wider than they need to be."""
-    return info.mask and len(results) == 1 and results[0].element_size() > 1 and fills_storage(results[0])
+    """Whether an operation is one that fills its tensor with zeros and ones, wider than they need
+    to be.
+    """
+    return (
+        info.mask
+        and len(results) == 1
+        and results[0].element_size() > 1
+        and fills_storage(results[0])
+    )
 
 
 def packed_bytes(tensor: torch.Tensor) -> int:

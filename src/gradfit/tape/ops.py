@@ -1,4 +1,5 @@
-"""What kind of operation an aten overload is, decided once per overload from its schema and its tags.
+"""What kind of operation an aten overload is, decided once per overload from its schema and its
+tags.
 
 Schemas do not say everything: what they leave out is listed here, with the reason.
 """
@@ -30,18 +31,23 @@ class OpInfo:
     simple: bool = False  # none of the above but recordable: the fast path
     call: Any = None
     generator: bool = False  # takes a generator
-    dropout: int | None = None  # the position of a probability that, when zero, means that nothing is drawn
+    # the position of a probability that, when zero, means that nothing is drawn
+    dropout: int | None = None
     dtype: bool = False  # makes tensors from nothing, of the default dtype unless told
     grad_mode: bool = False  # its results depend on whether gradients are enabled
-    writes_self: bool = False  # one result, which is the first argument, and nothing else is written
+    # one result, which is the first argument, and nothing else is written
+    writes_self: bool = False
     writes_lists: bool = False
-    shape_only: str = ""  # the name of one that does not read what is in its tensors: see allocate.py
+    # the name of one that does not read what is in its tensors: see allocate.py
+    shape_only: str = ""
     counts_first: bool = False  # changes the version counters of what it writes to before it runs
     collective: bool = False  # talks to other processes, and writes to what it is given
     mask: bool = False  # fills its tensor with zeros and ones: see mask.py
-    aliased_returns: tuple[bool, ...] | None = None  # whether each is an argument, by the schema; None: it has none
+    # whether each is an argument, by the schema; None: it has none
+    aliased_returns: tuple[bool, ...] | None = None
     copies: bool = False  # only copies its one tensor
-    chunks: bool = False  # its results lie in its argument's storage, each with a version counter of its own
+    # its results lie in its argument's storage, each with a version counter of its own
+    chunks: bool = False
 
     @property
     def uninitialised(self) -> bool:
@@ -50,15 +56,41 @@ class OpInfo:
 
 
 # Bringing back a value that was moved out.
-LOAD = OpInfo(view=False, writes=(), reads_written=False, random=False, fragile=None, scratch=(), recordable=True)
+LOAD = OpInfo(
+    view=False,
+    writes=(),
+    reads_written=False,
+    random=False,
+    fragile=None,
+    scratch=(),
+    recordable=True,
+)
 
 # These overwrite all of `self` without reading it.
 _FILLS = {
-    "copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "exponential_", "random_", "cauchy_",
-    "geometric_", "log_normal_",
+    "copy_", "fill_", "zero_", "bernoulli_", "normal_", "uniform_", "exponential_", "random_",
+    "cauchy_", "geometric_", "log_normal_",
 }  # fmt: skip
-_EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted", "empty_quantized"}
-_CONSTANT = {"zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full"}
+_EMPTY = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "empty_permuted",
+    "empty_quantized",
+}
+_CONSTANT = {
+    "zeros",
+    "zeros_like",
+    "new_zeros",
+    "ones",
+    "ones_like",
+    "new_ones",
+    "full",
+    "full_like",
+    "new_full",
+}
 # Running statistics are updated in training though the schema says that nothing is mutated.
 _RUNNING_STATISTICS = {
     "native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4),
@@ -68,21 +100,40 @@ _RUNNING_STATISTICS = {
     "batch_norm": (3, 4), "instance_norm": (3, 4), "_batch_norm_impl_index": (3, 4),
 }  # fmt: skip
 # These change a tensor's storage or geometry, not its values.
-_METADATA = {"set_", "resize_", "resize_as_", "as_strided_", "squeeze_", "unsqueeze_", "t_", "transpose_", "swapdims_",
-             "swapaxes_", "_resize_output_", "detach_", "requires_grad_", "rename_", "set_data", "record_stream",
-             "_reshape_copy_", "resize", "set", "squeeze_.dims"}  # fmt: skip
+_METADATA = {
+    "set_",
+    "resize_",
+    "resize_as_",
+    "as_strided_",
+    "squeeze_",
+    "unsqueeze_",
+    "t_",
+    "transpose_",
+    "swapdims_",
+    "swapaxes_",
+    "_resize_output_",
+    "detach_",
+    "requires_grad_",
+    "rename_",
+    "set_data",
+    "record_stream",
+    "_reshape_copy_",
+    "resize",
+    "set",
+    "squeeze_.dims",
+}
 # These look at the shape of their tensor, not at what is in it.
 _SHAPE_ONLY = {
-    "empty_like", "new_empty", "new_empty_strided", "zeros_like", "new_zeros", "ones_like", "new_ones", "full_like",
-    "new_full", "rand_like", "randn_like",
+    "empty_like", "new_empty", "new_empty_strided", "zeros_like", "new_zeros", "ones_like",
+    "new_ones", "full_like", "new_full", "rand_like", "randn_like",
 }  # fmt: skip
 _RNN_WITH_HIDDEN_STATE = {"_cudnn_rnn", "miopen_rnn", "_cudnn_init_dropout_state"}
 # Makes the workspace that its backward needs only where gradients are enabled.
 _GRAD_MODE = {"mkldnn_rnn_layer"}
 # Gives back its argument's storage though the schema says that it is new.
 _UNDECLARED_VIEWS = {"_unsafe_view"}
-# Likewise, and each result counts its writes by itself (`TensorShape.cpp`, `unsafe_split`): RNN cells write their gates
-# side by side that way.
+# Likewise, and each result counts its writes by itself (`TensorShape.cpp`, `unsafe_split`): RNN
+# cells write their gates side by side that way.
 _CHUNKS = {"unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk"}
 # torch's own operators. Others may be written in Python, which runs once: their results are kept.
 _REPLAYABLE = {
@@ -113,22 +164,26 @@ def info_of(op: Any) -> OpInfo:
 
 def view_names() -> list[str]:
     """The aten operators that only make views, without their namespace."""
-    return [full_name(schema).removeprefix("aten::") for schema in aten_schemas() if _is_view(schema)]
+    return [
+        full_name(schema).removeprefix("aten::") for schema in aten_schemas() if _is_view(schema)
+    ]
 
 
 def _is_view(schema: Any) -> bool:
     namespace, name = schema.name.split("::")
     if namespace == "aten" and (name in _METADATA or name in _UNDECLARED_VIEWS):
         return name in _UNDECLARED_VIEWS
-    aliases = [argument.alias_info for argument in schema.arguments if argument.alias_info is not None]
+    aliases = [
+        argument.alias_info for argument in schema.arguments if argument.alias_info is not None
+    ]
     return bool(aliases) and not any(alias.is_write for alias in aliases)
 
 
 def _describe(op: Any) -> OpInfo:
     if not is_operator(op):
         return OpInfo(
-            view=False, writes=(), reads_written=False, random=False, fragile=None, scratch=(), recordable=False,
-            call=op,
+            view=False, writes=(), reads_written=False, random=False, fragile=None, scratch=(),
+            recordable=False, call=op,
         )  # fmt: skip
     schema = schema_of(op)
     namespace, name = schema.name.split("::")
@@ -138,7 +193,9 @@ def _describe(op: Any) -> OpInfo:
     writes: list[int | str] = [
         argument.name if argument.kwarg_only else position
         for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write and position not in scratch
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and position not in scratch
     ]
     names = [argument.name for argument in schema.arguments]
     view = _is_view(schema)
@@ -154,7 +211,13 @@ def _describe(op: Any) -> OpInfo:
         writes=tuple(writes),
         reads_written=not (aten and name in _FILLS) and not any(isinstance(w, str) for w in writes),
         random=random,
-        fragile=UNINITIALISED if aten and name in _EMPTY else CONSTANT if aten and name in _CONSTANT else None,
+        fragile=(
+            UNINITIALISED
+            if aten and name in _EMPTY
+            else CONSTANT
+            if aten and name in _CONSTANT
+            else None
+        ),
         scratch=scratch,
         recordable=recordable,
         simple=plain and not random and not shape_only and not (aten and name in _CHUNKS),
@@ -170,7 +233,9 @@ def _describe(op: Any) -> OpInfo:
         and name.endswith("_")
         and "List" not in str(schema.arguments[0].type),
         writes_lists=any(
-            argument.alias_info is not None and argument.alias_info.is_write and "List" in str(argument.type)
+            argument.alias_info is not None
+            and argument.alias_info.is_write
+            and "List" in str(argument.type)
             for argument in schema.arguments
         ),
         shape_only=shape_only,
@@ -179,5 +244,8 @@ def _describe(op: Any) -> OpInfo:
         aliased_returns=tuple(returned.alias_info is not None for returned in schema.returns),
         copies=aten and name == "clone",
         chunks=aten and name in _CHUNKS,
-        mask=aten and name == "bernoulli_" and "generator" in names and "Tensor" not in str(schema.arguments[1].type),
+        mask=aten
+        and name == "bernoulli_"
+        and "generator" in names
+        and "Tensor" not in str(schema.arguments[1].type),
     )

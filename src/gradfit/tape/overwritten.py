@@ -1,4 +1,6 @@
-"""What is said when somebody has written to what a backward pass needs: which operation needs it, and from where."""
+"""What is said when somebody has written to what a backward pass needs: which operation needs it,
+and from where.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,24 @@ def overwritten(
         tensor: What was written to.
         version: How often it has been, by now.
         expected: How often it had been when the forward pass used it.
-        rebuilt_from: Whether it is what activations are rebuilt from, and not one that autograd saved.
+        rebuilt_from: Whether it is what activations are rebuilt from, and not one that autograd
+            saved.
         line: Where the forward pass used it, if that was noted.
     """
     operation, traced_line = _running_operation()
     use = "from which activations are rebuilt" if rebuilt_from else "that backward needs"
     needed = f" (for {operation})" if operation else ""
     line = traced_line or line
-    where = f" It was used at {line}." if line else " torch.autograd.set_detect_anomaly(True) shows where it was used."
+    where = (
+        f" It was used at {line}."
+        if line
+        else " torch.autograd.set_detect_anomaly(True) shows where it was used."
+    )
     return ActivationOverwritten(
-        f"A tensor of {shape_of(tensor)} {use}{needed} has been modified by an inplace operation since the forward "
-        f"pass: it is at version {version}, version {expected} was expected.{where} "
-        "Call backward() before changing it in place, or write `x = x + y` instead of `x += y`."
+        f"A tensor of {shape_of(tensor)} {use}{needed} has been modified by an inplace operation"
+        f" since the forward pass: it is at version {version}, version {expected} was"
+        f" expected.{where} Call backward() before changing it in place, or write `x = x + y`"
+        " instead of `x += y`."
     )
 
 
@@ -42,7 +50,9 @@ def shape_of(tensor: torch.Tensor) -> str:
 
 
 def _running_operation() -> tuple[str, str]:
-    """The operation whose backward runs now, and the line that called it where torch's anomaly mode has noted it."""
+    """The operation whose backward runs now, and the line that called it where torch's anomaly mode
+    has noted it.
+    """
     node = current_node()
     if node is None:
         return "", ""

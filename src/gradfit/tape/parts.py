@@ -1,12 +1,14 @@
-"""A saved slice of a storage that is written slice by slice: rebuilt whole, retained as the slice alone.
+"""A saved slice of a storage that is written slice by slice: rebuilt whole, retained as the slice
+alone.
 
-RNN cells on the CPU compute all gates of a step side by side in one storage and activate them in place, one after the
-other: to the tape that is a new version of the whole storage per gate, of which autograd saves one slice. Retaining
-each version whole would take more than plain autograd, which has one storage for all of them.
+RNN cells on the CPU compute all gates of a step side by side in one storage and activate them in
+place, one after the other: to the tape that is a new version of the whole storage per gate, of
+which autograd saves one slice. Retaining each version whole would take more than plain autograd,
+which has one storage for all of them.
 
-So a saved slice that is exactly what a write has written becomes a value of its own, the *part*: made from the whole by
-one copy, right after the write, before the next one takes place in the same memory. A slice that later writes did not
-touch is the part that an earlier one made.
+So a saved slice that is exactly what a write has written becomes a value of its own, the *part*:
+made from the whole by one copy, right after the write, before the next one takes place in the same
+memory. A slice that later writes did not touch is the part that an earlier one made.
 """
 
 from __future__ import annotations
@@ -21,7 +23,14 @@ from gradfit.tape.ops import OpInfo
 
 _LINE = 64  # elements: memory is as well aligned after so many, whatever their size
 CUT = OpInfo(
-    view=False, writes=(), reads_written=False, random=False, fragile=None, scratch=(), recordable=True, copies=True
+    view=False,
+    writes=(),
+    reads_written=False,
+    random=False,
+    fragile=None,
+    scratch=(),
+    recordable=True,
+    copies=True,
 )
 
 
@@ -32,7 +41,12 @@ def is_small_slice(tensor: torch.Tensor) -> bool:
 
 def part_of(value: Value, geometry: Geometry) -> Value | None:
     """The part that is this slice of a value's storage; None if nobody wrote just this."""
-    while value.position == -1 and value.op is not None and len(value.op.written) == 1 and not value.evictable:
+    while (
+        value.position == -1
+        and value.op is not None
+        and len(value.op.written) == 1
+        and not value.evictable
+    ):
         if value.geometry == geometry:
             part = None if value.part is None else value.part()
             return _cut(value) if part is None else part
@@ -62,7 +76,9 @@ def whole_of(value: Value) -> Value | None:
 
 
 def spread(part: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """A part as the slice that it was, strides and alignment included: kernels may round differently otherwise."""
+    """A part as the slice that it was, strides and alignment included: kernels may round
+    differently otherwise.
+    """
     size, stride, offset, dtype = geometry
     first = int(offset) % _LINE
     memory = torch.empty(first + _span(size, stride), dtype=dtype, device=part.device)
@@ -89,7 +105,9 @@ def _span(size: Any, stride: Any) -> int:
 
 
 def _are_apart(one: Geometry, other: Geometry) -> bool:
-    """Whether two slices certainly have no element in common: one ends before the other, or they are columns apart."""
+    """Whether two slices certainly have no element in common: one ends before the other, or they
+    are columns apart.
+    """
     if one[3] is not other[3]:
         return False  # offsets are counted in elements
     if _ends(one) <= other[2] or _ends(other) <= one[2]:
@@ -110,9 +128,15 @@ def _ends(geometry: Geometry) -> int:
 
 
 def _columns(geometry: Geometry, row: int) -> tuple[int, int] | None:
-    """First and last column of a slice of rows that are `row` elements apart; None if it does not stay within rows."""
+    """First and last column of a slice of rows that are `row` elements apart; None if it does not
+    stay within rows.
+    """
     size, stride, offset, _ = geometry
-    inner = [(length, step) for length, step in zip(size, stride, strict=True) if length > 1 and step % row]
+    inner = [
+        (length, step)
+        for length, step in zip(size, stride, strict=True)
+        if length > 1 and step % row
+    ]
     first = int(offset) % row
     end = first + _span([length for length, _ in inner], [step for _, step in inner])
     return (first, end) if end <= row else None

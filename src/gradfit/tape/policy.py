@@ -28,8 +28,12 @@ ALL_KEPT = Decision(None)
 class Policy(Protocol):
     """Follows one forward, and decides for each of its operations."""
 
-    def decide(self, func: Any, results: list[torch.Tensor], args: Any, kwargs: Any) -> Decision | None:
-        """Asked once for each operation, after it ran as `func(*args, **kwargs)`; None: rebuild all its results."""
+    def decide(
+        self, func: Any, results: list[torch.Tensor], args: Any, kwargs: Any
+    ) -> Decision | None:
+        """Asked once for each operation, after it ran as `func(*args, **kwargs)`; None: rebuild all
+        its results.
+        """
 
 
 class OffloadingPolicy(Policy, Protocol):

@@ -1,12 +1,13 @@
 """What is set for the whole process while anything records, or while a tape lives.
 
-Python's garbage collector is held back while there is a tape. A tape is thousands of small objects that all die in the
-backward pass, by reference counting. Collections in between find nothing, and move the tape into the oldest generation,
-where it makes Python look through everything there is, again and again. So a collection waits for a hundred thousand
-objects instead of seven hundred: cycles in the user's own code are still found, a little later.
+Python's garbage collector is held back while there is a tape. A tape is thousands of small objects
+that all die in the backward pass, by reference counting. Collections in between find nothing, and
+move the tape into the oldest generation, where it makes Python look through everything there is,
+again and again. So a collection waits for a hundred thousand objects instead of seven hundred:
+cycles in the user's own code are still found, a little later.
 
-Compiled functions run eagerly while something records. Generated code writes to memory without telling anybody: a tape
-with such holes would rebuild something else.
+Compiled functions run eagerly while something records. Generated code writes to memory without
+telling anybody: a tape with such holes would rebuild something else.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def recording_begins(recorder: object) -> None:
 
 
 def recording_ends(recorder: object) -> None:
-    """After the last one, functions are compiled again. May be called twice: an interrupt can come at any time."""
+    """After the last one, functions are compiled again. May be called twice: an interrupt can come
+    at any time.
+    """
     _end([id(recorder)])
 
 
@@ -55,7 +58,9 @@ def _recordings_here() -> set[int]:
 
 
 def _as_now() -> Callable[[], None]:
-    """Ends what this thread begins to record from now on, and Ctrl-C keeps from ending by itself."""
+    """Ends what this thread begins to record from now on, and Ctrl-C keeps from ending by
+    itself.
+    """
     before = _recordings_here()
 
     def take_back() -> None:

@@ -1,17 +1,23 @@
-"""Writes down what a forward pass does, and decides at each saved tensor whether autograd gets it or a handle.
+"""Writes down what a forward pass does, and decides at each saved tensor whether autograd gets it
+or a handle.
 
 Rules, cited in this room where they are obeyed:
 
-1. A storage is known by its address, and only while it lives: a watcher takes the address out when it dies.
-2. Views are not recorded. Arguments are remembered as (value, geometry), whatever chain of views led to them.
-3. A storage that the tape has not seen being made is a *root*: held as it is, never rebuilt. Roots are owned by the
-   operations that read them: one that is alive is needed.
-4. A write makes a new value. Whoever still needs the old one gets it rebuilt, or a copy made just before the write.
-5. What cannot be replayed is not recorded, so that its results become roots: kept, never guessed. That goes for
-   memory handed out uninitialised too, if somebody reads it before a recorded operation has written to it, and for
-   storages that somebody the recorder does not see wrote to (their version counter, or their content, tells).
+1. A storage is known by its address, and only while it lives: a watcher takes the address out when
+   it dies.
+2. Views are not recorded. Arguments are remembered as (value, geometry), whatever chain of views
+   led to them.
+3. A storage that the tape has not seen being made is a *root*: held as it is, never rebuilt. Roots
+   are owned by the operations that read them: one that is alive is needed.
+4. A write makes a new value. Whoever still needs the old one gets it rebuilt, or a copy made just
+   before the write.
+5. What cannot be replayed is not recorded, so that its results become roots: kept, never guessed.
+   That goes for memory handed out uninitialised too, if somebody reads it before a recorded
+   operation has written to it, and for storages that somebody the recorder does not see wrote to
+   (their version counter, or their content, tells).
 6. Backward passes are not recorded, even inside a scope.
-7. A root whose memory can be written to unseen is held by content: as a copy, or with a digest that replay compares.
+7. A root whose memory can be written to unseen is held by content: as a copy, or with a digest that
+   replay compares.
 """
 
 from __future__ import annotations
@@ -25,7 +31,14 @@ import torch
 from torch.autograd.graph import increment_version
 
 from gradfit._torch import graph_task_id, storage_key
-from gradfit._torch_listen import listening, pop_hooks, push_hooks, stop_tracing, trace_again, untraced
+from gradfit._torch_listen import (
+    listening,
+    pop_hooks,
+    push_hooks,
+    stop_tracing,
+    trace_again,
+    untraced,
+)
 from gradfit.choices import Choice
 from gradfit.tape import process, replay, rng
 from gradfit.tape.allocate import without_content
@@ -46,7 +59,8 @@ _strided = torch.strided
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.recorders: list[weakref.ref[Recorder]] = []  # that are entered in this thread, the outermost first
+        # that are entered in this thread, the outermost first
+        self.recorders: list[weakref.ref[Recorder]] = []
 
 
 _thread = _Thread()
@@ -54,7 +68,11 @@ _thread = _Thread()
 
 def _pass_on(recorder: Recorder) -> None:
     """A recording ends; one around it may go on."""
-    outer = [one for reference in _thread.recorders if (one := reference()) is not None and one is not recorder]
+    outer = [
+        one
+        for reference in _thread.recorders
+        if (one := reference()) is not None and one is not recorder
+    ]
     _thread.recorders = [weakref.ref(one) for one in outer]
     if outer:
         outer[-1].inherit(recorder)
@@ -116,9 +134,11 @@ class Recorder(Writer):
                     trace_again(self._tracing)
 
     def unhook(self) -> None:
-        """Let autograd save by itself from now on. Only where it has just called `pack`: our hooks are the innermost.
+        """Let autograd save by itself from now on. Only where it has just called `pack`: our hooks
+        are the innermost.
 
-        Not in a backward inside of the forward, nor in its threads: their hooks are copies of ours, which stay.
+        Not in a backward inside of the forward, nor in its threads: their hooks are copies of ours,
+        which stay.
         """
         if self._hooked and graph_task_id() == -1 and threading.get_ident() == self._thread:
             self._hooked, self.saving = False, None
@@ -173,7 +193,9 @@ class Recorder(Writer):
                 return self._write_self(func, info, args, kwargs, state)
             return self._write(func, info, args, kwargs, state)
         if info.scratch and _in_training(args):
-            self._lose([args[position] for position in info.scratch if isinstance(args[position], _Tensor)])
+            self._lose(
+                [args[position] for position in info.scratch if isinstance(args[position], _Tensor)]
+            )
         out = info.call(*args, **kwargs)
         if info.chunks:
             self._add_chunks(out)
@@ -183,7 +205,8 @@ class Recorder(Writer):
         if info.scratch and _in_training(args):
             args = [_scratch(each) if at in info.scratch else each for at, each in enumerate(args)]
         if info.dtype and isinstance(out, _Tensor) and ("dtype" not in kwargs or not out.is_cpu):
-            # At replay another dtype may be the default one, and another accelerator the current one.
+            # At replay another dtype may be the default one, and another accelerator the current
+            # one.
             kwargs = {**kwargs, "dtype": out.dtype, "device": out.device}
         if info.shape_only and (instead := without_content(info, args, kwargs, out)) is not None:
             info, args, kwargs = instead
@@ -191,9 +214,16 @@ class Recorder(Writer):
         return out
 
     def _record(
-        self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any, state: Any, choices: Sequence[Choice] | None,
+        self,
+        func: Any,
+        info: OpInfo,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        state: Any,
+        choices: Sequence[Choice] | None,
         results: list[torch.Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Every microsecond here is paid hundreds of times per step: what is common is written out.
 
         `choices` are for these `results`.
@@ -220,7 +250,11 @@ class Recorder(Writer):
                     else:
                         if len(inputs) > FEW or value not in inputs:
                             inputs.append(value)
-                        template.append(value if value.natural() is argument else Slice(value, place_of(argument)))
+                        template.append(
+                            value
+                            if value.natural() is argument
+                            else Slice(value, place_of(argument))
+                        )
                 elif kind in ATOMS:
                     template.append(argument)
                 elif kind is _Parameter and argument.requires_grad and argument.is_leaf:
@@ -253,7 +287,9 @@ def _fresh(out: Any, inputs: list[Value]) -> Fresh:
         return [(0, out, key)]
     fresh: Fresh = []
     given = {value.key for value in inputs}
-    for position, tensor in enumerate(out if type(out) is tuple and list not in map(type, out) else flatten((out,))):
+    for position, tensor in enumerate(
+        out if type(out) is tuple and list not in map(type, out) else flatten((out,))
+    ):
         if type(tensor) is _Tensor:
             key = storage_key(tensor)
             if key not in given:
@@ -268,9 +304,14 @@ def _all_tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _in_training(args: Any) -> bool:
-    return not (len(args) > 5 and args[5] is False)  # in evaluation mode running statistics are ordinary inputs
+    # in evaluation mode running statistics are ordinary inputs
+    return not (len(args) > 5 and args[5] is False)
 
 
 def _scratch(statistics: Any) -> Any:
-    """Replay must not update running statistics a second time: it gets tensors whose content is not read."""
-    return replay.Scratch(geometry_of(statistics)) if isinstance(statistics, _Tensor) else statistics
+    """Replay must not update running statistics a second time: it gets tensors whose content is not
+    read.
+    """
+    return (
+        replay.Scratch(geometry_of(statistics)) if isinstance(statistics, _Tensor) else statistics
+    )

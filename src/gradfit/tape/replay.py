@@ -1,9 +1,11 @@
-"""Makes a value again: runs the operations between the nearest values that are there and the one that is wanted.
+"""Makes a value again: runs the operations between the nearest values that are there and the one
+that is wanted.
 
-A *sweep* runs each operation once, in the order of the forward. What it makes is dropped after its last use in the
-sweep, unless it is *retained*: in the same segment as the wanted value or one around it, and either wanted by backward
-itself later, or read by an operation whose results will have to be made later. So within a segment no operation is
-replayed twice in a pass, and no more is held than the rest of the pass asks for.
+A *sweep* runs each operation once, in the order of the forward. What it makes is dropped after its
+last use in the sweep, unless it is *retained*: in the same segment as the wanted value or one
+around it, and either wanted by backward itself later, or read by an operation whose results will
+have to be made later. So within a segment no operation is replayed twice in a pass, and no more is
+held than the rest of the pass asks for.
 """
 
 from __future__ import annotations
@@ -20,7 +22,18 @@ import torch
 
 from gradfit._torch import below_autograd
 from gradfit.errors import ActivationOverwritten, UnsupportedOp
-from gradfit.tape.graph import Geometry, Handle, Leaf, Operation, Segment, Slice, Tape, Value, geometry_of, shaped
+from gradfit.tape.graph import (
+    Geometry,
+    Handle,
+    Leaf,
+    Operation,
+    Segment,
+    Slice,
+    Tape,
+    Value,
+    geometry_of,
+    shaped,
+)
 from gradfit.tape.known import ATOMS
 from gradfit.tape.overwritten import overwritten, shape_of
 from gradfit.tape.parts import spread, whole_of
@@ -50,7 +63,9 @@ _depth = _Depth()
 
 
 def replaying() -> bool:
-    """Whether this thread is inside a sweep: what runs now belongs to the tape, not to the backward pass."""
+    """Whether this thread is inside a sweep: what runs now belongs to the tape, not to the backward
+    pass.
+    """
     return _depth.sweeps > 0
 
 
@@ -69,13 +84,17 @@ def take(handle: Handle) -> torch.Tensor:
         if handle.pass_number == tape.pass_number:
             tape.begin_pass()  # asked for a second time
         handle.pass_number = tape.pass_number
-        tensor = rebuild(value, tape, retain=tape.retains) if value.tensor is None else content(value)
+        tensor = (
+            rebuild(value, tape, retain=tape.retains) if value.tensor is None else content(value)
+        )
         release_if_done(value, tape)
     return _as_saved(tensor, handle)
 
 
 def look(handle: Handle) -> torch.Tensor:
-    """The same for somebody who reads a node's attributes: no backward asks, so nothing is used up or retained."""
+    """The same for somebody who reads a node's attributes: no backward asks, so nothing is used up
+    or retained.
+    """
     tape, value = handle.tape, handle.value
     with tape.lock:
         tensor = rebuild(value, tape, retain=False) if value.tensor is None else content(value)
@@ -85,11 +104,17 @@ def look(handle: Handle) -> torch.Tensor:
 def _as_saved(tensor: torch.Tensor, handle: Handle) -> torch.Tensor:
     if handle.geometry is None:
         return tensor
-    return shaped(tensor, handle.geometry) if whole_of(handle.value) is None else spread(tensor, handle.geometry)
+    return (
+        shaped(tensor, handle.geometry)
+        if whole_of(handle.value) is None
+        else spread(tensor, handle.geometry)
+    )
 
 
 def rebuild(target: Value, tape: Tape, *, retain: bool = True) -> torch.Tensor:
-    """Run the sweep for `target`, caching what the rest of this pass needs if it is to `retain` anything."""
+    """Run the sweep for `target`, caching what the rest of this pass needs if it is to `retain`
+    anything.
+    """
     started = time.perf_counter()
     needed = _needed(target)
     if retain:
@@ -102,8 +127,11 @@ def rebuild(target: Value, tape: Tape, *, retain: bool = True) -> torch.Tensor:
     for op in operations:
         for value in op.inputs:
             uses[value] = uses.get(value, 0) + 1
-    # What is cached and read here is pinned: memory may run short on the way, and whoever evicts must not take it.
-    made = {value: content(value) for value in uses if value.tensor is not None and value.op is not None}
+    # What is cached and read here is pinned: memory may run short on the way, and whoever evicts
+    # must not take it.
+    made = {
+        value: content(value) for value in uses if value.tensor is not None and value.op is not None
+    }
     with _context_of(target.segment), below_autograd(), Rewound() as rewound, _Sweep():
         for op in operations:
             if op.written:
@@ -166,7 +194,9 @@ def _is_to_be_made(value: Value, tape: Tape) -> bool:
 
 
 def _any_wanted(references: Sequence[Any], wanted: Callable[[Any, Tape], bool], tape: Tape) -> bool:
-    """Whether one of these is wanted. It is asked often, and mostly the same one is: in a queue it stays the first."""
+    """Whether one of these is wanted. It is asked often, and mostly the same one is: in a queue it
+    stays the first.
+    """
     if not isinstance(references, deque):
         return any(
             wanted(there, tape)
@@ -188,14 +218,17 @@ def content(value: Value) -> torch.Tensor:
         raise RuntimeError("gradfit: a value was used before it was rebuilt")
     if value.version >= 0:
         if tensor._version != value.version:
-            raise overwritten(tensor, tensor._version, value.version, rebuilt_from=True, line=value.line)
+            raise overwritten(
+                tensor, tensor._version, value.version, rebuilt_from=True, line=value.line
+            )
         if value.op is None:
             _check_there(tensor)
     elif value.digest is not None and digest_of(tensor) != value.digest:
         raise ActivationOverwritten(
-            f"A tensor of {shape_of(tensor)} from which activations are rebuilt has changed since the "
-            "forward pass. It lies in memory that torch does not watch (NumPy's, DLPack's, a mapped file's, or "
-            "inference mode's). Call backward() before refilling it, or use `x.clone()` in the forward pass."
+            f"A tensor of {shape_of(tensor)} from which activations are rebuilt has changed since"
+            " the forward pass. It lies in memory that torch does not watch (NumPy's, DLPack's, a"
+            " mapped file's, or inference mode's). Call backward() before refilling it, or use"
+            " `x.clone()` in the forward pass."
         )
     return tensor
 
@@ -213,8 +246,9 @@ def _check_there(tensor: torch.Tensor) -> None:
     """FSDP2 takes a parameter's memory away and leaves the storage."""
     if tensor.numel() and not tensor.untyped_storage().nbytes():
         raise UnsupportedOp(
-            f"A tensor of shape {tuple(tensor.shape)} from which activations are recomputed has been freed since the "
-            "forward pass (a resharded parameter). End the scope where the sharded unit ends."
+            f"A tensor of shape {tuple(tensor.shape)} from which activations are recomputed has"
+            " been freed since the forward pass (a resharded parameter). End the scope where the"
+            " sharded unit ends."
         )
 
 
@@ -237,17 +271,24 @@ def _add_copies(operations: set[Operation], target: Value, tape: Tape) -> None:
     Else a version of the whole storage would be retained, only to make them later.
     """
     for op in [op for op in operations if op.slices]:
-        versions = (*op.written, *(reference() for reference in op.outputs if reference is not None))
+        versions = (
+            *op.written,
+            *(reference() for reference in op.outputs if reference is not None),
+        )
         readers = [user() for value in versions if value is not None for user in value.users or ()]
         operations.update(
             reader
             for reader in readers
-            if reader is not None and reader.info.copies and _is_asked_for(reader, target.segment, tape)
+            if reader is not None
+            and reader.info.copies
+            and _is_asked_for(reader, target.segment, tape)
         )
 
 
 def _is_asked_for(op: Operation, segment: Segment, tape: Tape) -> bool:
-    """Whether a result is not there, and backward itself asks for it, so that a sweep in the segment retains it."""
+    """Whether a result is not there, and backward itself asks for it, so that a sweep in the
+    segment retains it.
+    """
     for reference in op.outputs:
         value = reference() if reference is not None else None
         if value is not None and value.tensor is None and value.pending(tape.pass_number):
@@ -255,8 +296,12 @@ def _is_asked_for(op: Operation, segment: Segment, tape: Tape) -> bool:
     return False
 
 
-def _wanted(value: Value, tape: Tape, there: set[Value], known: dict[Value | Operation, bool]) -> bool:
-    """Will this pass still ask for this value, itself or to make others from that are not `there`?"""
+def _wanted(
+    value: Value, tape: Tape, there: set[Value], known: dict[Value | Operation, bool]
+) -> bool:
+    """Will this pass still ask for this value, itself or to make others from that are not
+    `there`?
+    """
     decided = known.get(value)
     if decided is not None:
         return decided
@@ -273,7 +318,12 @@ def _wanted(value: Value, tape: Tape, there: set[Value], known: dict[Value | Ope
             seen.append(reader)
             for reference in reader.outputs:
                 output = reference() if reference is not None else None
-                if output is None or output.tensor is not None or output.unwanted == epoch or output in there:
+                if (
+                    output is None
+                    or output.tensor is not None
+                    or output.unwanted == epoch
+                    or output in there
+                ):
                     continue
                 decided = known.get(output)
                 if decided or output.pending(number):
@@ -293,7 +343,9 @@ def _wanted(value: Value, tape: Tape, there: set[Value], known: dict[Value | Ope
 
 
 def _retained(operations: list[Operation], target: Value, tape: Tape) -> set[Value]:
-    """Which results of the sweep stay after it. Readers come after what they read, so one pass backwards decides."""
+    """Which results of the sweep stay after it. Readers come after what they read, so one pass
+    backwards decides.
+    """
     number = tape.pass_number
     retained: set[Value] = set()
     known: dict[Value | Operation, bool] = {}
@@ -345,7 +397,12 @@ def _run_again(
         if results is None:
             results = tuple(flatten((out,)))
         result = results[value.position]
-        if (result.size(), result.stride(), result.storage_offset(), result.dtype) != value.geometry:
+        if (
+            result.size(),
+            result.stride(),
+            result.storage_offset(),
+            result.dtype,
+        ) != value.geometry:
             _refuse(op, value, result)
         if read or value is target:
             made[value] = result
@@ -361,7 +418,9 @@ def _write_again(
     target: Value,
     rewound: Rewound,
 ) -> None:
-    """The same for one that writes: on a private copy, if somebody else wants what it writes over."""
+    """The same for one that writes: on a private copy, if somebody else wants what it writes
+    over.
+    """
     private: dict[Value, torch.Tensor] = {}
     covered: dict[Value, torch.Tensor | None] = {}
     for old in op.written:
@@ -369,7 +428,9 @@ def _write_again(
         if tensor is not None and uses[old] == 1 and old.tensor is None and old is not target:
             private[old] = tensor  # nobody else wants the old version: write over it
         else:
-            private[old] = made[old] = copy_storage(content(old) if tensor is None else tensor, old.geometry)
+            private[old] = made[old] = copy_storage(
+                content(old) if tensor is None else tensor, old.geometry
+            )
             covered[old] = tensor
     args = [each if type(each) in ATOMS else _argument(each, op, made) for each in op.args]
     out = _call(op, args, made, rewound)
@@ -416,7 +477,10 @@ def _call(op: Operation, args: list[Any], made: dict[Value, torch.Tensor], rewou
     if op.rng is not None:
         chosen = rewound.start(op.rng, op.info.generator)
         if any(isinstance(argument, torch.Generator) for argument in args):  # by position
-            args = [chosen["generator"] if isinstance(argument, torch.Generator) else argument for argument in args]
+            args = [
+                chosen["generator"] if isinstance(argument, torch.Generator) else argument
+                for argument in args
+            ]
         else:
             kwargs.update(chosen)
     if op.info.grad_mode:
@@ -446,7 +510,8 @@ def _argument(reference: Any, op: Operation, made: dict[Value, torch.Tensor]) ->
 
 def _refuse(op: Operation, value: Value, result: torch.Tensor) -> None:
     raise UnsupportedOp(
-        f"{op.name} gave {tuple(result.shape)} {result.dtype} in the forward pass's place of "
-        f"{tuple(value.geometry[0])} {value.geometry[3]}: a setting (the default dtype, a backend's flags) "
-        "has changed since. Call backward() under the settings of the forward pass."
+        f"{op.name} gave {tuple(result.shape)} {result.dtype} in the forward pass's place of"
+        f" {tuple(value.geometry[0])} {value.geometry[3]}: a setting (the default dtype, a"
+        " backend's flags) has changed since. Call backward() under the settings of the forward"
+        " pass."
     )

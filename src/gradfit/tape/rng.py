@@ -1,4 +1,6 @@
-"""Random generators: what state an operation started from, and how to start from it again without a trace."""
+"""Random generators: what state an operation started from, and how to start from it again without a
+trace.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,19 @@ from gradfit.tape.ops import OpInfo
 
 State = tuple[Any, torch.Tensor]  # a generator (or a device, for its default one) and its state
 
-_global = threading.RLock()  # replays in several threads must not rewind the default generators at the same time
+# replays in several threads must not rewind the default generators at the same time
+_global = threading.RLock()
 
 
 def draws(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a random operation really draws: attention does not when its dropout probability is zero.
+    """Whether a random operation really draws: attention does not when its dropout probability is
+    zero.
 
     Nothing does on the meta device.
     """
-    if (args and isinstance(args[0], torch.Tensor) and args[0].is_meta) or _is_meta(kwargs.get("device")):
+    if (args and isinstance(args[0], torch.Tensor) and args[0].is_meta) or _is_meta(
+        kwargs.get("device")
+    ):
         return False
     if info.dropout is None:
         return True
@@ -78,14 +84,20 @@ def _source(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if device is None:
             if isinstance(argument, torch.Tensor):
                 device = argument.device
-            elif isinstance(argument, list | tuple) and argument and isinstance(argument[0], torch.Tensor):
+            elif (
+                isinstance(argument, list | tuple)
+                and argument
+                and isinstance(argument[0], torch.Tensor)
+            ):
                 device = argument[0].device
     device = torch.device(kwargs.get("device") or device or "cpu")
     return torch.default_generator if device.type == "cpu" else with_index(device)
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device that is meant now: `cuda` is another one at replay if the current device has changed since."""
+    """The device that is meant now: `cuda` is another one at replay if the current device has
+    changed since.
+    """
     index: int | None = device.index
     if index is not None:
         return device
@@ -99,10 +111,12 @@ def _identity(source: Any) -> Any:
 
 
 class Rewound:
-    """Context manager for replays: `start(state)` before each random operation leaves no trace on any generator.
+    """Context manager for replays: `start(state)` before each random operation leaves no trace on
+    any generator.
 
-    An operation that takes a generator gets a private one, so that threads that draw at the same time are not
-    disturbed. Others use the default generator, which is rewound, and put back at exit.
+    An operation that takes a generator gets a private one, so that threads that draw at the same
+    time are not disturbed. Others use the default generator, which is rewound, and put back at
+    exit.
     """
 
     def __init__(self) -> None:
@@ -125,7 +139,9 @@ class Rewound:
         return {}
 
     def _hold(self, source: Any) -> None:
-        """Remember where a generator is, to put it back; until then no other replay may rewind one."""
+        """Remember where a generator is, to put it back; until then no other replay may rewind
+        one.
+        """
         first = not self._present
         if first:
             self._undisturbed.__enter__()

@@ -1,4 +1,5 @@
-"""What autograd saves while a forward is recorded: the tensor itself, or a handle on a value that can be rebuilt.
+"""What autograd saves while a forward is recorded: the tensor itself, or a handle on a value that
+can be rebuilt.
 
 The rules that are cited are those of `record.py`.
 """
@@ -41,7 +42,8 @@ class Saver(Known):
     def _ask(
         self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any
     ) -> tuple[list[torch.Tensor], Sequence[Choice] | None]:
-        """An operation's results, and what becomes of each: `ALL` if all are kept, None if all are rebuilt.
+        """An operation's results, and what becomes of each: `ALL` if all are kept, None if all are
+        rebuilt.
 
         The policy is asked once for every operation, right after it ran.
         """
@@ -96,7 +98,12 @@ class Saver(Known):
                     self._copying = False
             if value is None or value.op is None:
                 return self._pack_root(tensor)
-        if value.position < 0 and value.op is not None and value.op.slices and is_small_slice(tensor):
+        if (
+            value.position < 0
+            and value.op is not None
+            and value.op.slices
+            and is_small_slice(tensor)
+        ):
             place = place_of(tensor)
             part = part_of(value, place)
             if part is not None:
@@ -110,7 +117,9 @@ class Saver(Known):
         return handle
 
     def _pack_subclass(self, tensor: torch.Tensor) -> Any:
-        """A frozen Parameter, a subclass of the user's: whoever saved it gets one of its class back."""
+        """A frozen Parameter, a subclass of the user's: whoever saved it gets one of its class
+        back.
+        """
         saving, self.saving = self.saving, None
         try:
             return OfSubclass(self.pack(detached(tensor)), tensor)
@@ -126,7 +135,9 @@ class Saver(Known):
         return (detached(tensor), version_of(tensor), source_line())
 
     def _first_pack(self, value: Value, tensor: torch.Tensor, natural: torch.Tensor | None) -> None:
-        forward_tensor = natural if natural is tensor or not value.evictable else value.forward_tensor()
+        forward_tensor = (
+            natural if natural is tensor or not value.evictable else value.forward_tensor()
+        )
         if value.evictable and (forward_tensor is not None or tensor.dtype is value.geometry[3]):
             value.tensor = _whole(value, tensor, forward_tensor)
             value.version = tensor._version
@@ -155,10 +166,16 @@ class Saver(Known):
             self._note_kept(tensor)
 
     def written_over(self) -> torch.Tensor | None:
-        """Something that rebuilds start from and that somebody has written to since it was read, if there is."""
+        """Something that rebuilds start from and that somebody has written to since it was read, if
+        there is.
+        """
         for root in self._roots.values():
             value = root()
-            if value is not None and value.tensor is not None and -1 < value.version != value.tensor._version:
+            if (
+                value is not None
+                and value.tensor is not None
+                and -1 < value.version != value.tensor._version
+            ):
                 return value.tensor
         for reference in (each for leaves in self._leaves.values() for each in leaves):
             leaf = reference()
@@ -197,5 +214,7 @@ def unpack(packed: Any) -> torch.Tensor:
         return alias
     tensor: torch.Tensor = packed[0]
     if packed[1] is not None and packed[1] >= 0 and tensor._version != packed[1]:
-        raise overwritten(tensor, tensor._version, packed[1], line=packed[2] if len(packed) > 2 else "")
+        raise overwritten(
+            tensor, tensor._version, packed[1], line=packed[2] if len(packed) > 2 else ""
+        )
     return tensor

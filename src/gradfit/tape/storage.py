@@ -1,4 +1,6 @@
-"""Tensors as the tape knows them: by the address of their storage, if they have one of their own."""
+"""Tensors as the tape knows them: by the address of their storage, if they have one of their
+own.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,16 @@ from gradfit._torch_listen import unseen
 from gradfit.tape.graph import Geometry, geometry_of, shaped
 from gradfit.tape.ops import OpInfo
 
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})  # a fake one has a storage too
+# a fake one has a storage too
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
 _PART = 1 << 20
 _default_dispatch = torch.Tensor.__torch_dispatch__
 
 
 class Untrackable(Exception):
-    """A tensor without a storage of its own: sparse, nested, a wrapper subclass, a functorch level."""
+    """A tensor without a storage of its own: sparse, nested, a wrapper subclass, a functorch
+    level.
+    """
 
 
 def key_of(tensor: torch.Tensor) -> int:
@@ -46,7 +51,9 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def place_of(tensor: torch.Tensor) -> Geometry:
-    """Where in its storage a tensor lies; `Untrackable` if it is not what lies there (conjugated, negated, nested)."""
+    """Where in its storage a tensor lies; `Untrackable` if it is not what lies there (conjugated,
+    negated, nested).
+    """
     try:
         if tensor.is_conj() or tensor.is_neg():
             raise Untrackable
@@ -59,7 +66,8 @@ class _Copying(threading.local):
     now = False
 
 
-copying = _Copying()  # whether what this thread runs is no operation of the forward, but a copy that the tape makes
+# whether what this thread runs is no operation of the forward, but a copy that the tape makes
+copying = _Copying()
 
 
 def copy_storage(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
@@ -82,7 +90,9 @@ def holds_only(tensor: torch.Tensor, number: Any) -> bool:
 
 
 def fills_storage(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all that its storage holds, each element once, in whatever order of the dimensions."""
+    """Whether a tensor is all that its storage holds, each element once, in whatever order of the
+    dimensions.
+    """
     if tensor.nbytes != tensor.untyped_storage().nbytes():
         return False
     expected = 1
@@ -142,4 +152,6 @@ def written_tensors(info: OpInfo, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        storage, 0, (storage.nbytes(),), (1,)
+    )

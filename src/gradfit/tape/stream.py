@@ -1,10 +1,10 @@
 """The one definition of an operation: profiles, plans, recordings and audits number them by it.
 
 An *operation* is a call of an operator, in a forward, that is no view by its schema and that writes
-or returns a tensor. Its *results* are the arguments that it writes, then the tensors that it returns,
-without those that are its arguments by its schema. Addresses play no part in it: a result that happens
-to lie in memory that was there before gets a number, too, and no bytes. The drawing of a dropout mask
-takes two numbers: see `mask.py`.
+or returns a tensor. Its *results* are the arguments that it writes, then the tensors that it
+returns, without those that are its arguments by its schema. Addresses play no part in it: a result
+that happens to lie in memory that was there before gets a number, too, and no bytes. The drawing of
+a dropout mask takes two numbers: see `mask.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def _new_returns(info: OpInfo, out: Any) -> Any:
     if info.aliased_returns is None:
         return (out,)
     returned = out if len(info.aliased_returns) > 1 else (out,)
-    return [one for one, aliased in zip(returned, info.aliased_returns, strict=False) if not aliased]
+    return [
+        one for one, aliased in zip(returned, info.aliased_returns, strict=False) if not aliased
+    ]
 
 
 def new_bytes(tensor: torch.Tensor) -> int:

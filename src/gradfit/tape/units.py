@@ -1,11 +1,12 @@
 """Where FSDP2's units begin and end: a replay must not cross there.
 
-A unit's parameters exist while its forward runs, and again while its backward runs; between the two they are sharded,
-and a replay that reads them would read freed memory. So what enters a unit and what leaves it is kept: a value inside
-is then rebuilt from the unit's own input with the unit's own parameters, in the unit's own backward.
+A unit's parameters exist while its forward runs, and again while its backward runs; between the two
+they are sharded, and a replay that reads them would read freed memory. So what enters a unit and
+what leaves it is kept: a value inside is then rebuilt from the unit's own input with the unit's own
+parameters, in the unit's own backward.
 
-Gathering them again is a write to where they were read, and none that changes anything: nobody needs a copy of what
-lies there before, which is nothing.
+Gathering them again is a write to where they were read, and none that changes anything: nobody
+needs a copy of what lies there before, which is nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from gradfit._torch_fsdp import gathered_into
 
 
 def watch_units(keep: Callable[[torch.Tensor], None], refilled: set[int]) -> list[RemovableHandle]:
-    """Call `keep` for every tensor that enters or leaves a unit in this thread, if there are units at all.
+    """Call `keep` for every tensor that enters or leaves a unit in this thread, if there are units
+    at all.
 
     The storages into which the units gather are put into `refilled`.
     """

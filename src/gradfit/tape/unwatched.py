@@ -1,9 +1,10 @@
 """Memory that can be written to without torch knowing: rule 7 of `record.py`.
 
-NumPy's, another library's that came by DLPack, a mapped file's, another process's: such memory has an owner beside
-torch. And tensors that were made under inference mode have no version counter.
+NumPy's, another library's that came by DLPack, a mapped file's, another process's: such memory has
+an owner beside torch. And tensors that were made under inference mode have no version counter.
 
-Frozen parameters are left out, though a loader may have mapped them from a file: they are large, and not refilled.
+Frozen parameters are left out, though a loader may have mapped them from a file: they are large,
+and not refilled.
 """
 
 from __future__ import annotations
@@ -26,11 +27,15 @@ def is_unwatched(tensor: torch.Tensor) -> bool:
         return not isinstance(tensor, torch.nn.Parameter | FakeTensor)
     if has_one_owner(tensor):
         return False
-    return not isinstance(tensor, torch.nn.Parameter) and not isinstance(base_of(tensor), torch.nn.Parameter)
+    return not isinstance(tensor, torch.nn.Parameter) and not isinstance(
+        base_of(tensor), torch.nn.Parameter
+    )
 
 
 def has_one_owner(tensor: torch.Tensor) -> bool:
-    """Whether torch has allocated the memory, so that nobody else has a storage or an array on it."""
+    """Whether torch has allocated the memory, so that nobody else has a storage or an array on
+    it.
+    """
     return tensor.untyped_storage().resizable()
 
 
@@ -78,7 +83,9 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _span(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return 1 + sum(
+        (size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True)
+    )
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

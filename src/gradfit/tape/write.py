@@ -29,21 +29,29 @@ from gradfit.tape.parts import is_small_slice
 from gradfit.tape.save import Saver
 from gradfit.tape.storage import Untrackable, fills_storage, fresh_results, key_of, written_tensors
 
-_NOT_WRITTEN_DOWN = frozenset({KEEP, OFFLOAD, PACK})  # how such a result was written need not be known
+# how such a result was written need not be known
+_NOT_WRITTEN_DOWN = frozenset({KEEP, OFFLOAD, PACK})
 
 
 class Writer(Saver):
     """Records writes."""
 
     def _write_self(self, func: Any, info: OpInfo, args: Any, kwargs: Any, state: Any) -> Any:
-        """`_write` for what nearly all writes are: a method on the very tensor that an operation has returned."""
+        """`_write` for what nearly all writes are: a method on the very tensor that an operation
+        has returned.
+        """
         target: torch.Tensor = args[0]
         old = None if target.is_inference() else self._made.get(storage_key(target))
-        if old is None and not target.is_inference() and self._root(key := storage_key(target)) is None:
+        if (
+            old is None
+            and not target.is_inference()
+            and self._root(key := storage_key(target)) is None
+        ):
             if key in self._leaves:
                 self._save_leaves(key)
             self._write_unknown(target, key)
-            out = info.call(*args, **kwargs)  # unknown before, unknown after: a counter of batches, mostly
+            # unknown before, unknown after: a counter of batches, mostly
+            out = info.call(*args, **kwargs)
             self._offload([target], self._ask(func, info, args, kwargs, out)[1])
             return out
         if (
@@ -75,7 +83,9 @@ class Writer(Saver):
             return out
         op.rng = state
         op.written = (old,)
-        value = Value(key, old.geometry, self.segment, op, -1, WRITTEN - target._version, natural, watcher)
+        value = Value(
+            key, old.geometry, self.segment, op, -1, WRITTEN - target._version, natural, watcher
+        )
         if choices is not None and choices[0] is HOLD:
             value.evictable = True
         self._made[key] = value
@@ -98,7 +108,9 @@ class Writer(Saver):
             self._ask(func, info, args, kwargs, out)
             return out
         early = int(info.counts_first)
-        olds = [self._present(key, target, early) for key, target in zip(keys, targets, strict=True)]
+        olds = [
+            self._present(key, target, early) for key, target in zip(keys, targets, strict=True)
+        ]
         op: Operation | None = None
         if info.recordable and None not in olds and len(set(keys)) == len(keys):
             if not info.reads_written:
@@ -132,7 +144,10 @@ class Writer(Saver):
         op.rng = state
         op.written = tuple(olds)  # type: ignore[arg-type]
         op.slices = is_small_slice(targets[0])
-        written = [(-1 - number, target, key) for number, (target, key) in enumerate(zip(targets, keys, strict=True))]
+        written = [
+            (-1 - number, target, key)
+            for number, (target, key) in enumerate(zip(targets, keys, strict=True))
+        ]
         entries = [*written, *fresh]
         if choices is not None and len(choices) != len(entries):
             choices = choices_for(entries, choices, results)
@@ -141,16 +156,26 @@ class Writer(Saver):
         return out
 
     def _offload(self, targets: list[torch.Tensor], choices: Sequence[Choice] | None) -> None:
-        """What was written moves out, if the policy says so; how it was written need not be known."""
+        """What was written moves out, if the policy says so; how it was written need not be
+        known.
+        """
         for target, choice in zip(targets, choices or (), strict=False):
             if choice in (OFFLOAD, PACK) and fills_storage(target):
                 key = storage_key(target)
                 self._roots.pop(key, None)
-                self._adopt(Operation(next_index(), None, LOAD, [], NO_KWARGS, []), [(0, target, key)], [choice])
+                self._adopt(
+                    Operation(next_index(), None, LOAD, [], NO_KWARGS, []),
+                    [(0, target, key)],
+                    [choice],
+                )
                 self._written([target], [key], [None])
 
-    def _written(self, targets: list[torch.Tensor], keys: list[int], olds: list[Value | None]) -> None:
-        """Note by which version counter a write will be counted, and that the others stay as they are."""
+    def _written(
+        self, targets: list[torch.Tensor], keys: list[int], olds: list[Value | None]
+    ) -> None:
+        """Note by which version counter a write will be counted, and that the others stay as they
+        are.
+        """
         for target, key, old in zip(targets, keys, olds, strict=True):
             version, value = version_of(target), self._made[key]
             counter: Value | Chunk = value
@@ -160,9 +185,11 @@ class Writer(Saver):
 
 
 def _refuse_views(func: Any, targets: list[torch.Tensor]) -> None:
-    """torch forgets the history of a view that a `_foreach` operation writes to under any dispatch mode."""
+    """torch forgets the history of a view that a `_foreach` operation writes to under any dispatch
+    mode.
+    """
     if torch.is_grad_enabled() and any(t.requires_grad and base_of(t) is not None for t in targets):
         raise UnsupportedOp(
-            f"{func} writes to a view of a tensor that requires a gradient, and torch loses that gradient inside a "
-            "scope. Call the operation on each tensor, or on copies."
+            f"{func} writes to a view of a tensor that requires a gradient, and torch loses that"
+            " gradient inside a scope. Call the operation on each tensor, or on copies."
         )

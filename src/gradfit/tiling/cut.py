@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DEFAULT_SIZE = 256  # a tile of fewer rows makes matrix products too thin; a larger one takes more memory for no time
+# a tile of fewer rows makes matrix products too thin; a larger one takes more memory for no time
+DEFAULT_SIZE = 256
 
 MODULE_SIZE = 1024
 
@@ -13,8 +14,8 @@ MODULE_SIZE = 1024
 class Cut:
     """How many rows a tile has.
 
-    With `parts` their number is the same whatever the rows are: a plan, which is made for a list of operations, holds
-    for every micro-batch then. Tiles may be empty.
+    With `parts` their number is the same whatever the rows are: a plan, which is made for a list of
+    operations, holds for every micro-batch then. Tiles may be empty.
     """
 
     size: int = DEFAULT_SIZE

@@ -1,7 +1,9 @@
-"""What is to be done to logits that do not exist yet, written down so that it can be done to a few rows at a time.
+"""What is to be done to logits that do not exist yet, written down so that it can be done to a few
+rows at a time.
 
-An expression is a projection (hidden states times a vocabulary's weights) or a function applied to expressions. All of
-it treats each row by itself: what one row of the result is depends on that row of the hidden states alone.
+An expression is a projection (hidden states times a vocabulary's weights) or a function applied to
+expressions. All of it treats each row by itself: what one row of the result is depends on that row
+of the hidden states alone.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ from gradfit.errors import ActivationOverwritten
 
 
 class AutocastState(NamedTuple):
-    """Autocast as it is when something is written down: it is done later, and once more in the backward pass."""
+    """Autocast as it is when something is written down: it is done later, and once more in the
+    backward pass.
+    """
 
     device: str
     enabled: bool
@@ -83,22 +87,25 @@ class Projection:
         """Refuse to go on if what the logits are made of is no longer what it was."""
         if self.weight.numel() and not self.weight.untyped_storage().nbytes():
             raise ActivationOverwritten(
-                "The weights of the projection were freed after these logits were returned: FSDP2 has resharded the "
-                "module around it. Compute the loss inside of that module, or pass fully_shard(..., "
-                "reshard_after_forward=False)."
+                "The weights of the projection were freed after these logits were returned: FSDP2"
+                " has resharded the module around it. Compute the loss inside of that module, or"
+                " pass fully_shard(..., reshard_after_forward=False)."
             )
         if self._versions() == self.versions:
             return
         same_hidden = self.hidden.is_inference() or self.versions[0] == self.hidden._version
         raise ActivationOverwritten(
-            f"{'The weights of the projection' if same_hidden else 'The hidden states'} were changed in place after "
-            "these logits were returned and before their numbers were asked for: they would be others now. Use the "
-            "logits before optimizer.step(), or ask for the numbers earlier, with logits.detach().clone() + 0."
+            f"{'The weights of the projection' if same_hidden else 'The hidden states'} were"
+            " changed in place after these logits were returned and before their numbers were"
+            " asked for: they would be others now. Use the logits before optimizer.step(), or ask"
+            " for the numbers earlier, with logits.detach().clone() + 0."
         )
 
     def _versions(self) -> tuple[int, ...]:
         tensors = (self.hidden, self.weight, self.bias)
-        return tuple(each._version for each in tensors if each is not None and not each.is_inference())
+        return tuple(
+            each._version for each in tensors if each is not None and not each.is_inference()
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,19 +136,25 @@ class _Slot(NamedTuple):
 
 
 class Operands:
-    """The tensors that an expression reads, each once, and the program that says what is done with them.
+    """The tensors that an expression reads, each once, and the program that says what is done with
+    them.
 
-    The program holds no tensor: a node of autograd can keep it, and whatever it saves can still be dropped.
+    The program holds no tensor: a node of autograd can keep it, and whatever it saves can still be
+    dropped.
     """
 
     def __init__(self, expression: Expression) -> None:
         self.projections: list[Projection] = []
         self.rows: list[Rows] = []
         self.constants: list[Tensor] = []  # the same for every row: class weights, a bias, a scale
-        self.program = Program(self._read(expression), [each.dtype for each in self.projections], len(self.rows))
+        self.program = Program(
+            self._read(expression), [each.dtype for each in self.projections], len(self.rows)
+        )
 
     def tensors(self) -> list[Tensor | None]:
-        """Hidden states, rows flat, weight and bias of each projection; then what has rows; then constants."""
+        """Hidden states, rows flat, weight and bias of each projection; then what has rows; then
+        constants.
+        """
         found: list[Tensor | None] = []
         for projection in self.projections:
             projection.check()
@@ -152,7 +165,12 @@ class Operands:
     def _read(self, item: Any) -> Any:
         if isinstance(item, Applied):
             args = tuple(self._read(each) for each in item.args)
-            return Applied(item.function, args, {k: self._read(v) for k, v in item.kwargs.items()}, item.autocast)
+            return Applied(
+                item.function,
+                args,
+                {k: self._read(v) for k, v in item.kwargs.items()},
+                item.autocast,
+            )
         lists: dict[Any, tuple[str, list[Any]]] = {
             Projection: ("logits", self.projections),
             Rows: ("rows", self.rows),
@@ -175,10 +193,19 @@ class Program:
         self.row_tensors = row_tensors
 
     def evaluate(
-        self, logits: list[Tensor], rows: list[Tensor], constants: list[Tensor], *, plain: bool = False
+        self,
+        logits: list[Tensor],
+        rows: list[Tensor],
+        constants: list[Tensor],
+        *,
+        plain: bool = False,
     ) -> tuple[Tensor, ...]:
-        """The results for a tile, of these tensors; `plain` by functions that can be differentiated twice."""
-        found = _evaluate(self._tree, {"logits": logits, "rows": rows, "constant": constants}, plain)
+        """The results for a tile, of these tensors; `plain` by functions that can be differentiated
+        twice.
+        """
+        found = _evaluate(
+            self._tree, {"logits": logits, "rows": rows, "constant": constants}, plain
+        )
         return tuple(found) if isinstance(found, tuple | list) else (found,)
 
 
@@ -199,7 +226,10 @@ def dtype_of(expression: Expression) -> torch.dtype:
     operands = Operands(expression)
     # Nobody need hear of it, but fake tensors, which are made of what is heard.
     with torch.no_grad(), contextlib.nullcontext() if inside_fake_mode() else unseen():
-        logits = [each.weight.new_empty((0, each.weight.shape[0]), dtype=each.dtype) for each in operands.projections]
+        logits = [
+            each.weight.new_empty((0, each.weight.shape[0]), dtype=each.dtype)
+            for each in operands.projections
+        ]
         rows = [one.tensor[:0] for one in operands.rows]
         return operands.program.evaluate(logits, rows, operands.constants)[0].dtype
 
@@ -230,7 +260,8 @@ def _detached_leaf(item: Any) -> Any:
 
 
 def _map_leaves(item: Any, change: Callable[[Any], Any]) -> Any:
-    # Not a function inside of its callers: one that calls itself is a cycle, and holds hidden states until collected.
+    # Not a function inside of its callers: one that calls itself is a cycle, and holds hidden
+    # states until collected.
     if not isinstance(item, Applied):
         return change(item)
     args = tuple(_map_leaves(each, change) for each in item.args)

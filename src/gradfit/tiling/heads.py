@@ -22,8 +22,8 @@ _WIDENING = 8  # a layer this much wider than its input makes numbers that are w
 def find_heads(model: nn.Module) -> dict[str, bool]:
     """Names of the linear layers that may be projections to a vocabulary; whether they surely are.
 
-    Surely: the model says so (`get_output_embeddings`), or the weights are an embedding's, too. Others are much wider
-    than their input; what becomes of their results will show.
+    Surely: the model says so (`get_output_embeddings`), or the weights are an embedding's, too.
+    Others are much wider than their input; what becomes of their results will show.
     """
     says = _output_embeddings(model)
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -49,7 +49,10 @@ def _output_embeddings(model: nn.Module) -> set[int]:
         if callable(getter):
             try:
                 found.add(id(getter()))
-            except (NotImplementedError, AttributeError):  # transformers' base class raises where there is none
+            except (
+                NotImplementedError,
+                AttributeError,
+            ):  # transformers' base class raises where there is none
                 continue
     return found
 
@@ -70,13 +73,19 @@ class LazyForward(NotCopied):
     @untraced
     def __call__(self, input: Tensor) -> Tensor:
         module = self._module
-        if inside_tile() or not _may_be_lazy(module, input) or (self.head.materialised and not self.head.reduced):
+        if (
+            inside_tile()
+            or not _may_be_lazy(module, input)
+            or (self.head.materialised and not self.head.reduced)
+        ):
             return nn.Linear.forward(module, input)
         return LazyLogits.project(input, module.weight, module.bias, self.head)
 
 
 def _may_be_lazy(module: Any, input: Tensor) -> bool:
-    """Not where somebody else decides what a product is (sharded or quantised weights), or waits for a gradient."""
+    """Not where somebody else decides what a product is (sharded or quantised weights), or waits
+    for a gradient.
+    """
     plain = (Tensor, nn.Parameter, FakeTensor)
     weight, bias = module.weight, module.bias
     return (

@@ -1,8 +1,10 @@
-"""The logarithm of the probability of each row's label, computed in the memory of the logits themselves.
+"""The logarithm of the probability of each row's label, computed in the memory of the logits
+themselves.
 
-`F.cross_entropy` and its backward hold four tensors of the logits' size. A tile's logits are nobody else's, so they can
-become their own logarithmic softmax, and that the gradient: two. The kernels are torch's own, so each row has the bits
-of the untiled run; that they may write where they read was tested on the CPU, and is done there only.
+`F.cross_entropy` and its backward hold four tensors of the logits' size. A tile's logits are nobody
+else's, so they can become their own logarithmic softmax, and that the gradient: two. The kernels
+are torch's own, so each row has the bits of the untiled run; that they may write where they read
+was tested on the CPU, and is done there only.
 """
 
 from __future__ import annotations
@@ -17,8 +19,20 @@ from gradfit._torch import log_softmax_backward
 from gradfit.tiling.expression import Applied, AutocastState, Expression, Projection
 
 # The results of these are new, and autograd does not save them: they may be written over.
-_UNSAVED = {Tensor.to, Tensor.mul, Tensor.div, torch.mul, torch.div, Tensor.__mul__, Tensor.__truediv__, Tensor.add,
-            torch.add, Tensor.__add__, Tensor.__rmul__, Tensor.__radd__}  # fmt: skip
+_UNSAVED = {
+    Tensor.to,
+    Tensor.mul,
+    Tensor.div,
+    torch.mul,
+    torch.div,
+    Tensor.__mul__,
+    Tensor.__truediv__,
+    Tensor.add,
+    torch.add,
+    Tensor.__add__,
+    Tensor.__rmul__,
+    Tensor.__radd__,
+}
 
 
 class LabelLogProbability:
@@ -26,7 +40,10 @@ class LabelLogProbability:
 
     def __call__(self, logits: Tensor, label: Tensor) -> Tensor:
         # Where autocast is on, a cross-entropy is computed in float32.
-        if logits.dtype in (torch.float16, torch.bfloat16) and AutocastState.now(logits.device).enabled:
+        if (
+            logits.dtype in (torch.float16, torch.bfloat16)
+            and AutocastState.now(logits.device).enabled
+        ):
             logits = logits.float()
         if logits.dtype not in (torch.float32, torch.float64) or logits.device.type != "cpu":
             return self.plain(logits, label)

@@ -1,16 +1,19 @@
-"""Logits that do not exist: a tensor with their shape, whose numbers are made when somebody asks for them.
+"""Logits that do not exist: a tensor with their shape, whose numbers are made when somebody asks
+for them.
 
-What models and losses usually do with logits (views, shifts, casts, scaling, soft-capping) is written down; what
-reduces each row to a few numbers (a cross-entropy, `argmax`) is done tile by tile. Anything else gets all the numbers,
-as the plain projection makes them, with the same graph.
+What models and losses usually do with logits (views, shifts, casts, scaling, soft-capping) is
+written down; what reduces each row to a few numbers (a cross-entropy, `argmax`) is done tile by
+tile. Anything else gets all the numbers, as the plain projection makes them, with the same graph.
 
 Three rules, so that nothing is silently something else:
 
-1. What was derived from a lazy tensor before it was written to keeps its values: expressions are of hidden states, and
-   their versions are compared.
-2. Numbers are made under the gradient mode and the autocast of the moment when the lazy tensor was returned.
-3. To code that does not ask `__torch_function__` (a custom `autograd.Function`, C++), it is a tensor with a graph: the
-   numbers are made below autograd, and a gradient that arrives goes on to hidden states and weights.
+1. What was derived from a lazy tensor before it was written to keeps its values: expressions are of
+   hidden states, and their versions are compared.
+2. Numbers are made under the gradient mode and the autocast of the moment when the lazy tensor was
+   returned.
+3. To code that does not ask `__torch_function__` (a custom `autograd.Function`, C++), it is a
+   tensor with a graph: the numbers are made below autograd, and a gradient that arrives goes on to
+   hidden states and weights.
 """
 
 from __future__ import annotations
@@ -72,9 +75,10 @@ class Head:
         self.materialised = f"{name} at {source_line() or 'an unknown line'}"
         if self.says_so:
             warnings.warn(
-                f"The logits of {self.name or 'the model'} were made whole, {self.nbytes} bytes, for "
-                f"{self.materialised}: it does not treat each row by itself, or gradfit does not know that it does. "
-                "Results are the same. gf.tile(model, exclude=[...]) leaves this projection as it is.",
+                f"The logits of {self.name or 'the model'} were made whole, {self.nbytes} bytes,"
+                f" for {self.materialised}: it does not treat each row by itself, or gradfit does"
+                " not know that it does. Results are the same. gf.tile(model, exclude=[...])"
+                " leaves this projection as it is.",
                 LogitsMaterialised,
                 stacklevel=4,
             )
@@ -107,7 +111,9 @@ class LazyLogits(Tensor):
             head: whose logits these are.
         """
         projection = Projection(hidden, weight, bias, AutocastState.now(hidden.device))
-        made = LazyLogits._make(projection, hidden.shape[:-1], hidden.dim() - 1, head, projection.dtype)
+        made = LazyLogits._make(
+            projection, hidden.shape[:-1], hidden.dim() - 1, head, projection.dtype
+        )
         head.rows = max(head.rows, made.numel() // max(1, weight.shape[0]))
         head.nbytes = max(head.nbytes, made.numel() * made.element_size())
         return made
@@ -135,14 +141,17 @@ class LazyLogits(Tensor):
         made._expression, made._head, made._class_dim = expression, head, class_dim
         made._origin, made._is_lazy_view = origin, family is not None
         made._family = family or _Family()
-        made._grad_mode, made._autocast = torch.is_grad_enabled(), AutocastState.now(first.hidden.device)
+        made._grad_mode, made._autocast = (
+            torch.is_grad_enabled(),
+            AutocastState.now(first.hidden.device),
+        )
         made._dense = None
         parents = [each for each in leaves_of_nest(origin) if isinstance(each, LazyLogits)]
         made._hooks = [hook for parent in parents for hook in parent._hooks]
         made._place = _place(made)
         return made
 
-    # ------------------------------------------------------------------------------------------ for handlers
+    # --------------------------------------------------------------------------------- for handlers
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -160,7 +169,13 @@ class LazyLogits(Tensor):
     def has_words_last(self) -> bool:
         return self._class_dim == len(_described(self, "shape")) - 1
 
-    def apply(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], origin: Any) -> Any:
+    def apply(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        origin: Any,
+    ) -> Any:
         """Lazy: a function of expressions that treats each row by itself and keeps the words.
 
         Args:
@@ -170,25 +185,40 @@ class LazyLogits(Tensor):
             origin: the call as it was, on whole tensors.
         """
         expression = Applied(function, args, kwargs, AutocastState.now(_described(self, "device")))
-        return LazyLogits._make(expression, self.lead, self._class_dim, self._head, dtype_of(expression), origin)
+        return LazyLogits._make(
+            expression, self.lead, self._class_dim, self._head, dtype_of(expression), origin
+        )
 
     def arrange(
-        self, change: Callable[[Tensor], Tensor], origin: Any, *, is_view: bool, class_dim: int | None = None
+        self,
+        change: Callable[[Tensor], Tensor],
+        origin: Any,
+        *,
+        is_view: bool,
+        class_dim: int | None = None,
     ) -> Any:
         """Lazy: the same rows in another arrangement, made by arranging the hidden states."""
 
         def changed(projection: Projection) -> Projection:
             projection.check()
-            return Projection(change(projection.hidden), projection.weight, projection.bias, projection.autocast)
+            return Projection(
+                change(projection.hidden), projection.weight, projection.bias, projection.autocast
+            )
 
         expression = change_projections(self._expression, changed)
         lead = Operands(expression).projections[0].hidden.shape[:-1]
         family = self._family if is_view else None
         dim = len(lead) if class_dim is None else class_dim
-        return LazyLogits._make(expression, lead, dim, self._head, _described(self, "dtype"), origin, family)
+        return LazyLogits._make(
+            expression, lead, dim, self._head, _described(self, "dtype"), origin, family
+        )
 
-    def reduce(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
-        """In tiles: a function that makes a few numbers of each row; results have the flat rows first."""
+    def reduce(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, ...]:
+        """In tiles: a function that makes a few numbers of each row; results have the flat rows
+        first.
+        """
         expression = Applied(function, args, kwargs, AutocastState.now(_described(self, "device")))
         results = reduce_rows(expression, self._head.cut)
         self._head.reduced += 1
@@ -203,7 +233,9 @@ class LazyLogits(Tensor):
         with torch.no_grad():
             expression = detached(self._expression)
             dtype = _described(self, "dtype")
-            return LazyLogits._make(expression, self.lead, self._class_dim, self._head, dtype, origin)
+            return LazyLogits._make(
+                expression, self.lead, self._class_dim, self._head, dtype, origin
+            )
 
     @property
     def expression(self) -> Expression:
@@ -211,10 +243,12 @@ class LazyLogits(Tensor):
 
     @property
     def is_plain(self) -> bool:
-        """Whether the numbers are there: whoever was given them may have written to them, or hooked them."""
+        """Whether the numbers are there: whoever was given them may have written to them, or hooked
+        them.
+        """
         return self._family.is_whole
 
-    # ------------------------------------------------------------------------------------------ the numbers
+    # ---------------------------------------------------------------------------------- the numbers
 
     def whole(self) -> Tensor:
         """The numbers, with the graph that the plain model would have given them."""
@@ -236,17 +270,23 @@ class LazyLogits(Tensor):
         if not self._is_lazy_view and any(parent.is_written for parent in parents):  # rule 1
             operands = Operands(self._expression)
             return _arranged(evaluate_whole(operands.program, tuple(operands.tensors()))[0], self)
-        args, kwargs = map_nest(lambda item: item.whole() if isinstance(item, LazyLogits) else item, (args, kwargs))
+        args, kwargs = map_nest(
+            lambda item: item.whole() if isinstance(item, LazyLogits) else item, (args, kwargs)
+        )
         result: Tensor = function(*args, **kwargs)
         return result
 
     @property
     def is_written(self) -> bool:
         """Whether somebody has written to the numbers since they were made."""
-        return self._family.is_whole and (self._dense is None or self._dense._version > self._dense_version)
+        return self._family.is_whole and (
+            self._dense is None or self._dense._version > self._dense_version
+        )
 
     def take_fsdp_hook(self, hook: Any) -> Any:
-        """FSDP2 gathers a unit's parameters when a gradient comes to its results: to what is made of these, then."""
+        """FSDP2 gathers a unit's parameters when a gradient comes to its results: to what is made
+        of these, then.
+        """
         self._hooks.append(hook)
         return contextlib.nullcontext()
 
@@ -298,7 +338,9 @@ class _Wrapped(torch.autograd.Function):
     """Gives a lazy tensor its place in the graph (rule 3)."""
 
     @staticmethod
-    def forward(ctx: Any, program: Program, shape: Any, kind: Any, class_dim: int, *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, program: Program, shape: Any, kind: Any, class_dim: int, *tensors: Tensor | None
+    ) -> Tensor:
         ctx.program, ctx.class_dim = program, class_dim
         ctx.save_for_backward(*tensors)
         made: Tensor = tensor_without_storage(LazyLogits, shape, *kind)
@@ -310,14 +352,19 @@ class _Wrapped(torch.autograd.Function):
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[4:]
         if not create_graph:
             saved = [
-                None if each is None else each.detach().requires_grad_(n) for each, n in zip(saved, needed, strict=True)
+                None if each is None else each.detach().requires_grad_(n)
+                for each, n in zip(saved, needed, strict=True)
             ]
         wanted = [each for each, is_needed in zip(saved, needed, strict=True) if is_needed]
         with torch.enable_grad(), without_autocast(gradient.device):
             flat = [_flat_hidden(each, at, ctx.program) for at, each in enumerate(saved)]
             (logits,) = evaluate_whole(ctx.program, tuple(flat))
             initial = gradient.movedim(ctx.class_dim, -1).reshape(logits.shape)
-            found = iter(torch.autograd.grad(logits, wanted, initial, create_graph=create_graph, allow_unused=True))
+            found = iter(
+                torch.autograd.grad(
+                    logits, wanted, initial, create_graph=create_graph, allow_unused=True
+                )
+            )
         return None, None, None, None, *(next(found) if is_needed else None for is_needed in needed)
 
 
@@ -351,7 +398,9 @@ def _place(lazy: Tensor) -> tuple[Any, bool]:
 
 
 def _is_displaced(item: Any) -> bool:
-    """Whether somebody gave it another place in the graph: as a result of an `autograd.Function`, as a leaf."""
+    """Whether somebody gave it another place in the graph: as a result of an `autograd.Function`,
+    as a leaf.
+    """
     if not isinstance(item, LazyLogits):
         return False
     node, requires_grad = _place(item)
@@ -383,8 +432,17 @@ def _shown(lazy: LazyLogits) -> str:
     corner: Any = lazy.detach()
     for dim, size in enumerate(_described(lazy, "shape")):
         if size > 2 * _EDGE:
-            ends = torch.cat([torch.arange(_EDGE), torch.arange(size - _EDGE, size)]).to(_described(lazy, "device"))
-            numbers = corner.whole() if isinstance(corner, LazyLogits) and dim == lazy.class_dim else corner
+            ends = torch.cat([torch.arange(_EDGE), torch.arange(size - _EDGE, size)]).to(
+                _described(lazy, "device")
+            )
+            numbers = (
+                corner.whole()
+                if isinstance(corner, LazyLogits) and dim == lazy.class_dim
+                else corner
+            )
             corner = torch.index_select(numbers, dim, ends)
     shown = repr(corner.whole() if isinstance(corner, LazyLogits) else corner)
-    return f"<lazy logits of shape {tuple(_described(lazy, 'shape'))}, the ends of each dimension: {shown}>"
+    return (
+        f"<lazy logits of shape {tuple(_described(lazy, 'shape'))}, the ends of each dimension:"
+        f" {shown}>"
+    )

@@ -1,7 +1,8 @@
-"""What torch's functions do to lazy logits: stay lazy, reduce in tiles, or (what is not here) ask for the numbers.
+"""What torch's functions do to lazy logits: stay lazy, reduce in tiles, or (what is not here) ask
+for the numbers.
 
-Each handler gets the lazy tensor that came first and the call as it was; `NotImplemented` means that in this form the
-numbers are needed.
+Each handler gets the lazy tensor that came first and the call as it was; `NotImplemented` means
+that in this form the numbers are needed.
 """
 
 from __future__ import annotations
@@ -41,21 +42,40 @@ def _handles(*names: str) -> Callable[[Handler], Handler]:
 
 
 for _name in (
-    "shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "ndim", "layout", "is_cuda", "is_cpu",
-    "is_meta", "is_mps", "is_xpu", "is_sparse", "is_quantized", "is_nested", "is_mkldnn", "names", "_version", "_base",
-    "is_sparse_csr", "output_nr", "itemsize",
-):  # fmt: skip
+    "shape",
+    "dtype",
+    "device",
+    "requires_grad",
+    "is_leaf",
+    "grad_fn",
+    "ndim",
+    "layout",
+    "is_cuda",
+    "is_cpu",
+    "is_meta",
+    "is_mps",
+    "is_xpu",
+    "is_sparse",
+    "is_quantized",
+    "is_nested",
+    "is_mkldnn",
+    "names",
+    "_version",
+    "_base",
+    "is_sparse_csr",
+    "output_nr",
+    "itemsize",
+):
     if hasattr(getattr(Tensor, _name, None), "__get__"):
         described.add(getattr(Tensor, _name).__get__)
 described.update(
-    _functions(
-        "size", "dim", "ndimension", "numel", "nelement", "element_size", "is_floating_point", "is_complex",
-        "get_device", "__len__", "is_inference", "is_same_size", "has_names",
-    )
+    _functions( "size", "dim", "ndimension", "numel", "nelement", "element_size",
+    "is_floating_point", "is_complex", "get_device", "__len__", "is_inference", "is_same_size",
+    "has_names", )
 )  # fmt: skip
 
 
-# ---------------------------------------------------------------------------------------------- arrangement
+# -------------------------------------------------------------------------------------- arrangement
 
 
 def _may_arrange(lazy: LazyLogits) -> bool:
@@ -66,7 +86,12 @@ def _may_arrange(lazy: LazyLogits) -> bool:
 def _view(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
     sizes: Any = () if kwargs else args[1:]
     sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
-    if not sizes or not all(isinstance(size, int) for size in sizes) or not _may_arrange(lazy) or not lazy.numel():
+    if (
+        not sizes
+        or not all(isinstance(size, int) for size in sizes)
+        or not _may_arrange(lazy)
+        or not lazy.numel()
+    ):
         return NotImplemented
     words = lazy.shape[-1]
     keeps_words = sizes[-1] == words
@@ -75,7 +100,9 @@ def _view(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
     if not keeps_words:
         return NotImplemented
     origin = (torch.reshape, (lazy, sizes), _NO_KWARGS)
-    return lazy.arrange(lambda hidden: hidden.reshape(*sizes[:-1], hidden.shape[-1]), origin, is_view=True)
+    return lazy.arrange(
+        lambda hidden: hidden.reshape(*sizes[:-1], hidden.shape[-1]), origin, is_view=True
+    )
 
 
 @_handles("flatten")
@@ -120,7 +147,9 @@ def _getitem(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
     if not _may_arrange(lazy) or not _leaves_words(index, lazy.dim()):
         return NotImplemented
     is_view = _is_basic(index)
-    return lazy.arrange(lambda hidden: hidden[index], (Tensor.__getitem__, (lazy, index), {}), is_view=is_view)
+    return lazy.arrange(
+        lambda hidden: hidden[index], (Tensor.__getitem__, (lazy, index), {}), is_view=is_view
+    )
 
 
 def _leaves_words(index: Any, dims: int) -> bool:
@@ -130,22 +159,30 @@ def _leaves_words(index: Any, dims: int) -> bool:
     for item in items:
         if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8):
             used += item.dim()
-        elif isinstance(item, int | slice) or (isinstance(item, Tensor) and not item.is_floating_point()):
+        elif isinstance(item, int | slice) or (
+            isinstance(item, Tensor) and not item.is_floating_point()
+        ):
             used += 1
         elif item is not None and item is not Ellipsis:
             return False  # lists and arrays, whose rules are many
     tensors = [at for at, item in enumerate(items) if isinstance(item, Tensor)]
-    if tensors and (len(tensors) > 1 or any(item is None or isinstance(item, int) for item in items)):
+    if tensors and (
+        len(tensors) > 1 or any(item is None or isinstance(item, int) for item in items)
+    ):
         return False
     if Ellipsis in [item for item in items if not isinstance(item, Tensor)]:
         last = items[-1]
         is_all = isinstance(last, slice) and last == slice(None)
         return last is Ellipsis or (is_all and used <= dims)
-    return used < dims or (used == dims and isinstance(items[-1], slice) and items[-1] == slice(None))
+    return used < dims or (
+        used == dims and isinstance(items[-1], slice) and items[-1] == slice(None)
+    )
 
 
 def _is_basic(index: Any) -> bool:
-    return not any(isinstance(item, Tensor) for item in (index if isinstance(index, tuple) else (index,)))
+    return not any(
+        isinstance(item, Tensor) for item in (index if isinstance(index, tuple) else (index,))
+    )
 
 
 def _register_by_dim(name: str, *, is_view: bool) -> None:
@@ -160,7 +197,9 @@ def _register_by_dim(name: str, *, is_view: bool) -> None:
             return NotImplemented
         function = getattr(torch, name)
         rest = (dim, *args[2:])
-        return lazy.arrange(lambda hidden: function(hidden, *rest), (function, (lazy, *rest), {}), is_view=is_view)
+        return lazy.arrange(
+            lambda hidden: function(hidden, *rest), (function, (lazy, *rest), {}), is_view=is_view
+        )
 
     _handles(name)(handler)
 
@@ -212,15 +251,20 @@ def _reordered(lazy: LazyLogits, order: list[int]) -> Any:
     new_lead = [lead.index(dim) for dim in order if dim != words]
     origin = (torch.permute, (lazy, order), _NO_KWARGS)
     return lazy.arrange(
-        lambda hidden: hidden.permute(*new_lead, hidden.dim() - 1), origin, is_view=True, class_dim=place
+        lambda hidden: hidden.permute(*new_lead, hidden.dim() - 1),
+        origin,
+        is_view=True,
+        class_dim=place,
     )
 
 
-# ---------------------------------------------------------------------------------------------- word by word
+# ------------------------------------------------------------------------------------- word by word
 
 
 def _elementwise(name: str) -> None:
-    """Functions of single numbers, with numbers, tensors without rows, and other lazy logits beside them."""
+    """Functions of single numbers, with numbers, tensors without rows, and other lazy logits beside
+    them.
+    """
 
     def register(function: Any) -> None:
         def handler(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
@@ -260,16 +304,49 @@ def _operand(lazy: LazyLogits, item: Any) -> Any:
     words = lazy.shape[-1]
     if item.shape[-1] in (1, words) and item.numel() == item.shape[-1] and item.dim() <= lazy.dim():
         return item.reshape(item.shape[-1])  # the same for every row
-    if item.dim() == lazy.dim() and tuple(item.shape[:-1]) == lazy.lead and item.shape[-1] in (1, words):
+    if (
+        item.dim() == lazy.dim()
+        and tuple(item.shape[:-1]) == lazy.lead
+        and item.shape[-1] in (1, words)
+    ):
         return Rows(item.reshape(-1, item.shape[-1]))
     return _Refused
 
 
 for _name in (
-    "mul", "multiply", "__mul__", "__rmul__", "div", "divide", "true_divide", "__truediv__", "add", "__add__",
-    "__radd__", "sub", "subtract", "__sub__", "__rsub__", "rsub", "neg", "negative", "__neg__", "tanh", "sigmoid",
-    "exp", "clamp", "clamp_min", "clamp_max", "clip", "square", "abs", "masked_fill", "pow", "__pow__", "logsigmoid",
-):  # fmt: skip
+    "mul",
+    "multiply",
+    "__mul__",
+    "__rmul__",
+    "div",
+    "divide",
+    "true_divide",
+    "__truediv__",
+    "add",
+    "__add__",
+    "__radd__",
+    "sub",
+    "subtract",
+    "__sub__",
+    "__rsub__",
+    "rsub",
+    "neg",
+    "negative",
+    "__neg__",
+    "tanh",
+    "sigmoid",
+    "exp",
+    "clamp",
+    "clamp_min",
+    "clamp_max",
+    "clip",
+    "square",
+    "abs",
+    "masked_fill",
+    "pow",
+    "__pow__",
+    "logsigmoid",
+):
     _elementwise(_name)
 
 
@@ -334,7 +411,7 @@ def _cpu(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
     return lazy if lazy.device.type == "cpu" else NotImplemented
 
 
-# ---------------------------------------------------------------------------------------------- row by row
+# --------------------------------------------------------------------------------------- row by row
 
 
 def _register_softmax(function: Any) -> None:
@@ -380,7 +457,9 @@ def _register_reduction(name: str, function: Callable[..., Any]) -> None:
         dim, keepdim, dtype = _bound(("dim", "keepdim", "dtype"), args, kwargs, (None, False, None))
         if not _over_words(lazy, dim) or set(kwargs) - {"dim", "keepdim", "dtype"}:
             return NotImplemented
-        extra = {"dim": -1, "keepdim": bool(keepdim)} | ({"dtype": dtype} if dtype is not None else {})
+        extra = {"dim": -1, "keepdim": bool(keepdim)} | (
+            {"dtype": dtype} if dtype is not None else {}
+        )
         results = _rows_back(lazy, lazy.reduce(function, (lazy.expression,), extra))
         if len(results) == 1:
             return results[0]
@@ -408,7 +487,9 @@ def _sum(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
 
 @_handles("topk")
 def _topk(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
-    k, dim, largest, is_sorted = _bound(("k", "dim", "largest", "sorted"), args, kwargs, (None, -1, True, True))
+    k, dim, largest, is_sorted = _bound(
+        ("k", "dim", "largest", "sorted"), args, kwargs, (None, -1, True, True)
+    )
     if not isinstance(k, int) or not _over_words(lazy, dim) or "out" in kwargs:
         return NotImplemented
     extra = {"k": k, "dim": -1, "largest": largest, "sorted": is_sorted}
@@ -430,7 +511,7 @@ def _gather(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
     return _rows_back(lazy, lazy.reduce(torch.gather, (lazy.expression, -1, rows), {}))[0]
 
 
-# ---------------------------------------------------------------------------------------------- losses
+# ------------------------------------------------------------------------------------------- losses
 
 _CROSS_ENTROPY = inspect.signature(F.cross_entropy)
 _NLL_LOSS = inspect.signature(F.nll_loss)
@@ -458,17 +539,32 @@ def _nll_loss(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
     return _class_loss(lazy, F.nll_loss, given, {"ignore_index": given["ignore_index"]})
 
 
-def _class_loss(lazy: LazyLogits, function: Any, given: dict[str, Any], extra: dict[str, Any]) -> Any:
+def _class_loss(
+    lazy: LazyLogits, function: Any, given: dict[str, Any], extra: dict[str, Any]
+) -> Any:
     """A loss of each row by its label, added up as `reduction` says."""
     target, weight, reduction = given["target"], given["weight"], given["reduction"]
     words_at = 0 if lazy.dim() == 1 else 1
-    if isinstance(target, LazyLogits) or lazy.class_dim != words_at or reduction not in ("mean", "sum", "none"):
+    if (
+        isinstance(target, LazyLogits)
+        or lazy.class_dim != words_at
+        or reduction not in ("mean", "sum", "none")
+    ):
         return NotImplemented
     is_labels = tuple(target.shape) == lazy.lead
     if not is_labels and tuple(target.shape) != tuple(lazy.shape):
         return NotImplemented  # torch says what is wrong with it
-    flat = target.reshape(-1) if is_labels else target.movedim(words_at, -1).reshape(-1, lazy.shape[words_at])
-    if function is F.cross_entropy and is_labels and not given["label_smoothing"] and may_use_up(lazy.expression):
+    flat = (
+        target.reshape(-1)
+        if is_labels
+        else target.movedim(words_at, -1).reshape(-1, lazy.shape[words_at])
+    )
+    if (
+        function is F.cross_entropy
+        and is_labels
+        and not given["label_smoothing"]
+        and may_use_up(lazy.expression)
+    ):
         losses = _label_losses(lazy, flat, weight, given["ignore_index"])
     else:
         extra = {**extra, "weight": weight, "reduction": "none"}
@@ -483,8 +579,12 @@ def _class_loss(lazy: LazyLogits, function: Any, given: dict[str, Any], extra: d
     return total.to(losses.dtype)
 
 
-def _label_losses(lazy: LazyLogits, flat: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """Minus the logarithm of each label's probability, which is what a cross-entropy of labels adds up."""
+def _label_losses(
+    lazy: LazyLogits, flat: Tensor, weight: Tensor | None, ignore_index: int
+) -> Tensor:
+    """Minus the logarithm of each label's probability, which is what a cross-entropy of labels adds
+    up.
+    """
     ignored = flat == ignore_index
     label = torch.where(ignored, 0, flat).unsqueeze(-1)
     losses = -lazy.reduce(LabelLogProbability(), (lazy.expression, Rows(label)), {})[0].squeeze(-1)
@@ -493,7 +593,9 @@ def _label_losses(lazy: LazyLogits, flat: Tensor, weight: Tensor | None, ignore_
     return losses.masked_fill(ignored, 0)
 
 
-def _divisor(flat: Tensor, weight: Tensor | None, ignore_index: int, *, is_labels: bool) -> Tensor | int:
+def _divisor(
+    flat: Tensor, weight: Tensor | None, ignore_index: int, *, is_labels: bool
+) -> Tensor | int:
     """What torch divides a mean by: the rows that count, or the weights of their classes."""
     if not is_labels:
         return flat.shape[0]
@@ -515,7 +617,9 @@ def _kl_div(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     extra = {"reduction": "none", "log_target": given["log_target"]}
     if given["reduction"] == "none":
-        return lazy.apply(F.kl_div, tuple(operands), extra, (F.kl_div, (given["input"], given["target"]), extra))
+        return lazy.apply(
+            F.kl_div, tuple(operands), extra, (F.kl_div, (given["input"], given["target"]), extra)
+        )
     total = lazy.reduce(_kl_of_rows, tuple(operands), extra)[0].sum()
     if given["reduction"] == "batchmean":
         return total / lazy.shape[0]
@@ -526,12 +630,14 @@ def _kl_of_rows(logits: Tensor, target: Tensor, **extra: Any) -> Tensor:
     return F.kl_div(logits, target, **extra).sum(-1)
 
 
-# ---------------------------------------------------------------------------------------------- hooks
+# -------------------------------------------------------------------------------------------- hooks
 
 
 @_handles("register_hook")
 def _register_hook(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
-    """Of FSDP2, which gathers parameters when a gradient comes; anybody else's gets a gradient of all numbers."""
+    """Of FSDP2, which gathers parameters when a gradient comes; anybody else's gets a gradient of
+    all numbers.
+    """
     if str(getattr(args[1], "__module__", "")).startswith("torch.distributed"):
         return lazy.take_fsdp_hook(args[1])
     return NotImplemented

@@ -20,7 +20,8 @@ _WIDER = 2.0  # than its input, what a module makes inside: less is not worth ru
 
 
 class TiledForward(NotCopied):
-    """Runs the module in tiles, if it treats each token by itself, which is found out when it is first called.
+    """Runs the module in tiles, if it treats each token by itself, which is found out when it is
+    first called.
 
     Args:
         module: whose forward this stands in for.
@@ -33,10 +34,17 @@ class TiledForward(NotCopied):
     _instead_of_copy = "Call remove() on what gf.tile returned, copy the model, and tile both."
 
     def __init__(
-        self, module: nn.Module, name: str, cut: Cut, *, is_named: bool = False, is_checked: bool = False
+        self,
+        module: nn.Module,
+        name: str,
+        cut: Cut,
+        *,
+        is_named: bool = False,
+        is_checked: bool = False,
     ) -> None:
         self._module, self.name, self._cut, self._is_named = module, name, cut, is_named
-        self.reason: str | None = "" if is_checked else None  # why it cannot run in tiles; None before it is known
+        # why it cannot run in tiles; None before it is known
+        self.reason: str | None = "" if is_checked else None
         self.tokens = 0  # of the largest input
 
     @property
@@ -59,11 +67,16 @@ class TiledForward(NotCopied):
     def _find_reason(self, x: Tensor) -> str:
         with whole_modules(), unseen():
             self.reason = mixes_tokens(self._module, x)
-        if not self.reason and not self._is_named and not _is_wider_inside(self._module, x.shape[-1]):
+        if (
+            not self.reason
+            and not self._is_named
+            and not _is_wider_inside(self._module, x.shape[-1])
+        ):
             self.reason = "what it makes inside is no wider than its input"
         if self.reason and self._is_named:
             raise MisuseError(
-                f"{self.name} cannot run in tiles of tokens: {self.reason}. Leave it out of gf.tile(modules=…)."
+                f"{self.name} cannot run in tiles of tokens: {self.reason}. Leave it out of"
+                " gf.tile(modules=…)."
             )
         return self.reason
 
@@ -81,16 +94,21 @@ def _is_one_input(x: Any, args: Any, kwargs: Any) -> bool:
 
 def _is_wider_inside(module: nn.Module, width: int) -> bool:
     widths: list[Any] = [each.out_features for each in module.modules() if is_linear(each)]
-    stacked = [p.numel() // width for p in module.parameters() if p.dim() == 3]  # experts, as one tensor
+    # experts, as one tensor
+    stacked = [p.numel() // width for p in module.parameters() if p.dim() == 3]
     return sum(widths) + sum(stacked) > _WIDER * width and len(widths) + len(stacked) > 1
 
 
 def may_run_in_tiles(module: nn.Module) -> bool:
-    """Whether a module is worth a check: it has several linear layers, and nobody has hooks inside."""
+    """Whether a module is worth a check: it has several linear layers, and nobody has hooks
+    inside.
+    """
     inside = [each for each in module.modules() if each is not module]
     return (
         bool(inside)
-        and not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict)
+        and not isinstance(
+            module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+        )
         and "forward" not in module.__dict__
         and any(True for _ in module.parameters())
         and not any(_has_hooks(each) or "forward" in each.__dict__ for each in inside)
@@ -101,6 +119,7 @@ def may_run_in_tiles(module: nn.Module) -> bool:
 
 def _has_hooks(module: nn.Module) -> bool:
     hooks = (
-        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks,
+        module._backward_pre_hooks,
     )  # fmt: skip
     return any(hooks)

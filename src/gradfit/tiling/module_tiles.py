@@ -1,10 +1,10 @@
 """Runs a module that treats each token by itself a few tokens at a time, forward and backward.
 
-Between the passes only its input is kept. The backward pass runs each tile again, and adds up the gradients of the
-parameters, so that each of them gets its gradient once, as from the whole module.
+Between the passes only its input is kept. The backward pass runs each tile again, and adds up the
+gradients of the parameters, so that each of them gets its gradient once, as from the whole module.
 
-Dropout draws for each tile as it comes, and draws the same again in the backward pass: another mask than that of the
-untiled module, of the same law, as it is between micro-batches.
+Dropout draws for each tile as it comes, and draws the same again in the backward pass: another mask
+than that of the untiled module, of the same law, as it is between micro-batches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def run_in_tiles(module: nn.Module, x: Tensor, cut: Cut) -> Tensor:
     """What `module.forward(x)` gives.
 
     Args:
-        module: treats each token by itself: the last dimension is its features, the others are tokens.
+        module: treats each token by itself: the last dimension is its features, the others are
+            tokens.
         x: its only input.
         cut: how many tokens at a time.
     """
@@ -96,7 +97,9 @@ class _Draws:
 
 class _Tiled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shell: _Shell, cut: Cut, names: tuple[str, ...], x: Tensor, *parameters: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, shell: _Shell, cut: Cut, names: tuple[str, ...], x: Tensor, *parameters: Tensor
+    ) -> Tensor:
         ctx.shell, ctx.cut, ctx.names = shell, cut, names
         ctx.autocast = AutocastState.now(x.device)
         ctx.save_for_backward(x, *parameters)
@@ -113,14 +116,21 @@ class _Tiled(torch.autograd.Function):
         x, *parameters = ctx.saved_tensors
         needed = ctx.needs_input_grad[3:]
         with ctx.autocast():
-            found = _whole(ctx, gradient) if torch.is_grad_enabled() else _tiles(ctx, x, parameters, gradient, needed)
+            found = (
+                _whole(ctx, gradient)
+                if torch.is_grad_enabled()
+                else _tiles(ctx, x, parameters, gradient, needed)
+            )
         return None, None, None, *found
 
 
 def _tiles(
     ctx: Any, x: Tensor, parameters: list[Tensor], gradient: Tensor, needed: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    leaves = [each.detach().requires_grad_(is_needed) for each, is_needed in zip(parameters, needed[1:], strict=True)]
+    leaves = [
+        each.detach().requires_grad_(is_needed)
+        for each, is_needed in zip(parameters, needed[1:], strict=True)
+    ]
     trained = [each for each in leaves if each.requires_grad]
     sums = [GradientSum(each) for each in trained]
     of_input = torch.empty_like(x) if needed[0] else None
@@ -135,7 +145,9 @@ def _tiles(
         with torch.enable_grad():
             result = call(tile)
         wanted = [tile, *trained] if needed[0] else trained
-        found = list(torch.autograd.grad(result, wanted, gradient[..., begin:end, :], allow_unused=True))
+        found = list(
+            torch.autograd.grad(result, wanted, gradient[..., begin:end, :], allow_unused=True)
+        )
         del result
         if of_input is not None:
             of_tile = found.pop(0)
@@ -154,15 +166,23 @@ def _whole(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
     x, *parameters = ctx.saved_tensors
     if any(draws is not None for draws in ctx.draws):
         raise RuntimeError(
-            "A module with dropout that runs in tiles cannot be differentiated twice: its masks were drawn tile by "
-            "tile. Leave it out: gf.tile(model, exclude=[...])."
+            "A module with dropout that runs in tiles cannot be differentiated twice: its masks"
+            " were drawn tile by tile. Leave it out: gf.tile(model, exclude=[...])."
         )
-    wanted = [each for each, is_needed in zip((x, *parameters), ctx.needs_input_grad[3:], strict=True) if is_needed]
+    wanted = [
+        each
+        for each, is_needed in zip((x, *parameters), ctx.needs_input_grad[3:], strict=True)
+        if is_needed
+    ]
     result = _with_parameters(ctx.shell, ctx.names, parameters)(x)
-    found = iter(torch.autograd.grad(result, wanted, gradient, create_graph=True, allow_unused=True))
+    found = iter(
+        torch.autograd.grad(result, wanted, gradient, create_graph=True, allow_unused=True)
+    )
     return [next(found) if is_needed else None for is_needed in ctx.needs_input_grad[3:]]
 
 
-def _with_parameters(shell: _Shell, names: tuple[str, ...], tensors: list[Tensor]) -> Callable[[Tensor], Tensor]:
+def _with_parameters(
+    shell: _Shell, names: tuple[str, ...], tensors: list[Tensor]
+) -> Callable[[Tensor], Tensor]:
     given = dict(zip(names, tensors, strict=True))
     return lambda x: functional_call(shell, given, (x,))

@@ -1,11 +1,13 @@
 """Evaluates an expression tile by tile, forward and backward: the logits never exist whole.
 
-Forward: for each tile of rows, make its logits, reduce them, drop them. Backward: make them again, tile by tile, and
-add up the weights' gradient in place. That is one matrix product more than keeping them (four for three), and less
-traffic to memory. The same trade as in Cut Cross-Entropy (Wijmans et al., 2024, https://arxiv.org/abs/2411.09009),
-without its filter of small gradients, which is not exact.
+Forward: for each tile of rows, make its logits, reduce them, drop them. Backward: make them again,
+tile by tile, and add up the weights' gradient in place. That is one matrix product more than
+keeping them (four for three), and less traffic to memory. The same trade as in Cut Cross-Entropy
+(Wijmans et al., 2024, https://arxiv.org/abs/2411.09009), without its filter of small gradients,
+which is not exact.
 
-The functions that are evaluated are torch's own, so that rounding within a row is that of the untiled run.
+The functions that are evaluated are torch's own, so that rounding within a row is that of the
+untiled run.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from gradfit.tiling.gradient_sum import GradientSum
 
 
 def reduce_rows(expression: Expression, cut: Cut) -> tuple[Tensor, ...]:
-    """The results of an expression that makes a few numbers of each row; each has the flat rows first.
+    """The results of an expression that makes a few numbers of each row; each has the flat rows
+    first.
 
     Args:
         expression: what to do; it gives a tensor or a tuple of tensors.
@@ -39,17 +42,24 @@ class _Tiled(torch.autograd.Function):
     """One node for all tiles, so that each parameter's gradient arrives once."""
 
     @staticmethod
-    def forward(ctx: Any, program: Program, cut: Cut, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, program: Program, cut: Cut, *tensors: Tensor | None
+    ) -> tuple[Tensor, ...]:
         ctx.program, ctx.cut = program, cut
         ctx.save_for_backward(*tensors)
         operands = _Tensors(program, tensors)
         tiles: list[tuple[Tensor, ...]] = []
         for begin, end in cut.bounds(operands.count):
-            logits = [F.linear(hidden, *operands.weights[at]) for at, hidden in enumerate(operands.hidden(begin, end))]
+            logits = [
+                F.linear(hidden, *operands.weights[at])
+                for at, hidden in enumerate(operands.hidden(begin, end))
+            ]
             rows = [tensor[begin:end] for tensor in operands.rows]
             tiles.append(program.evaluate(logits, rows, operands.constants))
             del logits
-        results = tuple(torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*tiles, strict=True))
+        results = tuple(
+            torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*tiles, strict=True)
+        )
         ctx.mark_non_differentiable(*(each for each in results if not each.is_floating_point()))
         return results
 
@@ -59,12 +69,18 @@ class _Tiled(torch.autograd.Function):
         needed: tuple[bool, ...] = ctx.needs_input_grad[2:]
         with without_autocast(tensors[0].device):
             if torch.is_grad_enabled():
-                return None, None, *_differentiable_backward(ctx.program, tensors, needed, gradients)
+                return (
+                    None,
+                    None,
+                    *_differentiable_backward(ctx.program, tensors, needed, gradients),
+                )
             return None, None, *_Backward(ctx.program, tensors, needed).run(ctx.cut, gradients)
 
 
 class _Tensors:
-    """A flat list of operands: hidden states, weight and bias of each projection, what has rows, constants."""
+    """A flat list of operands: hidden states, weight and bias of each projection, what has rows,
+    constants.
+    """
 
     def __init__(self, program: Program, tensors: tuple[Any, ...]) -> None:
         self._dtypes = program.dtypes
@@ -76,13 +92,19 @@ class _Tensors:
         self.count: int = tensors[0].shape[0]
         # In the type of the product: what autocast casts, cast once for all tiles.
         self.weights: list[Any] = [
-            tuple(None if each is None else each.to(dtype) for each in tensors[3 * at + 1 : 3 * at + 3])
+            tuple(
+                None if each is None else each.to(dtype)
+                for each in tensors[3 * at + 1 : 3 * at + 3]
+            )
             for at, dtype in enumerate(program.dtypes)
         ]
 
     def hidden(self, begin: int, end: int) -> list[Tensor]:
         """A tile of each projection's hidden states."""
-        return [each[begin:end].to(dtype) for each, dtype in zip(self._hidden, self._dtypes, strict=True)]
+        return [
+            each[begin:end].to(dtype)
+            for each, dtype in zip(self._hidden, self._dtypes, strict=True)
+        ]
 
     def has_rows(self, at: int) -> bool:
         """Whether the operand at this place has rows, or is read whole by every tile."""
@@ -92,21 +114,31 @@ class _Tensors:
 class _Backward:
     """The gradients of everything that was read, tile by tile."""
 
-    def __init__(self, program: Program, tensors: tuple[Any, ...], needed: tuple[bool, ...]) -> None:
+    def __init__(
+        self, program: Program, tensors: tuple[Any, ...], needed: tuple[bool, ...]
+    ) -> None:
         self._program, self._needed = program, needed
         self._operands = _Tensors(program, tensors)
-        # What has rows gets its gradient tile by tile, into one tensor; what every tile reads, as a sum.
+        # What has rows gets its gradient tile by tile, into one tensor; what every tile reads, as a
+        # sum.
         wanted = [at for at, is_needed in enumerate(needed) if is_needed]
-        self._by_row = {at: torch.empty_like(tensors[at]) for at in wanted if self._operands.has_rows(at)}
-        self._sums = {at: GradientSum(tensors[at]) for at in wanted if not self._operands.has_rows(at)}
+        self._by_row = {
+            at: torch.empty_like(tensors[at]) for at in wanted if self._operands.has_rows(at)
+        }
+        self._sums = {
+            at: GradientSum(tensors[at]) for at in wanted if not self._operands.has_rows(at)
+        }
 
     def run(self, cut: Cut, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """One gradient, or None, for each operand."""
         for begin, end in cut.bounds(self._operands.count):
             if begin < end or not begin:
-                self._tile(begin, end, [None if each is None else each[begin:end] for each in gradients])
+                self._tile(
+                    begin, end, [None if each is None else each[begin:end] for each in gradients]
+                )
         return [
-            self._sums[at].result() if at in self._sums else self._by_row.get(at) for at in range(len(self._needed))
+            self._sums[at].result() if at in self._sums else self._by_row.get(at)
+            for at in range(len(self._needed))
         ]
 
     def _tile(self, begin: int, end: int, gradients: list[Tensor | None]) -> None:
@@ -126,15 +158,23 @@ class _Backward:
     def _differentiate(
         self, hidden: list[Tensor], begin: int, end: int, gradients: list[Tensor | None]
     ) -> dict[int, Tensor]:
-        """By operand: the gradients of this tile's logits, of its rows of other tensors, and of constants."""
+        """By operand: the gradients of this tile's logits, of its rows of other tensors, and of
+        constants.
+        """
         operands = self._operands
         leaves: dict[int, Tensor] = {}
         logits = [F.linear(states, *operands.weights[at]) for at, states in enumerate(hidden)]
         for at, tile in enumerate(logits):
             if any(self._needed[3 * at : 3 * at + 3]):
                 leaves[3 * at] = tile.requires_grad_()
-        rows = [self._leaf(leaves, operands.rows_at + n, each[begin:end]) for n, each in enumerate(operands.rows)]
-        constants = [self._leaf(leaves, operands.constants_at + n, each) for n, each in enumerate(operands.constants)]
+        rows = [
+            self._leaf(leaves, operands.rows_at + n, each[begin:end])
+            for n, each in enumerate(operands.rows)
+        ]
+        constants = [
+            self._leaf(leaves, operands.constants_at + n, each)
+            for n, each in enumerate(operands.constants)
+        ]
         with torch.enable_grad():
             results = self._program.evaluate(logits, rows, constants)
         return _gradients_of(results, gradients, leaves)
@@ -145,7 +185,9 @@ class _Backward:
         leaves[at] = leaf = tensor.detach().requires_grad_()
         return leaf
 
-    def _through_projection(self, at: int, gradient: Tensor, hidden: Tensor, begin: int, end: int) -> None:
+    def _through_projection(
+        self, at: int, gradient: Tensor, hidden: Tensor, begin: int, end: int
+    ) -> None:
         if at in self._by_row:
             self._by_row[at][begin:end] = gradient @ self._operands.weights[at // 3][0]
         if at + 1 in self._sums:
@@ -158,7 +200,9 @@ def _gradients_of(
     results: tuple[Tensor, ...], gradients: list[Tensor | None], leaves: dict[int, Tensor]
 ) -> dict[int, Tensor]:
     """Of each leaf; zeros where a result does not depend on it."""
-    pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if g is not None and r.requires_grad]
+    pairs = [
+        (r, g) for r, g in zip(results, gradients, strict=True) if g is not None and r.requires_grad
+    ]
     found: Any = [None] * len(leaves)
     if pairs:
         outputs, initial = zip(*pairs, strict=True)
@@ -170,11 +214,18 @@ def _gradients_of(
 
 
 def _differentiable_backward(
-    program: Program, tensors: tuple[Any, ...], needed: tuple[bool, ...], gradients: tuple[Tensor | None, ...]
+    program: Program,
+    tensors: tuple[Any, ...],
+    needed: tuple[bool, ...],
+    gradients: tuple[Tensor | None, ...],
 ) -> list[Tensor | None]:
-    """Where the gradient is differentiated again (`create_graph`): autograd's own, of all rows at once."""
+    """Where the gradient is differentiated again (`create_graph`): autograd's own, of all rows at
+    once.
+    """
     results = evaluate_whole(program, tensors)
-    pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if g is not None and r.requires_grad]
+    pairs = [
+        (r, g) for r, g in zip(results, gradients, strict=True) if g is not None and r.requires_grad
+    ]
     outputs, initial = zip(*pairs, strict=True)
     wanted = [at for at, is_needed in enumerate(needed) if is_needed]
     inputs = [tensors[at] for at in wanted]
@@ -187,5 +238,7 @@ def evaluate_whole(program: Program, tensors: tuple[Any, ...]) -> tuple[Tensor, 
     """The results for all rows at once, with autograd's own graph."""
     operands = _Tensors(program, tensors)
     hidden = operands.hidden(0, operands.count)
-    logits = [F.linear(states, *weights) for states, weights in zip(hidden, operands.weights, strict=True)]
+    logits = [
+        F.linear(states, *weights) for states, weights in zip(hidden, operands.weights, strict=True)
+    ]
     return program.evaluate(logits, operands.rows, operands.constants, plain=True)

@@ -18,11 +18,13 @@ from gradfit.tiling.tiles import Tiles
 
 
 class TiledModel(NotCopied):
-    """The handle that `tile` returns: `remove()` undoes it; as a context manager it is undone at the end.
+    """The handle that `tile` returns: `remove()` undoes it; as a context manager it is undone at
+    the end.
 
     Args:
         model: the model whose projections to a vocabulary become lazy.
-        heads: by the name of each such projection, whether it says so when its numbers are made after all.
+        heads: by the name of each such projection, whether it says so when its numbers are made
+            after all.
         cut: how its rows are cut.
     """
 
@@ -33,13 +35,16 @@ class TiledModel(NotCopied):
         self.heads: dict[str, Head] = make_lazy(model, heads, cut)
         self._modules: dict[str, TiledForward] = {}
 
-    def add_modules(self, names: Iterable[str], cut: Cut, *, is_named: bool = False, is_checked: bool = False) -> None:
+    def add_modules(
+        self, names: Iterable[str], cut: Cut, *, is_named: bool = False, is_checked: bool = False
+    ) -> None:
         """Have these modules run in tiles, too.
 
         Args:
             names: of modules of the model, as `named_modules()` has them.
             cut: how their tokens are cut.
-            is_named: whether the user named them, so that one which cannot run in tiles is an error.
+            is_named: whether the user named them, so that one which cannot run in tiles is an
+                error.
             is_checked: whether it is known already that their parts make the whole.
         """
         for name in names:
@@ -68,7 +73,9 @@ class TiledModel(NotCopied):
         return f"<tiles of {self.cut.size} rows: {', '.join(named) or 'nothing has run yet'}>"
 
     def remove(self) -> None:
-        """Undo it: the model is as before `tile`. Lazy logits that it has returned stay as they are."""
+        """Undo it: the model is as before `tile`. Lazy logits that it has returned stay as they
+        are.
+        """
         for name in (*self.heads, *self._modules):
             module = self._model.get_submodule(name)
             if isinstance(module.__dict__.get("forward"), LazyForward | TiledForward):
@@ -88,29 +95,33 @@ def tile(
     modules: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
 ) -> TiledModel:
-    """Compute what is wider than the model's hidden states a few tokens at a time, with the same gradients.
+    """Compute what is wider than the model's hidden states a few tokens at a time, with the same
+    gradients.
 
-    The projection to a vocabulary becomes lazy: what the model returns has the shape of logits, and prints, views,
-    shifts, casts and slices like them, but a cross-entropy (torch's own, or one of `transformers`' losses) computes
-    them tile by tile, in the forward and in the backward pass, so that they never exist whole. Whoever asks for the
-    numbers gets them, and a warning says who did.
+    The projection to a vocabulary becomes lazy: what the model returns has the shape of logits, and
+    prints, views, shifts, casts and slices like them, but a cross-entropy (torch's own, or one of
+    `transformers`' losses) computes them tile by tile, in the forward and in the backward pass, so
+    that they never exist whole. Whoever asks for the numbers gets them, and a warning says who did.
 
-    Modules that treat each token by itself (an MLP, the experts of a mixture) run in tiles of tokens, too, and once
-    more in the backward pass. They are found when they are first called: single tokens are followed through them, and
-    they are run whole and in parts. What mixes tokens (attention, a convolution over time) runs as it is.
+    Modules that treat each token by itself (an MLP, the experts of a mixture) run in tiles of
+    tokens, too, and once more in the backward pass. They are found when they are first called:
+    single tokens are followed through them, and they are run whole and in parts. What mixes tokens
+    (attention, a convolution over time) runs as it is.
 
-    Gradients are those of the untiled model up to the rounding of a float sum, and the same bits every time. Dropout
-    inside a tiled module draws another mask, of the same law.
+    Gradients are those of the untiled model up to the rounding of a float sum, and the same bits
+    every time. Dropout inside a tiled module draws another mask, of the same law.
 
     Args:
-        model: any module; projections to a vocabulary are found by what it says of itself, and by their shape.
+        model: any module; projections to a vocabulary are found by what it says of itself, and by
+            their shape.
         size: rows (tokens) in a tile; None for 256 of logits and 1,024 of modules.
-        modules: names of the modules to run in tiles, each refused if it mixes tokens; None looks for them.
+        modules: names of the modules to run in tiles, each refused if it mixes tokens; None looks
+            for them.
         exclude: names of modules that stay as they are.
 
     Raises:
-        MisuseError: the model is tiled already, a name is not one of its modules, or `size` is no count. In the first
-            forward: a module that was named mixes tokens.
+        MisuseError: the model is tiled already, a name is not one of its modules, or `size` is no
+            count. In the first forward: a module that was named mixes tokens.
 
     >>> model = torch.nn.Sequential(torch.nn.Embedding(1000, 16), torch.nn.Linear(16, 1000))
     >>> tokens = torch.arange(512)
@@ -124,30 +135,41 @@ def tile(
     left_out = set(_names(model, exclude, "exclude"))
     named = None if modules is None else _names(model, modules, "modules")
     if is_tiled(model):
-        raise MisuseError("The model is tiled already. Call remove() on what gf.tile returned first.")
+        raise MisuseError(
+            "The model is tiled already. Call remove() on what gf.tile returned first."
+        )
     heads = {name: is_sure for name, is_sure in find_heads(model).items() if name not in left_out}
     sure = [name for name, is_sure in heads.items() if is_sure]
     candidates = find_modules(model, sure) if named is None else named
     made = TiledModel(model, heads, Cut(size or DEFAULT_SIZE))
     made.add_modules(
-        [name for name in candidates if name not in left_out], Cut(size or MODULE_SIZE), is_named=named is not None
+        [name for name in candidates if name not in left_out],
+        Cut(size or MODULE_SIZE),
+        is_named=named is not None,
     )
     return made
 
 
 def find_modules(model: torch.nn.Module, heads: Iterable[str]) -> list[str]:
-    """Names of modules that may treat each token by itself; their first call will show. None with lazy logits inside.
+    """Names of modules that may treat each token by itself; their first call will show. None with
+    lazy logits inside.
 
     Args:
         model: any module.
         heads: names of the projections whose logits are lazy.
     """
-    around = {name[:at] for name in heads for at in range(len(name) + 1) if name[at : at + 1] in ("", ".")}
+    around = {
+        name[:at] for name in heads for at in range(len(name) + 1) if name[at : at + 1] in ("", ".")
+    }
     named = model.named_modules()
-    return [name for name, module in named if name and name not in around and may_run_in_tiles(module)]
+    return [
+        name for name, module in named if name and name not in around and may_run_in_tiles(module)
+    ]
 
 
-def with_tiles(loss_fn: Callable[[torch.nn.Module, Any], Any], tiles: Tiles | None) -> Callable[..., Any]:
+def with_tiles(
+    loss_fn: Callable[[torch.nn.Module, Any], Any], tiles: Tiles | None
+) -> Callable[..., Any]:
     """The same loss, of the model with these tiles; outside of the call it has none.
 
     Args:
@@ -173,7 +195,10 @@ def tile_as(model: torch.nn.Module, tiles: Tiles) -> TiledModel:
 
 def is_tiled(model: torch.nn.Module) -> bool:
     """Whether the user has tiled it."""
-    return any(isinstance(each.__dict__.get("forward"), LazyForward | TiledForward) for each in model.modules())
+    return any(
+        isinstance(each.__dict__.get("forward"), LazyForward | TiledForward)
+        for each in model.modules()
+    )
 
 
 def _names(model: torch.nn.Module, names: Any, parameter: str) -> list[str]:
@@ -182,6 +207,9 @@ def _names(model: torch.nn.Module, names: Any, parameter: str) -> list[str]:
     for name in found:
         if name not in known:
             raise invalid(
-                parameter, name, "is not the name of a module of this model", "names of model.named_modules()"
+                parameter,
+                name,
+                "is not the name of a module of this model",
+                "names of model.named_modules()",
             )
     return found

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Tiles:
     """What is cut along tokens, and into how many parts.
 
-    The number of parts is the same for every micro-batch, so that the operations are, too: a plan is made for them.
+    The number of parts is the same for every micro-batch, so that the operations are, too: a plan
+    is made for them.
     """
 
     parts: int = 1

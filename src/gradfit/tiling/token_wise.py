@@ -1,7 +1,7 @@
 """Whether a module treats each token by itself, found out by following single tokens through it.
 
-One token is made NaN: whatever its numbers flow into becomes NaN, so the result may have NaN at that token alone. And
-the module is run whole and in parts, as it will be, which must give the same.
+One token is made NaN: whatever its numbers flow into becomes NaN, so the result may have NaN at
+that token alone. And the module is run whole and in parts, as it will be, which must give the same.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def _compare(module: nn.Module, tokens: Tensor, dims: int) -> str:
     if bool(reached.any()):
         return f"a token's numbers flow into {int(reached.sum())} of {count - 1} others"
     for size in (1, count // 3 + 1):
-        parts = torch.cat([_run(module, part, dims).reshape(len(part), -1) for part in torch.split(tokens, size)])
+        parts = torch.cat(
+            [_run(module, part, dims).reshape(len(part), -1) for part in torch.split(tokens, size)]
+        )
         error = float((parts - whole).double().norm() / whole.double().norm().clamp(min=1e-30))
         if not error <= torch.finfo(whole.dtype).eps ** 0.5:
             return f"run in parts of {size} tokens it differs by {error:.2g}"

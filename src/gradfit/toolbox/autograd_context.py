@@ -37,11 +37,13 @@ class _OnClassToo(Generic[P, R]):
 
 
 class AutogradContext:
-    """What autograd did and what it holds, for the forward passes inside `with AutogradContext() as context:`.
+    """What autograd did and what it holds, for the forward passes inside `with AutogradContext() as
+    context:`.
 
-    A context counts what was made inside its block, so neither parameters nor a batch that was there before. On the
-    class itself (`AutogradContext.memory_stats()`) the methods speak of every graph alive in the process; what only a
-    recording can know (module, source line, cost of rebuilding, what was there before) is then left out.
+    A context counts what was made inside its block, so neither parameters nor a batch that was
+    there before. On the class itself (`AutogradContext.memory_stats()`) the methods speak of every
+    graph alive in the process; what only a recording can know (module, source line, cost of
+    rebuilding, what was there before) is then left out.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
     >>> with AutogradContext() as context:
@@ -58,7 +60,9 @@ class AutogradContext:
 
     def __enter__(self) -> AutogradContext:
         if self._entered:
-            raise MisuseError("This AutogradContext is entered already. Make another for a nested block.")
+            raise MisuseError(
+                "This AutogradContext is entered already. Make another for a nested block."
+            )
         self._recorder = self._recorder or OriginRecorder()
         self._recorder.__enter__()
         self._entered = True
@@ -82,7 +86,9 @@ class AutogradContext:
 
     @_OnClassToo
     def memory_stats(self: AutogradContext | None) -> MemoryStats:
-        """What is held for backward passes still to come: by operation, by module, by source line."""
+        """What is held for backward passes still to come: by operation, by module, by source
+        line.
+        """
         return measure(_nodes(self), self._recorder if self is not None else None)
 
     @_OnClassToo
@@ -94,12 +100,15 @@ class AutogradContext:
     def clear(self: AutogradContext | None) -> None:
         """Give back what the graphs hold, and forget what was recorded.
 
-        A loss that is kept (in a list, for a plot) keeps its whole graph; this frees the activations all the same. A
-        backward pass through a cleared graph is a `GraphError`. Gradients, and what a `CheckpointScope` keeps to
-        rebuild from, are left alone.
+        A loss that is kept (in a list, for a plot) keeps its whole graph; this frees the
+        activations all the same. A backward pass through a cleared graph is a `GraphError`.
+        Gradients, and what a `CheckpointScope` keeps to rebuild from, are left alone.
         """
         if self is not None and self._entered:
-            raise MisuseError("clear() inside the block would lose what is being recorded. Call it after the block.")
+            raise MisuseError(
+                "clear() inside the block would lose what is being recorded. Call it after the"
+                " block."
+            )
         for node in _nodes(self):
             for slot in _torch.saved_slots(node):
                 slot.release(_Cleared(operation_name(node)))
@@ -113,8 +122,8 @@ class _Cleared:
 
     def __call__(self, packed: object) -> NoReturn:
         raise GraphError(
-            f"{self.operation} cannot run backward: AutogradContext.clear() has given back what it saved. "
-            "Compute the loss again, and call backward before clear()."
+            f"{self.operation} cannot run backward: AutogradContext.clear() has given back what it"
+            " saved. Compute the loss again, and call backward before clear()."
         )
 
 
@@ -122,4 +131,8 @@ def _nodes(context: AutogradContext | None) -> list[Node]:
     """The nodes that are alive, first operation first: those of a recording, or all."""
     nodes = backward_order(*live_results())[::-1]
     recorder = context._recorder if context is not None else None
-    return nodes if recorder is None else [node for node in nodes if recorder.origin_of(node) is not None]
+    return (
+        nodes
+        if recorder is None
+        else [node for node in nodes if recorder.origin_of(node) is not None]
+    )

@@ -1,4 +1,6 @@
-"""The graph behind a loss as a record: operations in the order in which they ran, as table, DOT and JSON."""
+"""The graph behind a loss as a record: operations in the order in which they ran, as table, DOT and
+JSON.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ class AutogradGraph:
     @property
     def saved_bytes(self) -> int:
         """The bytes of everything saved, each storage once, without parameters."""
-        saved = (one for entry in self.entries for one in entry.saved_tensors if not one.is_parameter)
+        saved = (
+            one for entry in self.entries for one in entry.saved_tensors if not one.is_parameter
+        )
         return sum({one.storage: one.nbytes for one in saved}.values())
 
     def to_json(self) -> str:
@@ -123,22 +127,30 @@ class AutogradGraph:
         ]
         widths = [min(44, max(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
         return "\n".join(
-            "  ".join(_fit(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+            "  ".join(_fit(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
         )
 
     def to_dot(self) -> str:
         """For Graphviz: operations as boxes, leaves as ellipses, edges as values."""
         lines = ["digraph autograd {", "  rankdir=TB; node [fontname=monospace, shape=box];"]
-        maker = {value: f"op{at}" for at, entry in enumerate(self.entries) for value in entry.outputs}
+        maker = {
+            value: f"op{at}" for at, entry in enumerate(self.entries) for value in entry.outputs
+        }
         for leaf in self.leaves:
             maker[leaf.value] = f"leaf{leaf.value}"
             label = f"{leaf.name or 'leaf'} {'×'.join(map(str, leaf.shape))}"
             lines.append(f"  leaf{leaf.value} [shape=ellipse, label={_quoted(label)}];")
         for at, entry in enumerate(self.entries):
-            label = "\n".join(text for text in (entry.op, entry.module, format_bytes(entry.saved_bytes)) if text)
+            label = "\n".join(
+                text for text in (entry.op, entry.module, format_bytes(entry.saved_bytes)) if text
+            )
             lines.append(f"  op{at} [label={_quoted(label)}];")
         for at, entry in enumerate(self.entries):
-            lines += [f"  {maker[value]} -> op{at} [label={_quoted(f'%{value}')}];" for value in entry.inputs]
+            lines += [
+                f"  {maker[value]} -> op{at} [label={_quoted(f'%{value}')}];"
+                for value in entry.inputs
+            ]
         return "\n".join([*lines, "}"])
 
     def __str__(self) -> str:
@@ -146,9 +158,11 @@ class AutogradGraph:
 
 
 def topological_sort(entries: Iterable[GradientEntry]) -> list[int]:
-    """The positions of the entries in an order of the backward pass: each before those whose results it took.
+    """The positions of the entries in an order of the backward pass: each before those whose
+    results it took.
 
-    >>> x, y = GradientEntry("Exp", (0,), (1,), ((),), ()), GradientEntry("Sum", (1,), (2,), ((),), ())
+    >>> x = GradientEntry("Exp", (0,), (1,), ((),), ())
+    >>> y = GradientEntry("Sum", (1,), (2,), ((),), ())
     >>> topological_sort([x, y]), topological_sort([y, x])
     ([1, 0], [0, 1])
 
@@ -165,22 +179,29 @@ def topological_sort(entries: Iterable[GradientEntry]) -> list[int]:
         for value in entry.outputs:
             if maker.setdefault(value, position) != position:
                 raise MisuseError(
-                    f"entries[{maker[value]}] and entries[{position}] both have the output {value}. Pass the entries "
-                    "of one graph, each once."
+                    f"entries[{maker[value]}] and entries[{position}] both have the output {value}."
+                    " Pass the entries of one graph, each once."
                 )
-    needs = {at: [maker[value] for value in entry.inputs if value in maker] for at, entry in enumerate(given)}
+    needs = {
+        at: [maker[value] for value in entry.inputs if value in maker]
+        for at, entry in enumerate(given)
+    }
     try:
         return list(graphlib.TopologicalSorter(needs).static_order())[::-1]
     except graphlib.CycleError as error:
         circle = ", ".join(given[at].op for at in error.args[1])
-        raise GraphError(f"entries hold a circle: {circle}. Pass those of AutogradContext.graph(loss).") from error
+        raise GraphError(
+            f"entries hold a circle: {circle}. Pass those of AutogradContext.graph(loss)."
+        ) from error
 
 
 def graph_of(loss: Tensor, recorder: OriginRecorder | None) -> AutogradGraph:
     """Write down the graph behind a tensor."""
     read_tensor(loss, "loss", "the tensor that the model's loss returned")
     if not loss.requires_grad:
-        raise GraphError("loss has no graph. Compute it with requires_grad=True, outside no_grad().")
+        raise GraphError(
+            "loss has no graph. Compute it with requires_grad=True, outside no_grad()."
+        )
     nodes = backward_order(loss)[::-1]
     owned = parameter_storages(nodes)
     storages: dict[int, int] = {}
@@ -192,7 +213,11 @@ def graph_of(loss: Tensor, recorder: OriginRecorder | None) -> AutogradGraph:
         shapes = tuple(_torch.result_shapes(node)) if leaf is None else (tuple(leaf.shape),)
         made = tuple(values.setdefault((node, at), len(values)) for at in range(len(shapes)))
         if leaf is not None:
-            leaves.append(Leaf(made[0], recorder.names.get(id(leaf), "") if recorder else "", tuple(leaf.shape)))
+            leaves.append(
+                Leaf(
+                    made[0], recorder.names.get(id(leaf), "") if recorder else "", tuple(leaf.shape)
+                )
+            )
             continue
         origin = (recorder.origin_of(node) if recorder else None) or Origin()
         saved = []
@@ -200,10 +225,20 @@ def graph_of(loss: Tensor, recorder: OriginRecorder | None) -> AutogradGraph:
             storage, nbytes = storage_of(tensor)
             known = storages.setdefault(storage, len(storages))
             dtype = str(tensor.dtype).removeprefix("torch.")
-            saved.append(SavedTensor(name, tuple(tensor.shape), dtype, nbytes, known, storage in owned))
+            saved.append(
+                SavedTensor(name, tuple(tensor.shape), dtype, nbytes, known, storage in owned)
+            )
         inputs = tuple(values[child, at] for child, at in node.next_functions if child is not None)
         entries.append(
-            GradientEntry(operation_name(node), inputs, made, shapes, tuple(saved), origin.module, origin.source)
+            GradientEntry(
+                operation_name(node),
+                inputs,
+                made,
+                shapes,
+                tuple(saved),
+                origin.module,
+                origin.source,
+            )
         )
     return AutogradGraph(tuple(entries), tuple(leaves))
 

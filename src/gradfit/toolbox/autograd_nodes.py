@@ -7,7 +7,8 @@ from torch.autograd.graph import Node
 
 
 def backward_order(*results: Tensor) -> list[Node]:
-    """Every operation behind `results`, each before those it took its inputs from: the order of the backward pass.
+    """Every operation behind `results`, each before those it took its inputs from: the order of the
+    backward pass.
 
     A reversed depth-first postorder, with a stack of its own: a graph may be deeper than Python's.
 
@@ -37,7 +38,8 @@ def backward_order(*results: Tensor) -> list[Node]:
 
 def leaf_of(node: Node) -> Tensor | None:
     """The leaf tensor a node accumulates a gradient into; None for an operation."""
-    # By type, not by attribute: the context of a custom Function holds whatever its author puts there.
+    # By type, not by attribute: the context of a custom Function holds whatever its author puts
+    # there.
     return node.variable if type(node).__name__ == "AccumulateGrad" else None  # type: ignore[attr-defined]
 
 

@@ -21,8 +21,8 @@ Gradient = Tensor | GradientMap
 class DynamicBatchAccumulator:
     """The mean gradient over all items of batches whose sizes differ: Σ size·gradient / Σ size.
 
-    Full when `target_batch_size` items, `steps` batches, or what a `strategy` asks for have come in. float16 and
-    bfloat16 are added up in float32.
+    Full when `target_batch_size` items, `steps` batches, or what a `strategy` asks for have come
+    in. float16 and bfloat16 are added up in float32.
 
     Args:
         target_batch_size: items that fill it.
@@ -37,18 +37,30 @@ class DynamicBatchAccumulator:
     """
 
     def __init__(
-        self, target_batch_size: int | None = None, steps: int | None = None, strategy: Strategy | None = None
+        self,
+        target_batch_size: int | None = None,
+        steps: int | None = None,
+        strategy: Strategy | None = None,
     ) -> None:
         given = [
             name
-            for name, value in (("target_batch_size", target_batch_size), ("steps", steps), ("strategy", strategy))
+            for name, value in (
+                ("target_batch_size", target_batch_size),
+                ("steps", steps),
+                ("strategy", strategy),
+            )
             if value is not None
         ]
         if len(given) != 1:
             found = " and ".join(given) or "none of target_batch_size, steps and strategy"
-            raise MisuseError(f"Got {found}: one must say when the window is full. Pass target_batch_size=64.")
+            raise MisuseError(
+                f"Got {found}: one must say when the window is full. Pass target_batch_size=64."
+            )
         if strategy is not None and not isinstance(strategy, Strategy):
-            raise MisuseError(f"strategy is a {type(strategy).__name__}. Pass FixedTargetBatch(n) or another strategy.")
+            raise MisuseError(
+                f"strategy is a {type(strategy).__name__}. Pass FixedTargetBatch(n) or another"
+                " strategy."
+            )
         if target_batch_size is not None:
             strategy = FixedTargetBatch(read_count(target_batch_size, "target_batch_size"))
         elif steps is not None:
@@ -90,7 +102,8 @@ class DynamicBatchAccumulator:
         return self._steps if progress >= 1 or not progress else -int(-self._steps // progress)
 
     def accumulate(self, batch_gradient: Gradient, batch_size: int) -> None:
-        """Add the mean gradient over `batch_size` items; a size of 0 adds nothing, whatever the gradient holds.
+        """Add the mean gradient over `batch_size` items; a size of 0 adds nothing, whatever the
+        gradient holds.
 
         Args:
             batch_gradient: a tensor or a `GradientMap`: the mean over the batch's items.
@@ -119,7 +132,8 @@ class DynamicBatchAccumulator:
         """The mean over all items that have come in; what the window lacks does not matter."""
         if not self._total.weight:
             raise MisuseError(
-                "Nothing was accumulated, so there is no mean. Call accumulate(gradient, batch_size) first."
+                "Nothing was accumulated, so there is no mean. Call accumulate(gradient,"
+                " batch_size) first."
             )
         return self._mean()
 
@@ -144,14 +158,24 @@ class DynamicBatchAccumulator:
     def _check(self, gradient: Gradient, values: dict[Any, Tensor]) -> None:
         sums = self._sums or {}
         if isinstance(gradient, Tensor) != (None in sums):
-            raise MisuseError("batch_gradient: a tensor and a GradientMap cannot be added. Pass the same kind always.")
+            raise MisuseError(
+                "batch_gradient: a tensor and a GradientMap cannot be added. Pass the same kind"
+                " always."
+            )
         for key in values.keys() & sums.keys():
             problem = GradientAccumulationValidator.incompatibility(sums[key], values[key])
             if problem:
                 name = (
-                    "batch_gradient" if key is None else f"batch_gradient[{key!r}]" if isinstance(key, str) else "one"
+                    "batch_gradient"
+                    if key is None
+                    else f"batch_gradient[{key!r}]"
+                    if isinstance(key, str)
+                    else "one"
                 )
-                raise MisuseError(f"{name} does not fit what was accumulated: {problem}. Call reset() for a new shape.")
+                raise MisuseError(
+                    f"{name} does not fit what was accumulated: {problem}. Call reset() for a new"
+                    " shape."
+                )
 
     def _add(self, gradient: Gradient, values: dict[Any, Tensor], factor: float) -> None:
         if self._sums is None:
@@ -173,12 +197,19 @@ class DynamicBatchAccumulator:
             return means[None]
         result = GradientMap()
         for key, mean in means.items():
-            tensor = self._like.tensor(key) if isinstance(self._like, GradientMap) and key in self._like else None
+            tensor = (
+                self._like.tensor(key)
+                if isinstance(self._like, GradientMap) and key in self._like
+                else None
+            )
             result.bind(key, tensor, mean)
         return result
 
     def __repr__(self) -> str:
-        return f"DynamicBatchAccumulator({self.strategy!r}, {self._steps} batches, {self._total.weight} items)"
+        return (
+            f"DynamicBatchAccumulator({self.strategy!r}, {self._steps} batches,"
+            f" {self._total.weight} items)"
+        )
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -188,8 +219,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 def _values(gradient: Any) -> dict[Any, Tensor]:
     if isinstance(gradient, Tensor):
         if not (gradient.is_floating_point() or gradient.is_complex()):
-            raise MisuseError(f"batch_gradient is {gradient.dtype}. Pass a gradient, in floating point.")
+            raise MisuseError(
+                f"batch_gradient is {gradient.dtype}. Pass a gradient, in floating point."
+            )
         return {None: gradient}
     if isinstance(gradient, GradientMap):
         return dict(gradient.items())
-    raise MisuseError(f"batch_gradient is a {type(gradient).__name__}. Pass a tensor or a GradientMap.")
+    raise MisuseError(
+        f"batch_gradient is a {type(gradient).__name__}. Pass a tensor or a GradientMap."
+    )

@@ -29,7 +29,9 @@ class VariableBatchScheduler:
         sizes = read_list(batch_schedule, "batch_schedule", "a list, for example [8, 16, 32]")
         if not sizes:
             raise MisuseError("batch_schedule is empty. Pass for example [8, 16, 32].")
-        self.batch_schedule = [read_count(size, f"batch_schedule[{step}]") for step, size in enumerate(sizes)]
+        self.batch_schedule = [
+            read_count(size, f"batch_schedule[{step}]") for step, size in enumerate(sizes)
+        ]
         self.current_step = 0
 
     @property
@@ -45,7 +47,9 @@ class VariableBatchScheduler:
     def get_current_batch_size(self) -> int:
         """The batch size of the current step."""
         if not self.get_remaining_steps():
-            raise MisuseError(f"The schedule's {self.total_steps} steps are over. Call reset() to start again.")
+            raise MisuseError(
+                f"The schedule's {self.total_steps} steps are over. Call reset() to start again."
+            )
         return self.batch_schedule[self.current_step]
 
     def get_remaining_steps(self) -> int:
@@ -53,21 +57,25 @@ class VariableBatchScheduler:
         return self.total_steps - self.current_step
 
     def get_effective_batch_size(self, window_size: int) -> int:
-        """The average batch size over the next `window_size` steps, or as many as are left, rounded down.
+        """The average batch size over the next `window_size` steps, or as many as are left, rounded
+        down.
 
         Args:
             window_size: steps to look ahead, the present one included.
         """
         window = self.batch_schedule[self.current_step :][: read_count(window_size, "window_size")]
         if not window:
-            raise MisuseError(f"The schedule's {self.total_steps} steps are over. Call reset() to start again.")
+            raise MisuseError(
+                f"The schedule's {self.total_steps} steps are over. Call reset() to start again."
+            )
         return sum(window) // len(window)
 
     def advance(self) -> None:
         """Go on to the next step."""
         if not self.get_remaining_steps():
             raise MisuseError(
-                f"advance: the schedule's {self.total_steps} steps are over. Call reset() to start again."
+                f"advance: the schedule's {self.total_steps} steps are over. Call reset() to start"
+                " again."
             )
         self.current_step += 1
 
@@ -78,15 +86,18 @@ class VariableBatchScheduler:
     def batches(self, sampler: Iterable[int]) -> ScheduledBatchSampler:
         """A batch sampler for `DataLoader(..., batch_sampler=...)`, the schedule over and over.
 
-        Every pass over it begins at the schedule's first step and ends with the sampler; the last batch holds what is
-        left. The scheduler's own step is not moved.
+        Every pass over it begins at the schedule's first step and ends with the sampler; the last
+        batch holds what is left. The scheduler's own step is not moved.
 
         Args:
             sampler: gives the rows' indices in the order of an epoch.
         """
         if isinstance(sampler, str | bytes | Tensor) or not isinstance(sampler, Iterable):
             raise invalid(
-                "sampler", sampler, f"is a {type(sampler).__name__}", "RandomSampler(dataset) or range(len(dataset))"
+                "sampler",
+                sampler,
+                f"is a {type(sampler).__name__}",
+                "RandomSampler(dataset) or range(len(dataset))",
             )
         return ScheduledBatchSampler(sampler, tuple(self.batch_schedule))
 
@@ -112,7 +123,8 @@ class ScheduledBatchSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         if not isinstance(self.sampler, Sized):
             raise MisuseError(
-                f"The sampler, a {type(self.sampler).__name__}, has no length, so neither have its batches."
+                f"The sampler, a {type(self.sampler).__name__}, has no length, so neither have its"
+                " batches."
             )
         rounds, left = divmod(len(self.sampler), sum(self.schedule))
         reached = itertools.accumulate(self.schedule, initial=0)

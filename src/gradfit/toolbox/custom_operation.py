@@ -18,18 +18,23 @@ Gradients = Tensor | None | Sequence[Tensor | None]
 class CustomOp:
     """A differentiable operation made by `custom_op`; call it with tensors."""
 
-    def __init__(self, forward: Callable[..., Tensor], backward: Callable[..., Gradients], name: str) -> None:
+    def __init__(
+        self, forward: Callable[..., Tensor], backward: Callable[..., Gradients], name: str
+    ) -> None:
         self.name = name
         self._forward = _with_inputs(forward, before=0)
         self._backward = _with_inputs(backward, before=1)
-        # A class per operation, so that autograd's node, and with it every graph and error, carries its name.
+        # A class per operation, so that autograd's node, and with it every graph and error, carries
+        # its name.
         self._function: Any = type(
             name,
             (torch.autograd.Function,),
             {
                 "forward": staticmethod(self.forward),
                 "setup_context": staticmethod(_save_inputs),
-                "backward": staticmethod(lambda ctx, grad_output: self.backward(grad_output, ctx.saved_tensors)),
+                "backward": staticmethod(
+                    lambda ctx, grad_output: self.backward(grad_output, ctx.saved_tensors)
+                ),
                 "generate_vmap_rule": True,
             },
         )
@@ -38,8 +43,8 @@ class CustomOp:
         for position, value in enumerate(inputs):
             if not isinstance(value, Tensor):
                 raise MisuseError(
-                    f"{self.name}: input {position} is a {type(value).__name__}, expected a tensor. "
-                    "Close over constants, or pass torch.tensor(value)."
+                    f"{self.name}: input {position} is a {type(value).__name__}, expected a tensor."
+                    " Close over constants, or pass torch.tensor(value)."
                 )
         result: Tensor = self._function.apply(*inputs)
         return result
@@ -48,30 +53,34 @@ class CustomOp:
         """The result alone, outside of any graph."""
         output = self._forward((), inputs)
         if not isinstance(output, Tensor):
-            raise MisuseError(f"{self.name}: forward returned a {type(output).__name__}, expected one tensor.")
+            raise MisuseError(
+                f"{self.name}: forward returned a {type(output).__name__}, expected one tensor."
+            )
         return output
 
-    def backward(self, grad_output: Tensor, inputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    def backward(
+        self, grad_output: Tensor, inputs: tuple[Tensor, ...]
+    ) -> tuple[Tensor | None, ...]:
         """The gradient of each input, once there is one for each and it has the input's shape."""
         returned = self._backward((grad_output,), inputs)
         gradients = tuple(returned) if isinstance(returned, list | tuple) else (returned,)
         if len(gradients) != len(inputs):
             raise MisuseError(
-                f"{self.name}: backward returned {len(gradients)} gradients, expected {len(inputs)}, "
-                "one for each input (None for one that has no gradient)."
+                f"{self.name}: backward returned {len(gradients)} gradients, expected"
+                f" {len(inputs)}, one for each input (None for one that has no gradient)."
             )
         for position, (gradient, value) in enumerate(zip(gradients, inputs, strict=True)):
             if gradient is None:
                 continue
             if not isinstance(gradient, Tensor):
                 raise MisuseError(
-                    f"{self.name}: backward returned a {type(gradient).__name__} for input {position}, expected a "
-                    f"tensor of shape {tuple(value.shape)} or None."
+                    f"{self.name}: backward returned a {type(gradient).__name__} for input"
+                    f" {position}, expected a tensor of shape {tuple(value.shape)} or None."
                 )
             if gradient.shape != value.shape:
                 raise MisuseError(
-                    f"{self.name}: backward returned shape {tuple(gradient.shape)} for input {position}, expected "
-                    f"{tuple(value.shape)}, the shape of that input."
+                    f"{self.name}: backward returned shape {tuple(gradient.shape)} for input"
+                    f" {position}, expected {tuple(value.shape)}, the shape of that input."
                 )
         return gradients
 
@@ -84,10 +93,11 @@ def custom_op(
 ) -> CustomOp:
     """Join a forward and its gradient into one operation.
 
-    `forward(x, …)` returns a tensor; `backward(grad_output, x, …)` returns the gradient of each input, a tensor alone
-    if there is only one. A parameter called `inputs` receives all of them as one list instead: `forward(inputs)`,
-    `backward(grad_output, inputs)`. If `backward` is itself made of differentiable operations, the result can be
-    differentiated again. `check_gradients` tells whether the two belong together.
+    `forward(x, …)` returns a tensor; `backward(grad_output, x, …)` returns the gradient of each
+    input, a tensor alone if there is only one. A parameter called `inputs` receives all of them as
+    one list instead: `forward(inputs)`, `backward(grad_output, inputs)`. If `backward` is itself
+    made of differentiable operations, the result can be differentiated again. `check_gradients`
+    tells whether the two belong together.
 
     Args:
         forward: computes the result.
@@ -111,13 +121,21 @@ def _save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _with_inputs(function: Callable[..., Any], *, before: int) -> Callable[[tuple[Any, ...], tuple[Tensor, ...]], Any]:
-    """How to hand a function its inputs: one by one, or as a list if that is what it asks for by name."""
+def _with_inputs(
+    function: Callable[..., Any], *, before: int
+) -> Callable[[tuple[Any, ...], tuple[Tensor, ...]], Any]:
+    """How to hand a function its inputs: one by one, or as a list if that is what it asks for by
+    name.
+    """
     try:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # built-in functions may have no signature
         parameters = []
     last = parameters[before] if len(parameters) == before + 1 else None
-    if last is not None and last.name == "inputs" and last.kind is not inspect.Parameter.VAR_POSITIONAL:
+    if (
+        last is not None
+        and last.name == "inputs"
+        and last.kind is not inspect.Parameter.VAR_POSITIONAL
+    ):
         return lambda first, inputs: function(*first, list(inputs))
     return lambda first, inputs: function(*first, *inputs)

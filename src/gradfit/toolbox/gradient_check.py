@@ -1,4 +1,6 @@
-"""Is this backward the derivative of its forward? The comparison, element by element, and its report."""
+"""Is this backward the derivative of its forward? The comparison, element by element, and its
+report.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,12 @@ _SAFETY = 10.0  # how many error bars apart is wrong
 
 @dataclass(frozen=True)
 class ElementCheck:
-    """One element of one input: what the backward says, what finite differences say, and how sure they are.
+    """One element of one input: what the backward says, what finite differences say, and how sure
+    they are.
 
-    Both are derivatives of the output if that is one number, else of a sum of the outputs with weights from 0.5 to 1.5
-    of either sign: a plain sum would be blind to functions like softmax, whose outputs always have the same sum.
+    Both are derivatives of the output if that is one number, else of a sum of the outputs with
+    weights from 0.5 to 1.5 of either sign: a plain sum would be blind to functions like softmax,
+    whose outputs always have the same sum.
     """
 
     input: int
@@ -47,10 +51,15 @@ class ElementCheck:
 
     def __str__(self) -> str:
         largest = max(abs(self.analytic), abs(self.numeric))
-        share = f", {self.error / largest:.2g} of it" if largest > 0 and math.isfinite(self.error / largest) else ""
+        share = (
+            f", {self.error / largest:.2g} of it"
+            if largest > 0 and math.isfinite(self.error / largest)
+            else ""
+        )
         return (
-            f"input {self.input}, element {self.index}: backward gives {self.analytic:.6g}, finite differences "
-            f"{self.numeric:.6g} (off by {self.error:.3g}{share}, tolerated {self.tolerance:.2g})"
+            f"input {self.input}, element {self.index}: backward gives {self.analytic:.6g}, finite"
+            f" differences {self.numeric:.6g} (off by {self.error:.3g}{share}, tolerated"
+            f" {self.tolerance:.2g})"
         )
 
 
@@ -58,7 +67,8 @@ class ElementCheck:
 class GradientCheck:
     """What `check_gradients` compared; true if all of it agrees.
 
-    `unresolved` counts the elements next to a kink or a jump, where finite differences have no answer.
+    `unresolved` counts the elements next to a kink or a jump, where finite differences have no
+    answer.
 
     Attributes:
         elements: compared.
@@ -76,16 +86,24 @@ class GradientCheck:
         return not self.wrong
 
     def __str__(self) -> str:
-        verdict = f"{len(self.wrong)} of {self.elements} elements differ" if self.wrong else "all elements agree"
+        verdict = (
+            f"{len(self.wrong)} of {self.elements} elements differ"
+            if self.wrong
+            else "all elements agree"
+        )
         return f"{verdict}; {self.unresolved} unresolved. Worst: {self.worst}."
 
 
-def check_gradients(fn: Callable[..., Any], *inputs: Any, eps: float | None = None) -> GradientCheck:
-    """Compare the backward of `fn` with finite differences, element by element; `GradientMismatch` if they disagree.
+def check_gradients(
+    fn: Callable[..., Any], *inputs: Any, eps: float | None = None
+) -> GradientCheck:
+    """Compare the backward of `fn` with finite differences, element by element; `GradientMismatch`
+    if they disagree.
 
-    The tensors among `inputs` that require a gradient are checked, or all floating ones if none does. `eps` sets the
-    largest step; by default it comes from each element's size and precision. Random operations (dropout) draw the
-    same numbers in every evaluation. Nothing that is passed in is changed.
+    The tensors among `inputs` that require a gradient are checked, or all floating ones if none
+    does. `eps` sets the largest step; by default it comes from each element's size and precision.
+    Random operations (dropout) draw the same numbers in every evaluation. Nothing that is passed in
+    is changed.
 
     Args:
         fn: called with `inputs`; returns a tensor, or a nest of them.
@@ -95,10 +113,12 @@ def check_gradients(fn: Callable[..., Any], *inputs: Any, eps: float | None = No
     >>> check_gradients(torch.sigmoid, torch.randn(3)).worst.error < 1e-3
     True
     >>> from gradfit.toolbox.custom_operation import custom_op
-    >>> wrong = custom_op(lambda x: x * 2, lambda grad_output, x: grad_output * torch.tensor([2.0, 2.0, 2.1]))
+    >>> factor = torch.tensor([2.0, 2.0, 2.1])
+    >>> wrong = custom_op(lambda x: x * 2, lambda grad_output, x: grad_output * factor)
     >>> check_gradients(wrong, torch.ones(3))
     Traceback (most recent call last):
-    gradfit.errors.GradientMismatch: custom_op: 1 of 3 elements differ; ... Worst: input 0, element (2,): backward ...
+    gradfit.errors.GradientMismatch: custom_op: 1 of 3 elements differ; ... Worst: input 0, element
+    (2,): backward ...
     """
     read_callable(fn, "fn", "the function to check", arguments=len(inputs))
     if eps is not None:
@@ -121,11 +141,15 @@ def _positions_to_check(inputs: tuple[Any, ...]) -> list[int]:
     checked = [at for at in tensors if inputs[at].requires_grad]
     checked = checked or [at for at in tensors if inputs[at].is_floating_point()]
     if not checked:
-        raise MisuseError("inputs holds no floating-point tensor. Pass the tensors to differentiate in.")
+        raise MisuseError(
+            "inputs holds no floating-point tensor. Pass the tensors to differentiate in."
+        )
     for at in checked:
         one = inputs[at]
         if not one.is_floating_point():
-            raise MisuseError(f"inputs[{at}] is {one.dtype}, expected a real floating-point tensor.")
+            raise MisuseError(
+                f"inputs[{at}] is {one.dtype}, expected a real floating-point tensor."
+            )
         if one.is_meta or one.layout != torch.strided or not one.numel():
             problem = "has no elements that could be changed"
             raise invalid(f"inputs[{at}]", one, problem, "a dense tensor")
@@ -154,7 +178,13 @@ class _Comparison:
             self._compare_element(at, flat, index, value, largest, torch.finfo(tensor.dtype).eps)
 
     def _compare_element(
-        self, at: int, flat: int, index: tuple[int, ...], value: float, largest: float, precision: float
+        self,
+        at: int,
+        flat: int,
+        index: tuple[int, ...],
+        value: float,
+        largest: float,
+        precision: float,
     ) -> None:
         self._elements += 1
         differences = self._probe.at(at, flat, self._eps)

@@ -1,4 +1,6 @@
-"""Keeping gradients within bounds: by their norm together, each by its own norm, or element by element."""
+"""Keeping gradients within bounds: by their norm together, each by its own norm, or element by
+element.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ from gradfit.toolbox.inputs import Inputs, label
 
 
 class GradientClipper:
-    """Clips gradients in place, wherever they are: in a `GradientMap`, in `.grad` of parameters, or of a model.
+    """Clips gradients in place, wherever they are: in a `GradientMap`, in `.grad` of parameters, or
+    of a model.
 
-    With both bounds the elements are clipped first. `per_parameter` holds each gradient's own norm to `max_norm`, so
-    that one exploding layer does not silence the others.
+    With both bounds the elements are clipped first. `per_parameter` holds each gradient's own norm
+    to `max_norm`, so that one exploding layer does not silence the others.
 
     Args:
         max_norm: the largest norm; None: no bound.
@@ -31,15 +34,22 @@ class GradientClipper:
     """
 
     def __init__(
-        self, max_norm: float | None = None, max_value: float | None = None, per_parameter: bool = False
+        self,
+        max_norm: float | None = None,
+        max_value: float | None = None,
+        per_parameter: bool = False,
     ) -> None:
         if max_norm is None and max_value is None:
-            raise MisuseError("GradientClipper has no bound. Pass max_norm=1.0, max_value=0.5, or both.")
+            raise MisuseError(
+                "GradientClipper has no bound. Pass max_norm=1.0, max_value=0.5, or both."
+            )
         for name, bound in (("max_norm", max_norm), ("max_value", max_value)):
             if bound is not None:
                 read_number(bound, name, above=0)
         if read_flag(per_parameter, "per_parameter") and max_norm is None:
-            raise MisuseError("per_parameter=True bounds each gradient's norm. Pass max_norm=1.0 with it.")
+            raise MisuseError(
+                "per_parameter=True bounds each gradient's norm. Pass max_norm=1.0 with it."
+            )
         self.max_norm = max_norm
         self.max_value = max_value
         self.per_parameter = per_parameter
@@ -47,9 +57,9 @@ class GradientClipper:
     def clip_grads(self, grads: GradientMap | Inputs, *, scale: float = 1.0) -> Tensor:
         """Clip, and give the norm of all gradients together as it was before.
 
-        `scale` is the loss scale the gradients still carry (`scaler.get_scale()`): the bounds, and the norm that is
-        returned, are those of the unscaled gradients. A NaN or an infinity raises `NonFiniteGradient` with the names
-        of the parameters, and nothing is changed.
+        `scale` is the loss scale the gradients still carry (`scaler.get_scale()`): the bounds, and
+        the norm that is returned, are those of the unscaled gradients. A NaN or an infinity raises
+        `NonFiniteGradient` with the names of the parameters, and nothing is changed.
 
         Args:
             grads: a `GradientMap`, a model, or parameters.
@@ -63,7 +73,10 @@ class GradientClipper:
             bound = self.max_value * scale
             for key, gradient in found.items():
                 if gradient.is_sparse:
-                    raise MisuseError(f"max_value cannot clip the sparse gradient of {label(key)}. Pass max_norm only.")
+                    raise MisuseError(
+                        f"max_value cannot clip the sparse gradient of {label(key)}. Pass max_norm"
+                        " only."
+                    )
             for gradient in found.values():
                 gradient.clamp_(-bound, bound)
         if self.max_norm is not None:
@@ -76,5 +89,9 @@ class GradientClipper:
         return norm / scale
 
     def __repr__(self) -> str:
-        bounds = (f"max_norm={self.max_norm}", f"max_value={self.max_value}", f"per_parameter={self.per_parameter}")
+        bounds = (
+            f"max_norm={self.max_norm}",
+            f"max_value={self.max_value}",
+            f"per_parameter={self.per_parameter}",
+        )
         return f"GradientClipper({', '.join(bounds)})"

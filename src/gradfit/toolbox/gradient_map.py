@@ -1,4 +1,6 @@
-"""Gradients as a value: computed without touching anybody's `.grad`, then added, scaled, clipped or assigned."""
+"""Gradients as a value: computed without touching anybody's `.grad`, then added, scaled, clipped or
+assigned.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,10 @@ Key = str | Tensor | int
 class GradientMap(MutableMapping[Key, Tensor]):
     """Gradients by tensor or by name.
 
-    A gradient that is a value can be kept, compared, averaged over micro-batches, sent and saved, which a gradient
-    inside `.grad` cannot. An entry is found by its tensor, by `id(tensor)` and, if it has one, by its name; iterating
-    gives the names where there are names, the tensors otherwise. All operations ending in `_` work in place.
+    A gradient that is a value can be kept, compared, averaged over micro-batches, sent and saved,
+    which a gradient inside `.grad` cannot. An entry is found by its tensor, by `id(tensor)` and, if
+    it has one, by its name; iterating gives the names where there are names, the tensors otherwise.
+    All operations ending in `_` work in place.
 
     Args:
         gradients: gradients by tensor or by name.
@@ -48,16 +51,19 @@ class GradientMap(MutableMapping[Key, Tensor]):
     """
 
     def __init__(self, gradients: Mapping[Any, Tensor] | Iterable[tuple[Key, Tensor]] = ()) -> None:
-        self._gradients: dict[Key, Tensor] = {}  # by name where there is one, else by tensor (hashed by identity)
+        # by name where there is one, else by tensor (hashed by identity)
+        self._gradients: dict[Key, Tensor] = {}
         self._tensors: dict[str, Tensor] = {}
         self._names: dict[Tensor, str] = {}
-        self._ids: dict[int, Key] = {}  # of the tensors, which are held: no other tensor has such an id meanwhile
+        # of the tensors, which are held: no other tensor has such an id meanwhile
+        self._ids: dict[int, Key] = {}
         for key, gradient in _pairs(gradients):
             self[key] = gradient
 
     @classmethod
     def from_grads(cls, source: Inputs) -> GradientMap:
-        """The gradients now in `.grad`, not copied: what is done in place to the map is done to `.grad`.
+        """The gradients now in `.grad`, not copied: what is done in place to the map is done to
+        `.grad`.
 
         Args:
             source: a model, names with tensors, or tensors; those without `.grad` are left out.
@@ -68,7 +74,7 @@ class GradientMap(MutableMapping[Key, Tensor]):
         """
         return gradients_of(source, "source")
 
-    # -- a mapping ------------------------------------------------------------------------------------------------
+    # -- a mapping --------------------------------------------------------------------------------
 
     def __getitem__(self, key: Key) -> Tensor:
         if key not in self:
@@ -80,15 +86,20 @@ class GradientMap(MutableMapping[Key, Tensor]):
             raise invalid("key", key, f"is a {type(key).__name__}", "a name or a tensor")
         key = self._key(key)
         if isinstance(key, int):
-            raise invalid("key", key, "is the id of no tensor in this map, and holds none", "the tensor itself")
+            raise invalid(
+                "key",
+                key,
+                "is the id of no tensor in this map, and holds none",
+                "the tensor itself",
+            )
         if isinstance(key, str) and not key:
             raise invalid("key", key, "is empty", "a name or a tensor")
         tensor = key if isinstance(key, Tensor) else self._tensors.get(key)
         read_tensor(gradient, "gradient", f"the gradient of {label(key)}, which is a tensor")
         if tensor is not None and gradient.shape != tensor.shape:
             raise MisuseError(
-                f"gradient: that of the key {label(key)} has shape {tuple(gradient.shape)}, expected "
-                f"{tuple(tensor.shape)}, the tensor's. Pass it in that shape."
+                f"gradient: that of the key {label(key)} has shape {tuple(gradient.shape)},"
+                f" expected {tuple(tensor.shape)}, the tensor's. Pass it in that shape."
             )
         if tensor is not None:
             self._ids[id(tensor)] = key
@@ -135,7 +146,9 @@ class GradientMap(MutableMapping[Key, Tensor]):
         return iter(list(self._gradients.items()))
 
     def iter_mut(self) -> Iterator[tuple[Key, Tensor]]:
-        """`iter`, to change what it gives: in place (`gradient.mul_(2)`), or by `grads[key] = gradient * 2`."""
+        """`iter`, to change what it gives: in place (`gradient.mul_(2)`), or by `grads[key] =
+        gradient * 2`.
+        """
         return self.iter()
 
     def get_mut(self, key: Key) -> Tensor | None:
@@ -177,7 +190,7 @@ class GradientMap(MutableMapping[Key, Tensor]):
         key = self._key(key)
         return key if isinstance(key, Tensor) else self._tensors.get(str(key))
 
-    # -- arithmetic -----------------------------------------------------------------------------------------------
+    # -- arithmetic -------------------------------------------------------------------------------
 
     def add_(self, other: Mapping[Any, Tensor], *, alpha: float = 1.0) -> GradientMap:
         """Add `alpha * other`; entries that are not here yet are copied in.
@@ -194,13 +207,16 @@ class GradientMap(MutableMapping[Key, Tensor]):
         """
         alpha = read_number(alpha, "alpha")
         found = []
-        for key, gradient in read_mapping(other, "other", "a GradientMap, or gradients by name").items():
+        for key, gradient in read_mapping(
+            other, "other", "a GradientMap, or gradients by name"
+        ).items():
             read_tensor(gradient, f"other[{label(key)}]", "gradients by name")
             found.append((self._match(key, other), key, gradient))
         for mine, key, gradient in found:  # every problem before any change
             if mine is not None and self[mine].shape != gradient.shape:
                 raise MisuseError(
-                    f"other: {label(key)} has shape {tuple(gradient.shape)}, expected {tuple(self[mine].shape)}."
+                    f"other: {label(key)} has shape {tuple(gradient.shape)}, expected"
+                    f" {tuple(self[mine].shape)}."
                 )
         for mine, key, gradient in found:
             if mine is not None:
@@ -218,7 +234,12 @@ class GradientMap(MutableMapping[Key, Tensor]):
         """
         if not isinstance(factor, Tensor):
             factor = read_number(factor, "factor")
-        elif factor.numel() != 1 or factor.is_complex() or factor.is_meta or factor.layout != torch.strided:
+        elif (
+            factor.numel() != 1
+            or factor.is_complex()
+            or factor.is_meta
+            or factor.layout != torch.strided
+        ):
             raise invalid("factor", factor, "is not one number", "factor=0.5")
         for gradient in self._gradients.values():
             gradient.mul_(factor)
@@ -232,19 +253,24 @@ class GradientMap(MutableMapping[Key, Tensor]):
         return copy
 
     def norm(self, p: float = 2.0) -> Tensor:
-        """The norm of all gradients taken as one vector; differentiable if they are (`create_graph=True`).
+        """The norm of all gradients taken as one vector; differentiable if they are
+        (`create_graph=True`).
 
         Args:
             p: of the norm: 2 is Euclid's, `inf` the largest element.
         """
-        bound = math.inf if isinstance(p, float) and p == math.inf else read_number(p, "p", above=0, like=2)
+        bound = (
+            math.inf
+            if isinstance(p, float) and p == math.inf
+            else read_number(p, "p", above=0, like=2)
+        )
         return total_norm(self._gradients.values(), bound)
 
     def clip_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; gives the norm before.
 
-        A NaN or an infinity would spread to every gradient, so it raises `NonFiniteGradient` with the names, and
-        nothing is changed.
+        A NaN or an infinity would spread to every gradient, so it raises `NonFiniteGradient` with
+        the names, and nothing is changed.
 
         Args:
             max_norm: the largest norm of all gradients together.
@@ -255,14 +281,19 @@ class GradientMap(MutableMapping[Key, Tensor]):
         self.scale_(clip_factor(norm, max_norm))
         return norm
 
-    # -- looking --------------------------------------------------------------------------------------------------
+    # -- looking ----------------------------------------------------------------------------------
 
     def nonfinite(self) -> list[Key]:
         """The names (or tensors) whose gradient holds a NaN or an infinity."""
-        return [key for key, gradient in self._gradients.items() if not bool(values_of(gradient).isfinite().all())]
+        return [
+            key
+            for key, gradient in self._gradients.items()
+            if not bool(values_of(gradient).isfinite().all())
+        ]
 
     def require_finite(self, norm: Tensor | None = None) -> None:
-        """Raise `NonFiniteGradient` with the names if anything is not finite; a finite `norm` saves the search.
+        """Raise `NonFiniteGradient` with the names if anything is not finite; a finite `norm` saves
+        the search.
 
         Args:
             norm: of these gradients, if it is known already.
@@ -275,23 +306,26 @@ class GradientMap(MutableMapping[Key, Tensor]):
         bad = self.nonfinite()
         if bad:
             stats = {key: GradientStats.of(self[key]) for key in bad[:5]}
-            found = ", ".join(f"{label(k)} ({s.nan_count} NaN, {s.inf_count} Inf)" for k, s in stats.items())
+            found = ", ".join(
+                f"{label(k)} ({s.nan_count} NaN, {s.inf_count} Inf)" for k, s in stats.items()
+            )
             more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
             raise NonFiniteGradient(
-                f"{len(bad)} of {len(self)} gradients are not finite: {found}{more}. Skip this step, or find the "
-                "operation with torch.autograd.set_detect_anomaly(True)."
+                f"{len(bad)} of {len(self)} gradients are not finite: {found}{more}. Skip this"
+                " step, or find the operation with torch.autograd.set_detect_anomaly(True)."
             )
         if norm is not None:
             raise NonFiniteGradient(
-                f"The norm of {len(self)} finite gradients overflows {str(norm.dtype).removeprefix('torch.')}. "
-                "Scale them down first: grads.scale_(1e-6)."
+                f"The norm of {len(self)} finite gradients overflows"
+                f" {str(norm.dtype).removeprefix('torch.')}. Scale them down first:"
+                " grads.scale_(1e-6)."
             )
 
     def stats(self) -> dict[Key, GradientStats]:
         """Norm, mean, spread, extremes, zeros, NaN and Inf of each gradient."""
         return {key: GradientStats.of(gradient) for key, gradient in self._gradients.items()}
 
-    # -- out, and in again ----------------------------------------------------------------------------------------
+    # -- out, and in again ------------------------------------------------------------------------
 
     def assign(self) -> None:
         """Hand the gradients to their tensors' `.grad`, replacing what is there, without a copy.
@@ -303,13 +337,18 @@ class GradientMap(MutableMapping[Key, Tensor]):
         pairs = [(key, self.tensor(key), gradient) for key, gradient in self._gradients.items()]
         for key, tensor, _ in pairs:
             if tensor is None:
-                raise MisuseError(f"assign: {label(key)} was put in by name, without its tensor. Use grads[tensor].")
+                raise MisuseError(
+                    f"assign: {label(key)} was put in by name, without its tensor. Use"
+                    " grads[tensor]."
+                )
         for _, tensor, gradient in pairs:
             if tensor is not None:
                 tensor.grad = gradient.detach().to(dtype=tensor.dtype, device=tensor.device)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The gradients by name, or by position where there are no names; ready for `safetensors`."""
+        """The gradients by name, or by position where there are no names; ready for
+        `safetensors`.
+        """
         return {
             key if isinstance(key, str) else str(position): gradient.detach()
             for position, (key, gradient) in enumerate(self._gradients.items())
@@ -324,28 +363,34 @@ class GradientMap(MutableMapping[Key, Tensor]):
         for name, gradient in read_mapping(state, "state", "what state_dict() gave").items():
             read_text(name, "state", "what state_dict() gave")
             read_tensor(gradient, f"state[{name!r}]", "what state_dict() gave")
-        mine = {key if isinstance(key, str) else str(at): key for at, key in enumerate(self._gradients)}
+        mine = {
+            key if isinstance(key, str) else str(at): key for at, key in enumerate(self._gradients)
+        }
         if mine and set(mine) != set(state):
             raise StateError(
-                f"state: it does not belong to this map: missing {sorted(set(mine) - set(state))}, "
-                f"unexpected {sorted(set(state) - set(mine))}. Load into a map of the same model, or an empty one."
+                f"state: it does not belong to this map: missing {sorted(set(mine) - set(state))},"
+                f" unexpected {sorted(set(state) - set(mine))}. Load into a map of the same model,"
+                " or an empty one."
             )
         for name, key in mine.items():
             if self[key].shape != state[name].shape:
                 raise StateError(
-                    f"The state's {name!r} has shape {tuple(state[name].shape)}, expected {tuple(self[key].shape)}."
+                    f"The state's {name!r} has shape {tuple(state[name].shape)}, expected"
+                    f" {tuple(self[key].shape)}."
                 )
         for name, gradient in state.items():
             key = mine.get(name, name)
             like = self._gradients.get(key)
-            self._gradients[key] = gradient.clone() if like is None else gradient.to(like, copy=True)
+            self._gradients[key] = (
+                gradient.clone() if like is None else gradient.to(like, copy=True)
+            )
 
     def __repr__(self) -> str:
         elements = sum(gradient.numel() for gradient in self._gradients.values())
         shown = ", ".join(label(key) for key in list(self)[:4]) + (", …" if len(self) > 4 else "")
         return f"GradientMap({len(self)} gradients, {elements} elements: {shown})"
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- inside -----------------------------------------------------------------------------------
 
     def _key(self, key: Key) -> Key:
         """The key that an entry is filed under."""
@@ -354,7 +399,9 @@ class GradientMap(MutableMapping[Key, Tensor]):
         return self._ids.get(key, key) if isinstance(key, int) else key
 
     def _match(self, key: Key, other: Mapping[Key, Tensor]) -> Key | None:
-        """Which entry here `other[key]` belongs to: the two may know the same tensor by name and without."""
+        """Which entry here `other[key]` belongs to: the two may know the same tensor by name and
+        without.
+        """
         if key in self:
             return key
         tensor = other.tensor(key) if isinstance(other, GradientMap) else None
@@ -363,26 +410,30 @@ class GradientMap(MutableMapping[Key, Tensor]):
     def _unknown(self, key: object) -> UnknownName:
         if isinstance(key, Tensor):
             return UnknownName(
-                f"key: there is no gradient for this tensor of shape {tuple(key.shape)}: the loss does not depend on "
-                f"it, or it was not among the inputs. The map holds {len(self)} gradients."
+                f"key: there is no gradient for this tensor of shape {tuple(key.shape)}: the loss"
+                f" does not depend on it, or it was not among the inputs. The map holds {len(self)}"
+                " gradients."
             )
         names = [name for name in self._gradients if isinstance(name, str)]
         if not names:
             return UnknownName(
-                f"key={show(key)}: these gradients have no names. Pass inputs=model to backward, or look up by tensor."
+                f"key={show(key)}: these gradients have no names. Pass inputs=model to backward, or"
+                " look up by tensor."
             )
         close = difflib.get_close_matches(str(key)[:200], names, n=3) or names[:3]
         return UnknownName(
-            f"key={show(key)}: there is no gradient of that name. The nearest of {len(names)}: {', '.join(close)}."
+            f"key={show(key)}: there is no gradient of that name. The nearest of {len(names)}:"
+            f" {', '.join(close)}."
         )
 
 
 def backward(loss: Tensor, inputs: Inputs | None = None, create_graph: bool = False) -> GradientMap:
     """The gradients of `loss` as a value; nobody's `.grad` is touched.
 
-    `inputs` is a model or names with tensors (then the map has names), or tensors, leaves or not; by default every
-    leaf that the loss depends on. `create_graph=True` makes the gradients differentiable themselves. The graph is
-    freed otherwise, as by `loss.backward()`. Parameters of a model that the loss does not reach are left out.
+    `inputs` is a model or names with tensors (then the map has names), or tensors, leaves or not;
+    by default every leaf that the loss depends on. `create_graph=True` makes the gradients
+    differentiable themselves. The graph is freed otherwise, as by `loss.backward()`. Parameters of
+    a model that the loss does not reach are left out.
 
     Args:
         loss: a tensor of one element.
@@ -405,20 +456,24 @@ def backward(loss: Tensor, inputs: Inputs | None = None, create_graph: bool = Fa
             result.bind(name or tensor, tensor, gradient)
         elif not isinstance(inputs, nn.Module):
             raise GraphError(
-                f"inputs[{position}], {label(name, tensor)}, has no gradient: the loss does not "
-                "depend on it. Leave it out, or pass the model, whose unused parameters are left out."
+                f"inputs[{position}], {label(name, tensor)}, has no gradient: the loss does not"
+                " depend on it. Leave it out, or pass the model, whose unused parameters are left"
+                " out."
             )
     return result
 
 
 def _require_graph(loss: Tensor) -> None:
     if loss.numel() != 1:
-        raise MisuseError(f"loss has shape {tuple(loss.shape)}, expected one number. Pass loss.mean() or loss.sum().")
+        raise MisuseError(
+            f"loss has shape {tuple(loss.shape)}, expected one number. Pass loss.mean() or"
+            " loss.sum()."
+        )
     if not loss.requires_grad:
         raise GraphError(
-            "loss has no graph: it does not require a gradient. Compute it outside torch.no_grad() "
-            "and without .detach(), from tensors with requires_grad=True. If it is made of gradients, "
-            "pass create_graph=True to the backward that gave them."
+            "loss has no graph: it does not require a gradient. Compute it outside torch.no_grad()"
+            " and without .detach(), from tensors with requires_grad=True. If it is made of"
+            " gradients, pass create_graph=True to the backward that gave them."
         )
 
 
@@ -438,18 +493,24 @@ def _differentiate_by(loss: Tensor, inputs: Inputs | None) -> list[tuple[str | N
                 "Call .requires_grad_() on it before the forward pass."
             )
     if not pairs:
-        raise MisuseError("inputs holds no tensor that requires a gradient. Pass the model or its parameters.")
+        raise MisuseError(
+            "inputs holds no tensor that requires a gradient. Pass the model or its parameters."
+        )
     return pairs
 
 
-def _differentiate(loss: Tensor, tensors: list[Tensor], create_graph: bool) -> tuple[Tensor | None, ...]:
+def _differentiate(
+    loss: Tensor, tensors: list[Tensor], create_graph: bool
+) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad`, which says in words that the graph is gone."""
     try:
         return torch.autograd.grad(loss, tensors, create_graph=create_graph, allow_unused=True)
     except RuntimeError as error:
         if not _torch.says_freed(error):  # any other failure has freed what was behind it, too
             raise
-        freed = next((node for node in backward_order(loss) if _torch.has_freed_tensors(node)), None)
+        freed = next(
+            (node for node in backward_order(loss) if _torch.has_freed_tensors(node)), None
+        )
         if freed is None:
             raise
         raise GraphError(
@@ -470,7 +531,12 @@ def _pairs(gradients: Any) -> list[tuple[Any, Any]]:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise invalid(f"gradients[{at}]", pair, "is not a pair", example)
         if not isinstance(pair[1], Tensor):
-            raise invalid("gradients", pair[1], f"is a {type(pair[1]).__name__} under {label(pair[0])}", example)
+            raise invalid(
+                "gradients",
+                pair[1],
+                f"is a {type(pair[1]).__name__} under {label(pair[0])}",
+                example,
+            )
     return pairs
 
 

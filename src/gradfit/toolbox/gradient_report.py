@@ -13,13 +13,16 @@ from gradfit.toolbox.gradient_map import GradientMap
 from gradfit.toolbox.gradient_stats import GradientStats, values_of
 from gradfit.toolbox.inputs import Inputs, named_tensors
 
-# Powers of two: 2^-24 is the smallest float16 number, so the bins below it are what a loss scale has to lift.
+# Powers of two: 2^-24 is the smallest float16 number, so the bins below it are what a loss scale
+# has to lift.
 _LOWEST, _HIGHEST, _STEP = -40, 20, 4
 
 
 @dataclass(frozen=True)
 class GradientHistogram:
-    """How many elements have a magnitude within [2^exponents[i], 2^exponents[i + 1]); the outer bins are open."""
+    """How many elements have a magnitude within [2^exponents[i], 2^exponents[i + 1]); the outer
+    bins are open.
+    """
 
     exponents: tuple[int, ...]
     counts: tuple[int, ...]
@@ -63,7 +66,10 @@ class GradientReport:
 
     def __str__(self) -> str:
         width = max([9, *(len(name) for name in self.parameters)])
-        lines = [f"{'parameter':<{width}}  {'norm':>9}  {'mean':>9}  {'std':>9}  {'zeros':>6}  {'NaN':>5}  {'Inf':>5}"]
+        lines = [
+            f"{'parameter':<{width}}  {'norm':>9}  {'mean':>9}  {'std':>9}  {'zeros':>6} "
+            f" {'NaN':>5}  {'Inf':>5}"
+        ]
         for name, s in self.parameters.items():
             zeros = s.zero_count / max(1, s.elements)
             lines.append(
@@ -85,7 +91,8 @@ class GradientReport:
 
 
 def inspect_gradients(source: GradientMap | Inputs) -> GradientReport:
-    """Look at the gradients of a model, of parameters, or of a `GradientMap`: NaN and Inf by name, norms, histogram.
+    """Look at the gradients of a model, of parameters, or of a `GradientMap`: NaN and Inf by name,
+    norms, histogram.
 
     Args:
         source: a model, parameters, or a `GradientMap`.

@@ -1,4 +1,6 @@
-"""What one gradient looks like in numbers, and the norm of many, in a precision that can hold it."""
+"""What one gradient looks like in numbers, and the norm of many, in a precision that can hold
+it.
+"""
 
 from __future__ import annotations
 
@@ -57,15 +59,17 @@ class GradientStats:
 
 
 def values_of(gradient: Tensor) -> Tensor:
-    """The numbers a gradient holds: all of a dense one, the stored ones of a sparse one, the local ones of a shard."""
+    """The numbers a gradient holds: all of a dense one, the stored ones of a sparse one, the local
+    ones of a shard.
+    """
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def total_norm(gradients: Iterable[Tensor], p: float = 2.0) -> Tensor:
     """The p-norm of all gradients taken as one vector.
 
-    float16 and bfloat16 are summed in float32: 65504² is beyond float16, and a norm that overflows clips everything to
-    zero.
+    float16 and bfloat16 are summed in float32: 65504² is beyond float16, and a norm that overflows
+    clips everything to zero.
     """
     if math.isnan(p) or p <= 0:
         raise MisuseError(f"p={p!r} is not the order of a norm. Pass 2, 1 or float('inf').")
@@ -73,7 +77,8 @@ def total_norm(gradients: Iterable[Tensor], p: float = 2.0) -> Tensor:
     for gradient in gradients:
         wide = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
         one = vector_norm(values_of(gradient), p, dtype=wide)
-        norms.append(one.full_tensor() if hasattr(one, "full_tensor") else one)  # a DTensor's norm is over all ranks
+        # a DTensor's norm is over all ranks
+        norms.append(one.full_tensor() if hasattr(one, "full_tensor") else one)
     if not norms:
         return torch.zeros((), device="cpu")
     widest = norms[0].dtype

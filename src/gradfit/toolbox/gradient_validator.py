@@ -1,4 +1,6 @@
-"""Looking at gradients before they are added: what fits, what does not, and everything that is wrong at once."""
+"""Looking at gradients before they are added: what fits, what does not, and everything that is
+wrong at once.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ class GradientAccumulationValidator:
     """Checks that answer yes or no, and `explain()`, which says what was wrong with the last one.
 
     >>> validator = GradientAccumulationValidator()
-    >>> validator.validate_accumulation([torch.zeros(2), torch.tensor([1.0, float("nan")])], [4, -1])
+    >>> losses = [torch.zeros(2), torch.tensor([1.0, float("nan")])]
+    >>> validator.validate_accumulation(losses, [4, -1])
     False
     >>> for problem in validator.explain(): print(problem)
     batch_sizes[1]=-1 must be 0 or more, and finite. Pass how many items the loss is about.
@@ -27,7 +30,9 @@ class GradientAccumulationValidator:
     def __init__(self) -> None:
         self._problems: list[str] = []
 
-    def validate_accumulation(self, gradients: Sequence[Tensor], batch_sizes: Sequence[int]) -> bool:
+    def validate_accumulation(
+        self, gradients: Sequence[Tensor], batch_sizes: Sequence[int]
+    ) -> bool:
         """Whether these gradients, each a mean over so many items, can be accumulated.
 
         Args:
@@ -40,7 +45,10 @@ class GradientAccumulationValidator:
         if not len(gradients):
             problems.append("gradients is empty: there is nothing to accumulate.")
         if len(gradients) != len(batch_sizes):
-            problems.append(f"There are {len(gradients)} gradients and {len(batch_sizes)} batch_sizes: one of each.")
+            problems.append(
+                f"There are {len(gradients)} gradients and {len(batch_sizes)} batch_sizes: one of"
+                " each."
+            )
         total: float = 0
         for position, size in enumerate(batch_sizes):
             try:
@@ -54,7 +62,9 @@ class GradientAccumulationValidator:
             problems += _problems_of(gradient, f"gradients[{position}]")
             if isinstance(gradient, Tensor) and first is not None:
                 misfit = self.incompatibility(first, gradient)
-                problems += [f"gradients[{position}] does not fit the first: {misfit}."] if misfit else []
+                problems += (
+                    [f"gradients[{position}] does not fit the first: {misfit}."] if misfit else []
+                )
         return self._remember(problems)
 
     def check_shape_compatibility(self, grad1: Tensor, grad2: Tensor) -> bool:
@@ -75,13 +85,19 @@ class GradientAccumulationValidator:
             components: what it was made from.
         """
         components = read_list(components, "components", "a list of gradients")
-        problems = [] if len(components) else ["components is empty: a sum of nothing has no shape."]
+        problems = (
+            [] if len(components) else ["components is empty: a sum of nothing has no shape."]
+        )
         for position, component in enumerate(components):
             misfit = self.incompatibility(accumulated, component)
-            problems += [f"components[{position}] does not fit accumulated: {misfit}."] if misfit else []
+            problems += (
+                [f"components[{position}] does not fit accumulated: {misfit}."] if misfit else []
+            )
         return self._remember(problems)
 
-    def explain(self, gradients: Sequence[Tensor] | None = None, batch_sizes: Sequence[int] | None = None) -> list[str]:
+    def explain(
+        self, gradients: Sequence[Tensor] | None = None, batch_sizes: Sequence[int] | None = None
+    ) -> list[str]:
         """Every problem of the last check, or of what is passed here; empty if there is none.
 
         Args:
@@ -91,7 +107,10 @@ class GradientAccumulationValidator:
         if gradients is not None and batch_sizes is not None:
             self.validate_accumulation(gradients, batch_sizes)
         elif gradients is not None or batch_sizes is not None:
-            raise MisuseError("explain: gradients and batch_sizes go together. Pass both, or none for the last check.")
+            raise MisuseError(
+                "explain: gradients and batch_sizes go together. Pass both, or none for the last"
+                " check."
+            )
         return list(self._problems)
 
     @staticmethod

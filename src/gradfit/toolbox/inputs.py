@@ -15,7 +15,8 @@ _EXPECTED = "a tensor, a list of tensors, a model, or names with tensors"
 
 
 def named_tensors(source: Inputs, *, argument: str) -> list[tuple[str | None, Tensor]]:
-    """Each tensor once, with its name where it has one; a tensor or a name given twice is a `MisuseError`.
+    """Each tensor once, with its name where it has one; a tensor or a name given twice is a
+    `MisuseError`.
 
     >>> [name for name, _ in named_tensors(nn.Linear(2, 1), argument="inputs")]
     ['weight', 'bias']
@@ -35,11 +36,15 @@ def named_tensors(source: Inputs, *, argument: str) -> list[tuple[str | None, Te
     for position, item in enumerate(items):
         name, tensor = item if isinstance(item, tuple) and len(item) == 2 else (None, item)
         if not isinstance(tensor, Tensor) or not isinstance(name, str | None):
-            raise MisuseError(f"{argument}[{position}] is {type(tensor).__name__}, not a tensor. Pass {_EXPECTED}.")
+            raise MisuseError(
+                f"{argument}[{position}] is {type(tensor).__name__}, not a tensor. Pass"
+                f" {_EXPECTED}."
+            )
         if tensor in seen or name in names:
             first = seen.get(tensor, position)
             raise MisuseError(
-                f"{argument}[{position}] ({name or 'unnamed'}) is there twice, first at {first}. Pass it once."
+                f"{argument}[{position}] ({name or 'unnamed'}) is there twice, first at {first}."
+                " Pass it once."
             )
         seen[tensor] = position
         if name is not None:

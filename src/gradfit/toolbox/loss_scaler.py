@@ -1,4 +1,6 @@
-"""Loss scaling for float16: small gradients are lifted above its smallest number, and put back before the step."""
+"""Loss scaling for float16: small gradients are lifted above its smallest number, and put back
+before the step.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradfit.arguments import invalid, read_count, read_flag, read_gradient, read_mapping, read_number
+from gradfit.arguments import (
+    invalid,
+    read_count,
+    read_flag,
+    read_gradient,
+    read_mapping,
+    read_number,
+)
 from gradfit.errors import MisuseError, NonFiniteGradient, StateError
 from gradfit.toolbox.gradient_map import GradientMap
 from gradfit.toolbox.gradient_stats import values_of
@@ -19,12 +28,12 @@ from gradfit.toolbox.gradient_stats import values_of
 class LossScaler:
     """Scales the loss, unscales the gradients, and leaves out the steps that overflowed.
 
-    It has the methods of `torch.amp.GradScaler` and reads and writes its state, so one can stand for the other.
-    Beyond it: a static scale (`dynamic=False`), gradients that are a `GradientMap`, any device without naming it, and
-    an error instead of a scale that has silently become zero.
+    It has the methods of `torch.amp.GradScaler` and reads and writes its state, so one can stand
+    for the other. Beyond it: a static scale (`dynamic=False`), gradients that are a `GradientMap`,
+    any device without naming it, and an error instead of a scale that has silently become zero.
 
-    The dynamic scale is multiplied by `backoff_factor` after an overflow and by `growth_factor` after
-    `growth_interval` updates in a row without one.
+    The dynamic scale is multiplied by `backoff_factor` after an overflow and by `growth_factor`
+    after `growth_interval` updates in a row without one.
 
     Args:
         init_scale: what losses are multiplied by at first; 65,536 by default.
@@ -55,7 +64,9 @@ class LossScaler:
     ) -> None:
         self._scale = _read_scale(init_scale, "init_scale")
         self.growth_factor = float(read_number(growth_factor, "growth_factor", above=1, like=2))
-        self.backoff_factor = float(read_number(backoff_factor, "backoff_factor", above=0, below=1, like=0.5))
+        self.backoff_factor = float(
+            read_number(backoff_factor, "backoff_factor", above=0, below=1, like=0.5)
+        )
         self.growth_interval = read_count(growth_interval, "growth_interval")
         self.dynamic = read_flag(dynamic, "dynamic")
         self._enabled = read_flag(enabled, "enabled")
@@ -73,12 +84,15 @@ class LossScaler:
             return outputs
         if isinstance(outputs, Tensor):
             read_gradient(outputs, "outputs")
-            # A float32 factor, not a Python number: it turns a float16 loss into float32, where it cannot overflow.
+            # A float32 factor, not a Python number: it turns a float16 loss into float32, where it
+            # cannot overflow.
             return outputs * torch.tensor(self._scale, dtype=torch.float32, device=outputs.device)
         if isinstance(outputs, list | tuple):
             scaled = [self.scale(item) for item in outputs]
             return type(outputs)(*scaled) if hasattr(outputs, "_fields") else type(outputs)(scaled)
-        raise MisuseError(f"outputs is a {type(outputs).__name__}. Pass a loss tensor or a list of them.")
+        raise MisuseError(
+            f"outputs is a {type(outputs).__name__}. Pass a loss tensor or a list of them."
+        )
 
     def unscale_(self, target: Optimizer | GradientMap) -> bool:
         """Divide the gradients by the scale, once per update; gives whether all of them are finite.
@@ -93,14 +107,19 @@ class LossScaler:
         _check_target(target, "target")
         gradients = list(_gradients(target))
         if target in self._stepped:
-            raise MisuseError("unscale_ comes before step: this optimizer has stepped. Call update() first.")
+            raise MisuseError(
+                "unscale_ comes before step: this optimizer has stepped. Call update() first."
+            )
         if target in self._finite:
-            raise MisuseError("unscale_ was called on these gradients already. Call it once between two update().")
+            raise MisuseError(
+                "unscale_ was called on these gradients already. Call it once between two update()."
+            )
         for gradient in gradients:
             if gradient.dtype == torch.float16 and not isinstance(target, GradientMap):
                 raise MisuseError(
-                    "unscale_: the parameters are float16, where unscaled gradients vanish. Keep them in float32 under "
-                    "torch.autocast, or pass dtype=torch.float32 to GradientAccumulator."
+                    "unscale_: the parameters are float16, where unscaled gradients vanish. Keep"
+                    " them in float32 under torch.autocast, or pass dtype=torch.float32 to"
+                    " GradientAccumulator."
                 )
         inverse = 1.0 / self._scale
         finite = True
@@ -111,7 +130,8 @@ class LossScaler:
         return finite
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale if that is still to do, then `optimizer.step(*args, **kwargs)`, unless a gradient is not finite.
+        """Unscale if that is still to do, then `optimizer.step(*args, **kwargs)`, unless a gradient
+        is not finite.
 
         Args:
             optimizer: to be stepped.
@@ -122,16 +142,22 @@ class LossScaler:
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
         if args or "closure" in kwargs:
-            raise MisuseError("args: a closure computes gradients nobody has unscaled. Run it before, and pass none.")
+            raise MisuseError(
+                "args: a closure computes gradients nobody has unscaled. Run it before, and pass"
+                " none."
+            )
         if optimizer in self._stepped:
-            raise MisuseError("step was called on this optimizer already. Call update() after each step.")
+            raise MisuseError(
+                "step was called on this optimizer already. Call update() after each step."
+            )
         if optimizer not in self._finite:
             self.unscale_(optimizer)
         self._stepped.add(optimizer)
         return optimizer.step(*args, **kwargs) if self._finite[optimizer] else None
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Choose the next scale from what the gradients since the last update looked like; or set it.
+        """Choose the next scale from what the gradients since the last update looked like; or set
+        it.
 
         Args:
             new_scale: to set it; None chooses.
@@ -141,7 +167,10 @@ class LossScaler:
         if new_scale is not None:
             self._scale = _read_scale(new_scale, "new_scale")
         elif not self._finite:
-            raise MisuseError("update: no gradients were unscaled since the last update. Call step(optimizer) first.")
+            raise MisuseError(
+                "update: no gradients were unscaled since the last update. Call step(optimizer)"
+                " first."
+            )
         elif self.dynamic:
             self._adapt(all(self._finite.values()))
         self._finite.clear()
@@ -152,8 +181,8 @@ class LossScaler:
             smaller = _float32(self._scale * self.backoff_factor)
             if smaller == 0:
                 raise NonFiniteGradient(
-                    f"The gradients overflow at every scale down to {self._scale:.3g}: the NaN or Inf is the model's "
-                    "own. Find it with gradfit.inspect_gradients(model)."
+                    f"The gradients overflow at every scale down to {self._scale:.3g}: the NaN or"
+                    " Inf is the model's own. Find it with gradfit.inspect_gradients(model)."
                 )
             self._scale = smaller
             self._growth_tracker = 0
@@ -173,7 +202,9 @@ class LossScaler:
         return self._enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and its history, under the names `torch.amp.GradScaler` uses; empty when not enabled."""
+        """The scale and its history, under the names `torch.amp.GradScaler` uses; empty when not
+        enabled.
+        """
         if not self._enabled:
             return {}
         return {
@@ -197,12 +228,25 @@ class LossScaler:
         read_mapping(state_dict, "state_dict", "what state_dict() gave")
         missing = [name for name in needed if name not in state_dict]
         if missing:
-            raise StateError(f"state_dict holds no {', '.join(missing)}. Save it from a scaler with enabled=True.")
+            raise StateError(
+                f"state_dict holds no {', '.join(missing)}. Save it from a scaler with"
+                " enabled=True."
+            )
         new = LossScaler(
-            *(state_dict[name] for name in needed[:4]), dynamic=bool(state_dict.get("dynamic", self.dynamic))
+            *(state_dict[name] for name in needed[:4]),
+            dynamic=bool(state_dict.get("dynamic", self.dynamic)),
         )  # reads every number before any is taken over
-        new._growth_tracker = read_count(state_dict["_growth_tracker"], "_growth_tracker", minimum=0)
-        names = ("_scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker", "dynamic")
+        new._growth_tracker = read_count(
+            state_dict["_growth_tracker"], "_growth_tracker", minimum=0
+        )
+        names = (
+            "_scale",
+            "growth_factor",
+            "backoff_factor",
+            "growth_interval",
+            "_growth_tracker",
+            "dynamic",
+        )
         self.__dict__.update({name: getattr(new, name) for name in names})
 
     def __repr__(self) -> str:
@@ -218,13 +262,19 @@ def _gradients(target: Optimizer | GradientMap) -> Iterable[Tensor]:
 
 def _check_target(target: Any, name: str) -> None:
     if not isinstance(target, GradientMap) and not hasattr(target, "param_groups"):
-        raise invalid(name, target, f"is a {type(target).__name__}", "the optimizer, or a GradientMap")
+        raise invalid(
+            name, target, f"is a {type(target).__name__}", "the optimizer, or a GradientMap"
+        )
 
 
 def _read_scale(value: Any, name: str) -> float:
-    return _float32(float(read_number(value, name, above=0, maximum=torch.finfo(torch.float32).max, like=65536)))
+    return _float32(
+        float(read_number(value, name, above=0, maximum=torch.finfo(torch.float32).max, like=65536))
+    )
 
 
 def _float32(value: float) -> float:
-    """Rounded as `torch.amp.GradScaler` keeps it, so that both give the same scales for any factors."""
+    """Rounded as `torch.amp.GradScaler` keeps it, so that both give the same scales for any
+    factors.
+    """
     return torch.tensor(value, dtype=torch.float64, device="cpu").to(torch.float32).item()

@@ -1,12 +1,14 @@
 """Finite differences that know their own error.
 
-A central difference has two errors: the function's curvature, which grows with the step, and the rounding of the
-function's values, which grows as the step shrinks. Both are measured here, not assumed: the rounding from a table of
-high differences along a line of neighbouring points (Hamming; Moré and Wild 2011), the curvature from Richardson
-extrapolation over a ladder of steps. Each element takes the step where their sum is least, and is judged by that sum;
-so float32 needs no tolerance of its own, and a kink or a jump next to a point makes it *unresolved* instead of wrong.
+A central difference has two errors: the function's curvature, which grows with the step, and the
+rounding of the function's values, which grows as the step shrinks. Both are measured here, not
+assumed: the rounding from a table of high differences along a line of neighbouring points (Hamming;
+Moré and Wild 2011), the curvature from Richardson extrapolation over a ladder of steps. Each
+element takes the step where their sum is least, and is judged by that sum; so float32 needs no
+tolerance of its own, and a kink or a jump next to a point makes it *unresolved* instead of wrong.
 
-What it cannot see: an error that is smaller than the error bar, which in float32 is around 1e-4 of the gradient.
+What it cannot see: an error that is smaller than the error bar, which in float32 is around 1e-4 of
+the gradient.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ class Rung(NamedTuple):
 
 
 class Differences:
-    """One element's slopes, from wide steps to narrow; `value` is the derivative they give, `bar` its error."""
+    """One element's slopes, from wide steps to narrow; `value` is the derivative they give, `bar`
+    its error.
+    """
 
     def __init__(self, rungs: list[Rung]) -> None:
         self.rungs = rungs
@@ -57,10 +61,12 @@ class Differences:
             return False
         gaps = [abs(rung.right - rung.left) for rung in self.rungs]
         last = self.rungs[-1]
-        if gaps[-1] - 20 * last.rounding > 0.1 * max(gaps):  # a smooth function's gap shrinks with the step
+        # a smooth function's gap shrinks with the step
+        if gaps[-1] - 20 * last.rounding > 0.1 * max(gaps):
             slopes = [side for rung in self.rungs for side in (rung.left, rung.right)]
             return min(slopes) - tolerance <= slope <= max(slopes) + tolerance
-        # The kink lies within the wide steps only: the narrow ones contradict them, and agree with the slope.
+        # The kink lies within the wide steps only: the narrow ones contradict them, and agree with
+        # the slope.
         return any(
             abs(rung.central - self.value) > 5 * rung.rounding + self.bar
             and abs(rung.central - slope) <= 10 * rung.rounding + tolerance
@@ -75,21 +81,32 @@ class Probe:
         self.fn = fn
         self.inputs = [v.detach().clone() if isinstance(v, Tensor) else v for v in inputs]
         self.checked = checked
-        self.devices = {v.device for v in self.inputs if isinstance(v, Tensor) and v.device.type != "cpu"}
+        self.devices = {
+            v.device for v in self.inputs if isinstance(v, Tensor) and v.device.type != "cpu"
+        }
         with torch.no_grad():
             outputs = self.call([v.clone() if isinstance(v, Tensor) else v for v in self.inputs])
             self.sizes = torch.cat(
-                [torch.full((o.numel(),), _typical(o), dtype=torch.float64, device="cpu") for o in outputs]
+                [
+                    torch.full((o.numel(),), _typical(o), dtype=torch.float64, device="cpu")
+                    for o in outputs
+                ]
             )
             self.center = self.values({})
         if not bool(self.center.isfinite().all()):
-            raise NonFiniteGradient("check_gradients: fn itself gives NaN or Inf at these inputs. Pass finite ones.")
+            raise NonFiniteGradient(
+                "check_gradients: fn itself gives NaN or Inf at these inputs. Pass finite ones."
+            )
         generator = torch.Generator("cpu").manual_seed(0)
-        # Bounded away from zero, so that no output is left out; irregular, so that no two errors cancel.
-        # Numbers of bfloat16, so that they are the same in every precision.
+        # Bounded away from zero, so that no output is left out; irregular, so that no two errors
+        # cancel. Numbers of bfloat16, so that they are the same in every precision.
         count = self.center.numel()
         signs = 1 - 2 * torch.randint(0, 2, (count,), generator=generator, device="cpu")
-        self.weights = ((torch.rand(count, generator=generator, device="cpu") + 0.5) * signs).bfloat16().double()
+        self.weights = (
+            ((torch.rand(count, generator=generator, device="cpu") + 0.5) * signs)
+            .bfloat16()
+            .double()
+        )
         if count == 1:
             self.weights.fill_(1.0)  # then the numbers in the report are the derivative itself
         self.noise = self._noise()
@@ -101,43 +118,68 @@ class Probe:
         outputs = list(result) if isinstance(result, list | tuple) else [result]
         for output in outputs:
             if not isinstance(output, Tensor):
-                raise MisuseError(f"check_gradients: fn returned a {type(output).__name__}, expected tensors.")
+                raise MisuseError(
+                    f"check_gradients: fn returned a {type(output).__name__}, expected tensors."
+                )
         return [output for output in outputs if output.is_floating_point()]
 
     def values(self, replaced: dict[int, Tensor]) -> Tensor:
         """All outputs in one float64 vector, with some inputs replaced."""
-        arguments = [replaced.get(at, v.clone() if isinstance(v, Tensor) else v) for at, v in enumerate(self.inputs)]
-        return torch.cat([output.detach().double().cpu().flatten() for output in self.call(arguments)])
+        arguments = [
+            replaced.get(at, v.clone() if isinstance(v, Tensor) else v)
+            for at, v in enumerate(self.inputs)
+        ]
+        return torch.cat(
+            [output.detach().double().cpu().flatten() for output in self.call(arguments)]
+        )
 
     def analytic(self) -> list[Tensor]:
         """The weighted outputs' gradient in each checked input, by the backward under test."""
         leaves = {at: self.inputs[at].clone().requires_grad_() for at in self.checked}
         with torch.enable_grad():
-            # Copies of the leaves, so that a function which works in place on its argument can be checked too.
-            copies = [leaves.get(at, v).clone() if isinstance(v, Tensor) else v for at, v in enumerate(self.inputs)]
+            # Copies of the leaves, so that a function which works in place on its argument can be
+            # checked too.
+            copies = [
+                leaves.get(at, v).clone() if isinstance(v, Tensor) else v
+                for at, v in enumerate(self.inputs)
+            ]
             outputs = self.call(copies)
         if not any(output.requires_grad for output in outputs):
-            raise GraphError("check_gradients: the output of fn has no graph. Remove .detach() and torch.no_grad().")
+            raise GraphError(
+                "check_gradients: the output of fn has no graph. Remove .detach() and"
+                " torch.no_grad()."
+            )
         cotangents = [
             part.view(output.shape).to(output)
-            for part, output in zip(torch.split(self.weights, [o.numel() for o in outputs]), outputs, strict=True)
+            for part, output in zip(
+                torch.split(self.weights, [o.numel() for o in outputs]), outputs, strict=True
+            )
         ]
         pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
         gradients = torch.autograd.grad(
             [o for o, _ in pairs], list(leaves.values()), [c for _, c in pairs], allow_unused=True
         )
         return [
-            torch.zeros_like(leaf, dtype=torch.float64, device="cpu") if g is None else g.detach().double().cpu()
+            (
+                torch.zeros_like(leaf, dtype=torch.float64, device="cpu")
+                if g is None
+                else g.detach().double().cpu()
+            )
             for leaf, g in zip(leaves.values(), gradients, strict=True)
         ]
 
     def at(self, position: int, flat: int, eps: float | None) -> Differences:
         """The differences around one element of one input."""
-        sides = [side for side in self._ladder(position, flat, eps) if bool((side[0] - side[1]).isfinite().all())]
+        sides = [
+            side
+            for side in self._ladder(position, flat, eps)
+            if bool((side[0] - side[1]).isfinite().all())
+        ]
         moved = torch.zeros_like(self.center, dtype=torch.bool)
         for right, left, _ in sides:
             moved |= right != left
-        if not bool(moved.any()):  # constant as far as the precision shows: any output may be the one that rounds
+        # constant as far as the precision shows: any output may be the one that rounds
+        if not bool(moved.any()):
             moved = ~moved
         # Outputs that do not depend on the element have no rounding error in the difference.
         rounding = math.sqrt(2 * (self.weights * self.noise)[moved].square().sum().item())
@@ -152,11 +194,19 @@ class Probe:
             ]
         )
 
-    def _ladder(self, at: int, flat: int, eps: float | None) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """The outputs to the right and to the left of the point, and how far apart these are, from wide to narrow."""
+    def _ladder(
+        self, at: int, flat: int, eps: float | None
+    ) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """The outputs to the right and to the left of the point, and how far apart these are, from
+        wide to narrow.
+        """
         point = self.inputs[at]
         here = point.flatten()[flat].item()
-        step = eps if eps is not None else torch.finfo(point.dtype).eps ** 0.2 * max(abs(here), _typical(point))
+        step = (
+            eps
+            if eps is not None
+            else torch.finfo(point.dtype).eps ** 0.2 * max(abs(here), _typical(point))
+        )
         for _ in range(_STEPS):
             sides = []
             for sign in (1.0, -1.0):
@@ -164,23 +214,34 @@ class Probe:
                 moved.view(-1)[flat] = here + sign * step
                 sides.append(moved)
             # The width that the precision really allows, not the one that was asked for.
-            width = sides[0].view(-1)[flat].double().item() - sides[1].view(-1)[flat].double().item()
+            width = (
+                sides[0].view(-1)[flat].double().item() - sides[1].view(-1)[flat].double().item()
+            )
             if width > 0:
                 with torch.no_grad():
                     yield self.values({at: sides[0]}), self.values({at: sides[1]}), width
             step /= _RATIO
 
     def _noise(self) -> Tensor:
-        """The rounding error of each output, from high differences along a line through neighbouring points."""
+        """The rounding error of each output, from high differences along a line through
+        neighbouring points.
+        """
         generator = torch.Generator("cpu").manual_seed(1)
         directions = {}
         for at in self.checked:
             point = self.inputs[at]
             direction = torch.rand(point.shape, generator=generator, device="cpu").to(point) + 0.5
-            directions[at] = direction * point.abs().clamp_min(_typical(point)) * (64 * torch.finfo(point.dtype).eps)
+            directions[at] = (
+                direction
+                * point.abs().clamp_min(_typical(point))
+                * (64 * torch.finfo(point.dtype).eps)
+            )
         with torch.no_grad():
             line = torch.stack(
-                [self.values({a: self.inputs[a] + k * d for a, d in directions.items()}) for k in range(8)]
+                [
+                    self.values({a: self.inputs[a] + k * d for a, d in directions.items()})
+                    for k in range(8)
+                ]
             )
         estimate = torch.zeros_like(self.center)
         table = line
@@ -190,8 +251,9 @@ class Probe:
                 gamma = math.factorial(order) ** 2 / math.factorial(2 * order)
                 estimate = torch.maximum(estimate, (gamma * table.square().mean(dim=0)).sqrt())
         precision = max(torch.finfo(self.inputs[at].dtype).eps for at in self.checked)
-        # Not below the rounding of a number as large as the tensor's usual ones: what comes out small may have been the
-        # difference of large ones. And one line of points may miss an output's noise by luck; the others tell the rest.
+        # Not below the rounding of a number as large as the tensor's usual ones: what comes out
+        # small may have been the difference of large ones. And one line of points may miss an
+        # output's noise by luck; the others tell the rest.
         floor = precision * self.center.abs().maximum(self.sizes)
         usual = (estimate / floor).nan_to_num(0.0, 0.0, 0.0).median() * floor
         return torch.where(estimate.isfinite(), estimate, floor).maximum(floor).maximum(usual)
@@ -209,7 +271,8 @@ def _same_random_numbers(devices: set[torch.device]) -> Iterator[None]:
     with torch.random.fork_rng(sorted(d.index or 0 for d in devices), device_type=_kind(devices)):
         if devices:
             torch.manual_seed(0)
-        else:  # not torch.manual_seed, which would reach accelerators that are not restored afterwards
+        else:
+            # not torch.manual_seed, which would reach accelerators that are not restored afterwards
             torch.default_generator.manual_seed(0)
         yield
 

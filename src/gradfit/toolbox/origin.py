@@ -1,4 +1,6 @@
-"""Who did it: the module and the source line behind each operation of a forward pass, and what it cost."""
+"""Who did it: the module and the source line behind each operation of a forward pass, and what it
+cost.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from gradfit.tape.ops import info_of
 from gradfit.toolbox.autograd_nodes import operation_name
 
 _SKIPPED = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
+    os.path.dirname(os.path.abspath(path)) + os.sep
+    for path in (torch.__file__, os.path.dirname(__file__))
 )
 _is_skipped: dict[CodeType, bool] = {}
 
@@ -44,11 +47,13 @@ class Made:
 
 
 class OriginRecorder(_torch_listen.DispatchMode):
-    """Notes, below autograd, for every node that autograd makes, where it came from. Holds no tensor and no graph.
+    """Notes, below autograd, for every node that autograd makes, where it came from. Holds no
+    tensor and no graph.
 
-    A node is known by its number: autograd makes the node before it runs the operation, so inside the operation the
-    newest number is its own. (A custom Function's node is the newest while its forward runs, for the same reason.) An
-    operation in place makes more than one: those before its own are its own too, and `CopySlices` comes after it.
+    A node is known by its number: autograd makes the node before it runs the operation, so inside
+    the operation the newest number is its own. (A custom Function's node is the newest while its
+    forward runs, for the same reason.) An operation in place makes more than one: those before its
+    own are its own too, and `CopySlices` comes after it.
     """
 
     def __init__(self) -> None:
@@ -57,7 +62,8 @@ class OriginRecorder(_torch_listen.DispatchMode):
         self._origins: list[Origin] = []
         self._blocks: list[range] = []  # the numbers given out inside each `with`
         self.made: dict[int, Made] = {}
-        self.names: dict[int, str] = {}  # of parameters, by id; the modules seen are alive while this is asked
+        # of parameters, by id; the modules seen are alive while this is asked
+        self.names: dict[int, str] = {}
         self._modules: dict[nn.Module, str] = {}
         self._stack: list[str] = []
         self._first = self._newest = 0
@@ -67,7 +73,10 @@ class OriginRecorder(_torch_listen.DispatchMode):
 
     def __enter__(self) -> OriginRecorder:
         if self._thread not in (None, threading.get_ident()):
-            raise MisuseError("Autograd numbers its operations in each thread anew. Make an AutogradContext for each.")
+            raise MisuseError(
+                "Autograd numbers its operations in each thread anew. Make an AutogradContext for"
+                " each."
+            )
         self._thread = threading.get_ident()
         self._first = _torch.last_sequence_number() + 1
         self._newest = self._first - 1
@@ -101,7 +110,9 @@ class OriginRecorder(_torch_listen.DispatchMode):
         if number > self._newest:
             self._newest = number
             self._numbers.append(number)
-            self._origins.append(Origin(self._stack[-1] if self._stack else "", _source_line(sys._getframe(1))))
+            self._origins.append(
+                Origin(self._stack[-1] if self._stack else "", _source_line(sys._getframe(1)))
+            )
         started = time.perf_counter()
         result = func(*args, **(kwargs or {}))
         if self._asynchronous:
@@ -110,16 +121,23 @@ class OriginRecorder(_torch_listen.DispatchMode):
         if not info_of(func).view:
             read = [self.made[key] for key in _storages((args, kwargs)) if key in self.made]
             for key in _storages(result):
-                # An address that is used again, or written to in place, has a new maker from here on.
+                # An address that is used again, or written to in place, has a new maker from here
+                # on.
                 self.made[key] = Made(seconds, read)
         return result
 
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
         if module not in self._modules:
-            prefix = type(module).__name__ if not self._stack else f"{self._stack[-1]}.{type(module).__name__}"
+            prefix = (
+                type(module).__name__
+                if not self._stack
+                else f"{self._stack[-1]}.{type(module).__name__}"
+            )
             for name, child in module.named_modules():
                 self._modules.setdefault(child, name or prefix)
-            self.names.update({id(p): name for name, p in module.named_parameters() if id(p) not in self.names})
+            self.names.update(
+                {id(p): name for name, p in module.named_parameters() if id(p) not in self.names}
+            )
         self._stack.append(self._modules[module])
 
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:

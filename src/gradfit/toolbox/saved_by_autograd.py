@@ -1,4 +1,6 @@
-"""What the graphs that are alive hold on to, read without unpacking, rebuilding or keeping any of it."""
+"""What the graphs that are alive hold on to, read without unpacking, rebuilding or keeping any of
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from gradfit.toolbox.autograd_nodes import leaf_of
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One tensor that an operation saved for its backward; `storage` tells which of them share memory."""
+    """One tensor that an operation saved for its backward; `storage` tells which of them share
+    memory.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +41,9 @@ def storage_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def saved_by(node: Node) -> Iterator[tuple[str, Tensor]]:
-    """The tensors a node holds: saved by autograd, inside what a hook packed, or on a custom Function's context."""
+    """The tensors a node holds: saved by autograd, inside what a hook packed, or on a custom
+    Function's context.
+    """
     for slot in _torch.saved_slots(node):
         for tensor in _tensors_in(slot.content):
             yield slot.name, tensor
@@ -47,7 +53,9 @@ def saved_by(node: Node) -> Iterator[tuple[str, Tensor]]:
 
 
 def parameter_storages(nodes: Iterable[Node]) -> set[int]:
-    """The storages that belong to leaves and to modules: there with or without a graph, so never counted as saved."""
+    """The storages that belong to leaves and to modules: there with or without a graph, so never
+    counted as saved.
+    """
     owned = [leaf for leaf in map(leaf_of, nodes) if leaf is not None]
     for value in _living(nn.Parameter, nn.Module):
         if isinstance(value, nn.Parameter):
@@ -78,7 +86,9 @@ def _living(*kinds: type) -> Iterator[Any]:
 
 
 def _tensors_in(content: Any) -> Iterator[Tensor]:
-    """Follow containers, and the handles of a recomputed scope, to the tensors that they keep alive."""
+    """Follow containers, and the handles of a recomputed scope, to the tensors that they keep
+    alive.
+    """
     stack: list[Any] = [content]
     seen: set[int] = set()
     while stack:

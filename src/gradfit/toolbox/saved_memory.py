@@ -19,7 +19,8 @@ from gradfit.units import format_bytes, format_seconds
 class HeldTensor:
     """One storage that is alive because an operation saved it, and what making it again would cost.
 
-    `rebuild_seconds` starts from everything else that is held; None if nobody watched it being made.
+    `rebuild_seconds` starts from everything else that is held; None if nobody watched it being
+    made.
     """
 
     nbytes: int
@@ -33,7 +34,8 @@ class HeldTensor:
 
 @dataclass(frozen=True)
 class MemoryStats:
-    """What autograd holds: each storage once, under the first operation that saved it, parameters never.
+    """What autograd holds: each storage once, under the first operation that saved it, parameters
+    never.
 
     Attributes:
         tensors: what is held, with bytes, module, operation and source line.
@@ -107,7 +109,9 @@ class MemoryStats:
 
 
 def measure(nodes: list[Node], recorder: OriginRecorder | None) -> MemoryStats:
-    """Add up what these nodes (first operation first) hold; of a recording, only what was made in it."""
+    """Add up what these nodes (first operation first) hold; of a recording, only what was made in
+    it.
+    """
     owned = parameter_storages(nodes)
     found: dict[int, HeldTensor] = {}
     for node in nodes:
@@ -118,13 +122,20 @@ def measure(nodes: list[Node], recorder: OriginRecorder | None) -> MemoryStats:
             if not was_there and storage not in owned and storage not in found:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 found[storage] = HeldTensor(
-                    nbytes, tuple(tensor.shape), dtype, operation_name(node), origin.module, origin.source
+                    nbytes,
+                    tuple(tensor.shape),
+                    dtype,
+                    operation_name(node),
+                    origin.module,
+                    origin.source,
                 )
     if recorder is not None:
         made = {storage: recorder.made[storage] for storage in found}
         kept = set(made.values())
         for storage, maker in made.items():
-            found[storage] = dataclasses.replace(found[storage], rebuild_seconds=_rebuild_seconds(maker, kept))
+            found[storage] = dataclasses.replace(
+                found[storage], rebuild_seconds=_rebuild_seconds(maker, kept)
+            )
     return MemoryStats(tuple(found.values()))
 
 

@@ -17,12 +17,15 @@ _Pairs = list[tuple[str | None, Tensor]]
 Vector = Tensor | Sequence[Tensor] | Mapping[Any, Tensor]
 
 
-def hessian_vector_product(loss: Tensor | Callable[..., Tensor], inputs: Inputs, vector: Vector) -> Any:
+def hessian_vector_product(
+    loss: Tensor | Callable[..., Tensor], inputs: Inputs, vector: Vector
+) -> Any:
     """The Hessian of `loss` in `inputs`, times `vector`, at the price of two backward passes.
 
-    `loss` is a loss, or a function of the inputs that gives one. The result has the form of `inputs`: a tensor for a
-    tensor, a list for a list, a `GradientMap` for a model or for names with tensors. `vector` is of that form too. The
-    graph of `loss` is kept, so that the next vector can be asked for.
+    `loss` is a loss, or a function of the inputs that gives one. The result has the form of
+    `inputs`: a tensor for a tensor, a list for a list, a `GradientMap` for a model or for names
+    with tensors. `vector` is of that form too. The graph of `loss` is kept, so that the next vector
+    can be asked for.
 
     Args:
         loss: a loss with its graph, or a function that computes one.
@@ -32,7 +35,8 @@ def hessian_vector_product(loss: Tensor | Callable[..., Tensor], inputs: Inputs,
     >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
     >>> hessian_vector_product((x**3).sum(), x, torch.tensor([1.0, 1.0]))
     tensor([ 6., 12.])
-    >>> hessian_vector_product(lambda x: (x**3).sum(), torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0]))
+    >>> x, vector = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0])
+    >>> hessian_vector_product(lambda x: (x**3).sum(), x, vector)
     tensor([ 0., 12.])
     """
     pairs = named_tensors(inputs, argument="inputs")
@@ -58,7 +62,10 @@ def _evaluate(fn: Callable[..., Tensor], inputs: Inputs, pairs: _Pairs) -> tuple
     """A function's loss in inputs of its own, and those."""
     read_callable(fn, "loss", "a loss, or a function of the inputs", arguments=len(pairs))
     if isinstance(inputs, nn.Module | Mapping):
-        raise MisuseError("loss is a function, inputs has names. Pass the loss it gives, or the tensors in a list.")
+        raise MisuseError(
+            "loss is a function, inputs has names. Pass the loss it gives, or the tensors in a"
+            " list."
+        )
     own: _Pairs = [(name, tensor.detach().requires_grad_()) for name, tensor in pairs]
     with torch.enable_grad():
         return fn(*(tensor for _, tensor in own)), own
@@ -76,7 +83,9 @@ def _products(first: GradientMap, tensors: list[Tensor], directions: list[Tensor
     products: Sequence[Tensor | None] = [None] * len(tensors)
     if curved:
         gradients, vectors = zip(*curved, strict=True)
-        products = torch.autograd.grad(gradients, tensors, vectors, allow_unused=True, retain_graph=True)
+        products = torch.autograd.grad(
+            gradients, tensors, vectors, allow_unused=True, retain_graph=True
+        )
     return [
         torch.zeros_like(tensor) if product is None else product.detach()
         for tensor, product in zip(tensors, products, strict=True)
@@ -89,17 +98,28 @@ def _directions(pairs: list[tuple[str | None, Tensor]], vector: Vector) -> list[
     if isinstance(vector, Tensor):
         given = [vector]
     elif isinstance(vector, Mapping):
-        missing = [label(n, t) for n, t in pairs if not (n in vector if n is not None else t in vector)]
+        missing = [
+            label(n, t) for n, t in pairs if not (n in vector if n is not None else t in vector)
+        ]
         if missing:
-            raise MisuseError(f"vector has no entry for {', '.join(missing[:3])}. Pass one for each of the inputs.")
+            raise MisuseError(
+                f"vector has no entry for {', '.join(missing[:3])}. Pass one for each of the"
+                " inputs."
+            )
         given = [vector[n if n is not None else t] for n, t in pairs]
     else:
         given = read_list(vector, "vector", "one tensor for each of the inputs")
     if len(given) != len(pairs):
-        raise MisuseError(f"vector holds {len(given)} tensors, inputs {len(pairs)}. Pass one for each input.")
+        raise MisuseError(
+            f"vector holds {len(given)} tensors, inputs {len(pairs)}. Pass one for each input."
+        )
     for (name, tensor), direction in zip(pairs, given, strict=True):
         if not isinstance(direction, Tensor) or direction.shape != tensor.shape:
-            shape = tuple(direction.shape) if isinstance(direction, Tensor) else type(direction).__name__
+            shape = (
+                tuple(direction.shape)
+                if isinstance(direction, Tensor)
+                else type(direction).__name__
+            )
             raise MisuseError(
                 f"vector for {label(name, tensor)}, one of the inputs, is {shape}, expected shape "
                 f"{tuple(tensor.shape)}. Pass one of the same shape."

@@ -8,14 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfit.arguments import invalid, read_count, read_device, read_dtype, read_gradient, read_index, read_list
+from gradfit.arguments import (
+    invalid,
+    read_count,
+    read_device,
+    read_dtype,
+    read_gradient,
+    read_index,
+    read_list,
+)
 from gradfit.errors import MisuseError
 
 Dimension = int | str | tuple[str, int, int]
 
 
 class SymbolicShape:
-    """A shape whose dimensions are numbers, or names with bounds: `("batch", 1, 64)`; a name alone has none.
+    """A shape whose dimensions are numbers, or names with bounds: `("batch", 1, 64)`; a name alone
+    has none.
 
     Args:
         dimensions: a number, a name, or `(name, smallest, largest)` each.
@@ -28,7 +37,9 @@ class SymbolicShape:
     def __init__(self, *dimensions: Dimension | list[Dimension]) -> None:
         if len(dimensions) == 1 and isinstance(dimensions[0], list):
             dimensions = tuple(dimensions[0])
-        self.dimensions = tuple(_read_dimension(one, f"dimensions[{at}]") for at, one in enumerate(dimensions))
+        self.dimensions = tuple(
+            _read_dimension(one, f"dimensions[{at}]") for at, one in enumerate(dimensions)
+        )
 
     @property
     def is_static(self) -> bool:
@@ -55,7 +66,10 @@ class SymbolicShape:
         Args:
             shape: sizes, one for each dimension.
         """
-        shape = tuple(read_count(size, "shape", minimum=0) for size in read_list(shape, "shape", "tensor.shape"))
+        shape = tuple(
+            read_count(size, "shape", minimum=0)
+            for size in read_list(shape, "shape", "tensor.shape")
+        )
         if len(shape) != len(self.dimensions):
             return f"{len(shape)} dimensions, expected {len(self.dimensions)}"
         sizes: dict[str, int] = {}
@@ -93,7 +107,9 @@ class SymbolicShape:
 def _read_shape(dimensions: list[Any], name: str) -> SymbolicShape:
     """The shape with these dimensions, read under the name of the parameter that they came in."""
     shape = SymbolicShape()
-    shape.dimensions = tuple(_read_dimension(one, f"{name}[{at}]") for at, one in enumerate(dimensions))
+    shape.dimensions = tuple(
+        _read_dimension(one, f"{name}[{at}]") for at, one in enumerate(dimensions)
+    )
     return shape
 
 
@@ -104,12 +120,19 @@ def _read_dimension(value: Any, parameter: str) -> tuple[str | None, int, int | 
         low = read_count(value[1], f"{parameter}: the lower bound of {value[0]!r}", minimum=0)
         high = None
         if value[2] is not None:
-            high = read_count(value[2], f"{parameter}: the upper bound of {value[0]!r}", minimum=low)
+            high = read_count(
+                value[2], f"{parameter}: the upper bound of {value[0]!r}", minimum=low
+            )
         return value[0], low, high
     if isinstance(value, int) and not isinstance(value, bool):
         size = read_count(value, parameter, minimum=0)
         return None, size, size
-    raise invalid(parameter, value, f"is a {type(value).__name__}", "a number, a name, or (name, smallest, largest)")
+    raise invalid(
+        parameter,
+        value,
+        f"is a {type(value).__name__}",
+        "a number, a name, or (name, smallest, largest)",
+    )
 
 
 def _show(dimension: tuple[str | None, int, int | None]) -> str:
@@ -120,11 +143,12 @@ def _show(dimension: tuple[str | None, int, int | None]) -> str:
 
 
 class AccumulationBufferDynamic:
-    """Sums of gradients in slots along the first dimension, which grows and shrinks up to `max_size`.
+    """Sums of gradients in slots along the first dimension, which grows and shrinks up to
+    `max_size`.
 
-    Memory is taken in doubling steps and given back when three quarters of it lie idle, so a size that changes at each
-    step does not move the content at each step. Slots that come into being are zero. A dimension with a name, other
-    than the first, takes its size from the first gradient.
+    Memory is taken in doubling steps and given back when three quarters of it lie idle, so a size
+    that changes at each step does not move the content at each step. Slots that come into being are
+    zero. A dimension with a name, other than the first, takes its size from the first gradient.
 
     Args:
         shape: the first dimension is that of the slots.
@@ -149,10 +173,14 @@ class AccumulationBufferDynamic:
     ) -> None:
         example = "SymbolicShape('slots', 8)"
         symbolic = (
-            shape if isinstance(shape, SymbolicShape) else _read_shape(read_list(shape, "shape", example), "shape")
+            shape
+            if isinstance(shape, SymbolicShape)
+            else _read_shape(read_list(shape, "shape", example), "shape")
         )
         if not len(symbolic):
-            raise MisuseError("shape has no dimension to grow along. Pass for example SymbolicShape('slots', 8).")
+            raise MisuseError(
+                "shape has no dimension to grow along. Pass for example SymbolicShape('slots', 8)."
+            )
         self.max_size = read_count(max_size, "max_size")
         self.buffer_shape = symbolic
         name, low, high = symbolic.dimensions[0]
@@ -160,12 +188,18 @@ class AccumulationBufferDynamic:
         self._lower = 0 if name is None else low
         if low > self._upper:
             raise MisuseError(
-                f"shape begins with {low} slots, max_size is {self.max_size}. Pass max_size={low} or more."
+                f"shape begins with {low} slots, max_size is {self.max_size}. Pass max_size={low}"
+                " or more."
             )
         self._size = low
-        self._options: dict[str, Any] = {"dtype": read_dtype(dtype, "dtype"), "device": read_device(device, "device")}
+        self._options: dict[str, Any] = {
+            "dtype": read_dtype(dtype, "dtype"),
+            "device": read_device(device, "device"),
+        }
         fixed = [None if name is not None else low for name, low, _ in symbolic.dimensions[1:]]
-        self._item: list[int] | None = None if None in fixed else [size for size in fixed if size is not None]
+        self._item: list[int] | None = (
+            None if None in fixed else [size for size in fixed if size is not None]
+        )
         self._storage: Tensor | None = None
         self.reallocations = 0
 
@@ -186,31 +220,42 @@ class AccumulationBufferDynamic:
         return self._reserve(self._size)[: self._size]
 
     def accumulate(self, gradient: Tensor, start_idx: int, count: int) -> None:
-        """Add `count` slots' gradients from slot `start_idx` on; slots up to `max_size` come into being as needed.
+        """Add `count` slots' gradients from slot `start_idx` on; slots up to `max_size` come into
+        being as needed.
 
         Args:
             gradient: with `count` slots along dim 0.
             start_idx: the first slot to add to, from 0.
             count: how many slots.
         """
-        start, count = read_count(start_idx, "start_idx", minimum=0), read_count(count, "count", minimum=0)
+        start, count = (
+            read_count(start_idx, "start_idx", minimum=0),
+            read_count(count, "count", minimum=0),
+        )
         read_gradient(gradient, "gradient")
         if start + count > self._upper:
             raise MisuseError(
-                f"start_idx={start} and count={count} reach slot {start + count}, there is room for {self._upper}. "
-                "Pass a larger max_size."
+                f"start_idx={start} and count={count} reach slot {start + count}, there is room for"
+                f" {self._upper}. Pass a larger max_size."
             )
         item = list(gradient.shape[1:]) if self._item is None else self._item
         shape = tuple(gradient.shape)
         if shape != (count, *item):
-            raise MisuseError(f"gradient has shape {shape}, expected {(count, *item)} for count={count}.")
+            raise MisuseError(
+                f"gradient has shape {shape}, expected {(count, *item)} for count={count}."
+            )
         name, low, _ = self.buffer_shape.dimensions[0]
-        problem = self.buffer_shape.problem((low if name is None else max(self._size, start + count), *item))
+        problem = self.buffer_shape.problem(
+            (low if name is None else max(self._size, start + count), *item)
+        )
         if problem:
             raise MisuseError(f"gradient does not fit {self.buffer_shape}: {problem}.")
         if gradient.layout != torch.strided or gradient.device != self.device:
             raise invalid(
-                "gradient", gradient, f"is {gradient.layout} on {gradient.device}", f"a dense one on {self.device}"
+                "gradient",
+                gradient,
+                f"is {gradient.layout} on {gradient.device}",
+                f"a dense one on {self.device}",
             )
         self._item = item
         if start + count > self._size:
@@ -225,7 +270,9 @@ class AccumulationBufferDynamic:
         """
         size = read_count(new_size, "new_size", minimum=0)
         if not self._lower <= size <= self._upper:
-            raise MisuseError(f"new_size={size} is out of range. Pass {self._lower} to {self._upper}.")
+            raise MisuseError(
+                f"new_size={size} is out of range. Pass {self._lower} to {self._upper}."
+            )
         if self._storage is not None and size < self._size:
             self._storage[size : self._size].zero_()  # by filling: a NaN times zero stays a NaN
         self._size = size
@@ -239,10 +286,14 @@ class AccumulationBufferDynamic:
             start_idx: the first slot, from 0.
             count: how many.
         """
-        start, count = read_count(start_idx, "start_idx", minimum=0), read_count(count, "count", minimum=0)
+        start, count = (
+            read_count(start_idx, "start_idx", minimum=0),
+            read_count(count, "count", minimum=0),
+        )
         if start + count > self._size:
             raise MisuseError(
-                f"start_idx={start} and count={count} reach slot {start + count} of {self._size}. Pass a range inside."
+                f"start_idx={start} and count={count} reach slot {start + count} of {self._size}."
+                " Pass a range inside."
             )
         return self.buffer[start : start + count]
 
@@ -252,7 +303,9 @@ class AccumulationBufferDynamic:
 
     def _reserve(self, size: int) -> Tensor:
         if self._item is None:
-            raise MisuseError(f"The size of {self.buffer_shape.names} is not known yet. Call accumulate(…) first.")
+            raise MisuseError(
+                f"The size of {self.buffer_shape.names} is not known yet. Call accumulate(…) first."
+            )
         capacity = 0 if self._storage is None else len(self._storage)
         if self._storage is None or size > capacity or size * 4 <= capacity:
             wanted = min(self._upper, 1 << max(0, size - 1).bit_length()) if size else 0
@@ -266,4 +319,7 @@ class AccumulationBufferDynamic:
         return self._storage
 
     def __repr__(self) -> str:
-        return f"AccumulationBufferDynamic({self.buffer_shape}, current_size={self._size}, max_size={self.max_size})"
+        return (
+            f"AccumulationBufferDynamic({self.buffer_shape}, current_size={self._size},"
+            f" max_size={self.max_size})"
+        )
