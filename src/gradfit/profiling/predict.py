@@ -64,6 +64,7 @@ def predict(
     Parameters on the meta device are taken to be on the accelerator, where torch sees one, and on
     the CPU otherwise.
 
+    >>> from torch import nn
     >>> with torch.device("meta"):
     ...     model = nn.Sequential(nn.Linear(50_000, 50_000), nn.GELU(), nn.Linear(50_000, 1))
     >>> batch, machine = torch.ones(4, 50_000), Hardware("80 GiB")
