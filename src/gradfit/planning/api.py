@@ -95,9 +95,15 @@ def plan(
             if not tile
             else error
         )
-    choice, search = min(found, key=lambda one: one[0].step_seconds)
-    made = _plan(search.profile, search, choice, budget)
-    return _with_alternatives(made, choice)
+    made = {id(choice): _plan(search.profile, search, choice, budget) for choice, search in found}
+    untiled = [
+        choice
+        for choice, search in found
+        if search.profile.tiles is None and not made[id(choice)].is_short
+    ]
+    # tiles only where memory is short, whatever the clock said of them
+    best = min(untiled or [choice for choice, _ in found], key=lambda one: one.step_seconds)
+    return _with_alternatives(made[id(best)], best)
 
 
 def _variants(profile: Profile, tile: bool) -> list[Profile]:

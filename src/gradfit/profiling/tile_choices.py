@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +38,8 @@ def tile_choices(model: torch.nn.Module, loss_fn: Any, part: Any) -> TileChoices
     modules = find_modules(model, [name for name, is_sure in names.items() if is_sure])
     if not (names or modules) or is_tiled(model):
         return TileChoices()
-    with TiledModel(model, dict.fromkeys(names, False), Cut()) as tiled, torch.no_grad():
+    cut = Cut(_rows_of(model, names))
+    with TiledModel(model, dict.fromkeys(names, False), cut) as tiled, torch.no_grad():
         tiled.add_modules(modules, Cut(MODULE_SIZE))
         try:
             loss_fn(model, unmarked(part))
@@ -50,8 +52,7 @@ def tile_choices(model: torch.nn.Module, loss_fn: Any, part: Any) -> TileChoices
     heads = [head for head in heads if head.rows >= _FEW_ROWS]
     tiles = Tiles()
     if heads:
-        # A tile of at most the weights' own size: their gradient is there beside it.
-        rows = min(_LARGEST, max(_SMALLEST, min(_width(model, head.name) for head in heads) // 2))
+        rows = _rows_of(model, [head.name for head in heads])
         parts = min(_MOST_PARTS, max(_FEWEST_PARTS, -(-max(head.rows for head in heads) // rows)))
         tiles = Tiles(parts, tuple(head.name for head in heads))
     found = [tiles] if heads else []
@@ -59,6 +60,12 @@ def tile_choices(model: torch.nn.Module, loss_fn: Any, part: Any) -> TileChoices
         count = min(_MOST_MODULE_PARTS, max(_FEWEST_PARTS, -(-tokens // MODULE_SIZE)))
         found.append(dataclasses.replace(tiles, module_parts=count, modules=tuple(modules)))
     return TileChoices(tuple(found), sum(head.nbytes for head in heads))
+
+
+def _rows_of(model: torch.nn.Module, heads: Iterable[str]) -> int:
+    """Of a tile: it takes half of the weights' own bytes, as their gradient is there beside it."""
+    widths = [_width(model, name) for name in heads]
+    return min(_LARGEST, max(_SMALLEST, min(widths, default=_LARGEST) // 2))
 
 
 def _width(model: torch.nn.Module, name: str) -> int:
