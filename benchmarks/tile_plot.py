@@ -64,8 +64,9 @@ def draw(points: list[Point]) -> str:
             x, y = place(size, more)
             beyond = f" ({more:+.0%})" if more > _HIGHEST else ""
             body.append(_dot(x, y, _HAND))
+            below = y + 13 + number % 2 * 12  # so that neighbours can be read
             body.append(
-                f'<text x="{x + 7:.0f}" y="{y + 13 + number % 2 * 12:.0f}" font-size="10">{name}{beyond}</text>'
+                f'<text x="{x + 7:.0f}" y="{below:.0f}" font-size="10">{name}{beyond}</text>'
             )
     return "\n".join([*body, "</svg>"]) + "\n"
 
