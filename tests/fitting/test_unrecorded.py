@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradfit as gf
-from gradfit.recompute import planned
-from gradfit.recompute.planned import Diverged, LooksAtData, Unrecorded
+from gradfit.recompute import follow_plan
+from gradfit.recompute.follow_plan import Diverged, LooksAtData, Unrecorded
 
 
 class Net(nn.Module):
@@ -55,7 +55,7 @@ def test_no_tape_and_not_a_bit_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     def recorded(*_: Any) -> None:
         raise AssertionError("something was recorded")
 
-    monkeypatch.setattr(planned, "PlannedRecorder", recorded)
+    monkeypatch.setattr(follow_plan, "PlannedRecorder", recorded)
     for _ in range(3):
         torch.manual_seed(4)
         assert step(x).stepped

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 import gradfit as gf
 from gradfit.planning.recording_extent import in_effect, last_write, operations_heard
 from gradfit.planning.simulate import KEEP, REBUILD, alive_until
-from gradfit.recompute.planned import PlannedRecorder
-from gradfit.tape.record import Recorder
+from gradfit.recompute.follow_plan import PlannedRecorder
+from gradfit.tape.recorder import Recorder
 
 
 class Net(nn.Module):

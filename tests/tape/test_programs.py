@@ -18,9 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import gradfit as gf
 from gradfit.choices import HOLD, KEEP, REBUILD, Choice
-from gradfit.tape.graph import Segment
-from gradfit.tape.policy import ALL_KEPT, Decision
-from gradfit.tape.record import Recorder
+from gradfit.tape.decisions import ALL_KEPT, Decision
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.values import Segment
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, about what random programs do
 

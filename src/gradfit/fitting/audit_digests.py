@@ -11,7 +11,7 @@ import torch
 
 from gradfit._torch_listen import unseen
 from gradfit.tape.listener import OperationListener
-from gradfit.tape.ops import info_of
+from gradfit.tape.operators import info_of
 from gradfit.tape.storage import flatten
 
 

@@ -44,8 +44,8 @@ from gradfit.profiling.measure import additivity_within, choose_tiles, profile
 from gradfit.profiling.meter import meter
 from gradfit.profiling.profile import Profile
 from gradfit.profiling.tile_choices import TileChoices
+from gradfit.recompute.follow_plan import Diverged, LooksAtData
 from gradfit.recompute.offload import measure_bandwidth
-from gradfit.recompute.planned import Diverged, LooksAtData
 from gradfit.tiling.tile import with_tiles
 from gradfit.tiling.tiles import Tiles
 from gradfit.tree import repeat_rows

@@ -14,7 +14,7 @@ import torch
 
 from gradfit.planning.plan import Plan
 from gradfit.profiling.profile import Profile
-from gradfit.recompute.planned import Script, Tail, Unrecorded, recording
+from gradfit.recompute.follow_plan import Script, Tail, Unrecorded, recording
 from gradfit.tiling.tile import with_tiles
 from gradfit.tree import leaves
 

@@ -27,14 +27,13 @@ from gradfit.interrupts import uninterrupted
 from gradfit.profiling.clock import OperationClock
 from gradfit.source_line import source_line
 from gradfit.tape import replay
-from gradfit.tape.allocate import without_content
-from gradfit.tape.drop import DropAll
-from gradfit.tape.graph import Segment
+from gradfit.tape.dropout_mask import MASK, draws_mask, pack, packed_bytes, packing_bytes
 from gradfit.tape.listener import OperationListener
-from gradfit.tape.mask import MASK, draws_mask, pack, packed_bytes, packing_bytes
-from gradfit.tape.ops import info_of
-from gradfit.tape.record import Recorder
-from gradfit.tape.save import unpack
+from gradfit.tape.operators import info_of
+from gradfit.tape.rebuild_all import DropAll
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.saved_tensors import unpack
+from gradfit.tape.shape_only import without_content
 from gradfit.tape.storage import (
     Untrackable,
     copying,
@@ -44,6 +43,7 @@ from gradfit.tape.storage import (
     written_tensors,
 )
 from gradfit.tape.stream import results_of
+from gradfit.tape.values import Segment
 from gradfit.tree import leaves
 
 

@@ -12,7 +12,7 @@ from gradfit.arguments import read_instance
 from gradfit.errors import MisuseError, StateError
 from gradfit.not_copied import NotCopied
 from gradfit.planning.plan import Plan
-from gradfit.recompute.planned import Diverged, Script, recording
+from gradfit.recompute.follow_plan import Diverged, Script, recording
 from gradfit.tiling.tile import tile_as
 
 # of so many forwards one is watched after the plan's last decision, too: the others are as fast as

@@ -26,10 +26,10 @@ from gradfit.choices import HOLD
 from gradfit.errors import BudgetInfeasible
 from gradfit.interrupts import uninterrupted
 from gradfit.profiling.meter import Meter
-from gradfit.tape.graph import Operation, Segment, Tape, Value
-from gradfit.tape.ops import info_of
-from gradfit.tape.policy import Decision
-from gradfit.tape.record import Recorder
+from gradfit.tape.decisions import Decision
+from gradfit.tape.operators import info_of
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.values import Operation, Segment, Tape, Value
 from gradfit.units import format_bytes
 
 _CHAIN = 32  # how many dropped ancestors are looked at to see what rebuilding costs

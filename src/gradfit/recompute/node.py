@@ -14,8 +14,8 @@ from gradfit._torch import detached
 from gradfit.arguments import read_callable, read_flag, read_instance, read_tensor
 from gradfit.errors import MisuseError
 from gradfit.tape import replay
-from gradfit.tape.graph import Operation, Tape, Value
-from gradfit.tape.known import version_of
+from gradfit.tape.storage_table import version_of
+from gradfit.tape.values import Operation, Tape, Value
 
 RecomputeFunction = Callable[[], Sequence[torch.Tensor] | torch.Tensor]
 

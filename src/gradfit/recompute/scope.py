@@ -22,9 +22,9 @@ from gradfit._torch_listen import thread_settings, untraced
 from gradfit.arguments import read_callable, read_flag, read_text
 from gradfit.choices import KEEP, REBUILD
 from gradfit.errors import MisuseError, UnsupportedOp
-from gradfit.tape.graph import Segment, Value
-from gradfit.tape.policy import ALL_KEPT, Decision
-from gradfit.tape.record import Recorder
+from gradfit.tape.decisions import ALL_KEPT, Decision
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.values import Segment, Value
 from gradfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

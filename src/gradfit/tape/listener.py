@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from gradfit._torch_listen import listening, thread_settings
-from gradfit.tape import process
-from gradfit.tape.ops import view_names
+from gradfit.tape import process_settings
+from gradfit.tape.operators import view_names
 
 
 class _Open(threading.local):
@@ -40,7 +40,9 @@ class OperationListener:
     def __enter__(self) -> Any:
         context = listening(self._hear, view_names, in_engine=True, as_mode=self.about_fakes)
         try:
-            process.recording_begins(context)  # generated code would not tell of its operations
+            process_settings.recording_begins(
+                context
+            )  # generated code would not tell of its operations
             _open.contexts.append(context)
             context.__enter__()
         except BaseException:
@@ -60,7 +62,7 @@ class OperationListener:
 def _end(context: Any) -> None:
     if context in _open.contexts:
         _open.contexts.remove(context)
-    process.recording_ends(context)
+    process_settings.recording_ends(context)
 
 
 def _open_listeners() -> Callable[[], None]:

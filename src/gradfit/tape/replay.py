@@ -22,7 +22,12 @@ import torch
 
 from gradfit._torch import below_autograd
 from gradfit.errors import ActivationOverwritten, UnsupportedOp
-from gradfit.tape.graph import (
+from gradfit.tape.generators import Rewound
+from gradfit.tape.overwritten import overwritten, shape_of
+from gradfit.tape.storage import copy_storage, flatten
+from gradfit.tape.storage_table import ATOMS
+from gradfit.tape.unwatched import digest_of
+from gradfit.tape.values import (
     Geometry,
     Handle,
     Leaf,
@@ -34,12 +39,7 @@ from gradfit.tape.graph import (
     geometry_of,
     shaped,
 )
-from gradfit.tape.known import ATOMS
-from gradfit.tape.overwritten import overwritten, shape_of
-from gradfit.tape.parts import spread, whole_of
-from gradfit.tape.rng import Rewound
-from gradfit.tape.storage import copy_storage, flatten
-from gradfit.tape.unwatched import digest_of
+from gradfit.tape.written_slices import spread, whole_of
 
 
 class Scratch:

@@ -12,8 +12,8 @@ import torch
 
 from gradfit._torch import FakeTensor, storage_key
 from gradfit._torch_listen import unseen
-from gradfit.tape.graph import Geometry, geometry_of, shaped
-from gradfit.tape.ops import OpInfo
+from gradfit.tape.operators import OpInfo
+from gradfit.tape.values import Geometry, geometry_of, shaped
 
 # a fake one has a storage too
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import detached, storage_key
-from gradfit.tape import process
+from gradfit.tape import process_settings
 
 _next_epoch = itertools.count(1).__next__  # a value may be read by several tapes
 Geometry = tuple[torch.Size, tuple[int, ...], Any, torch.dtype]
@@ -125,7 +125,7 @@ class Value:
         self.unwanted = 0  # the epoch of its tape in which it was found that nobody will ask for it
         # autograd's; a node that dies unused takes its own along
         self.handles: list[weakref.ref[Handle]] | None = None
-        # what of it was written, on memory of its own: see `parts.py`
+        # what of it was written, on memory of its own: see `written_slices.py`
         self.part: weakref.ref[Value] | None = None
         # in which pass, of how many handles, so many at the end are not pending
         self.unpacked = (0, 0, 0)
@@ -202,7 +202,9 @@ class Operation:
         ) = []  # None: kept, and no value of the tape
         self.unwanted = 0  # as a value's: none of its results is wanted
         self.written: tuple[Value, ...] = ()  # the versions that it overwrites
-        self.slices = False  # whether it writes to a small part of a storage: see `parts.py`
+        self.slices = (
+            False  # whether it writes to a small part of a storage: see `written_slices.py`
+        )
         self.rng: Any = None
 
     @property
@@ -254,13 +256,13 @@ class Tape:
         self.retains = True  # what a sweep makes and the rest of the pass needs
         # told of values that may be evicted from now on
         self.holding: Callable[[Iterable[Value]], None] | None = None
-        process.tape_begins(self)
+        process_settings.tape_begins(self)
 
     def __del__(self) -> None:
         try:
-            process.tape_ends(self)
+            process_settings.tape_ends(self)
         except BaseException:  # Ctrl-C, which Python drops in a destructor
-            process.tape_ends(self)
+            process_settings.tape_ends(self)
             raise
 
     def begin_pass(self) -> None:

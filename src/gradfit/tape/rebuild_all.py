@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from gradfit.choices import REBUILD
-from gradfit.tape.graph import Segment, Tape
-from gradfit.tape.policy import Decision
+from gradfit.tape.decisions import Decision
 from gradfit.tape.stream import new_bytes
+from gradfit.tape.values import Segment, Tape
 
 _FEW = 300  # operations that can be rebuilt one by one: their replays grow with the square
 

@@ -38,11 +38,11 @@ class OpInfo:
     # one result, which is the first argument, and nothing else is written
     writes_self: bool = False
     writes_lists: bool = False
-    # the name of one that does not read what is in its tensors: see allocate.py
+    # the name of one that does not read what is in its tensors: see shape_only.py
     shape_only: str = ""
     counts_first: bool = False  # changes the version counters of what it writes to before it runs
     collective: bool = False  # talks to other processes, and writes to what it is given
-    mask: bool = False  # fills its tensor with zeros and ones: see mask.py
+    mask: bool = False  # fills its tensor with zeros and ones: see dropout_mask.py
     # whether each is an argument, by the schema; None: it has none
     aliased_returns: tuple[bool, ...] | None = None
     copies: bool = False  # only copies its one tensor

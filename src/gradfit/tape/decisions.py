@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from gradfit.choices import Choice
-from gradfit.tape.graph import Segment
+from gradfit.tape.values import Segment
 
 
 class Decision(NamedTuple):

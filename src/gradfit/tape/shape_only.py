@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gradfit.tape.ops import OpInfo, info_of
+from gradfit.tape.operators import OpInfo, info_of
 from gradfit.tape.storage import PLAIN
 
 _aten = torch.ops.aten

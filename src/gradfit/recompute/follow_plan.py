@@ -16,14 +16,14 @@ from gradfit._torch_listen import untraced
 from gradfit.choices import KEEP, OFFLOAD, PACK, REBUILD
 from gradfit.planning.plan import Plan
 from gradfit.recompute.offload import Store
-from gradfit.tape.graph import Handle, Segment
+from gradfit.tape.decisions import ALL_KEPT, Decision
+from gradfit.tape.dropout_mask import MASK, draws_mask
 from gradfit.tape.listener import OperationListener
-from gradfit.tape.mask import MASK, draws_mask
-from gradfit.tape.ops import info_of
-from gradfit.tape.policy import ALL_KEPT, Decision
-from gradfit.tape.record import Recorder
-from gradfit.tape.save import unpack
+from gradfit.tape.operators import info_of
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.saved_tensors import unpack
 from gradfit.tape.stream import new_bytes
+from gradfit.tape.values import Handle, Segment
 
 _DECIDED_BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _CHOICES = {"keep": KEEP, "rebuild": REBUILD, "offload": OFFLOAD}

@@ -1,4 +1,4 @@
-"""Operations that write to what is there: rule 4 of `record.py`, a write makes a new value."""
+"""Operations that write to what is there: rule 4 of `recorder.py`, a write makes a new value."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from torch.autograd.graph import increment_version
 from gradfit._torch import base_of, storage_key
 from gradfit.choices import HOLD, KEEP, OFFLOAD, PACK, Choice
 from gradfit.errors import UnsupportedOp
-from gradfit.tape.graph import Operation, Value, nothing
-from gradfit.tape.known import (
+from gradfit.tape.operators import LOAD, OpInfo
+from gradfit.tape.saved_tensors import Saver
+from gradfit.tape.storage import Untrackable, fills_storage, fresh_results, key_of, written_tensors
+from gradfit.tape.storage_table import (
     NO_KWARGS,
     UNCOUNTED,
     WRITTEN,
@@ -24,10 +26,8 @@ from gradfit.tape.known import (
     next_index,
     version_of,
 )
-from gradfit.tape.ops import LOAD, OpInfo
-from gradfit.tape.parts import is_small_slice
-from gradfit.tape.save import Saver
-from gradfit.tape.storage import Untrackable, fills_storage, fresh_results, key_of, written_tensors
+from gradfit.tape.values import Operation, Value, nothing
+from gradfit.tape.written_slices import is_small_slice
 
 # how such a result was written need not be known
 _NOT_WRITTEN_DOWN = frozenset({KEEP, OFFLOAD, PACK})

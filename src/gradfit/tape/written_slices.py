@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from gradfit.tape.graph import Geometry, Operation, Value
-from gradfit.tape.ops import OpInfo
+from gradfit.tape.operators import OpInfo
+from gradfit.tape.values import Geometry, Operation, Value
 
 _LINE = 64  # elements: memory is as well aligned after so many, whatever their size
 CUT = OpInfo(

@@ -1,7 +1,7 @@
 """What autograd saves while a forward is recorded: the tensor itself, or a handle on a value that
 can be rebuilt.
 
-The rules that are cited are those of `record.py`.
+The rules that are cited are those of `recorder.py`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from gradfit._torch import FakeTensor, as_class, base_of, detached, graph_task_i
 from gradfit.choices import KEEP, Choice
 from gradfit.source_line import source_line
 from gradfit.tape import replay
-from gradfit.tape.graph import Handle, OfSubclass, Segment, Tape, Value, shaped
-from gradfit.tape.known import Known, version_of
-from gradfit.tape.ops import OpInfo
+from gradfit.tape.decisions import ALL_KEPT, Policy
+from gradfit.tape.operators import OpInfo
 from gradfit.tape.overwritten import overwritten
-from gradfit.tape.parts import is_small_slice, part_of, whole_of
-from gradfit.tape.policy import ALL_KEPT, Policy
 from gradfit.tape.storage import Untrackable, key_of, place_of
+from gradfit.tape.storage_table import Known, version_of
 from gradfit.tape.stream import results_of
+from gradfit.tape.values import Handle, OfSubclass, Segment, Tape, Value, shaped
+from gradfit.tape.written_slices import is_small_slice, part_of, whole_of
 
 ALL = (KEEP,)  # of `_ask`: all results are kept, however many they are
 

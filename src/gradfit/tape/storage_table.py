@@ -1,7 +1,7 @@
 """What lies in each storage now, as far as the tape knows: the recorder's table, and how arguments
 refer to it.
 
-The rules that are cited are those of `record.py`.
+The rules that are cited are those of `recorder.py`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,9 @@ from gradfit._torch import base_of, detached_in_dispatch, storage_key
 from gradfit._torch_storage import watch_storage
 from gradfit.choices import HOLD, KEEP, OFFLOAD, PACK, REBUILD, Choice
 from gradfit.source_line import source_line
-from gradfit.tape.graph import (
-    Geometry,
-    Leaf,
-    Operation,
-    Segment,
-    Slice,
-    Value,
-    geometry_of,
-    nothing,
-    shaped,
-)
-from gradfit.tape.mask import pack
-from gradfit.tape.ops import CONSTANT, LOAD, OpInfo
-from gradfit.tape.policy import OffloadingPolicy, Policy
+from gradfit.tape.decisions import OffloadingPolicy, Policy
+from gradfit.tape.dropout_mask import pack
+from gradfit.tape.operators import CONSTANT, LOAD, OpInfo
 from gradfit.tape.storage import (
     Untrackable,
     copy_storage,
@@ -50,6 +39,17 @@ from gradfit.tape.unwatched import (
     same_content,
     share_memory,
     span_bytes,
+)
+from gradfit.tape.values import (
+    Geometry,
+    Leaf,
+    Operation,
+    Segment,
+    Slice,
+    Value,
+    geometry_of,
+    nothing,
+    shaped,
 )
 
 NO_KWARGS: dict[str, Any] = {}
@@ -72,7 +72,7 @@ ATOMS = frozenset(
 )
 FEW = 8  # inputs that are looked through one by one: see `each_once`
 Fresh = list[tuple[int, torch.Tensor, int]]  # position among the results, the tensor, its storage
-next_index = itertools.count(0, 2).__next__  # numbers in between are for `parts.py`
+next_index = itertools.count(0, 2).__next__  # numbers in between are for `written_slices.py`
 _Tensor = torch.Tensor
 _reference_to = weakref.ref
 _MANY = 16  # references to one parameter, before dead ones are looked for
@@ -105,7 +105,7 @@ class Known:
         self._unwatched: dict[int, dict[Geometry, weakref.ref[Value]]] = {}
         self._chunks: dict[int, dict[int, Chunk]] = {}  # of a storage, by the tensor's identity
         self._inherited: dict[int, list[weakref.ref[Leaf | Value]]] = {}  # see `inherit`
-        # always hold the same when they hold anything: see units.py
+        # always hold the same when they hold anything: see fsdp_boundaries.py
         self._refilled: set[int] = set()
         # Watchers of storages that are gone. Only noted when it happens: an interrupt in a weak
         # reference's callback would be swallowed, and leave an address in the table that is

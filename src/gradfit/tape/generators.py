@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gradfit.interrupts import uninterrupted
-from gradfit.tape.ops import OpInfo
+from gradfit.tape.operators import OpInfo
 
 State = tuple[Any, torch.Tensor]  # a generator (or a device, for its default one) and its state
 

@@ -40,17 +40,25 @@ from gradfit._torch_listen import (
     untraced,
 )
 from gradfit.choices import Choice
-from gradfit.tape import process, replay, rng
-from gradfit.tape.allocate import without_content
-from gradfit.tape.graph import Operation, Segment, Slice, Value, geometry_of
-from gradfit.tape.known import ATOMS, FEW, NO_KWARGS, Fresh, choices_for, each_once, next_index
-from gradfit.tape.ops import OpInfo, info_of, infos, view_names
-from gradfit.tape.policy import Policy
-from gradfit.tape.save import ALL, unpack
+from gradfit.tape import generators, process_settings, replay
+from gradfit.tape.decisions import Policy
+from gradfit.tape.fsdp_boundaries import watch_units
+from gradfit.tape.operators import OpInfo, info_of, infos, view_names
+from gradfit.tape.record_write import Writer
+from gradfit.tape.saved_tensors import ALL, unpack
+from gradfit.tape.shape_only import without_content
 from gradfit.tape.storage import Untrackable, flatten, place_of, written_tensors
+from gradfit.tape.storage_table import (
+    ATOMS,
+    FEW,
+    NO_KWARGS,
+    Fresh,
+    choices_for,
+    each_once,
+    next_index,
+)
 from gradfit.tape.stream import results_of
-from gradfit.tape.units import watch_units
-from gradfit.tape.write import Writer
+from gradfit.tape.values import Operation, Segment, Slice, Value, geometry_of
 
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
@@ -95,7 +103,7 @@ class Recorder(Writer):
             self._hooked, self._thread = True, threading.get_ident()
             push_hooks(self.pack, unpack)
             self._units = watch_units(self.keep, self._refilled)
-            process.recording_begins(self)
+            process_settings.recording_begins(self)
             _thread.recorders.append(weakref.ref(self))
             ear = listening(self._hear, view_names, self._doubt)
             ear.__enter__()
@@ -118,7 +126,7 @@ class Recorder(Writer):
                     pop_hooks()
             finally:
                 try:
-                    process.recording_ends(self)
+                    process_settings.recording_ends(self)
                 finally:
                     self._listening = None
                     _pass_on(self)
@@ -185,7 +193,11 @@ class Recorder(Writer):
     def _special(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
         if info.collective:
             self._lose(_all_tensors(args, kwargs))
-        state = rng.capture(args, kwargs) if info.random and rng.draws(info, args, kwargs) else None
+        state = (
+            generators.capture(args, kwargs)
+            if info.random and generators.draws(info, args, kwargs)
+            else None
+        )
         if info.writes:
             if self._inherited:
                 self._save_inherited(written_tensors(info, args, kwargs), int(info.counts_first))
