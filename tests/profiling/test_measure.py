@@ -32,7 +32,7 @@ class Log(OperationListener):
         super().__init__()
         self.names: list[str] = []
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         aliases = [
             argument.alias_info

@@ -22,7 +22,7 @@ class Digests(OperationListener):
         super().__init__()
         self._noted: list[tuple[str, bytes]] = []
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and note what it returns."""
         out = func(*args, **kwargs)
         if not info_of(func).uninitialised:

@@ -647,8 +647,9 @@ class Planner:
                 else:
                     mode = Planned(made, inside=looks)
                     loss = self.runner.forward(part, mode).loss
-                    tail = mode.followed.tail
-                    saved, asked = max(saved, tail.saved_bytes), max(asked, tail.asked)
+                    unrecorded = mode.followed.rest
+                    saved = max(saved, unrecorded.saved_bytes)
+                    asked = max(asked, unrecorded.last_rebuilt)
                     torch.autograd.backward(loss)
                     del loss, mode
             passes = max(passes, live.peak_bytes + rest)

@@ -66,13 +66,12 @@ class Evictor(Meter):
 
     def recorder(self) -> Recorder:
         """A recorder whose values this evictor may drop; enter the evictor first, then it."""
-        recorder = Recorder(Segment(Segment(None)), _HoldAll())
-        recorder.watching = self._note
-        recorder.tape.holding = self._hold
-        self._lock, self._tape = recorder.tape.lock, weakref.ref(recorder.tape)
-        return recorder
+        tape = Tape()
+        tape.on_held = self._hold
+        self._lock, self._tape = tape.lock, weakref.ref(tape)
+        return Recorder(Segment(Segment(None)), _HoldAll(), tape=tape, recorded=self._note)
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Make room for an operation, run it, and count what it returns."""
         now = time.perf_counter()
         self.refused = None
@@ -92,7 +91,7 @@ class Evictor(Meter):
                 raise self._infeasible(func, need)
         before = self.current_bytes
         started = time.perf_counter()
-        out = super()._hear(func, args, kwargs)
+        out = super()._observe(func, args, kwargs)
         self._last_seconds = time.perf_counter() - started
         if key is not None:  # it was a guess: now we know
             self._sizes[key] = max(0, self.current_bytes - before)
@@ -270,9 +269,6 @@ class _HoldAll:
 
     def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
         return Decision((HOLD,) * len(results))
-
-    def offload(self, tensor: torch.Tensor) -> Any:
-        raise RuntimeError("gradfit: nothing is offloaded online")
 
 
 def _output_bytes(func: Any, args: Any, kwargs: Any) -> int | None:

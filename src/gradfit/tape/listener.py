@@ -33,12 +33,12 @@ class OperationListener:
     def __init__(self) -> None:
         self._contexts: list[Any] = []
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run `func(*args, **kwargs)`, and return what it returned."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:
-        context = listening(self._hear, view_names, in_engine=True, as_mode=self.about_fakes)
+        context = listening(self._observe, view_names, in_engine=True, as_mode=self.about_fakes)
         try:
             process_settings.recording_begins(
                 context

@@ -25,7 +25,7 @@ class OpInfo:
     writes: tuple[int | str, ...]  # arguments it changes: positions, or names for keyword-only ones
     reads_written: bool  # whether what was in a written argument matters
     random: bool
-    fragile: str | None  # what the results hold may be written unseen: UNINITIALISED, or CONSTANT
+    unwritten: str | None  # what the results hold may be written unseen: UNINITIALISED, or CONSTANT
     scratch: tuple[int, ...]  # positions of hidden state it updates: replayed on copies
     recordable: bool
     simple: bool = False  # none of the above but recordable: the fast path
@@ -52,7 +52,7 @@ class OpInfo:
     @property
     def uninitialised(self) -> bool:
         """Whether the results hold no data yet."""
-        return self.fragile == UNINITIALISED
+        return self.unwritten == UNINITIALISED
 
 
 # Bringing back a value that was moved out.
@@ -61,7 +61,7 @@ LOAD = OpInfo(
     writes=(),
     reads_written=False,
     random=False,
-    fragile=None,
+    unwritten=None,
     scratch=(),
     recordable=True,
 )
@@ -182,7 +182,7 @@ def _is_view(schema: Any) -> bool:
 def _describe(op: Any) -> OpInfo:
     if not is_operator(op):
         return OpInfo(
-            view=False, writes=(), reads_written=False, random=False, fragile=None, scratch=(),
+            view=False, writes=(), reads_written=False, random=False, unwritten=None, scratch=(),
             recordable=False, call=op,
         )  # fmt: skip
     schema = schema_of(op)
@@ -211,7 +211,7 @@ def _describe(op: Any) -> OpInfo:
         writes=tuple(writes),
         reads_written=not (aten and name in _FILLS) and not any(isinstance(w, str) for w in writes),
         random=random,
-        fragile=(
+        unwritten=(
             UNINITIALISED
             if aten and name in _EMPTY
             else CONSTANT

@@ -12,176 +12,197 @@ from torch.autograd.graph import increment_version
 from gradfit._torch import base_of, storage_key
 from gradfit.choices import HOLD, KEEP, OFFLOAD, PACK, Choice
 from gradfit.errors import UnsupportedOp
-from gradfit.tape.operators import LOAD, OpInfo
-from gradfit.tape.saved_tensors import Saver
-from gradfit.tape.storage import Untrackable, fills_storage, fresh_results, key_of, written_tensors
+from gradfit.tape.decisions import Decisions
+from gradfit.tape.operators import OpInfo
+from gradfit.tape.storage import Untrackable, fresh_results, key_of, written_tensors
 from gradfit.tape.storage_table import (
-    NO_KWARGS,
-    UNCOUNTED,
-    WRITTEN,
-    Chunk,
+    Results,
+    StorageTable,
     choices_for,
     each_once,
-    expected,
     next_index,
-    version_of,
 )
 from gradfit.tape.values import Operation, Value, nothing
+from gradfit.tape.version_counters import only_recorded_writes
 from gradfit.tape.written_slices import is_small_slice
 
 # how such a result was written need not be known
 _NOT_WRITTEN_DOWN = frozenset({KEEP, OFFLOAD, PACK})
+_Choices = Sequence[Choice] | None
 
 
-class Writer(Saver):
-    """Records writes."""
+class WriteRecorder:
+    """Runs operations that write, and records what they do to the storages of a table."""
 
-    def _write_self(self, func: Any, info: OpInfo, args: Any, kwargs: Any, state: Any) -> Any:
-        """`_write` for what nearly all writes are: a method on the very tensor that an operation
-        has returned.
+    def __init__(self, table: StorageTable, decisions: Decisions) -> None:
+        self._table, self._decisions = table, decisions
+        self._values, self._split_results = table.values, table.split_results
+
+    # ------------------------------------------------------------------- a method on its own tensor
+
+    def run_method(self, func: Any, info: OpInfo, args: Any, kwargs: Any, random_state: Any) -> Any:
+        """`run` for what nearly all writes are: a method on the very tensor that an operation has
+        returned. Hot.
         """
         target: torch.Tensor = args[0]
-        old = None if target.is_inference() else self._made.get(storage_key(target))
-        if (
-            old is None
-            and not target.is_inference()
-            and self._root(key := storage_key(target)) is None
-        ):
-            if key in self._leaves:
-                self._save_leaves(key)
-            self._write_unknown(target, key)
-            # unknown before, unknown after: a counter of batches, mostly
-            out = info.call(*args, **kwargs)
-            self._offload([target], self._ask(func, info, args, kwargs, out)[1])
-            return out
-        if (
-            old is None
-            or old.natural() is not target
-            or not expected(old, target._version)
-            or (old.fragile is not None and info.reads_written)
-            or (self._chunks and old.key in self._chunks)
-        ):
-            return self._write(func, info, args, kwargs, state)
-        old.fragile = None
-        inputs = [old]
-        op: Operation | None = None
-        try:
-            template = [old, *self._template(args[1:], inputs)]
-            named = self._template_kwargs(kwargs, inputs)
-            op = Operation(next_index(), func, info, template, named, each_once(inputs))
-        except Untrackable:  # rule 5
-            pass
+        if target.is_inference():
+            return self.run(func, info, args, kwargs, random_state)
+        key = storage_key(target)
+        old = self._values.get(key)
+        if old is None:
+            if self._table.root(key) is None:
+                return self._run_on_unknown(func, info, args, kwargs, key)
+            return self.run(func, info, args, kwargs, random_state)
+        if not self._is_usual(old, target, info):
+            return self.run(func, info, args, kwargs, random_state)
+        old.unwritten = None
+        op = self._open_method(func, info, args, kwargs, old)
         if old.tensor is not None:
-            self._save_value(old)
+            self._table.copy_value(old)
         out = info.call(*args, **kwargs)
-        _, choices = self._ask(func, info, args, kwargs, out)
-        key, watcher, natural = old.key, old.gone, old.natural
-        old.gone, old.natural = None, nothing
+        _, choices = self._decisions.of(func, info, args, kwargs, out)
+        death_watch, forward_tensor = old.death_watch, old.forward_tensor
+        old.death_watch, old.forward_tensor = None, nothing
         if op is None or (choices is not None and choices[0] in _NOT_WRITTEN_DOWN):
-            self._made.pop(key, None)
-            self._offload([target], choices)
+            self._values.pop(key, None)
+            self._table.move_out_written((target,), choices)
             return out
-        op.rng = state
+        op.random_state = random_state
         op.written = (old,)
         value = Value(
-            key, old.geometry, self.segment, op, -1, WRITTEN - target._version, natural, watcher
-        )
+            key, old.geometry, self._table.segment, op, -1, target._version, forward_tensor,
+            death_watch,
+        )  # fmt: skip
+        value.write_pending = True
         if choices is not None and choices[0] is HOLD:
             value.evictable = True
-        self._made[key] = value
+        self._values[key] = value
         op.outputs.append(weakref.ref(value))
-        self._register(op)
+        self._table.register(op)
         return out
 
-    def _write(self, func: Any, info: OpInfo, args: Any, kwargs: Any, state: Any) -> Any:
-        """Rule 4."""
+    def _is_usual(self, old: Value, target: torch.Tensor, info: OpInfo) -> bool:
+        """Whether only the table's own value is concerned, and it is as the table has it."""
+        return (
+            old.forward_tensor() is target
+            and only_recorded_writes(old, target._version)
+            and (old.unwritten is None or not info.reads_written)
+            and old.key not in self._split_results.by_storage
+        )
+
+    def _open_method(
+        self, func: Any, info: OpInfo, args: Any, kwargs: Any, old: Value
+    ) -> Operation | None:
+        inputs = [old]
+        try:
+            references = [old, *self._table.refer_all(args[1:], inputs)]
+            named = self._table.refer_kwargs(kwargs, inputs)
+        except Untrackable:  # rule 5
+            return None
+        return Operation(next_index(), func, info, references, named, each_once(inputs))
+
+    def _run_on_unknown(self, func: Any, info: OpInfo, args: Any, kwargs: Any, key: int) -> Any:
+        """Unknown before, unknown after: a counter of batches, mostly."""
+        self._table.before_write(key, args[0], None)
+        out = info.call(*args, **kwargs)
+        _, choices = self._decisions.of(func, info, args, kwargs, out)
+        self._table.move_out_written((args[0],), choices)
+        return out
+
+    # -------------------------------------------------------------------------------- any operation
+
+    def run(self, func: Any, info: OpInfo, args: Any, kwargs: Any, random_state: Any) -> Any:
+        """Run an operation that writes, and record it."""
         targets = written_tensors(info, args, kwargs)
         if info.writes_lists:
             _refuse_views(func, targets)
         try:
             keys = [key_of(target) for target in targets]
         except Untrackable:
-            self._lose(targets)
+            self._table.forget_before_write(targets)
             targets = []
         if not targets:
             out = info.call(*args, **kwargs)
-            self._ask(func, info, args, kwargs, out)
+            self._decisions.of(func, info, args, kwargs, out)
             return out
-        early = int(info.counts_first)
+        counted_before = int(info.counts_first)
         olds = [
-            self._present(key, target, early) for key, target in zip(keys, targets, strict=True)
+            self._table.find(key, target, counted_before)
+            for key, target in zip(keys, targets, strict=True)
         ]
-        op: Operation | None = None
-        if info.recordable and None not in olds and len(set(keys)) == len(keys):
-            if not info.reads_written:
-                for old in olds:
-                    old.fragile = None  # type: ignore[union-attr]  # written to, not read
-            op = self._open(func, info, args, kwargs)
+        op = self._open(func, info, args, kwargs, keys, olds)
         for key, old, target in zip(keys, olds, targets, strict=True):
-            if key in self._leaves:
-                self._save_leaves(key, early)
-            if old is not None:
-                self._save_value(old)
-            else:
-                self._write_unknown(target, key)
+            self._table.before_write(key, target, old, counted_before)
         out = info.call(*args, **kwargs)
         if info.writes_lists:
-            increment_version(targets)  # torch does not, under a dispatch mode
-        fresh = []
-        if out is not targets[0]:
-            written_to = set(keys)
-            fresh = [entry for entry in fresh_results(out, args) if entry[2] not in written_to]
-        results, choices = self._ask(func, info, args, kwargs, out)
-        for key, old in zip(keys, olds, strict=True):
-            self._made.pop(key, None)
-            self._roots.pop(key, None)
-            if old is not None:
-                old.gone = None
-                old.natural = nothing
+            # Under a dispatch mode torch does not (seen with 2.10 to 2.15): ADInplaceOrView, which
+            # counts, has no kernels for `_foreach` operators.
+            increment_version(targets)
+        returned = _new_results(out, args, keys, targets)
+        results, choices = self._decisions.of(func, info, args, kwargs, out)
+        self._drop_olds(keys, olds)
         if op is None or (choices is not None and not _NOT_WRITTEN_DOWN.isdisjoint(choices)):
-            self._offload(targets, choices)
+            self._table.move_out_written(targets, choices)
             return out  # rule 5: from here on it is a root, or lies elsewhere
-        op.rng = state
+        op.random_state = random_state
         op.written = tuple(olds)  # type: ignore[arg-type]
         op.slices = is_small_slice(targets[0])
+        self._add(op, targets, keys, returned, results, choices)
+        return out
+
+    def _open(
+        self,
+        func: Any,
+        info: OpInfo,
+        args: Any,
+        kwargs: Any,
+        keys: list[int],
+        olds: list[Value | None],
+    ) -> Operation | None:
+        """The operation, if it can be replayed: on storages of the table, each written once."""
+        known = [old for old in olds if old is not None]
+        if not info.recordable or len(known) < len(olds) or len(set(keys)) < len(keys):
+            return None
+        if not info.reads_written:
+            for old in known:
+                old.unwritten = None  # written to, not read
+        return self._table.open_operation(func, info, args, kwargs)
+
+    def _drop_olds(self, keys: list[int], olds: list[Value | None]) -> None:
+        for key, old in zip(keys, olds, strict=True):
+            self._values.pop(key, None)
+            self._table.roots.pop(key, None)
+            if old is not None:
+                old.death_watch = None
+                old.forward_tensor = nothing
+
+    def _add(
+        self,
+        op: Operation,
+        targets: list[torch.Tensor],
+        keys: list[int],
+        returned: Results,
+        results: list[torch.Tensor],
+        choices: _Choices,
+    ) -> None:
         written = [
             (-1 - number, target, key)
             for number, (target, key) in enumerate(zip(targets, keys, strict=True))
         ]
-        entries = [*written, *fresh]
+        entries = [*written, *returned]
         if choices is not None and len(choices) != len(entries):
             choices = choices_for(entries, choices, results)
-        self._adopt(op, entries, choices)
-        self._written(targets, keys, olds)
-        return out
+        self._table.add(op, entries, choices)
+        for target, key, old in zip(targets, keys, op.written, strict=True):
+            self._table.expect_counted_write(target, key, old)
 
-    def _offload(self, targets: list[torch.Tensor], choices: Sequence[Choice] | None) -> None:
-        """What was written moves out, if the policy says so; how it was written need not be
-        known.
-        """
-        for target, choice in zip(targets, choices or (), strict=False):
-            if choice in (OFFLOAD, PACK) and fills_storage(target):
-                key = storage_key(target)
-                self._roots.pop(key, None)
-                self._adopt(
-                    Operation(next_index(), None, LOAD, [], NO_KWARGS, []),
-                    [(0, target, key)],
-                    [choice],
-                )
-                self._written([target], [key], [None])
 
-    def _written(
-        self, targets: list[torch.Tensor], keys: list[int], olds: list[Value | None]
-    ) -> None:
-        """Note by which version counter a write will be counted, and that the others stay as they
-        are.
-        """
-        for target, key, old in zip(targets, keys, olds, strict=True):
-            version, value = version_of(target), self._made[key]
-            counter: Value | Chunk = value
-            if old is not None and (chunk := self._chunk(key, target)) is not None:
-                counter, value.seen = chunk, old.seen
-            counter.seen = version if version == UNCOUNTED else WRITTEN - version
+def _new_results(out: Any, args: Any, keys: list[int], targets: list[torch.Tensor]) -> Results:
+    """What an operation returned beside what it wrote to."""
+    if out is targets[0]:
+        return []
+    written = set(keys)
+    return [result for result in fresh_results(out, args) if result[2] not in written]
 
 
 def _refuse_views(func: Any, targets: list[torch.Tensor]) -> None:

@@ -8,200 +8,241 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from gradfit._torch import FakeTensor, as_class, base_of, detached, graph_task_id, storage_key
-from gradfit.choices import KEEP, Choice
+from gradfit._torch import FakeTensor, as_class, detached, graph_task_id, storage_key
+from gradfit._torch_listen import pop_hooks, push_hooks
 from gradfit.source_line import source_line
 from gradfit.tape import replay
-from gradfit.tape.decisions import ALL_KEPT, Policy
-from gradfit.tape.operators import OpInfo
+from gradfit.tape.decisions import SaveObserver
 from gradfit.tape.overwritten import overwritten
 from gradfit.tape.storage import Untrackable, key_of, place_of
-from gradfit.tape.storage_table import Known, version_of
-from gradfit.tape.stream import results_of
-from gradfit.tape.values import Handle, OfSubclass, Segment, Tape, Value, shaped
+from gradfit.tape.storage_table import StorageTable, is_view_of_parameter
+from gradfit.tape.values import Geometry, Handle, OfSubclass, Tape, Value, shaped
+from gradfit.tape.version_counters import version_of
 from gradfit.tape.written_slices import is_small_slice, part_of, whole_of
 
-ALL = (KEEP,)  # of `_ask`: all results are kept, however many they are
+_Tensor = torch.Tensor
 
 
-class Saver(Known):
-    """Decides, at each tensor that autograd saves, whether it gets the tensor or a handle."""
+class SavedTensors:
+    """Decides, at each tensor that autograd saves, whether it gets the tensor or a handle.
 
-    def __init__(self, segment: Segment, policy: Policy | None) -> None:
-        super().__init__(segment, policy)
-        self.tape = Tape(threading.RLock())
-        self.saving: Any = None  # called with every tensor that autograd saves
-        self._copying = False  # what runs now is no operation of the forward
-        self._kept: set[int] = set()  # storages that autograd has, for the statistics
+    The graph's nodes hold `pack`, and so this object, as long as they live: it holds no recorder
+    and no policy.
+    """
 
-    def _ask(
-        self, func: Any, info: OpInfo, args: Any, kwargs: Any, out: Any
-    ) -> tuple[list[torch.Tensor], Sequence[Choice] | None]:
-        """An operation's results, and what becomes of each: `ALL` if all are kept, None if all are
-        rebuilt.
+    def __init__(self, table: StorageTable, tape: Tape) -> None:
+        self.tape = tape
+        self.observer: SaveObserver | None = None
+        self.copying = False  # what runs now is no operation of the forward
+        self._table = table
+        self._dead, self._values = table.dead, table.values  # they stay the same objects
+        self._counted: set[int] = set()  # storages that autograd has, for the statistics
+        self._hooked, self._thread = False, 0
 
-        The policy is asked once for every operation, right after it ran.
+    # ---------------------------------------------------------------------------------------- hooks
+
+    def begin(self) -> None:
+        """Be asked by autograd, in this thread."""
+        self._hooked, self._thread = True, threading.get_ident()
+        push_hooks(self.pack, unpack)
+
+    def end(self) -> None:
+        """Be asked no more; may be called twice."""
+        self.observer = None
+        if self._hooked:
+            self._hooked = False
+            pop_hooks()
+
+    def unhook(self) -> None:
+        """Let autograd save by itself from now on. Only where it has just called `pack`: our hooks
+        are the innermost.
+
+        Not in a backward inside of the forward, nor in its threads: their hooks are copies of ours,
+        which stay.
         """
-        if self.policy is None:
-            return [], None
-        results = results_of(info, args, kwargs, out)
-        decision = self.policy.decide(func, results, args, kwargs) if results else ALL_KEPT
-        if decision is None:
-            return results, None
-        if decision.segment is not None:
-            self.segment = decision.segment
-        if decision.last:
-            self.after_last()
-        return results, ALL if decision.choices is None else decision.choices
+        if self._hooked and graph_task_id() == -1 and threading.get_ident() == self._thread:
+            self.end()
 
-    def after_last(self) -> None:
-        """Nothing that comes now will be rebuilt."""
+    # ----------------------------------------------------------------------------------------- pack
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves `tensor`: give it a handle if the tape can make the tensor again."""
-        if self.saving is not None:
-            self.saving(tensor)
+        observer = self.observer
+        if observer is None:
+            return self._pack(tensor)
+        if observer.before_save(tensor):
+            self.unhook()
+        packed = self._pack(tensor)
+        observer.after_save(packed)
+        return packed
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        """Hot: once for each tensor that autograd saves. What is common comes first."""
         if self._dead:
-            self._bury()
+            self._table.remove_dead()
         if tensor.requires_grad and tensor.is_leaf:  # it lives anyway, even if it was made inside
             return (tensor, tensor._version)
+        if type(tensor) is not _Tensor:
+            return self._pack_other_class(tensor)
         try:
-            key = storage_key(tensor) if type(tensor) is torch.Tensor else key_of(tensor)
-        except (Untrackable, RuntimeError, NotImplementedError):
-            return (tensor.detach() if tensor.grad_fn is not None else tensor, version_of(tensor))
-        if type(tensor) is not torch.Tensor and not isinstance(tensor, FakeTensor):
-            return self._pack_subclass(tensor)
-        value = self._made.get(key)
-        if value is None or (value.position < 0 and _is_of_a_parameter(tensor)):
+            value = self._values.get(storage_key(tensor))
+        except (RuntimeError, NotImplementedError):  # it has no storage
+            return _pack_untracked(tensor)
+        if value is None:
             return self._pack_root(tensor)
-        natural = value.natural()
+        if (
+            value.version != tensor._version
+            or value.position < 0
+            or value.write_pending
+            or value.unwritten is not None
+        ):
+            return self._pack_written(value, tensor)
         geometry = None
-        if natural is not tensor:
+        forward_tensor = value.forward_tensor()
+        if forward_tensor is not tensor:
             try:
                 geometry = place_of(tensor)
             except Untrackable:
                 return self._pack_root(tensor)
             if geometry == value.geometry:
                 geometry = None
-        if value.fragile is not None or value.seen != tensor._version:
-            value = self._present(value.key, tensor)
-            if value is not None and value.fragile is not None:
-                self._copying = True  # autograd calls: what we do now would be heard
-                try:
-                    self._settle(value, tensor, detached)
-                finally:
-                    self._copying = False
-            if value is None or value.op is None:
-                return self._pack_root(tensor)
-        if (
-            value.position < 0
-            and value.op is not None
-            and value.op.slices
-            and is_small_slice(tensor)
-        ):
-            place = place_of(tensor)
-            part = part_of(value, place)
-            if part is not None:
-                value, geometry = part, place
+        return self._handle(value, geometry, tensor, forward_tensor)
+
+    def _pack_other_class(self, tensor: torch.Tensor) -> Any:
+        """A frozen Parameter, a subclass of the user's: whoever saved it gets one of its class
+        back. A fake tensor is as good as a real one.
+        """
+        try:
+            value = self._values.get(key_of(tensor))
+        except Untrackable:
+            return _pack_untracked(tensor)
+        if not isinstance(tensor, FakeTensor):
+            return OfSubclass(self._pack(detached(tensor)), tensor)
+        return self._pack_root(tensor) if value is None else self._pack_written(value, tensor)
+
+    def _pack_written(self, value: Value, tensor: torch.Tensor) -> Any:
+        """`_pack` where somebody has written to the storage since its operation returned it, or
+        nobody ever has.
+        """
+        if value.position < 0 and is_view_of_parameter(tensor):
+            return self._pack_root(tensor)
+        try:
+            geometry: Geometry | None = place_of(tensor)
+        except Untrackable:
+            return self._pack_root(tensor)
+        present = self._present(value, tensor)
+        if present is None or present.op is None:
+            return self._pack_root(tensor)
+        part = self._part(present, tensor)
+        if part is not None:
+            return self._handle(part, geometry, tensor, None)
+        forward_tensor = present.forward_tensor()
+        if forward_tensor is tensor or geometry == present.geometry:
+            geometry = None
+        return self._handle(present, geometry, tensor, forward_tensor)
+
+    def _present(self, value: Value, tensor: torch.Tensor) -> Value | None:
+        """What the storage holds now; memory that nobody has written is held from now on."""
+        if value.unwritten is None and value.version == tensor._version and not value.write_pending:
+            return value
+        present = self._table.find(value.key, tensor)
+        if present is not None and present.unwritten is not None:
+            self.copying = True  # autograd calls: what we do now would be observed
+            try:
+                self._table.hold_unwritten(present, tensor, detached)
+            finally:
+                self.copying = False
+        return present
+
+    def _part(self, value: Value, tensor: torch.Tensor) -> Value | None:
+        """What is saved of a storage that is written slice by slice: see `written_slices.py`."""
+        if value.position >= 0 or value.op is None or not value.op.slices:
+            return None
+        return part_of(value, place_of(tensor)) if is_small_slice(tensor) else None
+
+    def _pack_root(self, tensor: torch.Tensor) -> Any:
+        if is_view_of_parameter(tensor):
+            return (tensor, tensor._version)
+        if self._table.segment.scope is None:
+            return (detached(tensor), version_of(tensor))
+        self._count_kept(tensor)
+        return (detached(tensor), version_of(tensor), source_line())
+
+    def _handle(
+        self,
+        value: Value,
+        geometry: Geometry | None,
+        tensor: torch.Tensor,
+        forward_tensor: torch.Tensor | None,
+    ) -> Handle:
         handle = Handle(self.tape, value, geometry)
         if value.handles is None:
-            self._first_pack(value, tensor, natural)
+            if value.evictable:
+                self._hold_evictable(value, tensor, forward_tensor)
+            elif self._table.segment.scope is not None:
+                self._count_freed(value, tensor)
             value.handles = [weakref.ref(handle)]
         else:
             value.handles.append(weakref.ref(handle))
         return handle
 
-    def _pack_subclass(self, tensor: torch.Tensor) -> Any:
-        """A frozen Parameter, a subclass of the user's: whoever saved it gets one of its class
-        back.
-        """
-        saving, self.saving = self.saving, None
-        try:
-            return OfSubclass(self.pack(detached(tensor)), tensor)
-        finally:
-            self.saving = saving
+    def _hold_evictable(
+        self, value: Value, tensor: torch.Tensor, forward_tensor: torch.Tensor | None
+    ) -> None:
+        """Autograd saves it for the first time: it is there until somebody needs the memory."""
+        whole = tensor if forward_tensor is tensor else value.unmoved_forward_tensor()
+        if whole is None and tensor.dtype is not value.geometry[3]:
+            if self._table.segment.scope is not None:
+                self._count_freed(value, tensor)
+            return
+        value.tensor = _all_of(value, tensor, whole)
+        value.held_version = tensor._version
+        if self.tape.on_held is not None:
+            self.tape.on_held((value,))
 
-    def _pack_root(self, tensor: torch.Tensor) -> Any:
-        if _is_of_a_parameter(tensor):
-            return (tensor, tensor._version)
-        if self.segment.scope is None:
-            return (detached(tensor), version_of(tensor))
-        self._note_kept(tensor)
-        return (detached(tensor), version_of(tensor), source_line())
-
-    def _first_pack(self, value: Value, tensor: torch.Tensor, natural: torch.Tensor | None) -> None:
-        forward_tensor = (
-            natural if natural is tensor or not value.evictable else value.forward_tensor()
-        )
-        if value.evictable and (forward_tensor is not None or tensor.dtype is value.geometry[3]):
-            value.tensor = _whole(value, tensor, forward_tensor)
-            value.version = tensor._version
-            if self.tape.holding is not None:
-                self.tape.holding((value,))
-        elif self.segment.scope is not None:
-            if (whole := whole_of(value)) is not None:
-                self.segment.scope.note_freed(whole, tensor.nbytes)
-            else:
-                self.segment.scope.note_freed(value, tensor.untyped_storage().nbytes())
+    # ----------------------------------------------------------------------------------------- kept
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Make a value of the tape a root: it is held from now on, and replays start from it."""
-        self._bury()
+        self._table.remove_dead()
         try:
-            value = self._present(key_of(tensor), tensor)
+            value = self._table.find(key_of(tensor), tensor)
         except Untrackable:
             return
         if value is not None and value.op is not None:
-            self._made.pop(value.key, None)
-            value.tensor = _whole(value, tensor, value.forward_tensor())
-            value.version = tensor._version
-            value.gone = value.op = None
-            value.fragile = None
-            self._roots[value.key] = weakref.ref(value)
-            self._note_kept(tensor)
+            whole = _all_of(value, tensor, value.unmoved_forward_tensor())
+            self._table.keep(value, whole, tensor._version)
+            self._count_kept(tensor)
 
-    def written_over(self) -> torch.Tensor | None:
-        """Something that rebuilds start from and that somebody has written to since it was read, if
-        there is.
-        """
-        for root in self._roots.values():
-            value = root()
-            if (
-                value is not None
-                and value.tensor is not None
-                and -1 < value.version != value.tensor._version
-            ):
-                return value.tensor
-        for reference in (each for leaves in self._leaves.values() for each in leaves):
-            leaf = reference()
-            if leaf is not None and leaf.overwritten:
-                return leaf.content
-        return None
+    # ----------------------------------------------------------------------------------- statistics
 
-    def _note_kept(self, tensor: torch.Tensor) -> None:
+    def _count_kept(self, tensor: torch.Tensor) -> None:
         key = storage_key(tensor)
-        if key not in self._kept:  # autograd saves the same storage several times
-            self._kept.add(key)
-            if self.segment.scope is not None:
-                self.segment.scope.note_kept(tensor.untyped_storage().nbytes())
+        if key not in self._counted:  # autograd saves the same storage several times
+            self._counted.add(key)
+            if self._table.segment.scope is not None:
+                self._table.segment.scope.note_kept(tensor.untyped_storage().nbytes())
+
+    def _count_freed(self, value: Value, tensor: torch.Tensor) -> None:
+        scope = self._table.segment.scope
+        if (whole := whole_of(value)) is not None:
+            scope.note_freed(whole, tensor.nbytes)
+        else:
+            scope.note_freed(value, tensor.untyped_storage().nbytes())
 
 
-def _is_of_a_parameter(tensor: torch.Tensor) -> bool:
-    """Whether it is a view of one: no activation, even if somebody has written to the parameter."""
-    base = base_of(tensor)
-    return base is not None and base.is_leaf and base.requires_grad
+def _pack_untracked(tensor: torch.Tensor) -> Any:
+    """One without a storage of its own. Without its graph, which would hold itself."""
+    return (tensor.detach() if tensor.grad_fn is not None else tensor, version_of(tensor))
 
 
-def _whole(value: Value, tensor: torch.Tensor, forward_tensor: torch.Tensor | None) -> torch.Tensor:
+def _all_of(value: Value, tensor: torch.Tensor, whole: torch.Tensor | None) -> torch.Tensor:
     """All of a value's result, of which `tensor` may be a view."""
-    if forward_tensor is None:
-        return shaped(detached(tensor), value.geometry)
-    return detached(forward_tensor)
+    return shaped(detached(tensor), value.geometry) if whole is None else detached(whole)
 
 
 def unpack(packed: Any) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""What lies in each storage now, as far as the tape knows: the recorder's table, and how arguments
-refer to it.
+"""Which value each living storage holds, as far as the tape knows, and how arguments refer to it.
 
 The rules that are cited are those of `recorder.py`.
 """
@@ -9,18 +8,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
-from gradfit._torch import base_of, detached_in_dispatch, storage_key
+from gradfit._torch import base_of, detached_in_dispatch
 from gradfit._torch_storage import watch_storage
 from gradfit.choices import HOLD, KEEP, OFFLOAD, PACK, REBUILD, Choice
 from gradfit.source_line import source_line
-from gradfit.tape.decisions import OffloadingPolicy, Policy
 from gradfit.tape.dropout_mask import pack
 from gradfit.tape.operators import CONSTANT, LOAD, OpInfo
+from gradfit.tape.parameter_reads import ParameterReads, copy_for, first_alive
 from gradfit.tape.storage import (
     Untrackable,
     copy_storage,
@@ -30,31 +29,18 @@ from gradfit.tape.storage import (
     parts_of,
     place_of,
 )
-from gradfit.tape.unwatched import (
-    LARGE_BYTES,
-    copy_span,
-    digest_of,
-    has_one_owner,
-    is_unwatched,
-    same_content,
-    share_memory,
-    span_bytes,
-)
-from gradfit.tape.values import (
-    Geometry,
-    Leaf,
-    Operation,
-    Segment,
-    Slice,
-    Value,
-    geometry_of,
-    nothing,
-    shaped,
+from gradfit.tape.unwatched import copy_span, has_one_owner, is_unwatched, share_memory
+from gradfit.tape.unwatched_reads import UnwatchedReads
+from gradfit.tape.values import Operation, ParameterRef, Segment, Slice, Value, nothing
+from gradfit.tape.version_counters import (
+    UNCOUNTED,
+    SplitResult,
+    SplitResults,
+    only_recorded_writes,
+    version_of,
 )
 
 NO_KWARGS: dict[str, Any] = {}
-# `Value.seen`: not known, made under inference mode, and see `expected`
-UNKNOWN, UNCOUNTED, WRITTEN = -1, -2, -4
 # Arguments that are remembered as they are.
 ATOMS = frozenset(
     {
@@ -71,301 +57,227 @@ ATOMS = frozenset(
     }
 )
 FEW = 8  # inputs that are looked through one by one: see `each_once`
-Fresh = list[tuple[int, torch.Tensor, int]]  # position among the results, the tensor, its storage
+Results = list[tuple[int, torch.Tensor, int]]  # position among the results, the tensor, its storage
 next_index = itertools.count(0, 2).__next__  # numbers in between are for `written_slices.py`
 _Tensor = torch.Tensor
 _reference_to = weakref.ref
-_MANY = 16  # references to one parameter, before dead ones are looked for
+
+Offload = Callable[[torch.Tensor], Callable[[], torch.Tensor]]
 
 
-class Chunk:
-    """A tensor in a storage of the table that counts its writes by itself: a result of
-    `unsafe_split`.
-    """
+class StorageTable:
+    """The newest value of every storage that is alive, by the storage's address (rule 1)."""
 
-    __slots__ = ("seen", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = weakref.ref(tensor)
-        self.seen = tensor._version  # as `Value.seen`
-
-
-class Known:
-    """The newest version of every storage that is alive, by the storage's address."""
-
-    def __init__(self, segment: Segment, policy: Policy | None) -> None:
+    def __init__(
+        self,
+        segment: Segment,
+        *,
+        offload: Offload | None = None,
+        widen_segments: bool = True,
+        recorded: Callable[[Operation], object] | None = None,
+    ) -> None:
+        """
+        Args:
+            segment: that new values belong to; may be set to another one at any time.
+            offload: moves a result out; returns the function that brings it back.
+            widen_segments: False if segments come from a plan, which knows who reads what.
+            recorded: called with every operation that is recorded.
+        """
         self.segment = segment
-        self.policy = policy
-        self.planned = False  # segments come from a plan and are not to be widened
-        self.watching: Any = None  # called with every operation that is recorded
-        self._made: dict[int, Value] = {}  # made by a recorded operation
-        self._roots: dict[int, weakref.ref[Value]] = {}  # made by somebody else, and read
-        self._leaves: dict[int, list[weakref.ref[Leaf]]] = {}  # parameters that were read
-        # likewise, and held by content
-        self._unwatched: dict[int, dict[Geometry, weakref.ref[Value]]] = {}
-        self._chunks: dict[int, dict[int, Chunk]] = {}  # of a storage, by the tensor's identity
-        self._inherited: dict[int, list[weakref.ref[Leaf | Value]]] = {}  # see `inherit`
-        # always hold the same when they hold anything: see fsdp_boundaries.py
-        self._refilled: set[int] = set()
-        # Watchers of storages that are gone. Only noted when it happens: an interrupt in a weak
+        self.values: dict[int, Value] = {}  # that a recorded operation has made
+        self.roots: dict[int, weakref.ref[Value]] = {}  # made by somebody else, and read
+        self.parameters = ParameterReads()
+        self.unwatched = UnwatchedReads()
+        self.split_results = SplitResults()
+        # Watches of storages that are dead. Only noted when it happens: an interrupt in a weak
         # reference's callback would be swallowed, and leave an address in the table that is
         # somebody else's by then.
-        self._dead: list[Any] = []
-        self._forget = self._dead.append  # must not hold the recorder: the storages would
+        self.dead: list[Any] = []
+        self._note_death = self.dead.append  # must not hold the table: the storages would
+        self.inherited: dict[int, list[weakref.ref[Any]]] = {}  # see `inherit`
+        self._offload, self._recorded = offload, recorded
+        self._widens_segments = widen_segments
 
-    def _bury(self) -> None:
-        """Take dead storages out of the table; before anything is looked up there."""
-        while self._dead:
-            watcher = self._dead.pop()
-            value = self._made.get(watcher.key)
-            if value is not None and value.gone is watcher:
-                del self._made[watcher.key]
-                self._chunks.pop(watcher.key, None)
+    def close(self) -> None:
+        """The recording is over. The graph's saved tensors still hold what refers to this table."""
+        self.values.clear()
+        self.roots.clear()
+        self.parameters.clear()
+        self.unwatched.clear()
+        self.split_results.clear()
+        self.inherited.clear()
+        self._offload = self._recorded = None
 
-    def _template(self, args: Any, inputs: list[Value]) -> list[Any]:
-        template: list[Any] = []
-        for argument in args:
-            if isinstance(argument, _Tensor):
-                template.append(self._reference(argument, inputs))
-            elif isinstance(argument, list | tuple):
-                template.append(self._template(argument, inputs))
-            else:
-                template.append(argument)
-        return template
+    def remove_dead(self) -> None:
+        """Take dead storages out; before anything is looked up."""
+        while self.dead:
+            watch = self.dead.pop()
+            value = self.values.get(watch.key)
+            if value is not None and value.death_watch is watch:
+                del self.values[watch.key]
+                self.split_results.remove(watch.key)
 
-    def _template_kwargs(self, kwargs: Any, inputs: list[Value]) -> dict[str, Any]:
-        for argument in kwargs.values():
-            if type(argument) not in ATOMS:
-                return dict(zip(kwargs, self._template(kwargs.values(), inputs), strict=True))
-        return dict(kwargs) if kwargs else NO_KWARGS
+    # -------------------------------------------------------------------------------- what is there
 
-    def _reference(self, tensor: torch.Tensor, inputs: list[Value]) -> Any:
+    def find(self, key: int, tensor: torch.Tensor, counted_before: int = 0) -> Value | None:
+        """What is in a tensor's storage now; None if the tape does not know.
+
+        Args:
+            key: of the storage.
+            tensor: any on that storage.
+            counted_before: by how much an operation that has not run yet has already counted up
+                the version.
+        """
+        value = self.values.get(key) or self.root(key)
+        if value is None:
+            return None
+        version = version_of(tensor) - counted_before
+        counter: Value | SplitResult = value
+        if self.split_results.by_storage:
+            counter = self.split_results.find(key, tensor) or value
+        if counter.version != version or counter.write_pending:
+            if not only_recorded_writes(counter, version):
+                if _is_read_through_data(value):
+                    return value
+                self._drop_changed(key, value)
+                return None
+            counter.version, counter.write_pending = version, False
+        return value
+
+    def root(self, key: int) -> Value | None:
+        """The root that a storage holds."""
+        reference = self.roots.get(key)
+        return None if reference is None else reference()
+
+    def _drop_changed(self, key: int, value: Value) -> None:
+        """Rule 5: somebody wrote to it unseen."""
+        self.values.pop(key, None)
+        self.roots.pop(key, None)
+        value.death_watch = None
+
+    def overwritten_root(self) -> torch.Tensor | None:
+        """Something that rebuilds start from, to which somebody has written since it was read, if
+        there is one.
+        """
+        for reference in self.roots.values():
+            root = reference()
+            if root is not None and _is_overwritten(root):
+                return root.tensor
+        return self.parameters.overwritten()
+
+    # ----------------------------------------------------------------------------------- references
+
+    def refer(self, tensor: torch.Tensor, inputs: list[Value]) -> Value | Slice | ParameterRef:
+        """What stands for a tensor among an operation's arguments (rules 2 and 3); a value that it
+        reads is added to `inputs`.
+        """
         key = key_of(tensor)
-        value = self._present(key, tensor)
-        if value is None:  # rule 3
-            base = base_of(tensor)
-            owner = tensor if base is None else base
-            if owner.requires_grad and owner.is_leaf and not tensor.is_inference():
-                return self._leaf(tensor, key)
-            if is_unwatched(tensor):
-                value = self._by_content(tensor, key)
-                if len(inputs) > FEW or value not in inputs:
-                    inputs.append(value)
+        value = self.find(key, tensor)
+        if value is None:
+            if _is_of_parameter(tensor):
+                return self.parameters.refer(tensor, key)
+            if is_unwatched(tensor):  # rule 7
+                value = self.unwatched.refer(tensor, key, self.segment)
+                add_input(value, inputs)
                 return value
             value = Value(key, None, self.segment)
             self._hold(value, tensor)
-        elif value.fragile is not None:
-            self._settle(value, tensor)
-        if len(inputs) > FEW or value not in inputs:
-            inputs.append(value)
-        if value.natural() is tensor:
+        elif value.unwritten is not None:
+            self.hold_unwritten(value, tensor)
+        add_input(value, inputs)
+        if value.forward_tensor() is tensor:
             return value
         geometry = place_of(tensor)
         return value if geometry == value.geometry else Slice(value, geometry)
 
-    def _by_content(self, tensor: torch.Tensor, key: int) -> Value:
-        """Rule 7. If it is read again, and what is in it is still the same, so is the value."""
-        geometry = place_of(tensor)
-        small = span_bytes(tensor) < LARGE_BYTES
-        digest = None if small else digest_of(tensor)
-        earlier = self._unwatched.setdefault(key, {})
-        value = earlier[geometry]() if geometry in earlier else None
-        if value is not None and value.tensor is not None:
-            same = (
-                value.digest == digest
-                if value.digest is not None
-                else same_content(value.tensor, tensor)
-            )
-            if same:
-                return value
-        value = Value(key, None, self.segment)
-        value.tensor, value.digest = (
-            copy_span(tensor) if small else detached_in_dispatch(tensor),
-            digest,
-        )
-        earlier[geometry] = _reference_to(value)
-        return value
+    def refer_all(self, args: Iterable[Any], inputs: list[Value]) -> list[Any]:
+        """An operation's arguments with what stands for each tensor, in lists too."""
+        references: list[Any] = []
+        for argument in args:
+            if isinstance(argument, _Tensor):
+                references.append(self.refer(argument, inputs))
+            elif isinstance(argument, list | tuple):
+                references.append(self.refer_all(argument, inputs))
+            else:
+                references.append(argument)
+        return references
 
-    def _leaf(self, tensor: torch.Tensor, key: int) -> Leaf:
-        leaf = Leaf(tensor)
-        others = self._leaves.get(key)
-        if others is None:
-            self._leaves[key] = [_reference_to(leaf)]
-        else:
-            others.append(_reference_to(leaf))
-            if len(others) >= _MANY and len(others) & (len(others) - 1) == 0:
-                others[:] = [reference for reference in others if reference() is not None]
-        return leaf
+    def refer_kwargs(self, kwargs: Any, inputs: list[Value]) -> dict[str, Any]:
+        """The same for keyword arguments, which are mostly none or no tensors."""
+        for argument in kwargs.values():
+            if type(argument) not in ATOMS:
+                return dict(zip(kwargs, self.refer_all(kwargs.values(), inputs), strict=True))
+        return dict(kwargs) if kwargs else NO_KWARGS
 
-    def _save_leaves(self, key: int, early: int = 0) -> None:
-        """Rule 4: a parameter is about to be written to, so who has read it gets a copy (`early`:
-        see `_present`).
-        """
-        if key in self._refilled:
-            return
-        alive = (
-            leaf for reference in self._leaves.pop(key, ()) if (leaf := reference()) is not None
-        )
-        _copy_leaves(alive, early)
-
-    def inherit(self, inner: Known) -> None:
-        """Another recording ends inside of this one. What it reads from is copied before a write,
-        too.
-
-        Version counters alone would not always tell: two tensors may exchange their storages by
-        `.data =`, and a write through one of them is then not counted by the other, through which
-        the storage was read.
-        """
-        for key, leaves in inner._leaves.items():
-            self._inherited.setdefault(key, []).extend(leaves)  # type: ignore[arg-type]
-        for key, root in inner._roots.items():
-            self._inherited.setdefault(key, []).append(root)  # type: ignore[arg-type]
-        for key, held in inner._inherited.items():
-            self._inherited.setdefault(key, []).extend(held)
-
-    def _save_inherited(self, tensors: list[torch.Tensor], early: int = 0) -> None:
-        for tensor in tensors:
-            with contextlib.suppress(Untrackable):
-                held = [reference() for reference in self._inherited.pop(key_of(tensor), ())]
-                _copy_leaves((leaf for leaf in held if isinstance(leaf, Leaf)), early)
-                for root in held:
-                    # At another version it is too late: then replay refuses.
-                    if isinstance(root, Value) and _is_at(root, early):
-                        self._save_value(root)
-
-    def _save_value(self, old: Value) -> None:
-        """Rule 4: an old version that is held by reference is about to be lost."""
-        if old.tensor is None or old.key in self._refilled:
-            return
-        if old.op is not None:
-            old.tensor = None  # it can be rebuilt
-        elif old.digest is not None:
-            old.tensor, old.digest, old.known_geometry = copy_span(old.tensor), None, None
-        elif old.version != -1:
-            old.tensor = copy_storage(old.tensor, old.geometry)
-            old.version = -1
-            if self._root(old.key) is old:
-                # the copy is not what lies there, even if the write now fails
-                del self._roots[old.key]
-
-    def _present(self, key: int, tensor: torch.Tensor, early: int = 0) -> Value | None:
-        """What the tape knows to be in a tensor's storage now; None if it does not know.
-
-        `early` is by how much an operation that has not run yet has already changed the version
-        counter.
-        """
-        value = self._made.get(key)
-        if value is None:
-            value = self._root(key)
-            if value is None:
-                return None
-        version = version_of(tensor) - early
-        counter = (self._chunk(key, tensor) if self._chunks else None) or value
-        if counter.seen != version:
-            if not expected(counter, version):
-                if (
-                    value.op is None
-                    and value.tensor is not None
-                    and 0 <= value.version == value.tensor._version
-                ):
-                    return value  # it was read through `.data`, which counts for itself
-                # Rule 5: somebody wrote to it unseen.
-                self._made.pop(key, None)
-                self._roots.pop(key, None)
-                value.gone = None
-                return None
-            counter.seen = version
-        return value
-
-    def _chunk(self, key: int, tensor: torch.Tensor) -> Chunk | None:
-        """The one that a tensor is, or is a view of."""
-        chunks = self._chunks.get(key)
-        if chunks is None:
+    def open_operation(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Operation | None:
+        """An operation that is about to run; None if it cannot be replayed (rule 5)."""
+        inputs: list[Value] = []
+        try:
+            references = self.refer_all(args, inputs)
+            named = self.refer_kwargs(kwargs, inputs)
+        except Untrackable:
             return None
-        owner = base_of(tensor)
-        owner = tensor if owner is None else owner
-        chunk = chunks.get(id(owner))
-        return chunk if chunk is not None and chunk.tensor() is owner else None
+        return Operation(next_index(), func, info, references, named, each_once(inputs))
 
-    def _add_chunks(self, results: Any) -> None:
-        """These lie in a storage of the table, and count for themselves from now on.
-
-        torch leaves it to the caller not to write to both them and the tensor that they are chunks
-        of.
-        """
-        for tensor in results:
-            if (
-                type(tensor) is _Tensor
-                and not tensor.is_inference()
-                and (key := storage_key(tensor)) in self._made
-            ):
-                alive = {
-                    i: chunk
-                    for i, chunk in self._chunks.get(key, {}).items()
-                    if chunk.tensor() is not None
-                }
-                self._chunks[key] = alive | {id(tensor): Chunk(tensor)}
-
-    def _root(self, key: int) -> Value | None:
-        reference = self._roots.get(key)
-        return None if reference is None else reference()
-
-    def _settle(
-        self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch
-    ) -> None:
-        """Rule 5: somebody reads memory that no recorded operation wrote; what is in it now is all
-        there is.
-        """
-        constant = value.fragile == CONSTANT and tensor.device.type == "cpu"
-        if constant and holds_only(tensor, _constant_of(value.op)):
-            value.fragile = None
-            return
-        value.fragile = None
-        self._made.pop(value.key, None)
-        value.gone = None
-        value.op = None
-        value.known_geometry = None
-        self._hold(value, tensor, alias)
+    # ---------------------------------------------------------------------------------------- roots
 
     def _hold(self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch) -> None:
-        geometry = place_of(tensor)  # or it is not what lies in its storage
+        """Make a value a root."""
+        geometry = place_of(tensor)  # raises if it is not what lies in its storage
         if is_unwatched(tensor):  # rule 7
-            value.tensor, value.natural = copy_storage(tensor, geometry), nothing
+            value.tensor, value.forward_tensor = copy_storage(tensor, geometry), nothing
             return
         # Not the tensor itself: it may have, or get, a graph that holds the tape.
         value.tensor = alias(tensor)
-        value.natural = weakref.ref(tensor)
-        value.version = value.seen = version_of(tensor)
-        self._roots[value.key] = weakref.ref(value)
+        value.forward_tensor = weakref.ref(tensor)
+        value.held_version = value.version = version_of(tensor)
+        value.write_pending = False
+        self.roots[value.key] = weakref.ref(value)
         if self.segment.scope is not None:
             value.line = source_line()
 
+    def hold_unwritten(
+        self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch
+    ) -> None:
+        """Rule 5: somebody reads memory that no recorded operation wrote; what is in it now is all
+        there is. A constant that is still one can be made again.
+        """
+        is_constant = value.unwritten == CONSTANT and tensor.device.type == "cpu"
+        if is_constant and holds_only(tensor, _constant_of(value.op)):
+            value.unwritten = None
+            return
+        value.unwritten = None
+        self.values.pop(value.key, None)
+        value.death_watch = None
+        value.op = None
+        value.given_geometry = None
+        self._hold(value, tensor, alias)
+
+    def keep(self, value: Value, tensor: torch.Tensor, version: int) -> None:
+        """Make a value that was recorded a root: it is held from now on, as this tensor."""
+        self.values.pop(value.key, None)
+        value.tensor, value.held_version = tensor, version
+        value.death_watch = value.op = None
+        value.unwritten = None
+        self.roots[value.key] = weakref.ref(value)
+
     # ----------------------------------------------------------------------------------- new values
 
-    def _open(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Operation | None:
-        inputs: list[Value] = []
-        try:
-            template = self._template(args, inputs)
-            named = self._template_kwargs(kwargs, inputs)
-        except Untrackable:  # rule 5
-            return None
-        return Operation(next_index(), func, info, template, named, each_once(inputs))
-
-    def _adopt(self, op: Operation, fresh: Fresh, choices: Sequence[Choice] | None) -> None:
-        """Make a value of each new storage."""
-        made = self._made
-        fragile = op.info.fragile
+    def add(self, op: Operation, results: Results, choices: Sequence[Choice] | None) -> None:
+        """Make a value of each result that lies in a new storage. Hot: once for each operation."""
+        values = self.values
+        unwritten = op.info.unwritten
         outputs = op.outputs
         segment = self.segment
-        forget = self._forget
+        note_death = self._note_death
         choice = REBUILD
-        for number, (position, tensor, key) in enumerate(fresh):
+        for number, (position, tensor, key) in enumerate(results):
             if choices is not None:
                 choice = choices[number]
                 if choice is KEEP:
                     outputs.append(None)
                     continue
-            if key in made:  # two results may share a storage: then it is one value
+            if key in values:  # two results may share a storage: then it is one value
                 outputs.append(None)
                 continue
             try:
@@ -373,32 +285,41 @@ class Known:
             except RuntimeError:  # rule 5: a nested tensor
                 outputs.append(None)
                 continue
-            watcher = watch_storage(tensor.untyped_storage(), forget)
-            watcher.key = key
+            watch = watch_storage(tensor.untyped_storage(), note_death)
+            watch.key = key
             try:
-                seen, natural = tensor._version, _reference_to(tensor)
+                version, forward_tensor = tensor._version, _reference_to(tensor)
             except RuntimeError:  # made under inference mode
-                seen, natural = UNCOUNTED, nothing  # type: ignore[assignment]
-            value = made[key] = Value(key, geometry, segment, op, position, seen, natural, watcher)
-            if fragile is not None:
-                value.fragile = fragile
+                version, forward_tensor = UNCOUNTED, nothing  # type: ignore[assignment]
+            value = values[key] = Value(
+                key, geometry, segment, op, position, version, forward_tensor, watch
+            )
+            if unwritten is not None:
+                value.unwritten = unwritten
             if choice is HOLD:
                 value.evictable = True
-            elif (choice is OFFLOAD or choice is PACK) and fills_storage(tensor):
-                load = (
-                    pack(tensor)
-                    if choice is PACK
-                    else cast(OffloadingPolicy, self.policy).offload(tensor)
-                )
-                value.op = Operation(op.index, load, LOAD, [], NO_KWARGS, [])
-                value.op.outputs.append(_reference_to(value))
-                value.position = 0
+            elif choice is not REBUILD and fills_storage(tensor):
+                self._move_out(op, value, tensor, choice)
                 outputs.append(None)
                 continue
             outputs.append(_reference_to(value))
-        self._register(op)
+        self.register(op)
 
-    def _register(self, op: Operation) -> None:
+    def _move_out(self, op: Operation, value: Value, tensor: torch.Tensor, choice: Choice) -> None:
+        """Offload a result, or pack a mask: it is made again by loading it, not by its
+        operation.
+        """
+        if choice is PACK:
+            load = pack(tensor)
+        elif self._offload is not None:
+            load = self._offload(tensor)
+        else:
+            raise RuntimeError("gradfit: a policy that offloads must have a method `offload`")
+        value.op = Operation(op.index, load, LOAD, [], NO_KWARGS, [])
+        value.op.outputs.append(_reference_to(value))
+        value.position = 0
+
+    def register(self, op: Operation) -> None:
         """Tell an operation's inputs of it."""
         reference = _reference_to(op)
         segment = self.segment
@@ -409,117 +330,204 @@ class Known:
                 else:
                     value.users.append(reference)
                 # It escapes from where it was made: whoever encloses both rebuilds it.
-                if value.segment is not segment and not self.planned:
+                if value.segment is not segment and self._widens_segments:
                     value.segment = value.segment.common(segment)
-        if self.watching is not None:
-            self.watching(op)
+        if self._recorded is not None:
+            self._recorded(op)
 
-    def _doubt(self, tensors: list[torch.Tensor]) -> None:
-        """What lies in these is not what was recorded: they are roots."""
-        for tensor in tensors:
-            with contextlib.suppress(Untrackable):
-                key = key_of(tensor)
-                for value in (self._made.pop(key, None), self._root(key)):
-                    if value is not None:
-                        value.gone = None
-                        value.natural = nothing
-                self._roots.pop(key, None)
+    def move_out_written(
+        self, targets: Iterable[torch.Tensor], choices: Sequence[Choice] | None
+    ) -> None:
+        """What was written moves out, if its choice says so; how it was written need not be
+        known.
+        """
+        for target, choice in zip(targets, choices or (), strict=False):
+            if choice in (OFFLOAD, PACK) and fills_storage(target):
+                key = key_of(target)
+                self.roots.pop(key, None)
+                load = Operation(next_index(), None, LOAD, [], NO_KWARGS, [])
+                self.add(load, [(0, target, key)], [choice])
+                self.expect_counted_write(target, key, None)
 
-    def _lose(self, tensors: Any) -> None:
-        """Somebody is about to write to these without being recorded: they will be roots."""
-        for tensor in tensors:
-            try:
-                key = key_of(tensor)
-            except Untrackable:  # a wrapper: what it wraps will be written to
-                self._lose(parts_of(tensor))
-                continue
-            if key in self._leaves:
-                self._save_leaves(key)
-            if self._inherited:
-                self._save_inherited([tensor])
-            if key not in self._made and self._root(key) is None:
-                self._write_unknown(tensor, key)
-            self._lose_key(key)
+    def expect_counted_write(self, target: torch.Tensor, key: int, old: Value | None) -> None:
+        """Note by which version counter a write will be counted, and that the others stay as they
+        are.
+        """
+        version, value = version_of(target), self.values[key]
+        counter: Value | SplitResult = value
+        if old is not None and (own := self.split_results.find(key, target)) is not None:
+            counter = own
+            value.version, value.write_pending = old.version, old.write_pending
+        counter.version, counter.write_pending = version, version != UNCOUNTED
 
-    def _lose_key(self, key: int) -> None:
-        value = self._made.pop(key, None) or self._root(key)
-        if value is not None:
-            self._save_value(value)
-            value.gone = None
-            value.natural = nothing
-        self._roots.pop(key, None)
+    # ------------------------------------------------------------------------------- before a write
 
-    def _write_unknown(self, target: torch.Tensor, key: int) -> None:
+    def before_write(
+        self, key: int, target: torch.Tensor, old: Value | None, counted_before: int = 0
+    ) -> None:
+        """Rule 4: whoever still needs what a write is about to change gets a copy of it."""
+        if key in self.parameters.by_storage:
+            self.parameters.copy_before_write(key, counted_before)
+        if old is not None:
+            self.copy_value(old)
+        else:
+            self.before_unknown_write(target, key)
+
+    def copy_value(self, old: Value) -> None:
+        """An old version that is held by reference is about to be lost."""
+        if old.tensor is None or old.key in self.parameters.refilled:
+            return
+        if old.op is not None:
+            old.tensor = None  # it can be rebuilt
+        elif old.digest is not None:
+            old.tensor, old.digest, old.given_geometry = copy_span(old.tensor), None, None
+        elif old.held_version != -1:
+            old.tensor = copy_storage(old.tensor, old.geometry)
+            old.held_version = -1
+            if self.root(old.key) is old:
+                # the copy is not what lies there, even if the write now fails
+                del self.roots[old.key]
+
+    def before_unknown_write(self, target: torch.Tensor, key: int) -> None:
         """Somebody is about to write to a storage that no value of the table stands for.
 
         If torch did not allocate its memory (it came by DLPack, or by NumPy), other storages may
         lie in the same.
         """
-        for reference in self._unwatched.get(key, {}).values():
-            if (value := reference()) is not None:
-                self._save_value(value)
-        if has_one_owner(target):
-            return
-        for other, value in list(self._made.items()):
-            tensor = value.forward_tensor()
+        for value in self.unwatched.values_in(key):
+            self.copy_value(value)
+        if not has_one_owner(target):
+            self._forget_sharing(target)
+
+    def _forget_sharing(self, target: torch.Tensor) -> None:
+        for key, value in list(self.values.items()):
+            tensor = value.unmoved_forward_tensor()
             # None: only views are left, nobody can say of what
             if tensor is None or share_memory(tensor, target):
-                self._lose_key(other)
-        for other in list(self._roots):
-            root = self._root(other)
+                self._forget_key(key)
+        for key in list(self.roots):
+            root = self.root(key)
             if root is not None and root.tensor is not None and share_memory(root.tensor, target):
-                self._lose_key(other)
-        for other, leaves in list(self._leaves.items()):
-            leaf = next((leaf for reference in leaves if (leaf := reference()) is not None), None)
-            if leaf is not None and share_memory(leaf.content, target):
-                self._save_leaves(other)
+                self._forget_key(key)
+        for key, references in list(self.parameters.by_storage.items()):
+            read = first_alive(references)
+            if read is not None and share_memory(read.content, target):
+                self.parameters.copy_before_write(key)
+
+    def forget_before_write(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Somebody is about to write to these without being recorded: they will be roots."""
+        for tensor in tensors:
+            try:
+                key = key_of(tensor)
+            except Untrackable:  # a wrapper: what it wraps will be written to
+                self.forget_before_write(parts_of(tensor))
+                continue
+            if key in self.parameters.by_storage:
+                self.parameters.copy_before_write(key)
+            if self.inherited:
+                self.copy_inherited([tensor])
+            if key not in self.values and self.root(key) is None:
+                self.before_unknown_write(tensor, key)
+            self._forget_key(key)
+
+    def _forget_key(self, key: int) -> None:
+        value = self.values.pop(key, None) or self.root(key)
+        if value is not None:
+            self.copy_value(value)
+            value.death_watch = None
+            value.forward_tensor = nothing
+        self.roots.pop(key, None)
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """What lies in these is not what was recorded: they are roots."""
+        for tensor in tensors:
+            with contextlib.suppress(Untrackable):
+                key = key_of(tensor)
+                for value in (self.values.pop(key, None), self.root(key)):
+                    if value is not None:
+                        value.death_watch = None
+                        value.forward_tensor = nothing
+                self.roots.pop(key, None)
+
+    # -------------------------------------------------------------------------- recordings inside
+
+    def inherit(self, inner: StorageTable) -> None:
+        """Another recording ends inside of this one. What it reads from is copied before a write,
+        too.
+
+        Version counters alone would not always tell: two tensors may exchange their storages by
+        `.data =`, and a write through one of them is then not counted by the other, through which
+        the storage was read.
+        """
+        for key, references in inner.parameters.by_storage.items():
+            self.inherited.setdefault(key, []).extend(references)
+        for key, root in inner.roots.items():
+            self.inherited.setdefault(key, []).append(root)
+        for key, held in inner.inherited.items():
+            self.inherited.setdefault(key, []).extend(held)
+
+    def copy_inherited(self, tensors: Iterable[torch.Tensor], counted_before: int = 0) -> None:
+        """These are about to be written to: who has read them in a recording inside gets a copy."""
+        for tensor in tensors:
+            with contextlib.suppress(Untrackable):
+                held = [reference() for reference in self.inherited.pop(key_of(tensor), ())]
+                copy_for([read for read in held if isinstance(read, ParameterRef)], counted_before)
+                for root in held:
+                    # At another version it is too late: then replay refuses.
+                    if isinstance(root, Value) and _is_unchanged(root, counted_before):
+                        self.copy_value(root)
 
 
-def _is_at(root: Value, early: int) -> bool:
-    """Whether a held root is at the version at which it was read."""
-    return root.tensor is not None and root.version == root.tensor._version - early
-
-
-def _copy_leaves(leaves: Iterable[Leaf], early: int) -> None:
-    """Give all who have read one storage a copy of it, if nobody has written to it yet."""
-    copy: torch.Tensor | None = None
-    for leaf in leaves:
-        source = leaf.source
-        if source is None or source._version - early != leaf.version or source.is_conj():
-            continue  # nobody needs it, or it is too late: then replay refuses
-        if copy is None:
-            copy = copy_storage(leaf.content, geometry_of(leaf.content))
-        leaf.content, leaf.source = shaped(copy, geometry_of(leaf.content)), None
-
-
-def choices_for(
-    fresh: Fresh, choices: Sequence[Choice], results: list[torch.Tensor]
-) -> list[Choice]:
-    """Of the choices for all results, those for the ones that are new."""
-    chosen = {id(tensor): choice for tensor, choice in zip(results, choices, strict=True)}
-    return [chosen[id(tensor)] for _, tensor, _ in fresh]
+def add_input(value: Value, inputs: list[Value]) -> None:
+    """Once, while there are few: see `each_once`."""
+    if len(inputs) > FEW or value not in inputs:
+        inputs.append(value)
 
 
 def each_once(inputs: list[Value]) -> list[Value]:
-    """Without repetitions. While they are few, nobody lets one in; looking through many would take
-    their square.
+    """Without repetitions. While they are few, `add_input` lets none in; looking through many would
+    take their square.
     """
     return inputs if len(inputs) <= FEW else list(dict.fromkeys(inputs))
 
 
-def expected(value: Value | Chunk, version: int) -> bool:
-    """Whether a version counter says that only recorded operations have written to a value's
-    storage.
-
-    When one has just written, autograd will count up, or not at all: WRITTEN - n stands for n or n
-    + 1.
-    """
-    seen = value.seen
-    return seen in (version, UNKNOWN) or (seen <= WRITTEN and 0 <= version + seen - WRITTEN <= 1)
+def choices_for(
+    results: Results, choices: Sequence[Choice], all_results: list[torch.Tensor]
+) -> list[Choice]:
+    """Of the choices for all results, those for the ones that are new."""
+    chosen = {id(tensor): choice for tensor, choice in zip(all_results, choices, strict=True)}
+    return [chosen[id(tensor)] for _, tensor, _ in results]
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    return UNCOUNTED if tensor.is_inference() else tensor._version
+def is_view_of_parameter(tensor: torch.Tensor) -> bool:
+    """No activation, even if somebody has written to the parameter."""
+    base = base_of(tensor)
+    return base is not None and base.is_leaf and base.requires_grad
+
+
+def _is_of_parameter(tensor: torch.Tensor) -> bool:
+    """Whether it is one, or a view of one; not under inference mode, where nothing is counted."""
+    base = base_of(tensor)
+    owner = tensor if base is None else base
+    return owner.requires_grad and owner.is_leaf and not tensor.is_inference()
+
+
+def _is_read_through_data(root: Value) -> bool:
+    """Whether a root was read through `.data`, which counts for itself, and is as it was."""
+    return (
+        root.op is None
+        and root.tensor is not None
+        and 0 <= root.held_version == root.tensor._version
+    )
+
+
+def _is_unchanged(root: Value, counted_before: int) -> bool:
+    """Whether a held root is at the version at which it was read."""
+    return root.tensor is not None and root.held_version == root.tensor._version - counted_before
+
+
+def _is_overwritten(root: Value) -> bool:
+    return root.tensor is not None and -1 < root.held_version != root.tensor._version
 
 
 def _constant_of(op: Operation | None) -> Any:
