@@ -217,13 +217,7 @@ class PlanFollower:
             return ALL_KEPT
         decision = self._next(func, results)
         if decision is None and self._is_at_bits(func, results):
-            kept = self._script.choices[self._value] is KEEP
-            if self._others:
-                self._result_bytes.append(0)  # it is an eighth of the mask that follows
-            self._operation, self._value = self._operation + 1, self._value + 1
-            decision = self._next(func, results)
-            if decision is not None and kept and decision.choices == (REBUILD,):
-                return decision._replace(choices=(PACK,))
+            decision = self._next_mask(func, results)
         if decision is not None:
             return decision
         if self._others and self._switch(func, results):
@@ -233,6 +227,19 @@ class PlanFollower:
         said = f"operation {position} is {name_of(func)}, the plan has {expected}"
         self.leave(said, position, name_of(func))
         return ALL_KEPT
+
+    def _next_mask(self, func: Any, results: list[torch.Tensor]) -> Decision | None:
+        """Pass the two operations that the drawing of a mask is to a plan: its bits, and the
+        mask.
+        """
+        bits_are_kept = self._script.choices[self._value] is KEEP
+        if self._others:
+            self._result_bytes.append(0)  # it is an eighth of the mask that follows
+        self._operation, self._value = self._operation + 1, self._value + 1
+        decision = self._next(func, results)
+        if decision is not None and bits_are_kept and decision.choices == (REBUILD,):
+            return decision._replace(choices=(PACK,))
+        return decision
 
     def _next(self, func: Any, results: Sequence[torch.Tensor]) -> Decision | None:
         """Pass the next operation, if it is this one."""

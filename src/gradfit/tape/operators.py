@@ -6,6 +6,7 @@ Schemas do not say everything: what they leave out is listed here, with the reas
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,32 +22,34 @@ UNINITIALISED, CONSTANT = "uninitialised", "constant"  # no data yet; one number
 class OpInfo:
     """How the recorder and the replay treat one operator."""
 
-    view: bool  # results alias arguments, nothing is computed: not recorded
-    writes: tuple[int | str, ...]  # arguments it changes: positions, or names for keyword-only ones
-    reads_written: bool  # whether what was in a written argument matters
-    random: bool
-    unwritten: str | None  # what the results hold may be written unseen: UNINITIALISED, or CONSTANT
-    scratch: tuple[int, ...]  # positions of hidden state it updates: replayed on copies
-    recordable: bool
+    view: bool = False  # results alias arguments, nothing is computed: not recorded
+    # Arguments that it changes: positions, or names for keyword-only ones.
+    writes: tuple[int | str, ...] = ()
+    reads_written: bool = False  # whether what was in a written argument matters
+    random: bool = False
+    # What the results hold may be written unseen: UNINITIALISED, or CONSTANT.
+    unwritten: str | None = None
+    scratch: tuple[int, ...] = ()  # positions of hidden state it updates: replayed on copies
+    recordable: bool = True
     simple: bool = False  # none of the above but recordable: the fast path
     call: Any = None
     generator: bool = False  # takes a generator
-    # the position of a probability that, when zero, means that nothing is drawn
+    # The position of a probability that, when zero, means that nothing is drawn.
     dropout: int | None = None
     dtype: bool = False  # makes tensors from nothing, of the default dtype unless told
     grad_mode: bool = False  # its results depend on whether gradients are enabled
-    # one result, which is the first argument, and nothing else is written
+    # One result, which is the first argument, and nothing else is written.
     writes_self: bool = False
     writes_lists: bool = False
-    # the name of one that does not read what is in its tensors: see shape_only.py
+    # The name of one that does not read what is in its tensors: see `shape_only.py`.
     shape_only: str = ""
     counts_first: bool = False  # changes the version counters of what it writes to before it runs
     collective: bool = False  # talks to other processes, and writes to what it is given
-    mask: bool = False  # fills its tensor with zeros and ones: see dropout_mask.py
-    # whether each is an argument, by the schema; None: it has none
+    mask: bool = False  # fills its tensor with zeros and ones: see `dropout_mask.py`
+    # Whether each return is an argument, by the schema; None: it has no schema.
     aliased_returns: tuple[bool, ...] | None = None
     copies: bool = False  # only copies its one tensor
-    # its results lie in its argument's storage, each with a version counter of its own
+    # Its results lie in its argument's storage, each with a version counter of its own.
     chunks: bool = False
 
     @property
@@ -55,16 +58,7 @@ class OpInfo:
         return self.unwritten == UNINITIALISED
 
 
-# Bringing back a value that was moved out.
-LOAD = OpInfo(
-    view=False,
-    writes=(),
-    reads_written=False,
-    random=False,
-    unwritten=None,
-    scratch=(),
-    recordable=True,
-)
+LOAD = OpInfo()  # bringing back a value that was moved out
 
 # These overwrite all of `self` without reading it.
 _FILLS = {
@@ -180,72 +174,133 @@ def _is_view(schema: Any) -> bool:
 
 
 def _describe(op: Any) -> OpInfo:
+    """Ask the schema for what it says, and the tables above for what it leaves out."""
     if not is_operator(op):
-        return OpInfo(
-            view=False, writes=(), reads_written=False, random=False, unwritten=None, scratch=(),
-            recordable=False, call=op,
-        )  # fmt: skip
-    schema = schema_of(op)
-    namespace, name = schema.name.split("::")
-    aten = namespace == "aten"
-    scratch = _RUNNING_STATISTICS.get(name, ()) if aten else ()
-    metadata = aten and name in _METADATA
-    writes: list[int | str] = [
-        argument.name if argument.kwarg_only else position
-        for position, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None
-        and argument.alias_info.is_write
-        and position not in scratch
-    ]
-    names = [argument.name for argument in schema.arguments]
-    view = _is_view(schema)
+        return OpInfo(recordable=False, call=op)
+    schema = _Schema(schema_of(op))
+    scratch = schema.scratch
+    writes = schema.writes
     random = torch.Tag.nondeterministic_seeded in op.tags
-    recordable = namespace in _REPLAYABLE and not metadata and name not in _RNN_WITH_HIDDEN_STATE
-    takes_tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
-    makes_from_nothing = aten and not takes_tensors and "dtype" in names
-    collective = namespace in _COLLECTIVES
-    shape_only = name if aten and name in _SHAPE_ONLY else ""
-    plain = recordable and not (view or writes or scratch or makes_from_nothing or collective)
+    special = (
+        schema.is_view, writes, scratch, schema.makes_from_nothing, schema.collective, random,
+        schema.shape_only, schema.among(_CHUNKS),
+    )  # fmt: skip
     return OpInfo(
-        view=view,
-        writes=tuple(writes),
-        reads_written=not (aten and name in _FILLS) and not any(isinstance(w, str) for w in writes),
+        view=schema.is_view,
+        writes=writes,
+        reads_written=schema.reads_written,
         random=random,
-        unwritten=(
-            UNINITIALISED
-            if aten and name in _EMPTY
-            else CONSTANT
-            if aten and name in _CONSTANT
-            else None
-        ),
+        unwritten=schema.unwritten,
         scratch=scratch,
-        recordable=recordable,
-        simple=plain and not random and not shape_only and not (aten and name in _CHUNKS),
+        recordable=schema.recordable,
+        simple=schema.recordable and not any(special),
         call=direct(op),
-        generator="generator" in names,
-        dropout=names.index("dropout_p") if "dropout_p" in names else None,
-        dtype=makes_from_nothing,
-        grad_mode=name in _GRAD_MODE,
-        writes_self=aten
-        and writes == [0]
-        and recordable
-        and len(schema.returns) == 1
-        and name.endswith("_")
-        and "List" not in str(schema.arguments[0].type),
-        writes_lists=any(
-            argument.alias_info is not None
-            and argument.alias_info.is_write
-            and "List" in str(argument.type)
-            for argument in schema.arguments
-        ),
-        shape_only=shape_only,
+        generator="generator" in schema.names,
+        dropout=schema.position_of("dropout_p"),
+        dtype=schema.makes_from_nothing,
+        grad_mode=schema.name in _GRAD_MODE,
+        writes_self=schema.writes_self,
+        writes_lists=schema.writes_lists,
+        shape_only=schema.shape_only,
         counts_first=is_custom(op),
-        collective=collective,
-        aliased_returns=tuple(returned.alias_info is not None for returned in schema.returns),
-        copies=aten and name == "clone",
-        chunks=aten and name in _CHUNKS,
-        mask=aten
-        and name == "bernoulli_"
-        and "generator" in names
-        and "Tensor" not in str(schema.arguments[1].type),
+        collective=schema.collective,
+        mask=schema.draws_mask,
+        aliased_returns=schema.aliased_returns,
+        copies=schema.among({"clone"}),
+        chunks=schema.among(_CHUNKS),
     )
+
+
+class _Schema:
+    """What one operator's schema says, each thing by its name."""
+
+    def __init__(self, schema: Any) -> None:
+        self.namespace, self.name = schema.name.split("::")
+        self.names = [argument.name for argument in schema.arguments]
+        self.is_view = _is_view(schema)
+        self.collective = self.namespace in _COLLECTIVES
+        self._arguments, self._returns = schema.arguments, schema.returns
+
+    def among(self, names: Container[str]) -> bool:
+        """Whether it is one of these operators of torch's own."""
+        return self.namespace == "aten" and self.name in names
+
+    def position_of(self, argument: str) -> int | None:
+        return self.names.index(argument) if argument in self.names else None
+
+    def _type_of(self, position: int) -> str:
+        return str(self._arguments[position].type)
+
+    @property
+    def _written(self) -> list[int]:
+        return [
+            position
+            for position, argument in enumerate(self._arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+
+    @property
+    def scratch(self) -> tuple[int, ...]:
+        return _RUNNING_STATISTICS[self.name] if self.among(_RUNNING_STATISTICS) else ()
+
+    @property
+    def writes(self) -> tuple[int | str, ...]:
+        return tuple(
+            self.names[position] if self._arguments[position].kwarg_only else position
+            for position in self._written
+            if position not in self.scratch
+        )
+
+    @property
+    def reads_written(self) -> bool:
+        """`out=` is written over, whatever was in it."""
+        return not self.among(_FILLS) and not any(isinstance(where, str) for where in self.writes)
+
+    @property
+    def writes_self(self) -> bool:
+        return (
+            self.writes == (0,)
+            and self.among({self.name})
+            and self.recordable
+            and len(self._returns) == 1
+            and self.name.endswith("_")
+            and not self.writes_lists
+        )
+
+    @property
+    def writes_lists(self) -> bool:
+        return any("List" in self._type_of(position) for position in self._written)
+
+    @property
+    def recordable(self) -> bool:
+        if self.among(_METADATA) or self.name in _RNN_WITH_HIDDEN_STATE:
+            return False
+        return self.namespace in _REPLAYABLE
+
+    @property
+    def makes_from_nothing(self) -> bool:
+        takes_tensors = any("Tensor" in str(argument.type) for argument in self._arguments)
+        return self.namespace == "aten" and "dtype" in self.names and not takes_tensors
+
+    @property
+    def unwritten(self) -> str | None:
+        if self.among(_EMPTY):
+            return UNINITIALISED
+        return CONSTANT if self.among(_CONSTANT) else None
+
+    @property
+    def shape_only(self) -> str:
+        return self.name if self.among(_SHAPE_ONLY) else ""
+
+    @property
+    def draws_mask(self) -> bool:
+        """Draws with one probability, not with a tensor of them."""
+        return (
+            self.among({"bernoulli_"})
+            and "generator" in self.names
+            and "Tensor" not in self._type_of(1)
+        )
+
+    @property
+    def aliased_returns(self) -> tuple[bool, ...]:
+        return tuple(returned.alias_info is not None for returned in self._returns)

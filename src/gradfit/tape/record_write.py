@@ -16,6 +16,7 @@ from gradfit.tape.decisions import Decisions
 from gradfit.tape.operators import OpInfo
 from gradfit.tape.storage import Untrackable, fresh_results, key_of, written_tensors
 from gradfit.tape.storage_table import (
+    NO_KWARGS,
     Results,
     StorageTable,
     choices_for,
@@ -36,7 +37,7 @@ class WriteRecorder:
 
     def __init__(self, table: StorageTable, decisions: Decisions) -> None:
         self._table, self._decisions = table, decisions
-        self._values, self._split_results = table.values, table.split_results
+        self._values, self._split_results = table.values, table.split_results.by_storage
 
     # ------------------------------------------------------------------- a method on its own tensor
 
@@ -49,18 +50,24 @@ class WriteRecorder:
             return self.run(func, info, args, kwargs, random_state)
         key = storage_key(target)
         old = self._values.get(key)
-        if old is None:
-            if self._table.root(key) is None:
-                return self._run_on_unknown(func, info, args, kwargs, key)
-            return self.run(func, info, args, kwargs, random_state)
-        if not self._is_usual(old, target, info):
+        if old is None and self._table.root(key) is None:
+            return self._run_on_unknown(func, info, args, kwargs, key)
+        if (
+            old is None
+            or old.forward_tensor() is not target
+            or not only_recorded_writes(old, target._version)
+            or (old.unwritten is not None and info.reads_written)
+            or (self._split_results and key in self._split_results)
+        ):
             return self.run(func, info, args, kwargs, random_state)
         old.unwritten = None
         op = self._open_method(func, info, args, kwargs, old)
         if old.tensor is not None:
             self._table.copy_value(old)
         out = info.call(*args, **kwargs)
-        _, choices = self._decisions.of(func, info, args, kwargs, out)
+        choices = None
+        if self._decisions.policy is not None:
+            choices = self._decisions.of(func, info, args, kwargs, out)[1]
         death_watch, forward_tensor = old.death_watch, old.forward_tensor
         old.death_watch, old.forward_tensor = None, nothing
         if op is None or (choices is not None and choices[0] in _NOT_WRITTEN_DOWN):
@@ -81,22 +88,17 @@ class WriteRecorder:
         self._table.register(op)
         return out
 
-    def _is_usual(self, old: Value, target: torch.Tensor, info: OpInfo) -> bool:
-        """Whether only the table's own value is concerned, and it is as the table has it."""
-        return (
-            old.forward_tensor() is target
-            and only_recorded_writes(old, target._version)
-            and (old.unwritten is None or not info.reads_written)
-            and old.key not in self._split_results.by_storage
-        )
-
     def _open_method(
         self, func: Any, info: OpInfo, args: Any, kwargs: Any, old: Value
     ) -> Operation | None:
         inputs = [old]
+        references: list[Any] = [old]
+        named = NO_KWARGS
         try:
-            references = [old, *self._table.refer_all(args[1:], inputs)]
-            named = self._table.refer_kwargs(kwargs, inputs)
+            if len(args) > 1:
+                references += self._table.refer_all(args[1:], inputs)
+            if kwargs:
+                named = self._table.refer_kwargs(kwargs, inputs)
         except Untrackable:  # rule 5
             return None
         return Operation(next_index(), func, info, references, named, each_once(inputs))

@@ -33,7 +33,7 @@ from torch.autograd.graph import increment_version
 
 from gradfit._torch import graph_task_id, storage_key
 from gradfit._torch_listen import listening, stop_tracing, trace_again, untraced
-from gradfit.choices import Choice
+from gradfit.choices import REBUILD, Choice
 from gradfit.tape import generators, process_settings
 from gradfit.tape.decisions import ALL, Decisions, Policy
 from gradfit.tape.fsdp_boundaries import watch_units
@@ -71,9 +71,10 @@ _entered = _EnteredRecorders()
 
 def _leave(table: StorageTable) -> None:
     """A recording ends; one around it may go on, and takes care of what this one reads from."""
-    outer = [one for reference in _entered.tables if (one := reference()) not in (None, table)]
-    _entered.tables = [weakref.ref(one) for one in outer if one is not None]
-    if outer and outer[-1] is not None:
+    alive = [one for reference in _entered.tables if (one := reference()) is not None]
+    outer = [one for one in alive if one is not table]
+    _entered.tables = [weakref.ref(one) for one in outer]
+    if outer:
         outer[-1].inherit(table)
 
 
@@ -110,7 +111,8 @@ class Recorder:
         self._decisions = Decisions(policy, self.table)
         self._writes = WriteRecorder(self.table, self._decisions)
         # Hot, and the same objects as long as the recorder lives.
-        self._values, self._dead = self.table.values, self.table.dead
+        self._values, self._roots = self.table.values, self.table.roots
+        self._dead = self.table.dead
         self._refer_parameter = self.table.parameters.refer
         self._listening: Any = None
         self._units: list[torch.utils.hooks.RemovableHandle] = []
@@ -192,31 +194,16 @@ class Recorder:
     # ----------------------------------------------------------------------------------- operations
 
     def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator, and write it down."""
+        """Run an operator, and write it down. Hot: what nearly all are, operations that read and
+        return something new, is done right here.
+        """
         if self.saved_tensors.copying:
             return func(*args, **kwargs)
         if self._dead:
             self.table.remove_dead()
         info = infos.get(id(func)) or info_of(func)
-        if graph_task_id() != -1:
-            return self._run_in_backward(info, args, kwargs)
-        if info.simple:
-            return self._run_simple(func, info, args, kwargs)
-        if info.view:  # rule 2
-            return info.call(*args, **kwargs)
-        if info.collective:
-            self.table.forget_before_write(_all_tensors(args, kwargs))
-        random_state = None
-        if info.random and generators.draws(info, args, kwargs):
-            random_state = generators.capture(args, kwargs)
-        run = self._run_write if info.writes else self._run_special
-        out = run(func, info, args, kwargs, random_state)
-        if self._decisions.is_over:
-            self._begin_rest()
-        return out
-
-    def _run_simple(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
-        """What nearly all operations are: they read, and return something new."""
+        if not info.simple or graph_task_id() != -1:
+            return self._run_unusual(func, info, args, kwargs)
         out = info.call(*args, **kwargs)
         policy = self._decisions.policy
         if policy is None:
@@ -237,21 +224,38 @@ class Recorder:
             self._begin_rest()
         return out
 
+    def _run_unusual(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
+        if info.view:  # rule 2
+            return info.call(*args, **kwargs)
+        if graph_task_id() != -1:
+            return self._run_in_backward(info, args, kwargs)
+        if info.collective:
+            self.table.forget_before_write(_all_tensors(args, kwargs))
+        random_state = None
+        if info.random and generators.draws(info, args, kwargs):
+            random_state = generators.capture(args, kwargs)
+        if not info.writes:
+            out = self._run_special(func, info, args, kwargs, random_state)
+        else:
+            if self.table.inherited:
+                written = written_tensors(info, args, kwargs)
+                self.table.copy_inherited(written, int(info.counts_first))
+            if info.writes_self and type(args[0]) is _Tensor and args[0].layout is _strided:
+                out = self._writes.run_method(func, info, args, kwargs, random_state)
+            else:
+                out = self._writes.run(func, info, args, kwargs, random_state)
+        if self._decisions.is_over:
+            self._begin_rest()
+        return out
+
     def _run_in_backward(self, info: OpInfo, args: Any, kwargs: Any) -> Any:
         """Rule 6."""
-        if info.writes and not info.view:
+        if info.writes:
             targets = written_tensors(info, args, kwargs)
             self.table.forget_before_write(targets)
             if info.writes_lists:
                 increment_version(targets)  # as in `record_write.py`
         return info.call(*args, **kwargs)
-
-    def _run_write(self, func: Any, info: OpInfo, args: Any, kwargs: Any, random_state: Any) -> Any:
-        if self.table.inherited:
-            self.table.copy_inherited(written_tensors(info, args, kwargs), int(info.counts_first))
-        if info.writes_self and type(args[0]) is _Tensor and args[0].layout is _strided:
-            return self._writes.run_method(func, info, args, kwargs, random_state)
-        return self._writes.run(func, info, args, kwargs, random_state)
 
     def _run_special(
         self, func: Any, info: OpInfo, args: Any, kwargs: Any, random_state: Any
@@ -260,7 +264,7 @@ class Recorder:
         updates = info.scratch and _in_training(args)
         if updates:
             statistics = [args[position] for position in info.scratch]
-            self.table.forget_before_write(t for t in statistics if isinstance(t, _Tensor))
+            self.table.forget_before_write([t for t in statistics if isinstance(t, _Tensor)])
         out = info.call(*args, **kwargs)
         if info.chunks:
             self.table.split_results.add(out, self._values)
@@ -269,7 +273,8 @@ class Recorder:
             return out
         if updates:
             args = [_scratch(each) if at in info.scratch else each for at, each in enumerate(args)]
-        info, args, kwargs = _as_replayed(info, args, kwargs, out)
+        if info.dtype or info.shape_only:
+            info, args, kwargs = _as_replayed(info, args, kwargs, out)
         self._record(func, info, args, kwargs, out, random_state, choices, results)
         return out
 
@@ -330,16 +335,20 @@ class Recorder:
             new = _new_results(out, inputs)
         except (Untrackable, RuntimeError):  # rule 5
             return
-        if not new:
-            return
-        if choices is not None and results is not None and len(choices) != len(new):
-            choices = choices_for(new, choices, results)
         for _, _, key in new:
-            if key in values or (key in self.table.roots and self.table.root(key) is not None):
+            if key in values or (key in self._roots and self.table.root(key) is not None):
                 return  # it gave back a tensor that was there before: nothing new was made
-        op = Operation(next_index(), func, info, references, named, each_once(inputs))
+        if len(inputs) > FEW:
+            inputs = each_once(inputs)
+        op = Operation(next_index(), func, info, references, named, inputs)
         op.random_state = random_state
-        self.table.add(op, new, choices)
+        if choices is None and len(new) == 1:
+            self.table.add_result(op, *new[0], REBUILD)
+            self.table.register(op)
+        elif new:
+            if choices is not None and results is not None and len(choices) != len(new):
+                choices = choices_for(new, choices, results)
+            self.table.add(op, new, choices)
 
 
 def _new_results(out: Any, inputs: list[Value]) -> Results:

@@ -14,8 +14,9 @@ import contextlib
 import operator
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from gradfit.tape.values import (
     Slice,
     Tape,
     Value,
+    geometry_of,
     shaped,
 )
 from gradfit.tape.written_slices import spread, whole_of
@@ -245,28 +247,29 @@ def _add_copies(operations: set[Operation], target: Value, tape: Tape) -> None:
     Else a version of the whole storage would be retained, only to make them later.
     """
     for op in [op for op in operations if op.slices]:
-        versions = (
-            *op.written,
-            *(reference() for reference in op.outputs if reference is not None),
-        )
-        readers = [user() for value in versions if value is not None for user in value.users or ()]
         operations.update(
             reader
-            for reader in readers
-            if reader is not None
-            and reader.info.copies
-            and _is_asked_for(reader, target.segment, tape)
+            for version in (*op.written, *_alive(op.outputs))
+            for reader in _alive(version.users or ())
+            if reader.info.copies and _is_asked_for(reader, target.segment, tape)
         )
+
+
+def _alive(references: Iterable[weakref.ref[Any] | None]) -> list[Any]:
+    return [
+        there
+        for reference in references
+        if reference is not None and (there := reference()) is not None
+    ]
 
 
 def _is_asked_for(op: Operation, segment: Segment, tape: Tape) -> bool:
     """Whether a result is not there, and backward itself asks for it, so that a sweep in the
     segment retains it.
     """
-    for reference in op.outputs:
-        value = reference() if reference is not None else None
-        if value is not None and value.tensor is None and value.pending(tape.pass_number):
-            return value.segment.encloses(segment)
+    for value in _alive(op.outputs):
+        if value.tensor is None and value.pending(tape.pass_number):
+            return bool(value.segment.encloses(segment))
     return False
 
 
@@ -310,7 +313,15 @@ def _leads_to_wanted(
                 continue
             answers[reader] = False
             visited.append(reader)
-            for output in _to_be_made(reader, epoch, there):
+            for reference in reader.outputs:
+                output = reference() if reference is not None else None
+                if (
+                    output is None
+                    or output.tensor is not None
+                    or output.unwanted == epoch
+                    or output in there
+                ):
+                    continue
                 answer = answers.get(output)
                 if answer or output.pending(number):
                     return True
@@ -319,19 +330,6 @@ def _leads_to_wanted(
                     visited.append(output)
                     stack.append(output)
     return False
-
-
-def _to_be_made(op: Operation, epoch: int, there: set[Value]) -> list[Value]:
-    """Results of an operation that are not there, and may be wanted."""
-    return [
-        value
-        for reference in op.outputs
-        if reference is not None
-        and (value := reference()) is not None
-        and value.tensor is None
-        and value.unwanted != epoch
-        and value not in there
-    ]
 
 
 def _retained(operations: list[Operation], target: Value, tape: Tape) -> set[Value]:
@@ -407,10 +405,23 @@ class _Sweep:
                 args.append(argument)
             else:
                 args.append(self._argument(argument, op))
-        out = self._call(op, args)
+        if op.kwargs or op.random_state is not None or op.info.grad_mode:
+            out = self._call(op, args)
+        else:
+            out = (op.info.call or op.func)(*args)
         results = (out,) if type(out) is torch.Tensor else tuple(flatten((out,)))
-        for value in self._asked_results(op):
-            self._put(op, value, results[value.position])
+        for reference in op.outputs:
+            value = None if reference is None else reference()
+            if value is not None and value.tensor is None and value in self._asked:
+                result = results[value.position]
+                if (
+                    result.size(),
+                    result.stride(),
+                    result.storage_offset(),
+                    result.dtype,
+                ) != value.geometry:
+                    _refuse(op, value, result)
+                self._store(value, result)
 
     def _write(self, op: Operation) -> None:
         """One that writes: on a private copy, if somebody else wants what it writes over."""
@@ -434,7 +445,10 @@ class _Sweep:
             if value.position < 0:
                 self._put_written(value, op.written[-1 - value.position], private)
             else:
-                self._put(op, value, list(flatten((out,)))[value.position])
+                result = list(flatten((out,)))[value.position]
+                if geometry_of(result) != value.geometry:
+                    _refuse(op, value, result)
+                self._store(value, result)
 
     def _is_last_use(self, old: Value) -> bool:
         """Whether nobody but the operation that now writes over it wants a value."""
@@ -458,16 +472,6 @@ class _Sweep:
             result = shaped(result, value.geometry)
         self._store(value, result)
 
-    def _put(self, op: Operation, value: Value, result: torch.Tensor) -> None:
-        if (
-            result.size(),
-            result.stride(),
-            result.storage_offset(),
-            result.dtype,
-        ) != value.geometry:
-            _refuse(op, value, result)
-        self._store(value, result)
-
     def _store(self, value: Value, result: torch.Tensor) -> None:
         if value in self.reads_left or value is self.target:
             self.tensors[value] = result
@@ -476,8 +480,6 @@ class _Sweep:
 
     def _call(self, op: Operation, args: list[Any]) -> Any:
         call = op.info.call or op.func
-        if not op.kwargs and op.random_state is None and not op.info.grad_mode:
-            return call(*args)
         kwargs = {
             name: argument if type(argument) in ATOMS else self._argument(argument, op)
             for name, argument in op.kwargs.items()

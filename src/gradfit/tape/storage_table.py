@@ -31,7 +31,7 @@ from gradfit.tape.storage import (
 )
 from gradfit.tape.unwatched import copy_span, has_one_owner, is_unwatched, share_memory
 from gradfit.tape.unwatched_reads import UnwatchedReads
-from gradfit.tape.values import Operation, ParameterRef, Segment, Slice, Value, nothing
+from gradfit.tape.values import Operation, ParameterRef, Segment, Slice, Value, geometry_of, nothing
 from gradfit.tape.version_counters import (
     UNCOUNTED,
     SplitResult,
@@ -115,7 +115,8 @@ class StorageTable:
             value = self.values.get(watch.key)
             if value is not None and value.death_watch is watch:
                 del self.values[watch.key]
-                self.split_results.remove(watch.key)
+                if self.split_results.by_storage:
+                    self.split_results.remove(watch.key)
 
     # -------------------------------------------------------------------------------- what is there
 
@@ -180,7 +181,7 @@ class StorageTable:
                 value = self.unwatched.refer(tensor, key, self.segment)
                 add_input(value, inputs)
                 return value
-            value = Value(key, None, self.segment)
+            value = Value(key, place_of(tensor), self.segment)
             self._hold(value, tensor)
         elif value.unwritten is not None:
             self.hold_unwritten(value, tensor)
@@ -223,9 +224,9 @@ class StorageTable:
 
     def _hold(self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch) -> None:
         """Make a value a root."""
-        geometry = place_of(tensor)  # raises if it is not what lies in its storage
+        value.geometry = place_of(tensor)  # raises if it is not what lies in its storage
         if is_unwatched(tensor):  # rule 7
-            value.tensor, value.forward_tensor = copy_storage(tensor, geometry), nothing
+            value.tensor, value.forward_tensor = copy_storage(tensor, value.geometry), nothing
             return
         # Not the tensor itself: it may have, or get, a graph that holds the tape.
         value.tensor = alias(tensor)
@@ -250,7 +251,6 @@ class StorageTable:
         self.values.pop(value.key, None)
         value.death_watch = None
         value.op = None
-        value.given_geometry = None
         self._hold(value, tensor, alias)
 
     def keep(self, value: Value, tensor: torch.Tensor, version: int) -> None:
@@ -264,46 +264,46 @@ class StorageTable:
     # ----------------------------------------------------------------------------------- new values
 
     def add(self, op: Operation, results: Results, choices: Sequence[Choice] | None) -> None:
-        """Make a value of each result that lies in a new storage. Hot: once for each operation."""
-        values = self.values
-        unwritten = op.info.unwritten
-        outputs = op.outputs
-        segment = self.segment
-        note_death = self._note_death
-        choice = REBUILD
+        """Make a value of each result that lies in a new storage."""
         for number, (position, tensor, key) in enumerate(results):
-            if choices is not None:
-                choice = choices[number]
-                if choice is KEEP:
-                    outputs.append(None)
-                    continue
-            if key in values:  # two results may share a storage: then it is one value
-                outputs.append(None)
-                continue
-            try:
-                geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
-            except RuntimeError:  # rule 5: a nested tensor
-                outputs.append(None)
-                continue
-            watch = watch_storage(tensor.untyped_storage(), note_death)
-            watch.key = key
-            try:
-                version, forward_tensor = tensor._version, _reference_to(tensor)
-            except RuntimeError:  # made under inference mode
-                version, forward_tensor = UNCOUNTED, nothing  # type: ignore[assignment]
-            value = values[key] = Value(
-                key, geometry, segment, op, position, version, forward_tensor, watch
-            )
-            if unwritten is not None:
-                value.unwritten = unwritten
-            if choice is HOLD:
-                value.evictable = True
-            elif choice is not REBUILD and fills_storage(tensor):
-                self._move_out(op, value, tensor, choice)
-                outputs.append(None)
-                continue
-            outputs.append(_reference_to(value))
+            choice = REBUILD if choices is None else choices[number]
+            if choice is KEEP:
+                op.outputs.append(None)
+            else:
+                self.add_result(op, position, tensor, key, choice)
         self.register(op)
+
+    def add_result(
+        self, op: Operation, position: int, tensor: torch.Tensor, key: int, choice: Choice
+    ) -> None:
+        """Make a value of one result that is not kept. Hot: once for each operation."""
+        values = self.values
+        if key in values:  # two results may share a storage: then it is one value
+            op.outputs.append(None)
+            return
+        try:
+            geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        except RuntimeError:  # rule 5: a nested tensor
+            op.outputs.append(None)
+            return
+        watch = watch_storage(tensor.untyped_storage(), self._note_death)
+        watch.key = key
+        try:
+            version, forward_tensor = tensor._version, _reference_to(tensor)
+        except RuntimeError:  # made under inference mode
+            version, forward_tensor = UNCOUNTED, nothing  # type: ignore[assignment]
+        value = values[key] = Value(
+            key, geometry, self.segment, op, position, version, forward_tensor, watch
+        )
+        if op.info.unwritten is not None:
+            value.unwritten = op.info.unwritten
+        if choice is HOLD:
+            value.evictable = True
+        elif choice is not REBUILD and fills_storage(tensor):
+            self._move_out(op, value, tensor, choice)
+            op.outputs.append(None)
+            return
+        op.outputs.append(_reference_to(value))
 
     def _move_out(self, op: Operation, value: Value, tensor: torch.Tensor, choice: Choice) -> None:
         """Offload a result, or pack a mask: it is made again by loading it, not by its
@@ -380,7 +380,8 @@ class StorageTable:
         if old.op is not None:
             old.tensor = None  # it can be rebuilt
         elif old.digest is not None:
-            old.tensor, old.digest, old.given_geometry = copy_span(old.tensor), None, None
+            old.tensor, old.digest = copy_span(old.tensor), None
+            old.geometry = geometry_of(old.tensor)
         elif old.held_version != -1:
             old.tensor = copy_storage(old.tensor, old.geometry)
             old.held_version = -1

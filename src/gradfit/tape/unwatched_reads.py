@@ -13,7 +13,7 @@ import torch
 from gradfit._torch import detached_in_dispatch
 from gradfit.tape.storage import place_of
 from gradfit.tape.unwatched import LARGE_BYTES, copy_span, digest_of, same_content, span_bytes
-from gradfit.tape.values import Geometry, Segment, Value
+from gradfit.tape.values import Geometry, Segment, Value, geometry_of
 
 
 class UnwatchedReads:
@@ -33,9 +33,9 @@ class UnwatchedReads:
         value = earlier[geometry]() if geometry in earlier else None
         if value is not None and _holds(value, tensor, digest):
             return value
-        value = Value(key, None, segment)
-        value.tensor = copy_span(tensor) if small else detached_in_dispatch(tensor)
-        value.digest = digest
+        held = copy_span(tensor) if small else detached_in_dispatch(tensor)
+        value = Value(key, geometry_of(held), segment)
+        value.tensor, value.digest = held, digest
         earlier[geometry] = weakref.ref(value)
         return value
 

@@ -88,7 +88,7 @@ class Value:
     """
 
     __slots__ = (
-        "__weakref__", "death_watch", "digest", "evictable", "forward_tensor", "given_geometry",
+        "__weakref__", "death_watch", "digest", "evictable", "forward_tensor", "geometry",
         "handles", "held_version", "key", "line", "op", "part", "position", "segment", "tensor",
         "unpacked", "unwanted", "unwritten", "users", "version", "write_pending",
     )  # fmt: skip
@@ -96,7 +96,7 @@ class Value:
     def __init__(
         self,
         key: int,
-        geometry: Geometry | None,
+        geometry: Geometry,
         segment: Segment,
         op: Operation | None = None,
         position: int = 0,
@@ -105,7 +105,7 @@ class Value:
         death_watch: Any = None,
     ) -> None:
         self.key = key
-        self.given_geometry = geometry  # None: that of `tensor`
+        self.geometry = geometry  # of the tensor that `tensor`, when there, is
         self.segment = segment
         self.op = op
         self.position = position  # which of its operation's results; -1 - n: its n-th written one
@@ -138,15 +138,6 @@ class Value:
         self.part: weakref.ref[Value] | None = None
         # In which pass, of how many handles, so many at the end are not pending.
         self.unpacked = (0, 0, 0)
-
-    @property
-    def geometry(self) -> Geometry:
-        """The tensor that `tensor`, when there, is."""
-        if self.given_geometry is None:
-            if self.tensor is None:
-                raise RuntimeError("gradfit: a value without a tensor and without a geometry")
-            self.given_geometry = geometry_of(self.tensor)
-        return self.given_geometry
 
     def unmoved_forward_tensor(self) -> torch.Tensor | None:
         """The tensor that the forward saw, if it lives and still lies where it lay: `.data =` may
