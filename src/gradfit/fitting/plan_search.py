@@ -656,7 +656,7 @@ class Planner:
             update = live.current_bytes + rest + found.optimizer_burst_bytes
         peak = max(passes, update) + waiting
         return dataclasses.replace(
-            made, peak_bytes=peak, saved_bytes=saved, asked=asked, looks=looks.found
+            made, peak_bytes=peak, saved_bytes=saved, asked=asked, looks=looks.reads_data
         )
 
     def _run_online(self, made: Fitted, part: Part, limit_bytes: int, *, beside: int) -> None:

@@ -264,11 +264,15 @@ class Online:
             self.evictor.watch(module)
 
 
+_HOLD_ONE = Decision((HOLD,))  # made once: it is what nearly all operations get
+
+
 class _HoldAll:
     """Keep everything, for as long as there is room."""
 
     def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
-        return Decision((HOLD,) * len(results))
+        count = len(results)
+        return _HOLD_ONE if count == 1 else Decision((HOLD,) * count)
 
 
 def _is_droppable(value: Value, busy: set[int]) -> bool:

@@ -432,12 +432,12 @@ class LooksAtData(OperationListener):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = False
+        self.reads_data = False
 
     def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and look at what kind it is."""
-        if not self.found and not _DECIDED_BY_DATA.isdisjoint(func.tags):
-            self.found = True
+        if not self.reads_data and not _DECIDED_BY_DATA.isdisjoint(func.tags):
+            self.reads_data = True
         return func(*args, **kwargs)
 
 

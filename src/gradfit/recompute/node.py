@@ -175,11 +175,11 @@ class CheckpointNode(GraphNode):
         A node with neither gives what was saved.
         """
         if self.recompute_functions:
-            made: list[torch.Tensor] = []
+            activations: list[torch.Tensor] = []
             for function in self.recompute_functions:
                 result = function()
-                made.extend([result] if isinstance(result, torch.Tensor) else result)
-            return made
+                activations.extend([result] if isinstance(result, torch.Tensor) else result)
+            return activations
         values = self._live()
         if values:
             return [
@@ -215,15 +215,15 @@ def _unchanged(value: Value) -> torch.Tensor | None:
 
 def nodes_from(values: Iterable[Value]) -> list[CheckpointNode]:
     """The nodes of everything that these values are made from, in the order of the forward pass."""
-    found: dict[Operation, None] = {}
+    operations: dict[Operation, None] = {}
     stack = list(values)
     while stack:
         op = stack.pop().op
-        if op is not None and op not in found:
-            found[op] = None
+        if op is not None and op not in operations:
+            operations[op] = None
             stack.extend(op.inputs)
     nodes: dict[Operation, CheckpointNode] = {}
-    for op in sorted(found, key=lambda op: op.index):
+    for op in sorted(operations, key=lambda op: op.index):
         makers = {value.op: None for value in op.inputs if value.op is not None}
         nodes[op] = CheckpointNode.of(op, [nodes[maker] for maker in makers if maker in nodes])
     return list(nodes.values())

@@ -302,12 +302,12 @@ class CheckpointScope:
         return nodes_from(self._saved_values())
 
     def _saved_values(self) -> list[Value]:
-        found = [value for reference in self._saved if (value := reference()) is not None]
+        values = [value for reference in self._saved if (value := reference()) is not None]
         for reference in self._inner:
             inner = reference()
             if inner is not None and inner is not self:
-                found += inner._saved_values()
-        return found
+                values += inner._saved_values()
+        return values
 
     def note_freed(self, value: Value, nbytes: int) -> None:
         """Autograd got a handle on `value` in the place of so many bytes.

@@ -27,7 +27,7 @@ from gradfit.tape.values import Operation, Value, nothing
 from gradfit.tape.version_counters import only_recorded_writes
 from gradfit.tape.written_slices import is_small_slice
 
-# how such a result was written need not be known
+# How such a result was written is of no use: it will not be made again by its operation.
 _NOT_WRITTEN_DOWN = frozenset({KEEP, OFFLOAD, PACK})
 _Choices = Sequence[Choice] | None
 
@@ -137,8 +137,7 @@ class WriteRecorder:
             self._table.before_write(key, target, old, counted_before)
         out = info.call(*args, **kwargs)
         if info.writes_lists:
-            # Under a dispatch mode torch does not (seen with 2.10 to 2.15): ADInplaceOrView, which
-            # counts, has no kernels for `_foreach` operators.
+            # torch itself does not while a dispatch mode is at work (torch 2.13).
             increment_version(targets)
         returned = _new_results(out, args, keys, targets)
         results, choices = self._decisions.of(func, info, args, kwargs, out)
@@ -162,11 +161,11 @@ class WriteRecorder:
         olds: list[Value | None],
     ) -> Operation | None:
         """The operation, if it can be replayed: on storages of the table, each written once."""
-        known = [old for old in olds if old is not None]
-        if not info.recordable or len(known) < len(olds) or len(set(keys)) < len(keys):
+        present = [old for old in olds if old is not None]
+        if not info.recordable or len(present) < len(olds) or len(set(keys)) < len(keys):
             return None
         if not info.reads_written:
-            for old in known:
+            for old in present:
                 old.unwritten = None  # written to, not read
         return self._table.open_operation(func, info, args, kwargs)
 

@@ -25,7 +25,7 @@ from gradfit._torch import below_autograd
 from gradfit.errors import ActivationOverwritten, UnsupportedOp
 from gradfit.tape.generators import Rewound
 from gradfit.tape.overwritten import overwritten, shape_of
-from gradfit.tape.storage import copy_storage, flatten
+from gradfit.tape.storage import copy_storage, flat_results
 from gradfit.tape.storage_table import ATOMS
 from gradfit.tape.unwatched import digest_of
 from gradfit.tape.values import (
@@ -40,7 +40,7 @@ from gradfit.tape.values import (
     geometry_of,
     shaped,
 )
-from gradfit.tape.written_slices import spread, whole_of
+from gradfit.tape.written_slices import CUT, spread
 
 _index = operator.attrgetter("index")
 _MANY = 16  # readers of one value
@@ -75,11 +75,14 @@ def take(handle: Handle) -> torch.Tensor:
         if handle.pass_number == tape.pass_number:
             tape.begin_pass()  # asked for a second time
         handle.pass_number = tape.pass_number
-        tensor = (
-            rebuild(value, tape, retain=tape.retains) if value.tensor is None else content(value)
-        )
-        release_if_done(value, tape)
-    return _as_saved(tensor, handle)
+        tensor = value.tensor
+        if tensor is None:
+            tensor = rebuild(value, tape, retain=tape.retains)
+        elif value.op is None or tensor._version != value.held_version:
+            tensor = content(value)  # which checks it at length
+        if value.tensor is not None and value.op is not None:
+            release_if_done(value, tape)
+    return tensor if handle.geometry is None else _as_saved(tensor, handle)
 
 
 def look(handle: Handle) -> torch.Tensor:
@@ -93,13 +96,13 @@ def look(handle: Handle) -> torch.Tensor:
 
 
 def _as_saved(tensor: torch.Tensor, handle: Handle) -> torch.Tensor:
+    """What was saved: a view of the value's tensor, or the slice that a part was."""
     if handle.geometry is None:
         return tensor
-    return (
-        shaped(tensor, handle.geometry)
-        if whole_of(handle.value) is None
-        else spread(tensor, handle.geometry)
-    )
+    op = handle.value.op
+    if op is not None and op.info is CUT:
+        return spread(tensor, handle.geometry)
+    return shaped(tensor, handle.geometry)
 
 
 def rebuild(target: Value, tape: Tape, *, retain: bool = True) -> torch.Tensor:
@@ -116,8 +119,7 @@ def rebuild(target: Value, tape: Tape, *, retain: bool = True) -> torch.Tensor:
         tape.on_held(retained)  # as soon as they are made
     sweep = _Sweep(target, operations, retained)
     with _context_of(target.segment), below_autograd(), sweep.rewound, _InSweep():
-        for op in operations:
-            sweep.run(op)
+        sweep.run(operations)
     if tape.on_held is not None:
         tape.on_held(retained)
     if retain:
@@ -143,7 +145,7 @@ def release_if_done(value: Value, tape: Tape) -> None:
     """Drop a rebuilt value once nothing in this pass will ask for it."""
     if value.tensor is None or value.op is None or value.pending(tape.pass_number):
         return
-    if not _has_reader_to_run(value, tape):
+    if value.users is None or not _has_reader_to_run(value, tape):
         value.tensor = None
 
 
@@ -174,11 +176,11 @@ def _any_wanted(references: Sequence[Any], wanted: Callable[[Any, Tape], bool], 
     stays the first.
     """
     if not isinstance(references, deque):
-        return any(
-            wanted(there, tape)
-            for reference in references
-            if reference is not None and (there := reference()) is not None
-        )
+        for reference in references:  # not `any(…)`, which makes a generator: it is hot
+            there = None if reference is None else reference()
+            if there is not None and wanted(there, tape):
+                return True
+        return False
     for _ in range(len(references)):
         there = references[-1]() if references[-1] is not None else None
         if there is not None and wanted(there, tape):
@@ -214,7 +216,8 @@ def _content_of_parameter(read: ParameterRef) -> torch.Tensor:
     if read.source is not None:
         if read.source._version != read.version:
             raise overwritten(read.source, read.source._version, read.version, rebuilt_from=True)
-        _check_there(read.content)
+        if type(read.content) is not torch.Tensor or not read.content.data_ptr():
+            _check_there(read.content)
     return read.content
 
 
@@ -230,15 +233,15 @@ def _check_there(tensor: torch.Tensor) -> None:
 
 def _needed(target: Value) -> set[Operation]:
     """The operations to run."""
-    found: set[Operation] = set()
+    needed: set[Operation] = set()
     stack = [target]
     while stack:
         op = stack.pop().op
-        if op is None or op in found:
+        if op is None or op in needed:
             continue
-        found.add(op)
-        stack.extend(value for value in op.inputs if value.tensor is None)
-    return found
+        needed.add(op)
+        stack += [value for value in op.inputs if value.tensor is None]
+    return needed
 
 
 def _add_copies(operations: set[Operation], target: Value, tape: Tape) -> None:
@@ -380,17 +383,18 @@ class _Sweep:
             if value.tensor is not None and value.op is not None
         }
 
-    def run(self, op: Operation) -> None:
-        """Run one operation again, and let go of what nobody reads after it."""
-        if op.written:
-            self._write(op)
-        else:
-            self._compute(op)
-        reads_left, target = self.reads_left, self.target
-        for value in op.inputs:
-            left = reads_left[value] = reads_left[value] - 1
-            if left == 0 and value is not target:
-                self.tensors.pop(value, None)
+    def run(self, operations: list[Operation]) -> None:
+        """Run the operations again, and let go of what nobody reads after each."""
+        reads_left, target, tensors = self.reads_left, self.target, self.tensors
+        for op in operations:
+            if op.written:
+                self._write(op)
+            else:
+                self._compute(op)
+            for value in op.inputs:
+                left = reads_left[value] = reads_left[value] - 1
+                if left == 0 and value is not target:
+                    tensors.pop(value, None)
 
     def _compute(self, op: Operation) -> None:
         """One that only reads. Hot: the common arguments are written out."""
@@ -403,13 +407,15 @@ class _Sweep:
                 args.append(content(argument) if tensor is None else tensor)
             elif kind in ATOMS:
                 args.append(argument)
+            elif kind is ParameterRef:
+                args.append(_content_of_parameter(argument))
             else:
                 args.append(self._argument(argument, op))
         if op.kwargs or op.random_state is not None or op.info.grad_mode:
             out = self._call(op, args)
         else:
             out = (op.info.call or op.func)(*args)
-        results = (out,) if type(out) is torch.Tensor else tuple(flatten((out,)))
+        results = (out,) if type(out) is torch.Tensor else flat_results(out)
         for reference in op.outputs:
             value = None if reference is None else reference()
             if value is not None and value.tensor is None and value in self._asked:
@@ -421,7 +427,10 @@ class _Sweep:
                     result.dtype,
                 ) != value.geometry:
                     _refuse(op, value, result)
-                self._store(value, result)
+                if value in self.reads_left or value is self.target:
+                    tensors[value] = result
+                if value in self.retained:
+                    value.tensor, value.held_version = result, result._version
 
     def _write(self, op: Operation) -> None:
         """One that writes: on a private copy, if somebody else wants what it writes over."""
@@ -445,7 +454,7 @@ class _Sweep:
             if value.position < 0:
                 self._put_written(value, op.written[-1 - value.position], private)
             else:
-                result = list(flatten((out,)))[value.position]
+                result = flat_results(out)[value.position]
                 if geometry_of(result) != value.geometry:
                     _refuse(op, value, result)
                 self._store(value, result)
@@ -528,10 +537,10 @@ def _with_generator(
     """A call's arguments with the generator that replay has chosen, by position if it was passed
     so.
     """
-    if not any(isinstance(argument, torch.Generator) for argument in args):
-        return args, kwargs | chosen
-    generator = chosen["generator"]
-    return [generator if isinstance(each, torch.Generator) else each for each in args], kwargs
+    for place, argument in enumerate(args):
+        if isinstance(argument, torch.Generator):
+            return [*args[:place], chosen["generator"], *args[place + 1 :]], kwargs
+    return args, kwargs | chosen
 
 
 def _refuse(op: Operation, value: Value, result: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ class UnwatchedReads:
     """Values that hold what was read from such memory, by storage and by place in it."""
 
     def __init__(self) -> None:
-        self._by_storage: dict[int, dict[Geometry, weakref.ref[Value]]] = {}
+        self.by_storage: dict[int, dict[Geometry, weakref.ref[Value]]] = {}
 
     def refer(self, tensor: torch.Tensor, key: int, segment: Segment) -> Value:
         """The value that holds what is in a tensor now: the one from an earlier read, if that is
@@ -29,7 +29,7 @@ class UnwatchedReads:
         geometry = place_of(tensor)
         small = span_bytes(tensor) < LARGE_BYTES
         digest = None if small else digest_of(tensor)
-        earlier = self._by_storage.setdefault(key, {})
+        earlier = self.by_storage.setdefault(key, {})
         value = earlier[geometry]() if geometry in earlier else None
         if value is not None and _holds(value, tensor, digest):
             return value
@@ -41,12 +41,12 @@ class UnwatchedReads:
 
     def values_in(self, key: int) -> Iterator[Value]:
         """Those that were read from one storage."""
-        for reference in self._by_storage.get(key, {}).values():
+        for reference in self.by_storage.get(key, {}).values():
             if (value := reference()) is not None:
                 yield value
 
     def clear(self) -> None:
-        self._by_storage.clear()
+        self.by_storage.clear()
 
 
 def _holds(value: Value, tensor: torch.Tensor, digest: bytes | None) -> bool:
