@@ -86,9 +86,7 @@ class _Module:
         self.attributes = here = dict(vars(module))
         # Whoever sets hooks in the first forward notes it in an attribute (transformers 5 does, to
         # collect hidden states). If only the attribute went back, the hooks would be set twice.
-        self.hooks = [
-            (hooks, set(hooks)) for name in _HOOKS if (hooks := here.get(name)) is not None
-        ]
+        self.hooks = {name: set(hooks) for name in _HOOKS if (hooks := here.get(name))}
         self.buffers = (
             {name: _Buffer(buffer) for name, buffer in module._buffers.items()}
             if module._buffers
@@ -102,7 +100,8 @@ class _Module:
         for name, value in before.items():
             if now.get(name, _MISSING) is not value:
                 now[name] = value
-        for hooks, first in self.hooks:  # one that took itself away has done what it is for
+        for kind in _HOOKS:  # one that took itself away has done what it is for
+            hooks, first = before.get(kind) or {}, self.hooks.get(kind, ())
             for key in [key for key in hooks if key not in first]:
                 del hooks[key]
         registered = self.module._buffers
@@ -149,7 +148,7 @@ class Snapshot:
         self._model = model
         modules = _modules_of(model)
         self._modules = [_Module(module) for module in modules]
-        holders = [p for module in modules for p in module._parameters.values() if p is not None]
+        holders = _parameters_in(modules)
         # tied parameters have one gradient
         once = {id(holder): holder for holder in (*holders, *tensors)}.values()
         self._gradients = [(holder, holder.grad) for holder in once]
@@ -159,6 +158,11 @@ class Snapshot:
         self._hooks = [(hooks, dict(hooks)) for hooks in global_module_hooks()]
         self._thread = ThreadState()
         self._generators = Generators()
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The model's parameters, and the other `tensors`, each once."""
+        return [holder for holder, _ in self._gradients]
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -277,6 +281,15 @@ class trials_end:  # noqa: N801  (as torch.no_grad)
             with uninterrupted():
                 while len(_open.trials) > self._outer:
                     _open.trials.pop().restore()
+
+
+def parameters_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """As `model.parameters()`, in a tenth of its time; a tied one is there once for each module."""
+    return _parameters_in(_modules_of(model))
+
+
+def _parameters_in(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    return [p for module in modules for p in module._parameters.values() if p is not None]
 
 
 def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
