@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 import sys
@@ -73,11 +74,9 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
-def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias without a graph that shares the version counter, made without passing through
-    dispatch modes.
-    """
-    return _make_subclass(_plain_tensor, tensor)
+# An alias without a graph that shares the version counter, made without passing through dispatch
+# modes. Not a function of Python's: one is made for each parameter that is read.
+detached: Callable[[torch.Tensor], torch.Tensor] = functools.partial(_make_subclass, _plain_tensor)
 
 
 def as_class(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:

@@ -44,8 +44,8 @@ from gradfit.profiling.measure import additivity_within, choose_tiles, profile
 from gradfit.profiling.meter import meter
 from gradfit.profiling.profile import Profile
 from gradfit.profiling.tile_choices import TileChoices
+from gradfit.recompute.follow_plan import Diverged, LooksAtData
 from gradfit.recompute.offload import measure_bandwidth
-from gradfit.recompute.planned import Diverged, LooksAtData
 from gradfit.tiling.tile import with_tiles
 from gradfit.tiling.tiles import Tiles
 from gradfit.tree import repeat_rows
@@ -647,8 +647,9 @@ class Planner:
                 else:
                     mode = Planned(made, inside=looks)
                     loss = self.runner.forward(part, mode).loss
-                    tail = mode.followed.tail
-                    saved, asked = max(saved, tail.saved_bytes), max(asked, tail.asked)
+                    unrecorded = mode.followed.rest
+                    saved = max(saved, unrecorded.saved_bytes)
+                    asked = max(asked, unrecorded.last_rebuilt)
                     torch.autograd.backward(loss)
                     del loss, mode
             passes = max(passes, live.peak_bytes + rest)

@@ -98,7 +98,7 @@ class Meter(OperationListener):
             return None
         return int(torch.accelerator.max_memory_allocated())
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and count what it returns."""
         out = func(*args, **kwargs)
         if isinstance(out, torch.Tensor):

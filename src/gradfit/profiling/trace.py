@@ -1,9 +1,9 @@
 """Watches one micro-batch run: every operation, what it makes, when that dies, and what each
 backward node asks for.
 
-The run is made with everything dropped and replayed (`DropAll`), for two reasons: values die when
-Python lets go of them, which is what a planner must know, and a model can be watched in far less
-memory than it needs plainly.
+The run is made with everything dropped and replayed (`RebuildAll`), for two reasons: values die
+when Python lets go of them, which is what a planner must know, and a model can be watched in far
+less memory than it needs plainly.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from gradfit.interrupts import uninterrupted
 from gradfit.profiling.clock import OperationClock
 from gradfit.source_line import source_line
 from gradfit.tape import replay
-from gradfit.tape.allocate import without_content
-from gradfit.tape.drop import DropAll
-from gradfit.tape.graph import Segment
+from gradfit.tape.dropout_mask import MASK, draws_mask, pack, packed_bytes, packing_bytes
 from gradfit.tape.listener import OperationListener
-from gradfit.tape.mask import MASK, draws_mask, pack, packed_bytes, packing_bytes
-from gradfit.tape.ops import info_of
-from gradfit.tape.record import Recorder
-from gradfit.tape.save import unpack
+from gradfit.tape.operators import info_of
+from gradfit.tape.rebuild_all import RebuildAll
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.saved_tensors import unpack
+from gradfit.tape.shape_only import without_content
 from gradfit.tape.storage import (
     Untrackable,
     copying,
@@ -44,6 +43,7 @@ from gradfit.tape.storage import (
     written_tensors,
 )
 from gradfit.tape.stream import results_of
+from gradfit.tape.values import Segment, Tape
 from gradfit.tree import leaves
 
 
@@ -121,7 +121,7 @@ class Trace(OperationListener):
 
     # ----------------------------------------------------------------------------------- operations
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and note what it does."""
         if graph_task_id() != -1:
             return self._backward_op(func, args, kwargs)
@@ -435,8 +435,8 @@ def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
     """Record what runs inside, forward and backward."""
     trace = Trace(model)
     around = Segment(None)
-    recorder = Recorder(Segment(around))
-    recorder.policy = DropAll(quota_bytes, recorder.tape, around)
+    tape = Tape()
+    recorder = Recorder(Segment(around), RebuildAll(quota_bytes, tape, around), tape=tape)
 
     def pack(tensor: torch.Tensor) -> Any:
         return trace.pack(tensor), recorder.pack(tensor)
