@@ -304,7 +304,7 @@ class Planner:
     def _copy_seconds(self) -> float:
         wait_for(self._devices)
         started = seconds_now()
-        with UpdateSnapshot(self._model, self._optimizer, taken=True):
+        with UpdateSnapshot(self._model.parameters(), self._optimizer, taken=True):
             wait_for(self._devices)
             return seconds_now() - started
 
