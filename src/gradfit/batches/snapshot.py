@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -95,20 +95,21 @@ class _Module:
 
     def restore(self) -> None:
         now, before = vars(self.module), self.attributes
-        for name in [name for name in now if name not in before]:
-            del now[name]
+        _remove_new(now, before)
         for name, value in before.items():
             if now.get(name, _MISSING) is not value:
                 now[name] = value
         for kind in _HOOKS:  # one that took itself away has done what it is for
-            hooks, first = before.get(kind) or {}, self.hooks.get(kind, ())
-            for key in [key for key in hooks if key not in first]:
-                del hooks[key]
+            _remove_new(before.get(kind) or {}, self.hooks.get(kind, ()))
         registered = self.module._buffers
-        for name in [name for name in registered if name not in self.buffers]:
-            del registered[name]
+        _remove_new(registered, self.buffers)
         for name, buffer in self.buffers.items():
             registered[name] = buffer.restored()
+
+
+def _remove_new(now: MutableMapping[Any, Any], before: Container[Any]) -> None:
+    for key in [key for key in now if key not in before]:
+        del now[key]
 
 
 class _Buffer:
@@ -125,15 +126,24 @@ class _Buffer:
         tensor, content = self.tensor, self.content
         if tensor is None or content is None or tensor.is_meta:
             return tensor
-        # A write through `.data` or NumPy does not move the version.
-        if (
-            self.version is None
-            or tensor._version != self.version
-            or not torch.equal(tensor, content)
-        ):
+        if self._was_written(tensor, content):
             with torch.no_grad():
                 tensor.copy_(content)
         return tensor
+
+    def _was_written(self, tensor: torch.Tensor, content: torch.Tensor) -> bool:
+        if self.version is None or tensor._version != self.version:
+            return True
+        # a write through `.data` or NumPy does not move the version
+        return not torch.equal(tensor, content)
+
+
+def _gradients_of(
+    holders: Iterable[torch.Tensor],
+) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Each tensor once, tied ones too, with its gradient."""
+    once = {id(holder): holder for holder in holders}.values()
+    return [(holder, holder.grad) for holder in once]
 
 
 class Snapshot:
@@ -148,10 +158,7 @@ class Snapshot:
         self._model = model
         modules = _modules_of(model)
         self._modules = [_Module(module) for module in modules]
-        holders = _parameters_in(modules)
-        # tied parameters have one gradient
-        once = {id(holder): holder for holder in (*holders, *tensors)}.values()
-        self._gradients = [(holder, holder.grad) for holder in once]
+        self._gradients = _gradients_of([*_parameters_in(modules), *tensors])
         sharded = [kept for unit in units_of(model) for kept in unit.fsdp_params]
         self._unreduced = [(kept, unsharded_gradient(kept)) for kept in sharded]
         self._thresholds = gc.get_threshold()
@@ -167,12 +174,8 @@ class Snapshot:
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers' content, by the names of `model.named_buffers()`."""
-        copies = {
-            id(buffer.tensor): buffer.content
-            for module in self._modules
-            for buffer in module.buffers.values()
-            if buffer.content is not None
-        }
+        buffers = [buffer for module in self._modules for buffer in module.buffers.values()]
+        copies = {id(one.tensor): one.content for one in buffers if one.content is not None}
         return {name: copies[id(tensor)] for name, tensor in self._model.named_buffers()}
 
     def clear_gradients(self) -> None:

@@ -26,6 +26,13 @@ class Decision:
     nbytes: int
     seconds: float
 
+    def __str__(self) -> str:
+        return (
+            f"  {self.action} {format_bytes(self.nbytes)} of {self.operation} in"
+            f" {self.module or '(no module)'} ({self.source or 'no source line'}):"
+            f" +{format_seconds(self.seconds)}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
@@ -190,13 +197,8 @@ class Plan:
         return records.from_json(Plan, text)
 
     def __str__(self) -> str:
-        where = " for a machine that is not here" if self.predicted else ""
-        step = f"step {format_seconds(self.step_seconds)}"
-        parts = [f"peak {format_bytes(self.peak_bytes)}", f"{percent(self.extra_fraction)} time"]
         lines = [
-            f"micro-batch {self.split_text}, {self.kept_values} of {self.saved_values} values kept;"
-            f" predicted{where}: {', '.join(parts if self.seconds_measured else [*parts, step])}"
-            + (f"; measured: {step}" if self.seconds_measured else ""),
+            self._split_and_prediction(),
             (
                 f"{_budget(self.budget_bytes)}; predicted to be kept between the passes: "
                 f"{format_bytes(self.kept_bytes)} of {format_bytes(self.saved_bytes)}"
@@ -213,24 +215,29 @@ class Plan:
                 f"not followed by all micro-batches, which run online, more slowly: {self.online}"
             )
         if self.decisions:
-            lines.append("most expensive decisions, predicted:")
-            lines += [
-                f"  {d.action} {format_bytes(d.nbytes)} of {d.operation} in"
-                f" {d.module or '(no module)'} ({d.source or 'no source line'}):"
-                f" +{format_seconds(d.seconds)}"
-                for d in self.decisions
-            ]
-        for title, other in (("less memory", self.less_memory), ("more memory", self.more_memory)):
-            if other is not None:
-                change = (
-                    other.step_seconds / self.step_seconds - 1 if self.step_seconds > 0 else 0.0
-                )
-                lines.append(
-                    f"next with {title}, predicted: micro-batch {other.micro_batch} ×"
-                    f" {other.steps}, peak {format_bytes(other.peak_bytes)}, {percent(change)} time"
-                    " against this plan"
-                )
+            lines += ["most expensive decisions, predicted:", *map(str, self.decisions)]
+        lines += self._comparison("less memory", self.less_memory)
+        lines += self._comparison("more memory", self.more_memory)
         return "\n".join(lines)
+
+    def _split_and_prediction(self) -> str:
+        where = " for a machine that is not here" if self.predicted else ""
+        step = f"step {format_seconds(self.step_seconds)}"
+        numbers = f"peak {format_bytes(self.peak_bytes)}, {percent(self.extra_fraction)} time"
+        said = f"{numbers}; measured: {step}" if self.seconds_measured else f"{numbers}, {step}"
+        return (
+            f"micro-batch {self.split_text}, {self.kept_values} of {self.saved_values} values kept;"
+            f" predicted{where}: {said}"
+        )
+
+    def _comparison(self, title: str, other: Alternative | None) -> list[str]:
+        if other is None:
+            return []
+        change = other.step_seconds / self.step_seconds - 1 if self.step_seconds > 0 else 0.0
+        return [
+            f"next with {title}, predicted: micro-batch {other.micro_batch} × {other.steps}, peak"
+            f" {format_bytes(other.peak_bytes)}, {percent(change)} time against this plan"
+        ]
 
 
 def _budget(count: int) -> str:

@@ -83,7 +83,7 @@ class TracedNode:
     gradient_bytes: int = 0
 
 
-class _Storage(StorageWatch):
+class _WatchedStorage(StorageWatch):
     """Tells the trace when a storage dies."""
 
     __slots__ = ("nbytes", "storage")
@@ -104,11 +104,11 @@ class Trace(OperationListener):
         # by storage address: the value that is its present version
         self._newest: dict[int, int] = {}
         self._versions: dict[int, list[int]] = {}  # by storage number: its values
-        self._watchers: dict[int, _Storage] = {}
+        self._watchers: dict[int, _WatchedStorage] = {}
         self._storages = 0
         self._forward = True
         self._node: Any = None
-        self._other: dict[int, _Storage] = {}  # gradients in flight
+        self._other: dict[int, _WatchedStorage] = {}  # gradients in flight
         self._other_bytes = 0  # of these, and of what FSDP2 has gathered
         self._units = fsdp.units_of(model)
         self._parameters = list(model.parameters()) if self._units else []
@@ -137,34 +137,28 @@ class Trace(OperationListener):
             return out
         if info.shape_only and without_content(info, args, kwargs, out) is not None:
             inputs = ()
-        index, workspace = len(self.operations), 0
-        if trackable and draws_mask(info, targets):
-            bits, seconds = self._mask(targets[0], seconds)
-            inputs = (*inputs, bits)
-            index += 1
-            workspace = packing_bytes(targets[0])
-        known = None not in before and len(set(before)) == len(before)
-        op = TracedOp(
-            str(func),
-            inputs,
-            trackable and info.recordable and known,
-            info.random,
-            self._module(),
-            source_line(),
-        )
-        op.seconds = seconds
-        op.gathered_bytes = self._other_bytes
-        op.workspace_bytes = workspace
+        op = TracedOp(str(func), inputs, trackable, info.random, self._module(), source_line())
+        op.replayable = trackable and info.recordable and _are_told_apart(before)
+        op.seconds, op.gathered_bytes = seconds, self._other_bytes
         op.overwrites = tuple(dict.fromkeys(old for old in before if old is not None))
+        if trackable and draws_mask(info, targets):
+            self._add_bits(op, targets[0])
+        index = len(self.operations)
         written = [
             self._write(target, old, index) for target, old in zip(targets, before, strict=True)
         ]
-        op.outputs = (
-            *written,
-            *(self._result(result, index) for result in results[len(targets) :]),
-        )
+        new = [self._result(result, index) for result in results[len(targets) :]]
+        op.outputs = (*written, *new)
         self.operations.append(op)
         return out
+
+    def _add_bits(self, op: TracedOp, target: torch.Tensor) -> None:
+        """An operation that draws a mask is two: one makes its bits, and this one the mask of
+        them.
+        """
+        bits, op.seconds = self._mask(target, op.seconds)
+        op.inputs = (*op.inputs, bits)
+        op.workspace_bytes = packing_bytes(target)
 
     def _present(self, tensor: torch.Tensor) -> int | None:
         """The value that is in a tensor's storage now."""
@@ -231,7 +225,7 @@ class Trace(OperationListener):
 
     def _inputs(self, nests: Any) -> tuple[tuple[int, ...], bool]:
         """The values that an operation reads, and whether they are all that it reads."""
-        found: dict[int, None] = {}
+        values: dict[int, None] = {}
         trackable = True
         for tensor in flatten(nests):
             if isinstance(tensor, torch.Tensor):
@@ -242,8 +236,8 @@ class Trace(OperationListener):
                     continue
                 if key not in self._newest:
                     self._external(key, tensor)
-                found[self._newest[key]] = None
-        return tuple(found), trackable
+                values[self._newest[key]] = None
+        return tuple(values), trackable
 
     def _external(self, key: int, tensor: torch.Tensor) -> int:
         return self.values[self._new(key, tensor, None)].storage
@@ -256,12 +250,12 @@ class Trace(OperationListener):
         self.values.append(TracedValue(content.nbytes(), operation, storage, key=key))
         self._versions[storage] = [number]
         self._newest[key] = number
-        watcher = watch_storage(content, self._died, _Storage)
+        watcher = watch_storage(content, self._died, _WatchedStorage)
         watcher.key, watcher.nbytes, watcher.storage = key, content.nbytes(), storage
         self._watchers[key] = watcher
         return number
 
-    def _died(self, watcher: _Storage) -> None:
+    def _died(self, watcher: _WatchedStorage) -> None:
         if self._watchers.get(watcher.key) is watcher:
             del self._watchers[watcher.key]
             self._newest.pop(watcher.key, None)
@@ -296,7 +290,7 @@ class Trace(OperationListener):
         out, seconds = self.run(func, args, kwargs)
         self.nodes[-1].seconds += seconds
         for _, tensor, key in fresh_results(out, args):
-            watcher = watch_storage(tensor.untyped_storage(), self._other_died, _Storage)
+            watcher = watch_storage(tensor.untyped_storage(), self._other_died, _WatchedStorage)
             watcher.key, watcher.nbytes = key, tensor.untyped_storage().nbytes()
             self._other[key] = watcher
             self._other_bytes += watcher.nbytes
@@ -314,7 +308,7 @@ class Trace(OperationListener):
             name = node.name() if node is not None else ""
             self.nodes.append(TracedNode(name, self._other_bytes, self._other_bytes))
 
-    def _other_died(self, watcher: _Storage) -> None:
+    def _other_died(self, watcher: _WatchedStorage) -> None:
         if self._other.get(watcher.key) is watcher:
             del self._other[watcher.key]
             self._other_bytes -= watcher.nbytes
@@ -453,3 +447,8 @@ def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
         # collector sees.
         trace.finish_backward()
         raise
+
+
+def _are_told_apart(values: list[int | None]) -> bool:
+    """Whether it is known which values these are, and each is another one."""
+    return None not in values and len(set(values)) == len(values)
