@@ -13,6 +13,8 @@ from gradfit import records
 from gradfit.tiling.tiles import Tiles
 from gradfit.units import NO_BUDGET, format_bytes, format_seconds
 
+_LITTLE = 0.02  # extra time below this is none
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -133,6 +135,11 @@ class Plan:
     def extra_seconds(self) -> float:
         """Seconds per step that recomputation and transfers add."""
         return self.step_seconds - self.plain_seconds
+
+    @property
+    def is_short(self) -> bool:
+        """Whether memory is short: something is cut or recomputed, and that takes time."""
+        return self.steps > 1 or self.extra_fraction > _LITTLE
 
     @property
     def extra_fraction(self) -> float:

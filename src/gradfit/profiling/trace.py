@@ -8,7 +8,8 @@ less memory than it needs plainly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,7 +44,7 @@ from gradfit.tape.storage import (
     written_tensors,
 )
 from gradfit.tape.stream import results_of
-from gradfit.tape.values import Segment, Tape
+from gradfit.tape.values import Handle, Segment, Tape
 from gradfit.tree import leaves
 
 
@@ -108,6 +109,7 @@ class Trace(OperationListener):
         self._storages = 0
         self._forward = True
         self._node: Any = None
+        self._backward_task: int | None = None  # autograd's number for the loss's backward pass
         self._other: dict[int, _WatchedStorage] = {}  # gradients in flight
         self._other_bytes = 0  # of these, and of what FSDP2 has gathered
         self._units = fsdp.units_of(model)
@@ -118,6 +120,7 @@ class Trace(OperationListener):
         self._boundaries: set[int] = set()  # values that enter or leave a unit
         self._devices = devices_of(model.parameters())
         self._clock = OperationClock()
+        self.after_forward: Callable[[], None] | None = None  # called once, when it has ended
 
     # ----------------------------------------------------------------------------------- operations
 
@@ -266,6 +269,9 @@ class Trace(OperationListener):
     def finish_forward(self) -> None:
         """Whatever is still there survives the forward pass."""
         self._forward = False
+        if self.after_forward is not None:
+            self.after_forward()
+            self.after_forward = None
 
     def finish_backward(self) -> None:
         """Close the last node, and let go of everything that watches."""
@@ -276,7 +282,7 @@ class Trace(OperationListener):
             # after the last operation, which is backward's own: it makes the loss's gradient, 1
             if value.dies < 0:
                 value.dies = len(self.operations)
-        self._node = None
+        self._node = self.after_forward = None
         self._watchers.clear()
         self._other.clear()
         self._newest.clear()
@@ -298,7 +304,7 @@ class Trace(OperationListener):
         return out
 
     def _enter_node(self) -> None:
-        node = current_node()
+        node = self._node if self._is_nested() else current_node()
         if node is not self._node or not self.nodes:
             self._node = node
             if self._units:
@@ -307,6 +313,16 @@ class Trace(OperationListener):
                 self.nodes[-1].after_bytes = self._other_bytes
             name = node.name() if node is not None else ""
             self.nodes.append(TracedNode(name, self._other_bytes, self._other_bytes))
+
+    def _is_nested(self) -> bool:
+        """Whether a node runs a backward pass of its own, as one that works in tiles does: what it
+        has unpacked is there until its end, so all of it is that one node.
+        """
+        if self._forward:
+            return False
+        if self._backward_task is None:
+            self._backward_task = graph_task_id()
+        return graph_task_id() != self._backward_task and self._node is not None
 
     def _other_died(self, watcher: _WatchedStorage) -> None:
         if self._other.get(watcher.key) is watcher:
@@ -430,10 +446,18 @@ def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
     trace = Trace(model)
     around = Segment(None)
     tape = Tape()
-    recorder = Recorder(Segment(around), RebuildAll(quota_bytes, tape, around), tape=tape)
+    policy = RebuildAll(quota_bytes, tape, around)
+    recorder = Recorder(Segment(around), policy, tape=tape)
+    handles: list[weakref.ref[Handle]] = []
+    trace.after_forward = lambda: policy.end_forward(
+        handle.value for reference in handles if (handle := reference()) is not None
+    )
 
     def pack(tensor: torch.Tensor) -> Any:
-        return trace.pack(tensor), recorder.pack(tensor)
+        packed = recorder.pack(tensor)
+        if type(packed) is Handle:
+            handles.append(weakref.ref(packed))
+        return trace.pack(tensor), packed
 
     def take(packed: Any) -> torch.Tensor:
         trace.unpack(packed[0])
