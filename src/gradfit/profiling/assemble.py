@@ -111,7 +111,10 @@ def assemble(
         constants = line(lambda t: _constant_bytes(t, static))
     device = counted_device(model)
     there = [
-        tensor for tensor in leaves(batch) if device is None or tensor.device.type == device.type
+        tensor
+        for tensor in leaves(batch)
+        # what has only a shape yet will be where the model is
+        if device is None or tensor.device.type in (device.type, "meta")
     ]
     batch_bytes = sum(tensor.nbytes for tensor in there)
     overhead = tape_overhead()

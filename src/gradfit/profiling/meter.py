@@ -35,10 +35,20 @@ class Meter(OperationListener):
     Args:
         timeline: also write down bytes after each operation.
         device: count tensors of this device only; None: of all.
+        events: a list that gets what is allocated and freed, in order: (a storage's number, its
+            bytes, its device's index), and (number, -1, -1) when it is freed. Of what was watched
+            it is only that.
     """
 
-    def __init__(self, *, timeline: bool = False, device: str | torch.device | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        timeline: bool = False,
+        device: str | torch.device | None = None,
+        events: list[tuple[int, int, int]] | None = None,
+    ) -> None:
         super().__init__()
+        self.events = events
         self.current_bytes = 0
         self.peak_bytes = 0
         self.timeline: list[tuple[float, int]] | None = (
@@ -57,6 +67,8 @@ class Meter(OperationListener):
                 meter = this()
                 if meter is not None:
                     meter._change(-storage.nbytes)
+                    if meter.events is not None:
+                        meter.events.append((storage.key, -1, -1))
 
         self._dead = dead
 
@@ -82,9 +94,13 @@ class Meter(OperationListener):
         Args:
             tensors: what to count from now on, each storage once.
         """
-        for tensor in tensors_in(tensors):
-            self.about_fakes |= isinstance(tensor, FakeTensor)
-            self._see(tensor)
+        events, self.events = self.events, None
+        try:
+            for tensor in tensors_in(tensors):
+                self.about_fakes |= isinstance(tensor, FakeTensor)
+                self._see(tensor)
+        finally:
+            self.events = events
 
     def reset_peak(self) -> None:
         """Start a new peak from what is live now."""
@@ -129,6 +145,8 @@ class Meter(OperationListener):
             if known.nbytes != (now := tensor.untyped_storage().nbytes()):  # resized in place
                 self._change(now - known.nbytes)
                 known.nbytes = now
+                if self.events is not None:
+                    self.events += [(key, -1, -1), (key, now, _index(tensor))]
             return
         if self.device is not None and tensor.device.type != self.device.type:
             return
@@ -138,6 +156,8 @@ class Meter(OperationListener):
         entry.nbytes = storage.nbytes()
         self._live[key] = entry
         self._change(entry.nbytes)
+        if self.events is not None:
+            self.events.append((key, entry.nbytes, _index(tensor)))
 
     def _change(self, nbytes: int) -> None:
         self.current_bytes += nbytes
@@ -145,6 +165,10 @@ class Meter(OperationListener):
             self.peak_bytes = self.current_bytes
         if self.timeline is not None:
             self.timeline.append((time.perf_counter() - self._started, self.current_bytes))
+
+
+def _index(tensor: torch.Tensor) -> int:
+    return tensor.get_device()
 
 
 def meter(*watch: Any, timeline: bool = False, device: str | torch.device | None = None) -> Meter:
