@@ -323,11 +323,9 @@ def running_backward() -> RunningBackward | None:
     if calls and _is_python_thread(here):
         return _describe_call(here, calls[-1], nested=len(calls) > 1)
     frames = sys._current_frames()
-    waiting = [
-        (thread, found)
-        for thread, top in frames.items()
-        if thread != here and (found := _engine_calls(top))
-    ]
+    # A frame that holds itself would hold the caller's tensors until the next collection.
+    frames.pop(here, None)
+    waiting = [(thread, found) for thread, top in frames.items() if (found := _engine_calls(top))]
     if len(waiting) != 1:
         return None
     thread, others = waiting[0]

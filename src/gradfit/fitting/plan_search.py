@@ -34,6 +34,7 @@ from gradfit.fitting.families import (
 )
 from gradfit.fitting.fixed_cost import nominal
 from gradfit.fitting.modes import Planned, WithinLimit
+from gradfit.fitting.reserved import ReservedMemory, TrialRecord, UpdateSizes
 from gradfit.fitting.tested_plan import Fitted, Shape, covered, shape_of, smaller
 from gradfit.fitting.update_rollback import UpdateSnapshot
 from gradfit.planning.api import beginning_like, plain_plan, recomputing_plan
@@ -42,7 +43,7 @@ from gradfit.planning.microbatch import even
 from gradfit.planning.plan import Plan
 from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.measure import additivity_within, choose_tiles, profile
-from gradfit.profiling.meter import meter
+from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.profile import Profile
 from gradfit.profiling.tile_choices import TileChoices
 from gradfit.recompute.follow_plan import Diverged, LooksAtData
@@ -120,6 +121,7 @@ class Planner:
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self.device = counted_device(model)  # whose memory the budget is about
         self._devices = devices_of(model.parameters())
+        self.reserved = ReservedMemory(self._devices)
         self._offload = offload
         self._reproducible = reproducible
         self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
@@ -294,7 +296,7 @@ class Planner:
                 plan = self._plan(fitted.profile, smallest.min_bytes, plan.batch_size)
         made = dataclasses.replace(
             fitted, plan=plan, peak_bytes=plan.peak_bytes, saved_bytes=None, seen=False,
-            copied=False, slack=1.0, tested_bytes=0,
+            copied=False, slack=1.0, tested_bytes=0, reserved_bytes=0, copied_reserved_bytes=0,
         )  # fmt: skip
         return self.replace(fitted, **vars(self._covered(made, limit)))
 
@@ -567,7 +569,7 @@ class Planner:
         least = max(tried.peak_bytes, plan.peak_bytes, found.measuring_bytes)
         if max(tried.peak_bytes, found.measuring_bytes) <= limit_bytes:
             return self._fastest([tried], batch)
-        raise self._infeasible(plan, least, cut=found.splittable)
+        raise self._infeasible(tried.plan, least, cut=found.splittable)
 
     def _fit_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted:
         """The operations depend on the data, so no plan can name them: evict online, in
@@ -620,8 +622,14 @@ class Planner:
 
     def _infeasible(self, plan: Plan, least: int, *, cut: bool) -> BudgetInfeasible:
         parts = {name: count for name, count in plan.breakdown.items() if count}
-        if least > plan.peak_bytes:  # what only measuring shows
-            parts["measuring a few rows, before the first step"] = least - plan.peak_bytes
+        if plan.reserved_bytes > plan.peak_bytes:
+            parts["segments of the device's allocator, beyond their tensors"] = (
+                plan.reserved_bytes - plan.peak_bytes
+            )
+        if least > max(plan.peak_bytes, plan.reserved_bytes):  # what only measuring shows
+            parts["measuring a few rows, before the first step"] = least - max(
+                plan.peak_bytes, plan.reserved_bytes
+            )
         parts |= {
             "copies of buffers": self._own_bytes,
             "communication buckets": self.reserved_bytes,
@@ -685,6 +693,7 @@ class Planner:
         waiting = max(0, found.optimizer_bytes - _state_bytes(self._optimizer))
         passes = update = saved = asked = 0
         looks = LooksAtData()
+        record = TrialRecord(self.reserved)
         for cut in islice(
             self.runner.cut(batch, plan.micro_batch), None if online_bytes is not None else 2
         ):
@@ -694,7 +703,10 @@ class Planner:
             # than a step's.
             held = meter(content, device=self.device).current_bytes
             rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - held)
-            with meter(self._model, self._optimizer, content, device=self.device) as live:
+            record.begin(*self.resident, content, beside=rest)
+            live = Meter(device=self.device, events=record.events)
+            live.watch(*self.resident, content)
+            with live:
                 if online_bytes is not None:
                     self._run_online(made, part, online_bytes, beside=waiting + rest)
                 else:
@@ -707,9 +719,17 @@ class Planner:
                     del loss, mode
             passes = max(passes, live.peak_bytes + rest)
             update = live.current_bytes + rest + found.optimizer_burst_bytes
-        peak = max(passes, update) + waiting
+        sizes = UpdateSizes.of(self._model, self._optimizer, waiting, found.optimizer_burst_bytes)
+        reserved = record.reserved_bytes(sizes, copied=False)
         return dataclasses.replace(
-            made, peak_bytes=peak, saved_bytes=saved, asked=asked, looks=looks.found
+            made,
+            plan=dataclasses.replace(plan, reserved_bytes=reserved),
+            peak_bytes=max(max(passes, update) + waiting, reserved),
+            reserved_bytes=reserved,
+            copied_reserved_bytes=record.reserved_bytes(sizes, copied=True),
+            saved_bytes=saved,
+            asked=asked,
+            looks=looks.found,
         )
 
     def _run_online(self, made: Fitted, part: Part, limit_bytes: int, *, beside: int) -> None:
