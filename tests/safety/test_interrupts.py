@@ -22,6 +22,10 @@ from gradfit.batches.snapshot import trials_end, untouched
 from gradfit.interrupts import uninterrupted
 from gradfit.tape import generators
 
+# Python drops what is raised in a callback of a weak reference, of which torch's compiler has some
+# for tensors of other tests: then the work just goes on.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 KINDS = ("step", "fit", "profile", "audit", "scopes", "saves")
 
 

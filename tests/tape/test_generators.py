@@ -25,7 +25,7 @@ _DRAWS: dict[str, Any] = {
     "bernoulli_": lambda p, g: torch.empty(5, 4).bernoulli_(p, generator=g),
     "multinomial": lambda p, g: torch.multinomial(p, 4, generator=g),
     "normal": lambda p, g: torch.normal(p, p, generator=g),
-    "normal of a shape": lambda p, g: torch.normal(0.0, 1.0, (5, 4), generator=g),
+    "normal of a shape": lambda p, g: torch.normal(0.0, 1.0, (5, 4), generator=g, device=p.device),
     "uniform_": lambda p, g: torch.empty(5, 4).uniform_(generator=g),
     "normal_": lambda p, g: torch.empty(5, 4).normal_(generator=g),
     "exponential_": lambda p, g: torch.empty(5, 4).exponential_(generator=g),

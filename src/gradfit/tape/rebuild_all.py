@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from gradfit.choices import REBUILD
 from gradfit.tape.decisions import Decision
+from gradfit.tape.segments import assign_segments
 from gradfit.tape.stream import new_bytes
-from gradfit.tape.values import Segment, Tape
+from gradfit.tape.values import Segment, Tape, Value
 
+_SEGMENTS = 4  # quotas, which rebuilding may take beside the gradients in flight
 _FEW = 300  # operations that can be rebuilt one by one: their replays grow with the square
 
 
@@ -20,7 +24,8 @@ class RebuildAll:
 
     What leads from one segment to another is retained once it is rebuilt. Where most bytes are of
     results that fill a segment alone, that would be nearly everything: then nothing is retained,
-    and each value is rebuilt from the beginning whenever it is needed.
+    and each value is rebuilt from the beginning whenever it is needed. Once the forward is known
+    whole, `end_forward` cuts it again, where the least leads over.
     """
 
     def __init__(self, quota_bytes: float, tape: Tape, segment: Segment) -> None:
@@ -41,3 +46,16 @@ class RebuildAll:
             return None
         self._filled = 0.0
         return Decision((REBUILD,) * len(results), Segment(self._around))
+
+    def end_forward(self, saved: Iterable[Value]) -> None:
+        """Nothing more will be decided.
+
+        Args:
+            saved: the values that backward will ask for.
+        """
+        saved = list(saved)
+        has_scopes = any(value.segment.scope is not None for value in saved)  # of the user's own
+        if math.isinf(self._quota) or has_scopes:
+            return
+        needed = assign_segments(saved, self._around)
+        self._tape.retains = self._operations > _FEW or needed < _SEGMENTS * self._quota
