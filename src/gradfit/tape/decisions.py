@@ -14,7 +14,7 @@ from gradfit.tape.stream import results_of
 from gradfit.tape.values import Segment
 
 
-class Decision(NamedTuple):
+class TapeDecision(NamedTuple):
     """What becomes of the results of one operation."""
 
     choices: tuple[Choice, ...] | None
@@ -25,7 +25,7 @@ class Decision(NamedTuple):
     """Nothing that comes after it will be rebuilt."""
 
 
-ALL_KEPT = Decision(None)
+ALL_KEPT = TapeDecision(None)
 ALL = (KEEP,)  # of `Decisions.of`: all results are kept, however many they are
 
 
@@ -39,7 +39,7 @@ class Policy(Protocol):
 
     def decide(
         self, func: Any, results: list[torch.Tensor], args: Any, kwargs: Any
-    ) -> Decision | None:
+    ) -> TapeDecision | None:
         """Asked once for each operation, after it ran as `func(*args, **kwargs)`; None: rebuild all
         its results.
         """

@@ -23,7 +23,7 @@ from gradfit.tape.storage_table import (
     each_once,
     next_index,
 )
-from gradfit.tape.values import Operation, Value, nothing
+from gradfit.tape.values import TapeOperation, TapeValue, nothing
 from gradfit.tape.version_counters import only_recorded_writes
 from gradfit.tape.written_slices import is_small_slice
 
@@ -76,7 +76,7 @@ class WriteRecorder:
             return out
         op.random_state = random_state
         op.written = (old,)
-        value = Value(
+        value = TapeValue(
             key, old.geometry, self._table.segment, op, -1, target._version, forward_tensor,
             death_watch,
         )  # fmt: skip
@@ -89,8 +89,8 @@ class WriteRecorder:
         return out
 
     def _open_method(
-        self, func: Any, info: OpInfo, args: Any, kwargs: Any, old: Value
-    ) -> Operation | None:
+        self, func: Any, info: OpInfo, args: Any, kwargs: Any, old: TapeValue
+    ) -> TapeOperation | None:
         inputs = [old]
         references: list[Any] = [old]
         named = NO_KWARGS
@@ -101,7 +101,7 @@ class WriteRecorder:
                 named = self._table.refer_kwargs(kwargs, inputs)
         except Untrackable:  # rule 5
             return None
-        return Operation(next_index(), func, info, references, named, each_once(inputs))
+        return TapeOperation(next_index(), func, info, references, named, each_once(inputs))
 
     def _run_on_unknown(self, func: Any, info: OpInfo, args: Any, kwargs: Any, key: int) -> Any:
         """Unknown before, unknown after: a counter of batches, mostly."""
@@ -158,8 +158,8 @@ class WriteRecorder:
         args: Any,
         kwargs: Any,
         keys: list[int],
-        olds: list[Value | None],
-    ) -> Operation | None:
+        olds: list[TapeValue | None],
+    ) -> TapeOperation | None:
         """The operation, if it can be replayed: on storages of the table, each written once."""
         present = [old for old in olds if old is not None]
         if not info.recordable or len(present) < len(olds) or len(set(keys)) < len(keys):
@@ -169,7 +169,7 @@ class WriteRecorder:
                 old.unwritten = None  # written to, not read
         return self._table.open_operation(func, info, args, kwargs)
 
-    def _drop_olds(self, keys: list[int], olds: list[Value | None]) -> None:
+    def _drop_olds(self, keys: list[int], olds: list[TapeValue | None]) -> None:
         for key, old in zip(keys, olds, strict=True):
             self._values.pop(key, None)
             self._table.roots.pop(key, None)
@@ -179,7 +179,7 @@ class WriteRecorder:
 
     def _add(
         self,
-        op: Operation,
+        op: TapeOperation,
         targets: list[torch.Tensor],
         keys: list[int],
         returned: Results,

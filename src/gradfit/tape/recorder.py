@@ -53,7 +53,7 @@ from gradfit.tape.storage_table import (
     next_index,
 )
 from gradfit.tape.stream import results_of
-from gradfit.tape.values import Operation, Scratch, Segment, Slice, Tape, Value, geometry_of
+from gradfit.tape.values import Scratch, Segment, Slice, Tape, TapeOperation, TapeValue, geometry_of
 
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
@@ -96,7 +96,7 @@ class Recorder:
         *,
         tape: Tape | None = None,
         widen_segments: bool = True,
-        recorded: Callable[[Operation], object] | None = None,
+        recorded: Callable[[TapeOperation], object] | None = None,
     ) -> None:
         self.tape = Tape() if tape is None else tape
         self.table = StorageTable(
@@ -297,7 +297,7 @@ class Recorder:
         if self._dead:
             self.table.remove_dead()
         values = self._values
-        inputs: list[Value] = []
+        inputs: list[TapeValue] = []
         references: list[Any] = []
         try:
             for argument in args:
@@ -343,7 +343,7 @@ class Recorder:
             return
         if len(inputs) > FEW:
             inputs = each_once(inputs)
-        op = Operation(next_index(), func, info, references, named, inputs)
+        op = TapeOperation(next_index(), func, info, references, named, inputs)
         op.random_state = random_state
         if choices is not None and results is not None and len(choices) != len(new):
             choices = choices_for(new, choices, results)
@@ -356,7 +356,7 @@ class Recorder:
             self.table.register(op)
 
 
-def _new_results(out: Any, inputs: list[Value]) -> Results:
+def _new_results(out: Any, inputs: list[TapeValue]) -> Results:
     """Of several results, those that do not lie in an input's storage."""
     given = {value.key for value in inputs}
     new: Results = []

@@ -20,7 +20,7 @@ from gradfit.tape.decisions import SaveObserver
 from gradfit.tape.overwritten import overwritten
 from gradfit.tape.storage import Untrackable, key_of, place_of
 from gradfit.tape.storage_table import StorageTable, is_view_of_parameter
-from gradfit.tape.values import Geometry, Handle, OfSubclass, Tape, Value, shaped
+from gradfit.tape.values import Geometry, Handle, OfSubclass, Tape, TapeValue, shaped
 from gradfit.tape.version_counters import version_of
 from gradfit.tape.written_slices import is_small_slice, part_of, whole_of
 
@@ -139,7 +139,7 @@ class SavedTensors:
             return OfSubclass(self.pack(detached(tensor)), tensor)
         return self._pack_root(tensor) if value is None else self._pack_written(value, tensor)
 
-    def _pack_written(self, value: Value, tensor: torch.Tensor) -> Any:
+    def _pack_written(self, value: TapeValue, tensor: torch.Tensor) -> Any:
         """`pack` where somebody has written to the storage since its operation returned it, or
         nobody ever has.
         """
@@ -160,7 +160,7 @@ class SavedTensors:
             geometry = None
         return self._handle(present, geometry, tensor, forward_tensor)
 
-    def _present(self, value: Value, tensor: torch.Tensor) -> Value | None:
+    def _present(self, value: TapeValue, tensor: torch.Tensor) -> TapeValue | None:
         """What the storage holds now; memory that nobody has written is held from now on."""
         if value.unwritten is None and value.version == tensor._version and not value.write_pending:
             return value
@@ -173,7 +173,7 @@ class SavedTensors:
                 self.copying = False
         return present
 
-    def _part(self, value: Value, tensor: torch.Tensor) -> Value | None:
+    def _part(self, value: TapeValue, tensor: torch.Tensor) -> TapeValue | None:
         """What is saved of a storage that is written slice by slice: see `written_slices.py`."""
         if value.position >= 0 or value.op is None or not value.op.slices:
             return None
@@ -189,7 +189,7 @@ class SavedTensors:
 
     def _handle(
         self,
-        value: Value,
+        value: TapeValue,
         geometry: Geometry | None,
         tensor: torch.Tensor,
         forward_tensor: torch.Tensor | None,
@@ -206,7 +206,7 @@ class SavedTensors:
         return handle
 
     def _hold_evictable(
-        self, value: Value, tensor: torch.Tensor, forward_tensor: torch.Tensor | None
+        self, value: TapeValue, tensor: torch.Tensor, forward_tensor: torch.Tensor | None
     ) -> None:
         """Autograd saves it for the first time: it is there until somebody needs the memory."""
         if forward_tensor is tensor:
@@ -244,7 +244,7 @@ class SavedTensors:
             if self._table.segment.scope is not None:
                 self._table.segment.scope.note_kept(tensor.untyped_storage().nbytes())
 
-    def _count_freed(self, value: Value, tensor: torch.Tensor) -> None:
+    def _count_freed(self, value: TapeValue, tensor: torch.Tensor) -> None:
         scope = self._table.segment.scope
         if scope is None:
             return
@@ -259,7 +259,7 @@ def _pack_untracked(tensor: torch.Tensor) -> Any:
     return (tensor.detach() if tensor.grad_fn is not None else tensor, version_of(tensor))
 
 
-def _all_of(value: Value, tensor: torch.Tensor, whole: torch.Tensor | None) -> torch.Tensor:
+def _all_of(value: TapeValue, tensor: torch.Tensor, whole: torch.Tensor | None) -> torch.Tensor:
     """All of a value's result, of which `tensor` may be a view."""
     return shaped(detached(tensor), value.geometry) if whole is None else detached(whole)
 
