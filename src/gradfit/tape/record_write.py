@@ -67,7 +67,7 @@ class WriteRecorder:
         out = info.call(*args, **kwargs)
         choices = None
         if self._decisions.policy is not None:
-            choices = self._decisions.of(func, info, args, kwargs, out)[1]
+            choices = self._decisions.choices_for(func, [target], args, kwargs)
         death_watch, forward_tensor = old.death_watch, old.forward_tensor
         old.death_watch, old.forward_tensor = None, nothing
         if op is None or (choices is not None and choices[0] in _NOT_WRITTEN_DOWN):
@@ -137,7 +137,8 @@ class WriteRecorder:
             self._table.before_write(key, target, old, counted_before)
         out = info.call(*args, **kwargs)
         if info.writes_lists:
-            # torch itself does not while a dispatch mode is at work (torch 2.13).
+            # torch (2.10 to 2.13) does not count these writes where Python is called below
+            # autograd: https://github.com/pytorch/pytorch/pull/191154.
             increment_version(targets)
         returned = _new_results(out, args, keys, targets)
         results, choices = self._decisions.of(func, info, args, kwargs, out)

@@ -2,6 +2,8 @@
 
 A storage's tensors and their views share one counter, with three exceptions: a tensor that was made
 under inference mode has none, `.data` counts for itself, and so does each result of `unsafe_split`.
+And a view that is made below autograd, as in a dispatch mode, counts for itself where nothing is
+done about it: https://github.com/pytorch/pytorch/issues/96319.
 """
 
 from __future__ import annotations
