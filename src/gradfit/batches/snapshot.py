@@ -259,14 +259,14 @@ class untouched:  # noqa: N801  (as torch.no_grad)
                 self._before = None
 
 
-class _Open(threading.local):
+class _OpenTrials(threading.local):
     """The trials that this thread is in, outer ones first."""
 
     def __init__(self) -> None:
         self.trials: list[Snapshot] = []
 
 
-_open = _Open()
+_open = _OpenTrials()
 
 
 class trials_end:  # noqa: N801  (as torch.no_grad)

@@ -47,10 +47,10 @@ def selftest(
             f"--device {device!r} is no device of torch: {error}. Pass cpu, or cuda:0."
         ) from None
     with warnings_as_notes(), working("checking"):
-        found = run_selftest(where)
-    (out / "selftest.json").write_text(found.to_json())
-    (out / "selftest.html").write_text(found.page())
-    print_result(found.to_json() if json else str(found))
+        results = run_selftest(where)
+    (out / "selftest.json").write_text(results.to_json())
+    (out / "selftest.html").write_text(results.page())
+    print_result(results.to_json() if json else str(results))
     note(f"written: {out / 'selftest.json'}, {out / 'selftest.html'}")
-    if not found.passed:
+    if not results.passed:
         raise typer.Exit(1)
