@@ -324,9 +324,9 @@ def running_backward() -> RunningBackward | None:
         return _describe_call(here, calls[-1], nested=len(calls) > 1)
     frames = sys._current_frames()
     waiting = [
-        (thread, found)
+        (thread, inside)
         for thread, top in frames.items()
-        if thread != here and (found := _engine_calls(top))
+        if thread != here and (inside := _engine_calls(top))
     ]
     if len(waiting) != 1:
         return None

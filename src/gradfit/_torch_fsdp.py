@@ -345,7 +345,7 @@ def _of_its_own_type(gradient: Any) -> Tensor:
     over.
     """
     shape, stride = gradient.shape, gradient.stride()
-    made: Tensor = type(gradient).from_local(
+    typed: Tensor = type(gradient).from_local(
         gradient._local_tensor,
         gradient.device_mesh,
         gradient.placements,
@@ -353,7 +353,7 @@ def _of_its_own_type(gradient: Any) -> Tensor:
         shape=shape,
         stride=stride,
     )
-    return made
+    return typed
 
 
 def initialise(modules: list[Any]) -> None:

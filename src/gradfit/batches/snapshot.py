@@ -299,11 +299,11 @@ def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Each module once. `model.modules()` gives the same, and takes longer than all the rest of a
     snapshot.
     """
-    found: dict[int, torch.nn.Module] = {}
+    by_id: dict[int, torch.nn.Module] = {}
     left = [model]
     while left:
         module = left.pop()
-        if id(module) not in found:
-            found[id(module)] = module
+        if id(module) not in by_id:
+            by_id[id(module)] = module
             left.extend(child for child in module._modules.values() if child is not None)
-    return list(found.values())
+    return list(by_id.values())

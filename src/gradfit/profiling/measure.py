@@ -92,8 +92,8 @@ def profile(
             vocabulary.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
-    >>> found = profile(model, lambda m, x: m(x).square().mean(), torch.ones(4, 8))
-    >>> [operation.name for operation in found.operations][:2]
+    >>> measured = profile(model, lambda m, x: m(x).square().mean(), torch.ones(4, 8))
+    >>> [operation.name for operation in measured.operations][:2]
     ['aten.addmm.default', 'aten.gelu.default']
     """
     check_arguments(model, loss_fn, split=split, fake=fake)

@@ -355,9 +355,9 @@ class Trace(OperationListener):
             value = (
                 self._newest.get(storage_key(tensor)) if tensor.layout is torch.strided else None
             )
-            made = None if value is None else self.values[value].operation
-            if value is not None and made is not None:
-                self.operations[made].replayable = False
+            operation = None if value is None else self.values[value].operation
+            if value is not None and operation is not None:
+                self.operations[operation].replayable = False
                 self._boundaries.add(value)
 
     def _let_boundaries_go(self) -> None:
