@@ -50,12 +50,7 @@ def demo(json: Json = False, report: Page = None, debug: Debug = False) -> None:
     """
     started = time.perf_counter()
     page = report if report is not None else _PAGE
-    try:
-        page.absolute().parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise MisuseError(
-            f"Cannot make {str(page.parent)!r}: {error.strerror}. Pass --report with another path."
-        ) from None
+    _make_folder(page)
     note(
         "A GPT on 44 kB of prose, twice the same batches, twice the same process with the same cap"
         " on its memory."
@@ -104,6 +99,15 @@ def demo(json: Json = False, report: Page = None, debug: Debug = False) -> None:
         print_result(f"page: {page}   ({format_seconds(time.perf_counter() - started)})")
     if not result:
         raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _make_folder(page: Path) -> None:
+    try:
+        page.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MisuseError(
+            f"Cannot make {str(page.parent)!r}: {error.strerror}. Pass --report with another path."
+        ) from None
 
 
 def _run_plain() -> dict[str, Any]:

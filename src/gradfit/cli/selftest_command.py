@@ -40,12 +40,7 @@ def selftest(
         raise MisuseError(
             f"There is no directory {str(out)!r} for --out. Make it, or pass another."
         )
-    try:
-        where = None if device is None else torch.device(device)
-    except RuntimeError as error:
-        raise MisuseError(
-            f"--device {device!r} is no device of torch: {error}. Pass cpu, or cuda:0."
-        ) from None
+    where = None if device is None else _read_device(device)
     with warnings_as_notes(), working("checking"):
         results = run_selftest(where)
     (out / "selftest.json").write_text(results.to_json())
@@ -54,3 +49,12 @@ def selftest(
     note(f"written: {out / 'selftest.json'}, {out / 'selftest.html'}")
     if not results.passed:
         raise typer.Exit(1)
+
+
+def _read_device(device: str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise MisuseError(
+            f"--device {device!r} is no device of torch: {error}. Pass cpu, or cuda:0."
+        ) from None

@@ -80,8 +80,8 @@ class Work:
             raise MisuseError(
                 f"How much memory {self.device} has free is not known. Pass --memory."
             )
-        is_shared = ranks is not None and self.device.type == "cpu"
-        sharing = ranks.size_here if ranks is not None and is_shared else 1
+        # an accelerator is a rank's own, the host's memory is not
+        sharing = ranks.size_here if ranks is not None and self.device.type == "cpu" else 1
         return int(free * _SHARE / sharing)
 
     def profile(self, batch: Any, *, tile: bool = True) -> Profile:

@@ -15,7 +15,7 @@ from gradfit.profiling.profile import Profile
 from gradfit.report.charts import Chart, Series, draw
 from gradfit.report.curves import plain_peak_bytes, thin
 from gradfit.report.exactness import exactness_tile
-from gradfit.report.report_record import Report
+from gradfit.report.report_record import Curve, Report
 from gradfit.report.tables import memory_bars, plan_table
 from gradfit.report.tradeoff import trade_off
 from gradfit.units import format_bytes
@@ -167,16 +167,16 @@ def _facts_of_plan(report: Report, plan: Plan) -> list[tuple[str, str]]:
     return facts
 
 
+def _curve(name: str, kind: str, curve: Curve) -> Series:
+    return Series(name, kind, [(s, float(b)) for s, b in thin(curve)], steps=True)
+
+
 def _timeline(report: Report) -> str:
     curves = [
-        (report.plain_label, "plain", thin(report.plain_curve)),
-        (report.planned_label, "planned", thin(report.planned_curve)),
+        _curve(report.plain_label, "plain", report.plain_curve),
+        _curve(report.planned_label, "planned", report.planned_curve),
     ]
-    series = [
-        Series(name, kind, [(s, float(b)) for s, b in c], steps=True)
-        for name, kind, c in curves
-        if c
-    ]
+    series = [one for one in curves if one.points]
     if not series:
         return ""
     peaks = "; ".join(f"{s.name}: peak {format_bytes(max(y for _, y in s.points))}" for s in series)

@@ -42,16 +42,17 @@ def memory_bars(profile: Profile, plan: Plan | None, attribute: str) -> str:
     top = max((max(a, b) for _, a, b in rows), default=0) or 1
     title = "module" if attribute == "module" else "source line"
     head = f'<th scope="col">{title}</th><th scope="col">plain, batch {batch}</th>'
-    bars = [[_bar(a, top, "plain")] for _, a, _ in rows]
+    kinds = ["plain"]
     if plan is not None:
         head += f'<th scope="col">kept by the plan, micro-batch {plan.micro_batch}</th>'
-        bars = [[_bar(a, top, "plain"), _bar(b, top, "planned")] for _, a, b in rows]
-    labels = [escape(label) for label, _, _ in rows]
-    body = "".join(
-        f'<tr><th scope="row">{label}</th>{"".join(cells)}</tr>'
-        for label, cells in zip(labels, bars, strict=True)
-    )
+        kinds.append("planned")
+    body = "".join(_bar_row(label, counts, kinds, top) for label, *counts in rows)
     return f'<table class="bars"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _bar_row(label: str, counts: Sequence[int], kinds: Sequence[str], top: int) -> str:
+    bars = "".join(_bar(count, top, kind) for count, kind in zip(counts, kinds, strict=False))
+    return f'<tr><th scope="row">{escape(label)}</th>{bars}</tr>'
 
 
 class _Places:

@@ -98,9 +98,8 @@ def trade_off(report: Report) -> tuple[str, str] | None:
         log=True,
     )
     said = f'<output class="said" id="frontier-said">{escape(points[-1].text)}</output>'
-    return draw(chart) + said + _table(
-        [*front, chosen] if own and chosen is not None else front
-    ), _lead(report, own)
+    listed = [*front, chosen] if own and chosen is not None else front
+    return draw(chart) + said + _table(listed), _lead(report, own)
 
 
 def _points(
