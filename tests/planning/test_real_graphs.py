@@ -19,7 +19,7 @@ from torch import nn
 
 import gradfit as gf
 from gradfit.planning.solver import FastSolver
-from gradfit.tape.mask import MASK
+from gradfit.tape.dropout_mask import MASK
 
 
 class Block(nn.Module):

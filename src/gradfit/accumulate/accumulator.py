@@ -309,7 +309,7 @@ class GradientAccumulator(NotCopied):
             return False
         window = self.window
         with window.turn:
-            return window.settled is not None and window.settled.backward(loss, weight)
+            return window.settled is not None and window.settled.backward(window, loss, weight)
 
     def _backward_one(self, loss: Tensor | None, weight: Number | Tensor, reduction: str) -> None:
         read_choice(reduction, "reduction", ("mean", "sum"))

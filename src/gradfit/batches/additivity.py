@@ -103,6 +103,20 @@ def measure_additivity(
     return measured
 
 
+def has_count(model: nn.Module, loss_fn: LossFunction, batch: Any) -> bool:
+    """Whether the loss comes with a count of its own, by one forward that keeps no activation.
+
+    Args:
+        model: its buffers and generators are the caller's to put back.
+        loss_fn: as for `fit`.
+        batch: what to call it with.
+    """
+    with eager_functions(), without_activations(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = loss_fn(model, unmarked(batch))
+    return read_loss(result, 1).count is not None
+
+
 def batch_norm_reason(names: Sequence[str]) -> str:
     """Why a model with these modules is not cut."""
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

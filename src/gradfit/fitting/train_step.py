@@ -274,9 +274,16 @@ class TrainStep(NotCopied):
         def take_back() -> bool:
             return self._take_back(before)
 
-        return self._recovery.repeat(
-            fitted, batch, attempt, take_back, self.accumulator.ranks.failed
-        )
+        with self._planner.reserved.capped(
+            self.budget_bytes,
+            batch,
+            self.model,
+            self.optimizer,
+            final=fitted.seen,
+        ):
+            return self._recovery.repeat(
+                fitted, batch, attempt, take_back, self.accumulator.ranks.failed
+            )
 
     def _snapshot(self) -> Snapshot:
         """What to go back to; copying the buffers may be what there is no memory for, until the
@@ -363,7 +370,8 @@ class TrainStep(NotCopied):
         watching.watch(self.model, self.optimizer, call.batch)
         with watching as live:
             result = self._update(call, fitted, attempt, live)
-        peak = max(live.peak_bytes, fitted.peak_bytes) if fitted.seen else live.peak_bytes
+        peak = max(live.peak_bytes, fitted.reserved_bytes)
+        peak = max(peak, fitted.peak_bytes) if fitted.seen else peak
         size = max(batch_bytes, fitted.seen_bytes)
         self._fitted = self._planner.replace(
             self._fitted, peak_bytes=peak, seen=whole, seen_bytes=size
@@ -385,7 +393,11 @@ class TrainStep(NotCopied):
             loss=loss,
             stepped=result.stepped,
             grad_norm=result.grad_norm,
-            peak_bytes=(live.peak_bytes if live is not None else fitted.peak_bytes)
+            peak_bytes=(
+                max(live.peak_bytes, fitted.reserved_bytes)
+                if live is not None
+                else fitted.peak_bytes
+            )
             + planner.reserved_bytes,
             micro_batches=result.micro_batches,
             weight=result.weight,

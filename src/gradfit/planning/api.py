@@ -76,8 +76,10 @@ def plan(
     if not best:
         error = _infeasible(_least_demanding(searches), budget, batch_size, micro_batch)
         raise error if tile else _with_tiles_named(error, profile, size, batch_size)
-    choice, search = min(best, key=lambda one: one[0].step_seconds)
-    return _with_alternatives(_plan(search, choice, budget), choice)
+    plans = [(_plan(search, choice, budget), choice) for choice, search in best]
+    # tiles only where memory is short, whatever the clock said of them
+    untiled = [(made, choice) for made, choice in plans if made.tiles is None and not made.is_short]
+    return _with_alternatives(*min(untiled or plans, key=lambda one: one[1].step_seconds))
 
 
 def _check_micro_batch(profile: Profile, size: int, micro_batch: int | None) -> None:

@@ -13,6 +13,8 @@ from gradfit import records
 from gradfit.tiling.tiles import Tiles
 from gradfit.units import NO_BUDGET, format_bytes, format_seconds
 
+_LITTLE = 0.02  # extra time below this is none
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
@@ -80,6 +82,8 @@ class Plan:
         predicted: whether the profile was made on fake tensors.
         seconds_measured: whether `step_seconds` was measured by running the plan.
         versions: of torch and Python, where the profile was made.
+        reserved_bytes: predicted: most bytes that the device's caching allocator has reserved in a
+            step, by which a budget is held there; 0 where its backend does not say.
         online: why micro-batches do not follow the plan, and what to drop is decided while they
             run; "" if they do.
         tiles: what is cut along tokens, so that gradients are equal up to the rounding of a sum;
@@ -116,6 +120,8 @@ class Plan:
     tiles: Tiles | None = None
     # why micro-batches do not follow the plan, and what to drop is decided while they run
     online: str = ""
+    # what the device's allocator will have reserved, by a trial's sequence of allocations
+    reserved_bytes: int = 0
 
     @cached_property
     def memo(self) -> dict[str, Any]:
@@ -133,6 +139,11 @@ class Plan:
     def extra_seconds(self) -> float:
         """Seconds per step that recomputation and transfers add."""
         return self.step_seconds - self.plain_seconds
+
+    @property
+    def is_short(self) -> bool:
+        """Whether memory is short: something is cut or recomputed, and that takes time."""
+        return self.steps > 1 or self.extra_fraction > _LITTLE
 
     @property
     def extra_fraction(self) -> float:
@@ -205,6 +216,10 @@ class Plan:
             ),
             f"the predicted peak is {self.peak_at}: {_parts(self.breakdown)}",
         ]
+        if self.reserved_bytes:
+            lines.append(
+                f"predicted to be reserved on the device: {format_bytes(self.reserved_bytes)}"
+            )
         if self.tiles is not None:
             lines.append(
                 f"{self.tiles}: gradients are equal to the untiled ones up to the rounding of a"

@@ -159,7 +159,10 @@ def tensors_there(model: torch.nn.Module, batch: Any) -> list[torch.Tensor]:
     """The tensors of a batch that are on the device whose memory is counted."""
     device = counted_device(model)
     return [
-        tensor for tensor in leaves(batch) if device is None or tensor.device.type == device.type
+        tensor
+        for tensor in leaves(batch)
+        # what has only a shape yet will be where the model is
+        if device is None or tensor.device.type in (device.type, "meta")
     ]
 
 

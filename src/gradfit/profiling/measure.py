@@ -45,6 +45,7 @@ _Timed = TracedOp | TracedNode
 _ROUNDS, _MORE_ROUNDS = 2, 5  # the least of so many measurements: a machine is never alone
 _SHORT_SECONDS = 0.1  # what takes less than this is measured more often
 _LONG_SECONDS = 0.25  # passes that take so long are timed twice
+_PLENTY_SECONDS = 2.0  # a forward that takes so long is watched once
 # in all those measurements; where there are more, operations alike measure each other
 _FEW_OPERATIONS = 1000
 
@@ -544,8 +545,9 @@ def _forward_seconds(trace: Trace) -> float:
 
 
 def _rounds(trace: Trace) -> int:
-    if _forward_seconds(trace) >= _SHORT_SECONDS:
-        return _ROUNDS
+    spent = _forward_seconds(trace)
+    if spent >= _SHORT_SECONDS:
+        return _ROUNDS if spent < _PLENTY_SECONDS else 1
     return max(_ROUNDS, min(_MORE_ROUNDS, _FEW_OPERATIONS // max(1, len(trace.operations))))
 
 

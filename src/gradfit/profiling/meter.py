@@ -35,10 +35,20 @@ class Meter(OperationListener):
     Args:
         timeline: also write down bytes after each operation.
         device: count tensors of this device only; None: of all.
+        events: a list that gets what is allocated and freed, in order: (a storage's number, its
+            bytes, its device's index), and (number, -1, -1) when it is freed. Of what was watched
+            it is only that.
     """
 
-    def __init__(self, *, timeline: bool = False, device: str | torch.device | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        timeline: bool = False,
+        device: str | torch.device | None = None,
+        events: list[tuple[int, int, int]] | None = None,
+    ) -> None:
         super().__init__()
+        self.events = events
         self.current_bytes = 0
         self.peak_bytes = 0
         self.timeline: list[tuple[float, int]] | None = (
@@ -59,6 +69,8 @@ class Meter(OperationListener):
                 meter = this()
                 if meter is not None:
                     meter._change(-storage.nbytes)
+                    if meter.events is not None:
+                        meter.events.append((storage.key, -1, -1))
 
         self._dead = dead
 
@@ -84,9 +96,13 @@ class Meter(OperationListener):
         Args:
             tensors: what to count from now on, each storage once.
         """
-        for tensor in tensors_in(tensors):
-            self.about_fakes |= isinstance(tensor, FakeTensor)
-            self._see(tensor)
+        events, self.events = self.events, None
+        try:
+            for tensor in tensors_in(tensors):
+                self.about_fakes |= isinstance(tensor, FakeTensor)
+                self._see(tensor)
+        finally:
+            self.events = events
 
     def reset_peak(self) -> None:
         """Start a new peak from what is live now."""
@@ -100,7 +116,7 @@ class Meter(OperationListener):
             return None
         return int(torch.accelerator.max_memory_allocated())
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and count what it returns."""
         out = func(*args, **kwargs)
         self._see_all(out)
@@ -126,22 +142,29 @@ class Meter(OperationListener):
             return
         counted = self._live.get(key)
         if counted is not None:
-            self._resize(counted, tensor.untyped_storage().nbytes())
+            self._resize(counted, tensor)
         elif self.device is None or tensor.device.type == self.device.type:
-            self._count(key, tensor.untyped_storage())
+            self._count(key, tensor)
 
-    def _resize(self, counted: _CountedStorage, nbytes: int) -> None:
+    def _resize(self, counted: _CountedStorage, tensor: torch.Tensor) -> None:
         """Count a storage that was resized in place with its new size."""
+        nbytes = tensor.untyped_storage().nbytes()
         if counted.nbytes != nbytes:
             self._change(nbytes - counted.nbytes)
             counted.nbytes = nbytes
+            if self.events is not None:
+                key = counted.key
+                self.events += [(key, -1, -1), (key, nbytes, tensor.get_device())]
 
-    def _count(self, key: int, storage: torch.UntypedStorage) -> None:
+    def _count(self, key: int, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
         entry = watch_storage(storage, self._dead, _CountedStorage)
         entry.key = key
         entry.nbytes = storage.nbytes()
         self._live[key] = entry
         self._change(entry.nbytes)
+        if self.events is not None:
+            self.events.append((key, entry.nbytes, tensor.get_device()))
 
     def _change(self, nbytes: int) -> None:
         self.current_bytes += nbytes

@@ -182,14 +182,14 @@ class _FakeTrace(Trace):
         self._roofline = roofline
         self._aside = False
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """As for a trace of a real run."""
         # a fake tensor asks for its device like this, again and again
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
         if self._aside:
             return func(*args, **kwargs)
-        return super()._hear(func, args, kwargs)
+        return super()._observe(func, args, kwargs)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
         out = func(*args, **kwargs)

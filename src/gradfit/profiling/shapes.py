@@ -19,7 +19,7 @@ from gradfit._torch_listen import DispatchMode
 from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.errors import UnsupportedOp
 from gradfit.source_line import source_line
-from gradfit.tape.ops import info_of
+from gradfit.tape.operators import info_of
 from gradfit.tape.storage import flatten, written_tensors
 
 _LARGEST_BYTES = 64 << 20  # of a tensor of whole numbers that is really made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,8 @@ def tile_choices(model: torch.nn.Module, loss_fn: Any, part: Any) -> TileChoices
     modules = find_modules(model, [name for name, is_sure in names.items() if is_sure])
     if not (names or modules) or is_tiled(model):
         return TileChoices()
-    with TiledModel(model, dict.fromkeys(names, False), Cut()) as tiled, torch.no_grad():
+    cut = Cut(_rows_of(model, names))
+    with TiledModel(model, dict.fromkeys(names, False), cut) as tiled, torch.no_grad():
         tiled.add_modules(modules, Cut(MODULE_SIZE))
         try:
             loss_fn(model, unmarked(part))
@@ -67,14 +69,19 @@ def _is_worth_cutting(head: Head) -> bool:
 def _head_tiles(model: torch.nn.Module, heads: list[Head]) -> Tiles:
     if not heads:
         return Tiles()
-    # A tile of at most the weights' own size: their gradient is there beside it.
-    rows = _within(_SMALLEST, min(_width(model, head.name) for head in heads) // 2, _LARGEST)
+    rows = _rows_of(model, [head.name for head in heads])
     parts = -(-max(head.rows for head in heads) // rows)
     return Tiles(_within(_FEWEST_PARTS, parts, _MOST_PARTS), tuple(head.name for head in heads))
 
 
 def _within(least: int, number: int, most: int) -> int:
     return min(most, max(least, number))
+
+
+def _rows_of(model: torch.nn.Module, heads: Iterable[str]) -> int:
+    """Of a tile: it takes half of the weights' own bytes, as their gradient is there beside it."""
+    widths = [_width(model, name) for name in heads]
+    return _within(_SMALLEST, min(widths, default=_LARGEST) // 2, _LARGEST)
 
 
 def _width(model: torch.nn.Module, name: str) -> int:

@@ -1,14 +1,15 @@
 """Watches one micro-batch run: every operation, what it makes, when that dies, and what each
 backward node asks for.
 
-The run is made with everything dropped and replayed (`DropAll`), for two reasons: values die when
-Python lets go of them, which is what a planner must know, and a model can be watched in far less
-memory than it needs plainly.
+The run is made with everything dropped and replayed (`RebuildAll`), for two reasons: values die
+when Python lets go of them, which is what a planner must know, and a model can be watched in far
+less memory than it needs plainly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,14 +28,13 @@ from gradfit.interrupts import uninterrupted
 from gradfit.profiling.clock import OperationClock
 from gradfit.source_line import source_line
 from gradfit.tape import replay
-from gradfit.tape.allocate import without_content
-from gradfit.tape.drop import DropAll
-from gradfit.tape.graph import Segment
+from gradfit.tape.dropout_mask import MASK, draws_mask, pack, packed_bytes, packing_bytes
 from gradfit.tape.listener import OperationListener
-from gradfit.tape.mask import MASK, draws_mask, pack, packed_bytes, packing_bytes
-from gradfit.tape.ops import info_of
-from gradfit.tape.record import Recorder
-from gradfit.tape.save import unpack
+from gradfit.tape.operators import info_of
+from gradfit.tape.rebuild_all import RebuildAll
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.saved_tensors import unpack
+from gradfit.tape.shape_only import without_content
 from gradfit.tape.storage import (
     Untrackable,
     copying,
@@ -44,6 +44,7 @@ from gradfit.tape.storage import (
     written_tensors,
 )
 from gradfit.tape.stream import results_of
+from gradfit.tape.values import Handle, Segment, Tape
 from gradfit.tree import leaves
 
 
@@ -108,6 +109,7 @@ class Trace(OperationListener):
         self._storages = 0
         self._forward = True
         self._node: Any = None
+        self._backward_task: int | None = None  # autograd's number for the loss's backward pass
         self._other: dict[int, _WatchedStorage] = {}  # gradients in flight
         self._other_bytes = 0  # of these, and of what FSDP2 has gathered
         self._units = fsdp.units_of(model)
@@ -118,10 +120,11 @@ class Trace(OperationListener):
         self._boundaries: set[int] = set()  # values that enter or leave a unit
         self._devices = devices_of(model.parameters())
         self._clock = OperationClock()
+        self.after_forward: Callable[[], None] | None = None  # called once, when it has ended
 
     # ----------------------------------------------------------------------------------- operations
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and note what it does."""
         if graph_task_id() != -1:
             return self._backward_op(func, args, kwargs)
@@ -266,6 +269,9 @@ class Trace(OperationListener):
     def finish_forward(self) -> None:
         """Whatever is still there survives the forward pass."""
         self._forward = False
+        if self.after_forward is not None:
+            self.after_forward()
+            self.after_forward = None
 
     def finish_backward(self) -> None:
         """Close the last node, and let go of everything that watches."""
@@ -276,7 +282,7 @@ class Trace(OperationListener):
             # after the last operation, which is backward's own: it makes the loss's gradient, 1
             if value.dies < 0:
                 value.dies = len(self.operations)
-        self._node = None
+        self._node = self.after_forward = None
         self._watchers.clear()
         self._other.clear()
         self._newest.clear()
@@ -298,7 +304,7 @@ class Trace(OperationListener):
         return out
 
     def _enter_node(self) -> None:
-        node = current_node()
+        node = self._node if self._is_nested() else current_node()
         if node is not self._node or not self.nodes:
             self._node = node
             self._begin_node("" if node is None else node.name())
@@ -309,6 +315,16 @@ class Trace(OperationListener):
         if self.nodes:
             self.nodes[-1].after_bytes = self._other_bytes
         self.nodes.append(TracedNode(name, self._other_bytes, self._other_bytes))
+
+    def _is_nested(self) -> bool:
+        """Whether a node runs a backward pass of its own, as one that works in tiles does: what it
+        has unpacked is there until its end, so all of it is that one node.
+        """
+        if self._forward:
+            return False
+        if self._backward_task is None:
+            self._backward_task = graph_task_id()
+        return graph_task_id() != self._backward_task and self._node is not None
 
     def _other_died(self, watcher: _WatchedStorage) -> None:
         if self._other.get(watcher.key) is watcher:
@@ -434,11 +450,19 @@ def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
     """Record what runs inside, forward and backward."""
     trace = Trace(model)
     around = Segment(None)
-    recorder = Recorder(Segment(around))
-    recorder.policy = DropAll(quota_bytes, recorder.tape, around)
+    tape = Tape()
+    policy = RebuildAll(quota_bytes, tape, around)
+    recorder = Recorder(Segment(around), policy, tape=tape)
+    handles: list[weakref.ref[Handle]] = []
+    trace.after_forward = lambda: policy.end_forward(
+        handle.value for reference in handles if (handle := reference()) is not None
+    )
 
     def pack(tensor: torch.Tensor) -> Any:
-        return trace.pack(tensor), recorder.pack(tensor)
+        packed = recorder.pack(tensor)
+        if type(packed) is Handle:
+            handles.append(weakref.ref(packed))
+        return trace.pack(tensor), packed
 
     def take(packed: Any) -> torch.Tensor:
         trace.unpack(packed[0])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradfit import _torch
-from gradfit.tape.graph import Handle, OfSubclass, Value
+from gradfit.tape.values import Handle, OfSubclass, Value
 from gradfit.toolbox.autograd_nodes import leaf_of
 
 
