@@ -325,7 +325,7 @@ def running_backward() -> RunningBackward | None:
     frames = sys._current_frames()
     # A frame that holds itself would hold the caller's tensors until the next collection.
     frames.pop(here, None)
-    waiting = [(thread, found) for thread, top in frames.items() if (found := _engine_calls(top))]
+    waiting = [(thread, inside) for thread, top in frames.items() if (inside := _engine_calls(top))]
     if len(waiting) != 1:
         return None
     thread, others = waiting[0]

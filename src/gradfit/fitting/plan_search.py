@@ -311,7 +311,9 @@ class Planner:
         if not self._copy_pace:
             seconds = min(self._copy_seconds() for _ in range(2))
             self._copy_pace = seconds / (changed + _state_bytes(self._optimizer))
-        return dataclasses.replace(made, plan=made.plan.later(copied * self._copy_pace))
+        return dataclasses.replace(
+            made, plan=made.plan.with_extra_seconds(copied * self._copy_pace)
+        )
 
     def _copy_seconds(self) -> float:
         wait_for(self._devices)
@@ -816,7 +818,7 @@ class Planner:
         for times, (made, part) in zip(taken, ways, strict=True):
             seconds = statistics.median(times) * made.plan.batch_size / self.runner.rows(part)
             yield dataclasses.replace(
-                made, plan=made.plan.taking(seconds + made.profile.optimizer_seconds)
+                made, plan=made.plan.with_step_seconds(seconds + made.profile.optimizer_seconds)
             )
 
     def _pass_seconds(self, made: Fitted, part: Any) -> float:

@@ -138,8 +138,7 @@ class Meter(OperationListener):
         try:
             key = storage_key(tensor)
         except (RuntimeError, NotImplementedError):
-            for part in _parts(tensor):
-                self._see(part)
+            self._see_all(_parts(tensor))
             return
         counted = self._live.get(key)
         if counted is not None:
@@ -211,7 +210,7 @@ def _check_device(device: str | torch.device | None) -> None:
         ) from None
     if kind in ("cpu", "meta") or inside_fake_mode():
         return
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    here = torch.accelerator.current_accelerator(check_available=True)
     if here is None or here.type != kind:
         there = "the CPU alone" if here is None else f"the CPU and {here.type}"
         raise MisuseError(

@@ -69,8 +69,8 @@ def predict(
     >>> with torch.device("meta"):
     ...     model = nn.Sequential(nn.Linear(50_000, 50_000), nn.GELU(), nn.Linear(50_000, 1))
     >>> batch, machine = torch.ones(4, 50_000), Hardware("80 GiB")
-    >>> found = predict(model, lambda m, x: m(x).square().mean(), batch, hardware=machine)
-    >>> found.predicted, found.parameter_bytes
+    >>> expected = predict(model, lambda m, x: m(x).square().mean(), batch, hardware=machine)
+    >>> expected.predicted, expected.parameter_bytes
     (True, 10000400004)
     """
     rows = count_rows(sample_batch, split, "sample_batch", fake=True)

@@ -307,12 +307,14 @@ class Trace(OperationListener):
         node = self._node if self._is_nested() else current_node()
         if node is not self._node or not self.nodes:
             self._node = node
-            if self._units:
-                self._take_unit_gradients()
-            if self.nodes:
-                self.nodes[-1].after_bytes = self._other_bytes
-            name = node.name() if node is not None else ""
-            self.nodes.append(TracedNode(name, self._other_bytes, self._other_bytes))
+            self._begin_node("" if node is None else node.name())
+
+    def _begin_node(self, name: str) -> None:
+        if self._units:
+            self._take_unit_gradients()
+        if self.nodes:
+            self.nodes[-1].after_bytes = self._other_bytes
+        self.nodes.append(TracedNode(name, self._other_bytes, self._other_bytes))
 
     def _is_nested(self) -> bool:
         """Whether a node runs a backward pass of its own, as one that works in tiles does: what it
@@ -368,26 +370,26 @@ class Trace(OperationListener):
         there.
         """
         for tensor in leaves(nest):
-            value = (
-                self._newest.get(storage_key(tensor)) if tensor.layout is torch.strided else None
-            )
-            made = None if value is None else self.values[value].operation
-            if value is not None and made is not None:
-                self.operations[made].replayable = False
-                self._boundaries.add(value)
+            if tensor.layout is torch.strided:
+                self._keep_at_boundary(self._newest.get(storage_key(tensor)))
+
+    def _keep_at_boundary(self, value: int | None) -> None:
+        operation = None if value is None else self.values[value].operation
+        if value is not None and operation is not None:
+            self.operations[operation].replayable = False
+            self._boundaries.add(value)
 
     def _let_boundaries_go(self) -> None:
         """It is the tape that held these through the forward: reckon that Python drops them once
         they were read.
         """
-        last = dict.fromkeys(self._boundaries, -1)
-        for index, op in enumerate(self.operations if last else ()):
-            for value in op.inputs:
-                if value in last:
-                    last[value] = index
-        for value, index in last.items():
-            if self.values[value].dies < 0:
-                self.values[value].dies = max(index, self.values[value].operation or 0)
+        if not self._boundaries:
+            return
+        last = {value: at for at, op in enumerate(self.operations) for value in op.inputs}
+        for number in self._boundaries:
+            value = self.values[number]
+            if value.dies < 0:
+                value.dies = max(last.get(number, -1), value.operation or 0)
 
     # -------------------------------------------------------------------------------- saved tensors
 
@@ -410,15 +412,18 @@ class Trace(OperationListener):
         return self._modules[-1] if self._modules else ""
 
     def enter_module(self, module: torch.nn.Module, inputs: Any) -> None:
-        if self._units and graph_task_id() == -1 and fsdp.is_unit(module):
+        if self._is_unit_of_forward(module):
             self._keep_boundary(inputs)
         self._modules.append(self._names.get(id(module), type(module).__name__))
 
     def leave_module(self, module: torch.nn.Module, _: Any, results: Any) -> None:
-        if self._units and graph_task_id() == -1 and fsdp.is_unit(module):
+        if self._is_unit_of_forward(module):
             self._keep_boundary(results)
         if self._modules:
             self._modules.pop()
+
+    def _is_unit_of_forward(self, module: torch.nn.Module) -> bool:
+        return bool(self._units) and graph_task_id() == -1 and fsdp.is_unit(module)
 
     @contextmanager
     def listening(self, model: torch.nn.Module) -> Iterator[None]:
