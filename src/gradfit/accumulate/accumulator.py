@@ -191,7 +191,7 @@ class GradientAccumulator(NotCopied):
             raise MisuseError(
                 f"enabled={value!r} in the middle of a window. Call flush() or reset() first."
             )
-        self.window.settled = None
+        self.window.settled = self.window.next_way = None
         self.window.enabled = value
 
     def __repr__(self) -> str:
@@ -291,8 +291,8 @@ class GradientAccumulator(NotCopied):
             reduction: "mean" or "sum": what the loss is of its items.
             terms: `{name: (loss_sum, count)}`, in the place of `loss` and `weight`.
         """
-        settled = self.window.settled
-        if settled is not None and terms is None and self._backward_usual(loss, weight, reduction):
+        way = self.window.settled or self.window.next_way
+        if way is not None and terms is None and self._backward_usual(loss, weight, reduction):
             return
         if isinstance(weight, str):
             weight = read_auto_weight(weight, loss, reduction)
@@ -309,7 +309,8 @@ class GradientAccumulator(NotCopied):
             return False
         window = self.window
         with window.turn:
-            return window.settled is not None and window.settled.backward(window, loss, weight)
+            way = window.settled or window.next_way
+            return way is not None and way.backward(window, loss, weight)
 
     def _backward_one(self, loss: Tensor | None, weight: Number | Tensor, reduction: str) -> None:
         read_choice(reduction, "reduction", ("mean", "sum"))
@@ -429,12 +430,15 @@ class GradientAccumulator(NotCopied):
         ask.
         """
         window = self.window
-        window.settled = None
+        way, window.settled = window.settled, None
         window.set_apart("step()")
         try:
-            return self._update.finish()
+            result = self._update.finish()
         finally:
             window.apart = None
+        if way is not None and result.stepped:
+            way.end_window(window)
+        return result
 
     def flush(self) -> StepResult:
         """Update with what there is: the partial last window, divided by what it really holds.

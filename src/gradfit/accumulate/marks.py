@@ -92,6 +92,11 @@ def disown(window: Owner, tensors: Sequence[Tensor]) -> None:
         window.claimed_at = -1
 
 
+def owns_all(window: Owner) -> bool:
+    """Whether this window was the last one to claim anything."""
+    return window.claimed_at == _claims
+
+
 def belongs_to_another(window: Owner, tensors: Sequence[Tensor]) -> bool:
     """Whether any of these tensors was claimed by another window, which is still there, since this
     one claimed them.

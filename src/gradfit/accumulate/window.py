@@ -100,6 +100,7 @@ class Window:
         self.block: int | None = None  # rule 3
         self.in_doubt = False  # rule 4
         self.settled: ShortWay | None = None  # rule 6
+        self.next_way: ShortWay | None = None  # which the first pass of the next window may take
         self.plain = NoPlainBackwards()
         # step() ends micro-batches here, so passes between two calls are one
         self.delimited = False
@@ -126,9 +127,9 @@ class Window:
         self.marks: GradientMarks | None = None
         self.settled = None
         self.in_doubt = False
-        self.plain.end_micro_batch()
-        self.plain.forget_others()
-        self.ranks.release()
+        self.plain.end_window()
+        if self.ranks is not ALONE:
+            self.ranks.release()
         if self.bare:
             disown(self, self.tensors)
 
@@ -322,7 +323,7 @@ class Window:
             tensor.grad = None if gradient is None else gradient.to(wide)
 
     def _find_ranks(self) -> None:
-        self.last_marks = self.settled = None  # of other tensors
+        self.last_marks = self.settled = self.next_way = None  # of other tensors
         self.ranks.close()
         self.ranks = ranks_of(self.tensors, self) if self.tensors else ALONE
         self.sources = self.ranks.sources(self.tensors)
@@ -462,13 +463,15 @@ class Window:
         Gradients from before the very first one are the user's own, and plain passes add to them as
         ever.
         """
+        self.next_way = None
         if self._found_alone:
             error = wrapped_since(self.tensors, self)
             if error is not None:
                 raise error
             self._found_alone = False
         claim(self, self.tensors)
-        self._drop_left()
+        if self.left is not None:
+            self._drop_left()
         if not have_no_gradient(self.sources):
             if self.bare:
                 for source in self.sources:
