@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gradfit as gf
 from gradfit.choices import HOLD
-from gradfit.tape.graph import Segment
-from gradfit.tape.ops import info_of
-from gradfit.tape.policy import Decision
-from gradfit.tape.record import Recorder
+from gradfit.tape.decisions import Decision
+from gradfit.tape.operators import info_of
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.values import Segment
 
 Step = Callable[[], None]
 

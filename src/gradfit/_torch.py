@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import operator
@@ -74,11 +75,9 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
-def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias without a graph that shares the version counter, made without passing through
-    dispatch modes.
-    """
-    return _make_subclass(_plain_tensor, tensor)
+# An alias without a graph that shares the version counter, made without passing through dispatch
+# modes. Not a function of Python's: one is made for each parameter that is read.
+detached: Callable[[torch.Tensor], torch.Tensor] = functools.partial(_make_subclass, _plain_tensor)
 
 
 def as_class(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
@@ -324,11 +323,9 @@ def running_backward() -> RunningBackward | None:
     if calls and _is_python_thread(here):
         return _describe_call(here, calls[-1], nested=len(calls) > 1)
     frames = sys._current_frames()
-    waiting = [
-        (thread, found)
-        for thread, top in frames.items()
-        if thread != here and (found := _engine_calls(top))
-    ]
+    # A frame that holds itself would hold the caller's tensors until the next collection.
+    frames.pop(here, None)
+    waiting = [(thread, found) for thread, top in frames.items() if (found := _engine_calls(top))]
     if len(waiting) != 1:
         return None
     thread, others = waiting[0]

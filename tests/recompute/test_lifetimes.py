@@ -14,9 +14,9 @@ from torch import nn
 
 import gradfit as gf
 from gradfit.choices import HOLD
-from gradfit.tape.graph import Handle, Operation, Segment, Value
-from gradfit.tape.policy import Decision
-from gradfit.tape.record import Recorder
+from gradfit.tape.decisions import Decision
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.values import Handle, Operation, Segment, Value
 
 
 @pytest.fixture(autouse=True)

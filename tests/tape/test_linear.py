@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gradfit as gf
-from gradfit.tape.graph import Value
+from gradfit.tape.values import Value
 
 _OURS = os.path.dirname(gf.__file__)
 

@@ -197,7 +197,10 @@ class PlainBackwards(NoPlainBackwards):
         if not self.passes:
             return False
         running = _torch.threads_in_backward()
-        return any(thread not in running for thread in list(self.passes.values()))
+        return any(
+            thread not in running if thread != _UNKNOWN else not running
+            for thread in list(self.passes.values())
+        )
 
     def abandon(self) -> None:
         self.passes.clear()
@@ -212,7 +215,7 @@ class PlainBackwards(NoPlainBackwards):
         if usual is not None and self._begin_usual(window, task, first):
             return 1.0
         running = _torch.running_backward()
-        thread = threading.get_ident() if running is None else running.thread
+        thread = _UNKNOWN if running is None else running.thread
         if task == -1:
             return 1.0
         owner = OWN_PASSES.get(thread)
@@ -251,7 +254,7 @@ class PlainBackwards(NoPlainBackwards):
         """A pass that no window has started; `running` is None if its call cannot be told."""
         thread = one.thread
         nested = running is not None and running.nested
-        if not nested and self._drop_dead(thread):
+        if not nested and thread != _UNKNOWN and self._drop_dead(thread):
             window.break_off()
         root = one.roots[0] if one.roots else None
         if self._is_part(thread, nested, root):
@@ -331,6 +334,9 @@ class PlainBackwards(NoPlainBackwards):
 
 
 _MOST_REMEMBERED = 64
+# The thread of a pass where several wait for the engine, which runs all of it in threads of its own
+# (on an accelerator): each task is a pass for itself, and none ends another.
+_UNKNOWN = -1
 
 
 def _make_hooks(

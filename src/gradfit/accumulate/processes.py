@@ -138,9 +138,9 @@ def ranks_of(tensors: Iterable[Tensor], window: Window) -> Alone:
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return ALONE
-    from gradfit.distributed.shared_window import together  # which needs this module
+    from gradfit.distributed.shared_window import all_ranks  # which needs this module
 
-    return together(list(tensors), window)
+    return all_ranks(list(tensors), window)
 
 
 def wrapped_since(tensors: Iterable[Tensor], window: Window) -> MisuseError | None:

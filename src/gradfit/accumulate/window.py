@@ -93,7 +93,7 @@ class Window:
         self.sources: Sequence[Any] = self.tensors  # whose `.grad` autograd adds to
         # nobody shares the tensors, as far as was looked when they were registered
         self._found_alone = True
-        self.claimed_at = -1
+        self.owns, self.written_at = False, -1  # for `marks`
         self.lock = threading.RLock()  # for a moment: counters
         self.turn = threading.RLock()  # rule 1
         self.apart: int | None = None  # rule 2
@@ -131,7 +131,7 @@ class Window:
         if self.ranks is not ALONE:
             self.ranks.release()
         if self.bare:
-            disown(self, self.tensors)
+            disown(self)
 
     # -- what it holds ----------------------------------------------------------------------------
 
@@ -260,8 +260,8 @@ class Window:
     def register_all(self, tensors: Iterable[Tensor], name: str) -> None:
         """Register tensors, all or none."""
         new = read_members(tensors, self.ids, name)
+        self.written_at = -1
         if not self.bare:
-            self.claimed_at = -1
             claim(self, [*self.tensors, *new])
         self.tensors += new
         self.ids.update(map(id, new))

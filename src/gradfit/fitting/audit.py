@@ -26,11 +26,11 @@ from gradfit.fitting.audit_digests import Digests, as_bytes
 from gradfit.fitting.batch_norms import batch_norm_note
 from gradfit.fitting.full_batch import FullBatchError, compare_with_full_batch
 from gradfit.planning.plan import Plan
-from gradfit.recompute.planned import Script, recording
+from gradfit.recompute.follow_plan import Script, recording
 from gradfit.recompute.scope import suspended
-from gradfit.tape.graph import Handle, Operation, Segment
-from gradfit.tape.record import Recorder
-from gradfit.tape.save import unpack
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.saved_tensors import unpack
+from gradfit.tape.values import Handle, Operation, Segment
 from gradfit.tiling.tile import with_tiles
 from gradfit.tree import leaves, split_batch
 

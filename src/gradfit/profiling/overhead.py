@@ -15,9 +15,9 @@ import torch
 
 from gradfit.choices import KEEP, REBUILD, Choice
 from gradfit.profiling.clock import seconds_now
-from gradfit.tape.graph import Segment
-from gradfit.tape.policy import ALL_KEPT, Decision
-from gradfit.tape.record import Recorder
+from gradfit.tape.decisions import ALL_KEPT, Decision
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.values import Segment
 
 _LINKS, _OPERATIONS_PER_LINK, _ROUNDS = 30, 3, 9
 

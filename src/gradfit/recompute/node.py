@@ -14,8 +14,8 @@ from gradfit._torch import detached
 from gradfit.arguments import read_callable, read_flag, read_instance, read_tensor
 from gradfit.errors import MisuseError
 from gradfit.tape import replay
-from gradfit.tape.graph import Operation, Tape, Value
-from gradfit.tape.known import version_of
+from gradfit.tape.values import Operation, Tape, Value
+from gradfit.tape.version_counters import version_of
 
 RecomputeFunction = Callable[[], Sequence[torch.Tensor] | torch.Tensor]
 
@@ -145,7 +145,7 @@ class CheckpointNode(GraphNode):
                     if there is None
                     else detached(there)
                 )
-                value.tensor, value.version = tensor, tensor._version
+                value.tensor, value.held_version = tensor, tensor._version
 
     def save_activations(self, *activations: torch.Tensor) -> None:
         """Hold these until `clear_saved_activations()`.
@@ -207,8 +207,10 @@ class CheckpointNode(GraphNode):
 
 def _unchanged(value: Value) -> torch.Tensor | None:
     """The tensor that the forward saw, if nobody has written to it since."""
-    tensor = value.forward_tensor()
-    return tensor if tensor is not None and 0 <= value.seen == version_of(tensor) else None
+    tensor = value.unmoved_forward_tensor()
+    if tensor is None or value.write_pending or value.version < 0:
+        return None
+    return tensor if version_of(tensor) == value.version else None
 
 
 def nodes_from(values: Iterable[Value]) -> list[CheckpointNode]:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from gradfit._torch_listen import listening, thread_settings
-from gradfit.tape import process
-from gradfit.tape.ops import view_names
+from gradfit.tape import process_settings
+from gradfit.tape.operators import view_names
 
 
 class _Open(threading.local):
@@ -33,14 +33,16 @@ class OperationListener:
     def __init__(self) -> None:
         self._contexts: list[Any] = []
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run `func(*args, **kwargs)`, and return what it returned."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:
-        context = listening(self._hear, view_names, in_engine=True, as_mode=self.about_fakes)
+        context = listening(self._observe, view_names, in_engine=True, as_mode=self.about_fakes)
         try:
-            process.recording_begins(context)  # generated code would not tell of its operations
+            process_settings.recording_begins(
+                context
+            )  # generated code would not tell of its operations
             _open.contexts.append(context)
             context.__enter__()
         except BaseException:
@@ -60,7 +62,7 @@ class OperationListener:
 def _end(context: Any) -> None:
     if context in _open.contexts:
         _open.contexts.remove(context)
-    process.recording_ends(context)
+    process_settings.recording_ends(context)
 
 
 def _open_listeners() -> Callable[[], None]:

@@ -12,8 +12,8 @@ import torch
 
 from gradfit._torch import FakeTensor, storage_key
 from gradfit._torch_listen import unseen
-from gradfit.tape.graph import Geometry, geometry_of, shaped
-from gradfit.tape.ops import OpInfo
+from gradfit.tape.operators import OpInfo
+from gradfit.tape.values import Geometry, geometry_of, shaped
 
 # a fake one has a storage too
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
@@ -114,40 +114,34 @@ def flatten(nest: Any) -> Iterator[Any]:
 
 def fresh_results(out: Any, args: Any) -> list[tuple[int, torch.Tensor, int]]:
     """(position, tensor, storage) of results that do not lie in an argument's storage."""
-    if isinstance(out, torch.Tensor):
-        flat: Iterator[Any] | tuple[Any, ...] = (out,)
-    elif isinstance(out, list | tuple):
-        flat = flatten(out)
-    else:
-        return []
-    fresh = []
     try:
-        for position, tensor in enumerate(flat):
-            if isinstance(tensor, torch.Tensor):
-                key = key_of(tensor)
-                for argument in args:
-                    if isinstance(argument, torch.Tensor) and key_of(argument) == key:
-                        break
-                else:
-                    fresh.append((position, tensor, key))
+        results = [
+            (position, tensor, key_of(tensor))
+            for position, tensor in enumerate(flatten((out,)))
+            if isinstance(tensor, torch.Tensor)
+        ]
+        given = {key_of(each) for each in args if isinstance(each, torch.Tensor)} if results else ()
     except Untrackable:
         return []
-    return fresh
+    return [result for result in results if result[2] not in given]
 
 
 def written_tensors(info: OpInfo, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The arguments that an operation is about to change."""
     targets: list[torch.Tensor] = []
     for where in info.writes:
-        if isinstance(where, str):
-            argument = kwargs.get(where)
-        else:
-            argument = args[where] if where < len(args) else None
+        argument = _argument_at(where, args, kwargs)
         if isinstance(argument, torch.Tensor):
             targets.append(argument)
         elif isinstance(argument, list | tuple):
             targets.extend(item for item in argument if isinstance(item, torch.Tensor))
     return targets
+
+
+def _argument_at(where: int | str, args: Any, kwargs: Any) -> Any:
+    if isinstance(where, str):
+        return kwargs.get(where)
+    return args[where] if where < len(args) else None
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
