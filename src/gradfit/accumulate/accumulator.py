@@ -13,16 +13,16 @@ from gradfit.accumulate import accumulator_options as options
 from gradfit.accumulate import accumulator_state as state
 from gradfit.accumulate.accumulation_context import AccumulationContext
 from gradfit.accumulate.auto_weight import read_auto_weight
-from gradfit.accumulate.numbers import Number, check_loss, read_weight
+from gradfit.accumulate.loss_arguments import check_loss, read_weight
 from gradfit.accumulate.optimizer_access import AnyOptimizer
-from gradfit.accumulate.processes import Alone
+from gradfit.accumulate.processes import SingleProcess
 from gradfit.accumulate.step_result import StepResult
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
 from gradfit.accumulate.update import Update
 from gradfit.accumulate.weighted_backward import Backpropagator
 from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_state import Phase
-from gradfit.arguments import read_callable, read_choice, read_count, read_flag
+from gradfit.arguments import Number, read_callable, read_choice, read_count, read_flag
 from gradfit.errors import MisuseError
 from gradfit.not_copied import NotCopied
 
@@ -201,7 +201,7 @@ class GradientAccumulator(NotCopied):
         )
 
     @property
-    def ranks(self) -> Alone:
+    def ranks(self) -> SingleProcess:
         """Who fills a window: this process alone, or a group of them."""
         return self.window.ranks
 

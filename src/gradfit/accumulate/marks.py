@@ -91,8 +91,10 @@ def disown(window: Owner) -> None:
 
 
 def owns_all(window: Owner) -> bool:
-    """Whether this window was the last one to claim anything."""
-    return window.claimed_at == _claims
+    """Whether this window was the last one that was noted as an owner: its tensors are its own, or
+    free.
+    """
+    return window.written_at == _takeovers
 
 
 def belongs_to_another(window: Owner, tensors: Sequence[Tensor]) -> bool:

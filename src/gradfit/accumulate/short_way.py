@@ -15,10 +15,10 @@ from torch import Tensor
 
 from gradfit._torch import have_gradients, have_no_gradient, version_of
 from gradfit.accumulate.marks import owns_all
-from gradfit.accumulate.numbers import Number
 from gradfit.accumulate.optimizer_access import parameters_of
 from gradfit.accumulate.strategy import Strategy
 from gradfit.accumulate.window_state import Phase
+from gradfit.arguments import Number
 
 
 class ShortWay:

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradfit import _torch
 from gradfit.accumulate.marks import belongs_to_another
-from gradfit.accumulate.processes import ALONE
+from gradfit.accumulate.processes import SINGLE_PROCESS
 from gradfit.accumulate.short_way import ShortWay
 from gradfit.accumulate.window_state import OpenMicroBatch, Phase
 
@@ -25,7 +25,7 @@ def is_usual(window: Any) -> bool:
         and not state.terms
         and window.scaler is None
         and window.transaction is None
-        and window.ranks is ALONE
+        and window.ranks is SINGLE_PROCESS
         and threading.get_ident() == threading.main_thread().ident
     )
 

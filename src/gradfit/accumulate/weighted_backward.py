@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from gradfit import _torch
-from gradfit.accumulate.numbers import Number
 from gradfit.accumulate.plain_backwards import OWN_PASSES
 from gradfit.accumulate.scaling import back_off, gradient_norm, nonfinite_gradient
 from gradfit.accumulate.transaction import Transaction, zero
 from gradfit.accumulate.usual_pass import NARROW, UsualPass
 from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_state import Phase, Total, add_scaled
+from gradfit.arguments import Number
 from gradfit.errors import MisuseError
 
 _INITIAL_KEPT = 256
