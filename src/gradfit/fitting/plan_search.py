@@ -127,6 +127,7 @@ class Planner:
         self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
         self.time = PlanningTime(planning_share)
         self._left = ""  # where the last trial left its plan
+        self._sharded_choices: TileChoices | None = None
         self._has_count: bool | None = None  # the loss of one row; None before it was asked
         self._counted: tuple[Any, int] | None = None  # a step's batch, and its rows
         self._fitted: list[Fitted] = []
@@ -374,10 +375,14 @@ class Planner:
         )
 
     def _tile_choices(self, batch: Any) -> TileChoices:
-        if units_of(self._model):
-            # ranks would have to choose alike: their forwards wait for each other
-            return TileChoices()
-        return choose_tiles(self._model, self._loss_fn, batch, self.runner.split)
+        if not units_of(self._model):
+            return choose_tiles(self._model, self._loss_fn, batch, self.runner.split)
+        # FSDP2 gathers in every forward, from all ranks: looked for once, when all of them fit.
+        if self._sharded_choices is None:
+            self._sharded_choices = choose_tiles(
+                self._model, self._loss_fn, batch, self.runner.split
+            )
+        return self._sharded_choices
 
     def _with_tiles_named(
         self, error: BudgetInfeasible, batch: Any, batch_size: int
