@@ -711,7 +711,8 @@ class Planner:
             held = meter(content, device=self.device).current_bytes
             rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - held)
             record.begin(*self.resident, content, beside=rest)
-            live = Meter(device=self.device, events=record.events)
+            live = Meter(device=self.device)
+            live.events = record.events
             live.watch(*self.resident, content)
             with live:
                 if online_bytes is not None:
