@@ -62,7 +62,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
     with torch.no_grad():
         storage = tensor.untyped_storage().clone()
-        return torch.empty(0, dtype=tensor.dtype).set_(
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
             storage, tensor.storage_offset(), tensor.size(), tensor.stride()
         )
 

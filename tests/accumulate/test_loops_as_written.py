@@ -37,10 +37,12 @@ def sgd(*tensors: torch.Tensor, **options: Any) -> torch.optim.Optimizer:
 def in_thread(work: Callable[[], Any]) -> BaseException | None:
     """Run something in another thread, and give what it raised."""
     raised: list[BaseException | None] = [None]
+    device = torch.get_default_device()  # which each thread has for itself
 
     def run() -> None:
         try:
-            work()
+            with device:
+                work()
         except BaseException as error:
             raised[0] = error
 

@@ -128,7 +128,9 @@ def test_adaptive_accumulation_by_noise_scale() -> None:
 
 
 def test_buffer_resizing() -> None:
-    buffer = gf.AccumulationBufferDynamic(gf.SymbolicShape(("items", 0, 1000), 3), max_size=1000)
+    buffer = gf.AccumulationBufferDynamic(
+        gf.SymbolicShape(("items", 0, 1000), 3), max_size=1000, device=torch.get_default_device()
+    )
     expected = torch.zeros(0, 3)
     for start in range(0, 1000, 10):
         gradient = torch.randn(10, 3)
@@ -149,12 +151,15 @@ def test_buffer_resizing() -> None:
 
 
 def test_buffer_shapes() -> None:
-    buffer = gf.AccumulationBufferDynamic((4, 2), max_size=8)
+    here = torch.get_default_device()
+    buffer = gf.AccumulationBufferDynamic((4, 2), max_size=8, device=here)
     assert buffer.buffer.shape == (4, 2)
     buffer.accumulate(torch.ones(2, 2), 1, 2)
     buffer.accumulate(torch.ones(2, 2), 2, 2)
     assert buffer.get_full().tolist() == [[0, 0], [1, 1], [2, 2], [1, 1]]
-    late = gf.AccumulationBufferDynamic(gf.SymbolicShape("slots", ("width", 1, 4)), max_size=8)
+    late = gf.AccumulationBufferDynamic(
+        gf.SymbolicShape("slots", ("width", 1, 4)), max_size=8, device=here
+    )
     late.accumulate(torch.ones(1, 3), 0, 1)
     assert late.get_full().shape == (1, 3)
     for call, text in (

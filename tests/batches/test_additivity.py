@@ -36,7 +36,9 @@ def functional_dropout(model: nn.Module, batch: Any) -> Tensor:
 
 
 def noisy(model: nn.Module, batch: Any) -> Tensor:
-    noise = torch.randn_like(batch[0]) + torch.normal(0.0, 2.0, (len(batch[0]), 4))
+    noise = torch.randn_like(batch[0]) + torch.normal(
+        0.0, 2.0, (len(batch[0]), 4), device=batch[0].device
+    )
     return model(batch[0] + noise * torch.rand(len(batch[0]), 1)).square().mean()
 
 

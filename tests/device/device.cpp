@@ -264,8 +264,11 @@ void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) co
 bool is_sim(const Tensor& t) { return t.defined() && t.device().type() == kType; }
 
 Tensor new_tensor(c10::Storage storage, caffe2::TypeMeta dtype, c10::DispatchKey key) {
-  auto t = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), dtype);
-  return t;
+  return at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), dtype);
+}
+// With all its keys: a view of a tensor of inference mode is one, too.
+Tensor view_of(const Tensor& base, caffe2::TypeMeta dtype) {
+  return at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), dtype);
 }
 void give_geometry(const Tensor& to, const Tensor& from) {
   to.unsafeGetTensorImpl()->set_sizes_and_strides(from.sizes(), from.strides(), from.storage_offset());
@@ -298,8 +301,8 @@ class Call {
     if (!r.defined() || !r.device().is_cpu()) return r;
     for (auto& [original, a] : tensors_)
       if (a.is_same(r)) return original;
-    for (auto& [from, to] : storages_)
-      if (to.is_alias_of(r.storage()) && r.storage().nbytes()) return wrap(from, r);
+    for (auto& [original, a] : tensors_)
+      if (a.storage().is_alias_of(r.storage()) && r.storage().nbytes()) return wrap(view_of(original, r.dtype()), r);
     return fresh(r);
   }
 
@@ -332,8 +335,7 @@ class Call {
     std::memcpy(open(device), host.data(), host.nbytes());
   }
 
-  static Tensor wrap(const c10::Storage& storage, const Tensor& like) {
-    Tensor t = new_tensor(storage, like.dtype(), c10::DispatchKey::PrivateUse1);
+  static Tensor wrap(const Tensor& t, const Tensor& like) {
     give_geometry(t, like);
     if (like.unsafeGetTensorImpl()->is_wrapped_number()) t.unsafeGetTensorImpl()->set_wrapped_number(true);
     return t;
@@ -348,7 +350,7 @@ class Call {
       if (delays().late()) stream_.later([keep = r.storage(), to, bytes] { std::memcpy(to, keep.data(), bytes); });
       else stream_.in_order([keep = r.storage(), to, bytes] { std::memcpy(to, keep.data(), bytes); });
     }
-    return wrap(storage, r);
+    return wrap(new_tensor(storage, r.dtype(), c10::DispatchKey::PrivateUse1), r);
   }
 
   // Hide what was just written, until the stream comes to it. Only where it fills its part of the memory.
@@ -677,6 +679,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // Without a kernel of the device's own torch calls `out=`, which warns here of a shape it has chosen itself.
   for (const char* name : {"mse_loss", "smooth_l1_loss"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  // Lists of tensors are one kernel on an accelerator; torch's general way is one for each.
+  for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames())
+    if (op.name.rfind("aten::_foreach_", 0) == 0) {
+      std::string name = op.name.substr(6) + (op.overload_name.empty() ? "" : "." + op.overload_name);
+      m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+    }
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   m.impl("_thnn_fused_gru_cell", gru_cell);
@@ -745,6 +753,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("total", [](int d) { return memory(d).settings.total_bytes; });
   m.def("set_expandable", [](bool on) {
     for (int d = 0; d < kDevices; ++d) memory(d).settings.expandable = on;
+  });
+  m.def("snapshot", [](int d) {
+    py::list segments;
+    for (auto& s : memory(d).snapshot()) {
+      py::list blocks;
+      for (auto& [size, used] : s.blocks)
+        blocks.append(py::dict(py::arg("size") = size, py::arg("state") = used ? "active_allocated" : "inactive"));
+      segments.append(py::dict(
+          py::arg("device") = d, py::arg("address") = s.address, py::arg("total_size") = s.size,
+          py::arg("segment_type") = s.small ? "small" : "large", py::arg("is_expandable") = s.expandable,
+          py::arg("stream") = s.stream, py::arg("blocks") = blocks));
+    }
+    return segments;
   });
   m.def("set_poison", [](bool on) {
     for (int d = 0; d < kDevices; ++d) memory(d).settings.poison = on;

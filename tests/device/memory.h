@@ -156,6 +156,40 @@ class DeviceMemory {
     release_cached();
   }
 
+  // What is reserved, as torch.cuda.memory_snapshot tells it: runs of neighbours that have memory. Addresses from 0 on.
+  struct SegmentState {
+    size_t address = 0, size = 0;
+    bool small = false, expandable = false;
+    int64_t stream = 0;
+    std::vector<std::pair<size_t, bool>> blocks;  // size, and whether it is in use
+  };
+  std::vector<SegmentState> snapshot() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    finish_waiting(false);
+    std::set<Block*> starts;
+    auto begin = [&](Block* b) {
+      while (b->prev && b->prev->mapped) b = b->prev;
+      starts.insert(b);
+    };
+    for (auto& [ptr, block] : blocks_) begin(block);
+    for (Pool* pool : {&small_, &large_}) for (Block* block : pool->free) begin(block);
+    for (Block* block : waiting_) begin(block);
+    std::vector<SegmentState> all;
+    for (Block* b : starts) {
+      SegmentState s;
+      s.address = b->ptr - space.base();
+      s.small = b->pool->small;
+      s.expandable = b->expandable;
+      s.stream = b->stream;
+      for (; b && b->mapped; b = b->next) {
+        s.size += b->size;
+        s.blocks.push_back({b->size, !is_free(b)});
+      }
+      all.push_back(s);
+    }
+    return all;
+  }
+
   Stats stats() {
     std::lock_guard<std::mutex> lock(mutex_);
     return stats_;

@@ -158,6 +158,19 @@ def get_per_process_memory_fraction(device: Any = None) -> float:
 # What only the tests ask for.
 
 
+def say_what_is_reserved(on: bool) -> None:
+    """As CUDA, which tells its segments, or, as from the beginning, like backends that do not.
+
+    Where it is told a budget is about segments, of 2 MiB and more: too coarse for small models.
+    """
+    if on:
+        globals()["memory_snapshot"] = lambda: [
+            segment for index in range(DEVICES) for segment in _native.snapshot(index)
+        ]
+    else:
+        globals().pop("memory_snapshot", None)
+
+
 def settings() -> Any:
     """The native module: delays, caps, counters."""
     return _native

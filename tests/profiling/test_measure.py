@@ -21,8 +21,8 @@ from gradfit.batches.snapshot import untouched
 from gradfit.profiling.meter import tensors_in
 from gradfit.profiling.optimizer_bytes import optimizer_cost
 from gradfit.profiling.trace import Trace
+from gradfit.tape.dropout_mask import MASK
 from gradfit.tape.listener import OperationListener
-from gradfit.tape.mask import MASK
 from gradfit.tree import leaves, map_tensors
 
 
@@ -33,7 +33,7 @@ class Log(OperationListener):
         super().__init__()
         self.names: list[str] = []
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         aliases = [
             argument.alias_info

@@ -336,21 +336,21 @@ def default_dtype(a: torch.Tensor, b: torch.Tensor, c: int) -> Any:
 
 @operation
 def numpy_result(a: torch.Tensor, b: torch.Tensor, c: int) -> Any:
-    return a * torch.from_numpy(b.detach().numpy() * 2.0)
+    return a * torch.from_numpy(b.detach().cpu().numpy() * 2.0).to(a.device)
 
 
 @operation
 def numpy_into_empty(a: torch.Tensor, b: torch.Tensor, c: int) -> Any:
-    made = torch.empty(ROWS, COLUMNS, dtype=a.dtype)
-    made.numpy()[:] = b.detach().numpy() + 1
-    return (a * made).sin()
+    made = torch.empty(ROWS, COLUMNS, dtype=a.dtype, device="cpu")
+    made.numpy()[:] = b.detach().cpu().numpy() + 1
+    return (a * made.to(a.device)).sin()
 
 
 @operation
 def numpy_into_zeros(a: torch.Tensor, b: torch.Tensor, c: int) -> Any:
-    made = torch.zeros(ROWS, COLUMNS, dtype=a.dtype)
-    made.numpy()[:] = b.detach().numpy() + 1
-    return (a * made).sin()
+    made = torch.zeros(ROWS, COLUMNS, dtype=a.dtype, device="cpu")
+    made.numpy()[:] = b.detach().cpu().numpy() + 1
+    return (a * made.to(a.device)).sin()
 
 
 class Square(torch.autograd.Function):

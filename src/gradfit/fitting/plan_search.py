@@ -34,6 +34,7 @@ from gradfit.fitting.families import (
 )
 from gradfit.fitting.fixed_cost import nominal
 from gradfit.fitting.modes import Planned, WithinLimit
+from gradfit.fitting.reserved import ReservedMemory, TrialRecord, UpdateSizes
 from gradfit.fitting.tested_plan import Fitted, Shape, covered, shape_of, smaller
 from gradfit.fitting.update_rollback import UpdateSnapshot
 from gradfit.planning.api import beginning_like, plain_plan, recomputing_plan
@@ -42,11 +43,11 @@ from gradfit.planning.microbatch import even
 from gradfit.planning.plan import Plan
 from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.measure import additivity_within, choose_tiles, profile
-from gradfit.profiling.meter import meter
+from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.profile import Profile
 from gradfit.profiling.tile_choices import TileChoices
+from gradfit.recompute.follow_plan import Diverged, LooksAtData
 from gradfit.recompute.offload import measure_bandwidth
-from gradfit.recompute.planned import Diverged, LooksAtData
 from gradfit.tiling.tile import with_tiles
 from gradfit.tiling.tiles import Tiles
 from gradfit.tree import repeat_rows
@@ -120,6 +121,7 @@ class Planner:
         self._model, self._optimizer, self._loss_fn = model, optimizer, loss_fn
         self.device = counted_device(model)  # whose memory the budget is about
         self._devices = devices_of(model.parameters())
+        self.reserved = ReservedMemory(self._devices)
         self._offload = offload
         self._reproducible = reproducible
         self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
@@ -295,7 +297,7 @@ class Planner:
                 plan = self._plan(fitted.profile, smallest.min_bytes, plan.batch_size)
         made = dataclasses.replace(
             fitted, plan=plan, peak_bytes=plan.peak_bytes, saved_bytes=None, seen=False,
-            copied=False, slack=1.0, tested_bytes=0,
+            copied=False, slack=1.0, tested_bytes=0, reserved_bytes=0, copied_reserved_bytes=0,
         )  # fmt: skip
         return self.replace(fitted, **vars(self._covered(made, limit)))
 
@@ -310,12 +312,14 @@ class Planner:
         if not self._copy_pace:
             seconds = min(self._copy_seconds() for _ in range(2))
             self._copy_pace = seconds / (changed + _state_bytes(self._optimizer))
-        return dataclasses.replace(made, plan=made.plan.later(copied * self._copy_pace))
+        return dataclasses.replace(
+            made, plan=made.plan.with_extra_seconds(copied * self._copy_pace)
+        )
 
     def _copy_seconds(self) -> float:
         wait_for(self._devices)
         started = seconds_now()
-        with UpdateSnapshot(self._model, self._optimizer, taken=True):
+        with UpdateSnapshot(self._model.parameters(), self._optimizer, taken=True):
             wait_for(self._devices)
             return seconds_now() - started
 
@@ -572,7 +576,7 @@ class Planner:
         least = max(tried.peak_bytes, plan.peak_bytes, found.measuring_bytes)
         if max(tried.peak_bytes, found.measuring_bytes) <= limit_bytes:
             return self._fastest([tried], batch)
-        raise self._infeasible(plan, least, cut=found.splittable)
+        raise self._infeasible(tried.plan, least, cut=found.splittable)
 
     def _fit_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted:
         """The operations depend on the data, so no plan can name them: evict online, in
@@ -625,8 +629,14 @@ class Planner:
 
     def _infeasible(self, plan: Plan, least: int, *, cut: bool) -> BudgetInfeasible:
         parts = {name: count for name, count in plan.breakdown.items() if count}
-        if least > plan.peak_bytes:  # what only measuring shows
-            parts["measuring a few rows, before the first step"] = least - plan.peak_bytes
+        if plan.reserved_bytes > plan.peak_bytes:
+            parts["segments of the device's allocator, beyond their tensors"] = (
+                plan.reserved_bytes - plan.peak_bytes
+            )
+        if least > max(plan.peak_bytes, plan.reserved_bytes):  # what only measuring shows
+            parts["measuring a few rows, before the first step"] = least - max(
+                plan.peak_bytes, plan.reserved_bytes
+            )
         parts |= {
             "copies of buffers": self._own_bytes,
             "communication buckets": self.reserved_bytes,
@@ -690,6 +700,7 @@ class Planner:
         waiting = max(0, found.optimizer_bytes - _state_bytes(self._optimizer))
         passes = update = saved = asked = 0
         looks = LooksAtData()
+        record = TrialRecord(self.reserved)
         for cut in islice(
             self.runner.cut(batch, plan.micro_batch), None if online_bytes is not None else 2
         ):
@@ -699,21 +710,34 @@ class Planner:
             # than a step's.
             held = meter(content, device=self.device).current_bytes
             rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - held)
-            with meter(self._model, self._optimizer, content, device=self.device) as live:
+            record.begin(*self.resident, content, beside=rest)
+            live = Meter(device=self.device)
+            live.events = record.events
+            live.watch(*self.resident, content)
+            with live:
                 if online_bytes is not None:
                     self._run_online(made, part, online_bytes, beside=waiting + rest)
                 else:
                     mode = Planned(made, inside=looks)
                     loss = self.runner.forward(part, mode).loss
-                    tail = mode.followed.tail
-                    saved, asked = max(saved, tail.saved_bytes), max(asked, tail.asked)
+                    unrecorded = mode.followed.rest
+                    saved = max(saved, unrecorded.saved_bytes)
+                    asked = max(asked, unrecorded.last_rebuilt)
                     torch.autograd.backward(loss)
                     del loss, mode
             passes = max(passes, live.peak_bytes + rest)
             update = live.current_bytes + rest + found.optimizer_burst_bytes
-        peak = max(passes, update) + waiting
+        sizes = UpdateSizes.of(self._model, self._optimizer, waiting, found.optimizer_burst_bytes)
+        reserved = record.reserved_bytes(sizes, copied=False)
         return dataclasses.replace(
-            made, peak_bytes=peak, saved_bytes=saved, asked=asked, looks=looks.found
+            made,
+            plan=dataclasses.replace(plan, reserved_bytes=reserved),
+            peak_bytes=max(max(passes, update) + waiting, reserved),
+            reserved_bytes=reserved,
+            copied_reserved_bytes=record.reserved_bytes(sizes, copied=True),
+            saved_bytes=saved,
+            asked=asked,
+            looks=looks.reads_data,
         )
 
     def _run_online(self, made: Fitted, part: Part, limit_bytes: int, *, beside: int) -> None:
@@ -800,7 +824,7 @@ class Planner:
         for times, (made, part) in zip(taken, ways, strict=True):
             seconds = statistics.median(times) * made.plan.batch_size / self.runner.rows(part)
             yield dataclasses.replace(
-                made, plan=made.plan.taking(seconds + made.profile.optimizer_seconds)
+                made, plan=made.plan.with_step_seconds(seconds + made.profile.optimizer_seconds)
             )
 
     def _pass_seconds(self, made: Fitted, part: Any) -> float:

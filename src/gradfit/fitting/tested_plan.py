@@ -14,7 +14,7 @@ import torch
 
 from gradfit.planning.plan import Plan
 from gradfit.profiling.profile import Profile
-from gradfit.recompute.planned import Script, Tail, Unrecorded, recording
+from gradfit.recompute.follow_plan import Script, Unrecorded, UnrecordedRest, recording
 from gradfit.tiling.tile import with_tiles
 from gradfit.tree import leaves
 
@@ -47,6 +47,10 @@ class Fitted:
     tested_bytes: int = 0  # the peak that was measured in the trial
     # all values may be so many times as large as in the profile, and the budget still holds
     slack: float = 1.0
+    # what the device's allocator will have reserved, by the sequence of the trial; 0 where it does
+    # not say, and then with a copy beside the update
+    reserved_bytes: int = 0
+    copied_reserved_bytes: int = 0
 
     @cached_property
     def script(self) -> Script:
@@ -64,13 +68,13 @@ class Fitted:
         return math.inf if self.saved_bytes is None else self.saved_bytes * self.slack
 
     @property
-    def tail(self) -> Tail | None:
+    def tail(self) -> UnrecordedRest | None:
         """What is known of the forward's rest, after the plan's last decision; None if it must be
         heard.
         """
         if self.looks or self.saved_bytes is None:
             return None
-        return Tail(int(self.saved_limit), asked=self.asked)
+        return UnrecordedRest(int(self.saved_limit), last_rebuilt=self.asked)
 
     def tiled(
         self, loss_fn: Callable[[torch.nn.Module, Any], Any]
@@ -100,7 +104,8 @@ def covered(fitted: Fitted, copy_bytes: int, limit_bytes: int) -> Fitted:
     plan, graph = fitted.plan, fitted.profile.at(1, rows=fitted.plan.batch_size)
     parts = {"optimizer step": graph.optimizer_burst_bytes, "copy to go back to": copy_bytes}
     peak = graph.static_bytes + sum(parts.values())
-    if peak > limit_bytes:
+    reserved = fitted.copied_reserved_bytes
+    if max(peak, reserved) > limit_bytes:
         return fitted
     if peak > plan.peak_bytes:
         where = "in the optimizer's step, beside a copy to go back to"
@@ -108,7 +113,11 @@ def covered(fitted: Fitted, copy_bytes: int, limit_bytes: int) -> Fitted:
             plan, peak_bytes=peak, peak_at=where, breakdown={**graph.static_breakdown, **parts}
         )
     return dataclasses.replace(
-        fitted, plan=plan, peak_bytes=max(peak, fitted.peak_bytes), copied=True
+        fitted,
+        plan=dataclasses.replace(plan, reserved_bytes=max(reserved, plan.reserved_bytes)),
+        peak_bytes=max(peak, reserved, fitted.peak_bytes),
+        reserved_bytes=max(reserved, fitted.reserved_bytes),
+        copied=True,
     )
 
 

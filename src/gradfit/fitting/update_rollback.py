@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from gradfit._torch import is_out_of_memory
+from gradfit._torch import copies_of, is_out_of_memory
 from gradfit.errors import StateError
 from gradfit.fitting.write_watch import WriteWatch
 from gradfit.tree import leaves
@@ -22,16 +23,16 @@ class UpdateSnapshot:
     `StateError` says so: a step that has half happened must not be repeated.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, *, taken: bool) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], optimizer: Any, *, taken: bool) -> None:
         self._optimizer, self._taken = optimizer, taken
         self._begun = False  # the copy is whole, and the optimizer may be at work
         self.done = False  # the optimizer has stepped: from here on nothing is taken back
         own = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
-        trained = [p for p in model.parameters() if p.requires_grad]
+        trained = [tensor for tensor in tensors if tensor.requires_grad]
         self._parameters = list({id(p): p for p in (*trained, *own)}.values())
         self._states = getattr(optimizer, "state", {})
         self._copies: list[torch.Tensor] = []
-        self._old_states: dict[Any, Any] = {}
+        self._old_states: list[tuple[Any, Any]] = []
         self._old_groups: list[dict[str, Any]] = []
         self._old_numbers: dict[str, Any] = {}
         self._watch: WriteWatch | None = None
@@ -45,11 +46,16 @@ class UpdateSnapshot:
             k: v for k, v in vars(self._optimizer).items() if isinstance(v, int | float)
         }
         if self._taken:
-            self._copies = [parameter.detach().clone() for parameter in self._parameters]
-            self._old_states = {key: _clone(state) for key, state in self._states.items()}
+            states = [tensor for state in self._states.values() for tensor in _tensors(state)]
+            copies = copies_of([*self._parameters, *states])
+            rest = iter(copies[len(self._parameters) :])
+            self._copies = copies[: len(self._parameters)]
+            self._old_states = [
+                (key, _with_tensors(state, rest)) for key, state in self._states.items()
+            ]
             self._begun = True
             return
-        self._old_states = {key: _same_tensors(state) for key, state in self._states.items()}
+        self._old_states = [(key, _same_tensors(state)) for key, state in self._states.items()]
         # Not only what is in `state`: some optimizers hold tensors as attributes.
         held = leaves([self._old_states, dict(vars(self._optimizer))])
         self._watch = WriteWatch(
@@ -75,7 +81,7 @@ class UpdateSnapshot:
         if kind is not None:
             self._restore()
         self._begun = False
-        self._copies, self._old_states, self._old_groups = [], {}, []
+        self._copies, self._old_states, self._old_groups = [], [], []
 
     def undo(self) -> None:
         """Take back a step that was interrupted before it was `done`, wherever that was."""
@@ -86,11 +92,9 @@ class UpdateSnapshot:
         with torch.no_grad():
             for parameter, content in zip(self._parameters, self._copies, strict=self._taken):
                 parameter.copy_(content)
-        for key in list(self._states):
-            if key in self._old_states:
-                self._states[key] = self._old_states[key]
-            else:
-                del self._states[key]
+        # The dict stays the same object: an optimizer that has entries by default needs its own.
+        self._states.clear()
+        self._states.update(self._old_states)
         for group, old in zip(
             getattr(self._optimizer, "param_groups", ()), self._old_groups, strict=True
         ):
@@ -99,9 +103,25 @@ class UpdateSnapshot:
 
 
 def _clone(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.clone()
     if isinstance(state, dict):
         return {name: _clone(item) for name, item in state.items()}
-    return state.clone() if isinstance(state, torch.Tensor) else copy.copy(state)
+    return copy.copy(state)
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    """The tensors of a nest of dicts, in order."""
+    if isinstance(state, dict):
+        return [tensor for item in state.values() for tensor in _tensors(item)]
+    return [state] if isinstance(state, torch.Tensor) else []
+
+
+def _with_tensors(state: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """A copy of the nest, with these tensors in the place of its own."""
+    if isinstance(state, dict):
+        return {name: _with_tensors(item, tensors) for name, item in state.items()}
+    return next(tensors) if isinstance(state, torch.Tensor) else copy.copy(state)
 
 
 def _same_tensors(state: Any) -> Any:

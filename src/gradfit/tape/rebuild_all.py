@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from gradfit.choices import REBUILD
-from gradfit.tape.graph import Segment, Tape, Value
-from gradfit.tape.policy import Decision
+from gradfit.tape.decisions import TapeDecision
 from gradfit.tape.segments import assign_segments
 from gradfit.tape.stream import new_bytes
+from gradfit.tape.values import Segment, Tape, TapeValue
 
 _SEGMENTS = 4  # quotas, which rebuilding may take beside the gradients in flight
 _FEW = 300  # operations that can be rebuilt one by one: their replays grow with the square
 
 
-class DropAll:
-    """Drops everything, in segments of at most `quota_bytes`, so that the burst of a replay stays
-    below that.
+class RebuildAll:
+    """Rebuilds everything, in segments of at most `quota_bytes`: the burst of a replay stays below
+    that.
 
     What leads from one segment to another is retained once it is rebuilt. Where most bytes are of
     results that fill a segment alone, that would be nearly everything: then nothing is retained,
@@ -35,19 +35,19 @@ class DropAll:
         self._operations = 0
         self._bytes = self._large_bytes = 0
 
-    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision | None:
-        made = sum(new_bytes(result) for result in results)
-        self._filled += made
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> TapeDecision | None:
+        nbytes = sum(new_bytes(result) for result in results)
+        self._filled += nbytes
         self._operations += 1
-        self._bytes += made
-        self._large_bytes += made if made > self._quota / 2 else 0
+        self._bytes += nbytes
+        self._large_bytes += nbytes if nbytes > self._quota / 2 else 0
         self._tape.retains = self._operations > _FEW or self._large_bytes < self._bytes / 2
         if self._filled <= self._quota:
             return None
         self._filled = 0.0
-        return Decision((REBUILD,) * len(results), Segment(self._around))
+        return TapeDecision((REBUILD,) * len(results), Segment(self._around))
 
-    def end_forward(self, saved: Iterable[Value]) -> None:
+    def end_forward(self, saved: Iterable[TapeValue]) -> None:
         """Nothing more will be decided.
 
         Args:

@@ -1,0 +1,129 @@
+"""A budget on a device whose allocator says what it has reserved is about that."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_on_device import a_batch, mean_loss, network
+
+import gradfit as gf
+from gradfit.fitting.reserved import ReservedMemory, TrialRecord, UpdateSizes
+from gradfit.profiling.meter import Meter
+
+pytestmark = pytest.mark.on_device
+MIB = 1 << 20
+
+
+@pytest.fixture(params=[False, True], ids=["segments", "expandable"])
+def sim(request: pytest.FixtureRequest) -> Iterator[Any]:
+    import simulated
+
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+    simulated.settings().set_expandable(request.param)
+    simulated.say_what_is_reserved(True)
+    yield simulated
+    simulated.say_what_is_reserved(False)
+    torch.accelerator.empty_cache()
+    simulated.settings().set_expandable(False)
+    simulated.settings().set_cap(0, 1 << 62)
+
+
+def peak_reserved() -> int:
+    return torch.accelerator.memory_stats()["reserved_bytes.all.peak"]
+
+
+def test_the_sequence_of_a_pass_predicts_the_counter_to_the_byte(sim: Any) -> None:
+    model, batch = network(32, 4), a_batch(8192, 32)
+    mean_loss(model, batch).backward()
+    model.zero_grad()
+    record = TrialRecord(ReservedMemory({torch.device("sim", 0)}))
+    record.begin(model, batch, beside=0)
+    others = torch.accelerator.memory_stats()["allocated_bytes.all.current"]
+    others -= ReservedMemory({torch.device("sim", 0)}).rounded_bytes(model, batch)
+    torch.accelerator.reset_peak_memory_stats()
+    live = Meter(device="sim")
+    live.events = record.events
+    live.watch(model, batch)
+    with live, gf.CheckpointScope("some"):
+        loss = mean_loss(model, batch)
+    with live:
+        loss.backward()
+        del loss
+    predicted = record.reserved_bytes(UpdateSizes((), (), 0, 0), copied=False)
+    assert predicted + others == peak_reserved()
+    model.zero_grad()
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+    "AdamW": lambda p: torch.optim.AdamW(p, foreach=True),
+}
+
+
+@pytest.mark.parametrize("share", [pytest.param(0.9, marks=pytest.mark.slow), 0.6])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_counter_is_never_above_the_budget(sim: Any, optimizer: str, share: float) -> None:
+    batch = a_batch(16384, 16)
+    plain_model = network(16, 5)
+    start = copy.deepcopy(plain_model)
+    plain = OPTIMIZERS[optimizer](plain_model.parameters())
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    for number in range(3):
+        torch.manual_seed(number)
+        plain.zero_grad()
+        mean_loss(plain_model, batch).backward()
+        plain.step()
+    expected = [p.detach().cpu() for p in plain_model.parameters()]
+    budget = int(share * peak_reserved())
+    del plain, plain_model
+    torch.accelerator.empty_cache()
+
+    model = start
+    stepper = OPTIMIZERS[optimizer](model.parameters())
+    step = gf.fit(model, stepper, mean_loss, batch, memory=budget, micro_batch="whole")
+    assert 0 < step.plan.reserved_bytes <= budget
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    for number in range(3):
+        torch.manual_seed(number)
+        result = step(batch)
+        assert result.attempts == 1
+        assert result.peak_bytes <= budget
+    assert peak_reserved() <= budget
+    assert peak_reserved() <= step.plan.reserved_bytes
+    assert all(
+        torch.equal(a.detach().cpu(), b) for a, b in zip(model.parameters(), expected, strict=True)
+    )
+    assert torch.sim.get_per_process_memory_fraction(0) == 1.0  # type: ignore[attr-defined]
+
+
+def test_what_others_hold_is_beside_the_budget(sim: Any) -> None:
+    model, batch = network(32, 4), a_batch(8192, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gf.fit(model, optimizer, mean_loss, batch, memory=100 * MIB)
+    others = torch.ones(50 * MIB, dtype=torch.uint8)
+    torch.accelerator.reset_peak_memory_stats()
+    assert step(batch).attempts == 1
+    assert peak_reserved() <= 150 * MIB + MIB
+    assert bool((others == 1).all())
+
+
+def test_a_budget_below_the_smallest_segments_is_refused(sim: Any) -> None:
+    model, batch = network(32, 4), a_batch(8192, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(gf.BudgetInfeasible) as refusal:
+        gf.fit(model, optimizer, mean_loss, batch, memory=MIB)
+    least = refusal.value.min_bytes
+    assert "segments of the device's allocator" in str(refusal.value)
+    torch.accelerator.empty_cache()
+    step = gf.fit(model, optimizer, mean_loss, batch, memory=least)
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    assert step(batch).stepped
+    assert peak_reserved() <= least
