@@ -14,7 +14,9 @@ import torch
 _OURS = os.path.dirname(__file__) + os.sep
 _LIBRARY = (os.path.dirname(torch.__file__) + os.sep, _OURS, "<")
 # read as a user's code
-_MODELS = tuple(os.path.join(_OURS, "train", name) for name in ("networks.py", "builtin.py"))
+_MODELS = tuple(
+    os.path.join(_OURS, "runs", name) for name in ("builtin_networks.py", "builtin_jobs.py")
+)
 
 _is_users: dict[str, bool] = {}  # by file name: asked for each frame, for each root of a scope
 _ENTRY = re.compile(r'\s*File "(.+)", line (\d+)')

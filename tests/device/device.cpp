@@ -679,6 +679,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // Without a kernel of the device's own torch calls `out=`, which warns here of a shape it has chosen itself.
   for (const char* name : {"mse_loss", "smooth_l1_loss"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  // Lists of tensors are one kernel on an accelerator; torch's general way is one for each.
+  for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames())
+    if (op.name.rfind("aten::_foreach_", 0) == 0) {
+      std::string name = op.name.substr(6) + (op.overload_name.empty() ? "" : "." + op.overload_name);
+      m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+    }
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   m.impl("_thnn_fused_gru_cell", gru_cell);

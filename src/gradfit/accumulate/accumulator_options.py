@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfit.accumulate.numbers import Number, check_loss, read_count, read_weight
+from gradfit.accumulate.loss_arguments import check_loss, read_weight
 from gradfit.accumulate.optimizer_access import check_optimizer, parameters_of
 from gradfit.accumulate.strategy import Strategy
-from gradfit.arguments import read_choice, read_flag, read_number
+from gradfit.arguments import Number, read_choice, read_count, read_flag, read_number
 from gradfit.errors import MisuseError
 
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from gradfit.accumulate.numbers import read_count, read_weight
+from gradfit.accumulate.loss_arguments import read_weight
 from gradfit.accumulate.window_state import OpenMicroBatch, Phase, Total, WindowState
+from gradfit.arguments import read_count
 from gradfit.errors import StateError
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def numbers_of(accumulator: GradientAccumulator) -> dict[str, Any]:
         "open": sum(one.passes for one in state.open.values()),
         "open_plain": sum(one.plain for one in state.open.values()),
         "skipped": state.skipped,
-        "delimited": window.delimited,
+        "delimited": window.step_ends_micro_batch,
         "rescaled": state.rescaled,
         "had_pass": state.had_pass,
         "final": window.is_final,
@@ -119,7 +120,7 @@ def load(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
         window.start()
     for position, gradient in placed.items():
         slots[position].grad = gradient
-    window.delimited = flags["delimited"]
+    window.step_ends_micro_batch = flags["delimited"]
     window.state = WindowState(
         updates=windows,
         micro_batches=counts["closed"],

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from gradfit.accumulate.numbers import Number, check_loss, read_weight
+from gradfit.accumulate.loss_arguments import check_loss, read_weight
+from gradfit.arguments import Number
 from gradfit.batches.denominator import read_denominator
 from gradfit.errors import MisuseError
 

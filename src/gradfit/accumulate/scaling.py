@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from gradfit import _torch
-from gradfit.accumulate.numbers import Number, read_weight
-from gradfit.arguments import read_gradient, read_number
+from gradfit.accumulate.loss_arguments import read_weight
+from gradfit.arguments import Number, read_gradient, read_number
 from gradfit.errors import NonFiniteGradient
-from gradfit.toolbox.gradient_stats import total_norm, values_of
+from gradfit.norms import total_norm, values_of
 
 _WIDE = (torch.float32, torch.float64)
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfit.accumulate.numbers import Number
 from gradfit.accumulate.window_state import Total, add_scaled
+from gradfit.arguments import Number
 from gradfit.errors import MisuseError
 
 

@@ -14,16 +14,15 @@ import torch
 from torch import Tensor
 
 from gradfit import _torch
-from gradfit.accumulate.numbers import Number
 from gradfit.accumulate.plain_backwards import OWN_PASSES
 from gradfit.accumulate.scaling import back_off, gradient_norm, nonfinite_gradient
 from gradfit.accumulate.transaction import Transaction, zero
-from gradfit.accumulate.usual_pass import UsualPass
+from gradfit.accumulate.usual_pass import NARROW, UsualPass
 from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_state import Phase, Total, add_scaled
+from gradfit.arguments import Number
 from gradfit.errors import MisuseError
 
-_NARROW = (torch.float16, torch.bfloat16)
 _INITIAL_KEPT = 256
 
 
@@ -70,7 +69,7 @@ class Backpropagator:
         if self.isolate:
             self._backward_apart(loss, weight, reduction)
             return
-        divisor = window.divisor_for(weight, narrow=loss.dtype in _NARROW or window.narrow)
+        divisor = window.divisor_for(weight, narrow=loss.dtype in NARROW or window.narrow)
         factor = (weight if reduction == "mean" else 1) / divisor
         if self.can_take_back:
             factor *= self._rescale()
