@@ -25,7 +25,7 @@ ALLOWED = {
     "profiling": {"tape", "batches", "tiling"},
     "planning": {"profiling", "tiling"},
     "recompute": {"tape", "profiling", "planning", "tiling"},
-    "accumulate": {"batches", "distributed", "toolbox"},
+    "accumulate": {"batches", "distributed"},
     "distributed": {"accumulate"},
     "fitting": {
         "tape",

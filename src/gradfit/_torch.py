@@ -421,6 +421,36 @@ def before_accumulation(
     return handle
 
 
+def copies_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Clones of all of them; of dense ones of a kind in one call, which is one kernel on an
+    accelerator.
+    """
+    copies: list[torch.Tensor] = []
+    kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for tensor in tensors:
+        if type(tensor) in _DENSE and tensor.layout is torch.strided:
+            copies.append(torch.empty_like(tensor, requires_grad=False))
+            to, source = kinds.setdefault((tensor.device, tensor.dtype), ([], []))
+            to.append(copies[-1])
+            source.append(tensor)
+        else:
+            copies.append(tensor.detach().clone())
+    with torch.no_grad():
+        for to, source in kinds.values():
+            torch._foreach_copy_(to, source)
+    return copies
+
+
+_DENSE = (torch.Tensor, torch.nn.Parameter)
+
+
+def norms_of(
+    tensors: list[torch.Tensor], p: float, dtype: torch.dtype | None
+) -> list[torch.Tensor]:
+    """The norm of each, in one call."""
+    return list(torch._foreach_norm(tensors, p, dtype=dtype))
+
+
 def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiply dense tensors by a number, in place, in one call."""
     if tensors:

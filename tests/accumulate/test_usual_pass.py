@@ -224,7 +224,7 @@ def test_an_interrupt_between_a_pass_and_its_booking(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(UsualPass, "renew", interrupt)
+        patch.setattr(UsualPass, "settle", interrupt)
         with pytest.raises(KeyboardInterrupt):
             loop.acc.backward(loop.loss(3.0))
     with pytest.raises(gf.MisuseError, match="interrupted half-way"):

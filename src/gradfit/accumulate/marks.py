@@ -90,6 +90,13 @@ def disown(window: Owner) -> None:
     window.owns = False
 
 
+def owns_all(window: Owner) -> bool:
+    """Whether this window was the last one that was noted as an owner: its tensors are its own, or
+    free.
+    """
+    return window.written_at == _takeovers
+
+
 def belongs_to_another(window: Owner, tensors: Sequence[Tensor]) -> bool:
     """Whether any of these tensors was claimed by another window, which is still there, since this
     one claimed them.

@@ -77,6 +77,8 @@ class Counts(Protocol):
     """Held for a moment, when counters change."""
     settled: Any
     """The short way for a pass like the last one, None if there is none (rule 7)."""
+    next_way: Any
+    """The same for the first pass of a window like the last one."""
 
     def admit_plain(self, one: PlainPass) -> float | None:
         """Count a pass, and say what to multiply its gradients by; None if it is not counted. May
@@ -104,6 +106,11 @@ class NoPlainBackwards:
     def token(self) -> object:
         """What tells this window's own passes from another's."""
         return self
+
+    def end_window(self) -> None:
+        """The window is over: the next pass is a new micro-batch, and what other windows' passes
+        have added is not there any more.
+        """
 
     def forget_others(self) -> None:
         """What another window's passes have added is not there any more."""
@@ -156,6 +163,10 @@ class PlainBackwards(NoPlainBackwards):
     def token(self) -> object:
         return self._factors  # which the hooks hold, too
 
+    def end_window(self) -> None:
+        self._retained.clear()
+        self.reached_by_others.clear()
+
     def forget_others(self) -> None:
         self.reached_by_others.clear()
 
@@ -200,7 +211,8 @@ class PlainBackwards(NoPlainBackwards):
         window = self._window()
         if window is None:
             return 1.0
-        if window.settled is not None and self._begin_usual(window, task, first):
+        usual = window.settled or window.next_way
+        if usual is not None and self._begin_usual(window, task, first):
             return 1.0
         running = _torch.running_backward()
         thread = _UNKNOWN if running is None else running.thread
@@ -223,8 +235,11 @@ class PlainBackwards(NoPlainBackwards):
         """Bring a pass in by the short way; False, and nothing done, if it is no usual one."""
         thread = threading.get_ident()
         with window.lock:
-            usual, window.settled = window.settled, None
-            if usual is None or self.passes or not usual.admits_plain(window, thread):
+            usual, begins = window.settled, False
+            if usual is None:
+                usual, begins = window.next_way, True
+            window.settled = window.next_way = None
+            if usual is None or self.passes or not usual.admits_plain(window, thread, begins):
                 return False
             # from here on, an interrupt leaves a pass that has died (rule 5)
             self.passes[task] = thread

@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import get_ident
 
+import torch
 from torch import Tensor
 
 from gradfit._torch import run_backward
-from gradfit.accumulate.numbers import Number
 from gradfit.accumulate.plain_backwards import OWN_PASSES
 from gradfit.accumulate.short_way import ShortWay
 from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_state import OpenMicroBatch
+from gradfit.arguments import Number
+
+NARROW = (torch.float16, torch.bfloat16)
 
 
 class UsualPass(ShortWay):
     """Runs further weighted passes of a window that has a divisor."""
 
-    __slots__ = ("_device", "_dtype", "_initial", "_initial_for", "_total", "_weight")
+    __slots__ = (
+        "_device", "_divisor", "_dtype", "_initial", "_initial_for", "_total", "_weight",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -34,8 +39,9 @@ class UsualPass(ShortWay):
     def _keep_initial(self, loss: Tensor, weight: Number) -> None:
         """Losses of one kind with one weight start from one gradient: weight / divisor."""
         assert self._total.divisor is not None
+        self._divisor = self._total.divisor
         self._weight, self._dtype, self._device = weight, loss.dtype, loss.device
-        self._initial = self._initial_for(loss, weight / self._total.divisor)
+        self._initial = self._initial_for(loss, weight / self._divisor)
 
     def backward(self, window: Window, loss: Tensor, weight: Number) -> bool:
         """Backpropagate a mean over `weight` items; False, and nothing done, if that needs the long
@@ -43,14 +49,13 @@ class UsualPass(ShortWay):
 
         Needs the window's turn, and a loss that requires a gradient.
         """
-        total, thread = self._total, get_ident()
-        window.settled = None
-        if loss.dim() or total.lacks_room(weight) or thread in OWN_PASSES or not self.is_as_left():
+        thread, begins = get_ident(), window.settled is None
+        window.settled = window.next_way = None
+        if loss.dim() or thread in OWN_PASSES:
             return False
-        if weight != self._weight or loss.dtype is not self._dtype or loss.device != self._device:
-            if not loss.is_floating_point():
-                return False
-            self._keep_initial(loss, weight)
+        if not (self._begins(window, loss, weight) if begins else self._continues(loss, weight)):
+            return False
+        total = self._total
         window.in_doubt, window.marks = True, None
         try:
             OWN_PASSES[thread] = window.plain.token
@@ -69,7 +74,30 @@ class UsualPass(ShortWay):
             total.weight += weight
             if self._observe is not None:
                 self._observe(weight)
-            if not self.renew(window):
-                window.take_marks()
+            self.settle(window)
             window.in_doubt = False
+        return True
+
+    def _is_same_kind(self, loss: Tensor, weight: Number) -> bool:
+        return weight == self._weight and loss.dtype is self._dtype and loss.device == self._device
+
+    def _begins(self, window: Window, loss: Tensor, weight: Number) -> bool:
+        """Begin a window with this loss; False if it is not like the last one's."""
+        if not self._is_same_kind(loss, weight) or not self.begin_window(window):
+            return False
+        total = self._total = self._state.main
+        divisor = window.divisor_for(weight, narrow=loss.dtype in NARROW or window.narrow)
+        if divisor != self._divisor:
+            self._keep_initial(loss, weight)
+        total.divisor, self._state.had_pass = divisor, True
+        return True
+
+    def _continues(self, loss: Tensor, weight: Number) -> bool:
+        """Whether this loss can come into the window, which is as the last pass left it."""
+        if self._total.lacks_room(weight) or not self.is_as_left():
+            return False
+        if not self._is_same_kind(loss, weight):
+            if not loss.is_floating_point():
+                return False
+            self._keep_initial(loss, weight)
         return True

@@ -7,7 +7,7 @@ from typing import Any
 
 from gradfit import _torch
 from gradfit.accumulate.marks import belongs_to_another
-from gradfit.accumulate.processes import ALONE
+from gradfit.accumulate.processes import SINGLE_PROCESS
 from gradfit.accumulate.short_way import ShortWay
 from gradfit.accumulate.window_state import OpenMicroBatch, Phase
 
@@ -25,7 +25,7 @@ def is_usual(window: Any) -> bool:
         and not state.terms
         and window.scaler is None
         and window.transaction is None
-        and window.ranks is ALONE
+        and window.ranks is SINGLE_PROCESS
         and threading.get_ident() == threading.main_thread().ident
     )
 
@@ -50,15 +50,26 @@ class UsualPlainPass(ShortWay):
             return False
         return super().is_as_left()
 
-    def admits_plain(self, window: Any, thread: int) -> bool:
-        """Whether the plain pass that begins now in this thread is a usual one."""
+    def admits_plain(self, window: Any, thread: int, begins: bool) -> bool:
+        """Whether the plain pass that begins now in this thread, and `begins` a window, is a usual
+        one.
+        """
+        if thread != self._thread or not _torch.in_simple_backward():
+            return False
+        if begins:
+            return self.begin_window(window)
         return (
-            thread == self._thread
-            and window.apart is None
+            window.apart is None
             and not belongs_to_another(window, self._tensors)
             and self.is_as_left()
-            and _torch.in_simple_backward()
         )
+
+    def begin_window(self, window: Any) -> bool:
+        if not super().begin_window(window):
+            return False
+        self._state.main.divisor, self._state.had_pass = 1.0, True
+        self._written = window.written
+        return True
 
     def book(self, window: Any, first: int) -> None:
         """Count a pass that was admitted; `first` is the identity of the first tensor it
@@ -83,7 +94,7 @@ class UsualPlainPass(ShortWay):
         written, state = self._written, self._state
         if written is not None and [*map(_torch.version_of, self._tensors)] != written:
             return False
-        if not self.renew(window):
+        if not self.settle(window):
             return False
         steps = state.micro_batches + state.open[self._thread].passes
         # threads beside this one have passes of their own, which only the window adds up
@@ -91,4 +102,6 @@ class UsualPlainPass(ShortWay):
             len(state.open) > 1 or window.strategy.is_complete(steps, state.main.weight)
         ):
             window.finalise_by_itself()
+            if state.phase is Phase.FINAL:
+                self.end_window(window)
         return True

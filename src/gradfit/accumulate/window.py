@@ -40,16 +40,23 @@ from gradfit._torch import have_no_gradient, version_of
 from gradfit.accumulate.accumulator_options import read_members
 from gradfit.accumulate.gradient_marks import GradientMarks, Touch, is_clear
 from gradfit.accumulate.marks import belongs_to_another, claim, disown, mark, unmark
-from gradfit.accumulate.numbers import Number, read_count
 from gradfit.accumulate.optimizer_access import parameters_of
 from gradfit.accumulate.plain_backwards import NoPlainBackwards, PlainPass
-from gradfit.accumulate.processes import ALONE, Alone, Whole, present_in, ranks_of, wrapped_since
+from gradfit.accumulate.processes import (
+    SINGLE_PROCESS,
+    SingleProcess,
+    Whole,
+    present_in,
+    ranks_of,
+    wrapped_since,
+)
 from gradfit.accumulate.scaled_losses import is_scaled, times_unscaled
 from gradfit.accumulate.scaling import scale_gradients
 from gradfit.accumulate.short_way import ShortWay
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
 from gradfit.accumulate.transaction import Transaction
 from gradfit.accumulate.window_state import OpenMicroBatch, Phase, Total, WindowState
+from gradfit.arguments import Number, read_count
 from gradfit.errors import MisuseError
 
 FILLING, REDUCED, FINAL, BROKEN = Phase.FILLING, Phase.REDUCED, Phase.FINAL, Phase.BROKEN
@@ -89,7 +96,7 @@ class Window:
         self.follows_optimizer = False
         self.tensors: list[Tensor] = []
         self.ids: set[int] = set()  # of the tensors
-        self.ranks: Alone = ALONE
+        self.ranks: SingleProcess = SINGLE_PROCESS
         self.sources: Sequence[Any] = self.tensors  # whose `.grad` autograd adds to
         # nobody shares the tensors, as far as was looked when they were registered
         self._found_alone = True
@@ -100,9 +107,10 @@ class Window:
         self.block: int | None = None  # rule 3
         self.in_doubt = False  # rule 4
         self.settled: ShortWay | None = None  # rule 6
+        self.next_way: ShortWay | None = None  # which the first pass of the next window may take
         self.plain = NoPlainBackwards()
         # step() ends micro-batches here, so passes between two calls are one
-        self.delimited = False
+        self.step_ends_micro_batch = False
         self.enabled = True
         self.transaction: Transaction | None = None
         self.narrow = self.widened_float16 = False
@@ -126,9 +134,9 @@ class Window:
         self.marks: GradientMarks | None = None
         self.settled = None
         self.in_doubt = False
-        self.plain.end_micro_batch()
-        self.plain.forget_others()
-        self.ranks.release()
+        self.plain.end_window()
+        if self.ranks is not SINGLE_PROCESS:
+            self.ranks.release()
         if self.bare:
             disown(self)
 
@@ -154,7 +162,7 @@ class Window:
         """How many micro-batches the window holds, skipped ones included."""
         steps = self.state.micro_batches
         for one in list(self.state.open.values()):
-            steps += min(1, one.passes) if self.delimited else one.passes
+            steps += min(1, one.passes) if self.step_ends_micro_batch else one.passes
         return steps
 
     @property
@@ -322,11 +330,11 @@ class Window:
             tensor.grad = None if gradient is None else gradient.to(wide)
 
     def _find_ranks(self) -> None:
-        self.last_marks = self.settled = None  # of other tensors
+        self.last_marks = self.settled = self.next_way = None  # of other tensors
         self.ranks.close()
-        self.ranks = ranks_of(self.tensors, self) if self.tensors else ALONE
+        self.ranks = ranks_of(self.tensors, self) if self.tensors else SINGLE_PROCESS
         self.sources = self.ranks.sources(self.tensors)
-        self._found_alone = self.ranks is ALONE
+        self._found_alone = self.ranks is SINGLE_PROCESS
         self._note_parameters()
 
     def close(self) -> None:
@@ -462,13 +470,15 @@ class Window:
         Gradients from before the very first one are the user's own, and plain passes add to them as
         ever.
         """
+        self.next_way = None
         if self._found_alone:
             error = wrapped_since(self.tensors, self)
             if error is not None:
                 raise error
             self._found_alone = False
         claim(self, self.tensors)
-        self._drop_left()
+        if self.left is not None:
+            self._drop_left()
         if not have_no_gradient(self.sources):
             if self.bare:
                 for source in self.sources:
@@ -723,7 +733,7 @@ class Window:
         """
         if (
             self.optimizer is not None
-            or self.delimited
+            or self.step_ends_micro_batch
             or self.bare
             or self.transaction is not None
         ):
@@ -859,7 +869,7 @@ class Window:
         """
         state, settled, thread = self.state, self.settled, threading.get_ident()
         one = state.open.get(thread)
-        if settled is None or not self.delimited or one is None or one.passes != 1:
+        if settled is None or not self.step_ends_micro_batch or one is None or one.passes != 1:
             return None
         taken = state.micro_batches + 1
         full = self.strategy.is_complete(taken, state.main.weight)
@@ -873,10 +883,10 @@ class Window:
         state = self.state
         one = state.open[thread]
         # passes that began at different tensors are parts of one micro-batch
-        if not self.delimited:
+        if not self.step_ends_micro_batch:
             parts = one.passes == one.plain == len(one.reached) > 1
-            self.delimited = parts or not self.is_full
-        if one.passes > 1 and self.delimited:
+            self.step_ends_micro_batch = parts or not self.is_full
+        if one.passes > 1 and self.step_ends_micro_batch:
             state.main.weight -= max(0, one.plain - 1)
             one.passes = 1
         state.micro_batches += one.passes
@@ -885,7 +895,7 @@ class Window:
     def close_all(self) -> None:
         """The window ends: what any thread has put in is in the gradients, and counts."""
         for thread in list(self.state.open):
-            if self.delimited:
+            if self.step_ends_micro_batch:
                 self._close(thread)
             else:
                 self.state.micro_batches += self.state.open.pop(thread).passes

@@ -18,14 +18,14 @@ from typing import Any
 from torch import Tensor
 
 from gradfit import _torch_distributed as private
-from gradfit.accumulate.numbers import Number
-from gradfit.accumulate.processes import ALONE, Alone, Part, Whole, Window
+from gradfit.accumulate.processes import SINGLE_PROCESS, Part, SingleProcess, Whole, Window
+from gradfit.arguments import Number
 from gradfit.distributed.no_sync import ForwardHooks, modules_of
 from gradfit.distributed.process_group import Group
 from gradfit.errors import MisuseError, RankFailed
 
 
-def all_ranks(tensors: list[Tensor], window: Window) -> Alone:
+def all_ranks(tensors: list[Tensor], window: Window) -> SingleProcess:
     """The processes that share these parameters; nobody if no DDP or FSDP2 module holds them."""
     from gradfit.distributed.fsdp import Sharded, is_sharded
     from gradfit.distributed.replicas import replicas_of
@@ -42,11 +42,11 @@ def all_ranks(tensors: list[Tensor], window: Window) -> Alone:
         )
     modules = modules_of(private.DistributedDataParallel, tensors)
     if not modules:
-        return replicas_of(tensors, window) or ALONE
+        return replicas_of(tensors, window) or SINGLE_PROCESS
     return _of_ddp_modules(modules, tensors, window)
 
 
-def _of_ddp_modules(modules: list[Any], tensors: list[Tensor], window: Window) -> Alone:
+def _of_ddp_modules(modules: list[Any], tensors: list[Tensor], window: Window) -> SingleProcess:
     from gradfit.distributed.ddp import Replicated
 
     groups = {id(private.ddp_group(module)): private.ddp_group(module) for module in modules}
@@ -70,7 +70,7 @@ def _check_all_held(modules: list[Any], tensors: list[Tensor]) -> None:
             )
 
 
-class AllRanks(Alone):
+class AllRanks(SingleProcess):
     """What DDP and FSDP2 have in common: the meeting."""
 
     def __init__(self, modules: list[Any], group: Group, window: Window) -> None:

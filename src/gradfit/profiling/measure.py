@@ -102,7 +102,15 @@ def profile(
     if fake or hardware is not None:
         from gradfit.profiling.predict import predict
 
-        return predict(model, loss_fn, sample_batch, optimizer, hardware=hardware, split=split)
+        return predict(
+            model,
+            loss_fn,
+            sample_batch,
+            optimizer,
+            hardware=hardware,
+            split=split,
+            tile=read_flag(tile, "tile"),
+        )
     total = count_rows(sample_batch, split, "sample_batch")
     _check_numbers(total, memory_bytes, rows, host_bandwidth)
     check_model(model)

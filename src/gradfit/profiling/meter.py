@@ -35,20 +35,15 @@ class Meter(OperationListener):
     Args:
         timeline: also write down bytes after each operation.
         device: count tensors of this device only; None: of all.
-        events: a list that gets what is allocated and freed, in order: (a storage's number, its
-            bytes, its device's index), and (number, -1, -1) when it is freed. Of what was watched
-            it is only that.
     """
 
-    def __init__(
-        self,
-        *,
-        timeline: bool = False,
-        device: str | torch.device | None = None,
-        events: list[tuple[int, int, int]] | None = None,
-    ) -> None:
+    events: list[tuple[int, int, int]] | None = None
+    """A list that gets what is allocated and freed, in order: (a storage's number, its bytes, its
+    device's index), and (number, -1, -1) when it is freed. Of what was watched it is only that.
+    """
+
+    def __init__(self, *, timeline: bool = False, device: str | torch.device | None = None) -> None:
         super().__init__()
-        self.events = events
         self.current_bytes = 0
         self.peak_bytes = 0
         self.timeline: list[tuple[float, int]] | None = (
