@@ -325,7 +325,7 @@ def running_backward() -> RunningBackward | None:
     frames = sys._current_frames()
     # A frame that holds itself would hold the caller's tensors until the next collection.
     frames.pop(here, None)
-    waiting = [(thread, found) for thread, top in frames.items() if (found := _engine_calls(top))]
+    waiting = [(thread, inside) for thread, top in frames.items() if (inside := _engine_calls(top))]
     if len(waiting) != 1:
         return None
     thread, others = waiting[0]
@@ -419,6 +419,36 @@ def before_accumulation(
     """
     handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     return handle
+
+
+def copies_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Clones of all of them; of dense ones of a kind in one call, which is one kernel on an
+    accelerator.
+    """
+    copies: list[torch.Tensor] = []
+    kinds: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for tensor in tensors:
+        if type(tensor) in _DENSE and tensor.layout is torch.strided:
+            copies.append(torch.empty_like(tensor, requires_grad=False))
+            to, source = kinds.setdefault((tensor.device, tensor.dtype), ([], []))
+            to.append(copies[-1])
+            source.append(tensor)
+        else:
+            copies.append(tensor.detach().clone())
+    with torch.no_grad():
+        for to, source in kinds.values():
+            torch._foreach_copy_(to, source)
+    return copies
+
+
+_DENSE = (torch.Tensor, torch.nn.Parameter)
+
+
+def norms_of(
+    tensors: list[torch.Tensor], p: float, dtype: torch.dtype | None
+) -> list[torch.Tensor]:
+    """The norm of each, in one call."""
+    return list(torch._foreach_norm(tensors, p, dtype=dtype))
 
 
 def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
+from gradfit._torch import norms_of
 from gradfit.errors import MisuseError
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -29,12 +30,11 @@ def total_norm(gradients: Iterable[Tensor], p: float = 2.0) -> Tensor:
     """
     if math.isnan(p) or p <= 0:
         raise MisuseError(f"p={p!r} is not the order of a norm. Pass 2, 1 or float('inf').")
-    norms: list[Tensor] = []
-    for gradient in gradients:
-        wide = torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
-        one = vector_norm(values_of(gradient), p, dtype=wide)
-        # a DTensor's norm is over all ranks
-        norms.append(one.full_tensor() if hasattr(one, "full_tensor") else one)
+    gradients = list(gradients)
+    if _in_one_call(gradients):
+        norms = norms_of(gradients, p, _wide(gradients[0]))
+    else:
+        norms = [_norm(gradient, p) for gradient in gradients]
     if not norms:
         return torch.zeros((), device="cpu")
     widest = norms[0].dtype
@@ -43,3 +43,23 @@ def total_norm(gradients: Iterable[Tensor], p: float = 2.0) -> Tensor:
     together = torch.stack([one.to(norms[0].device, widest) for one in norms])
     norm: Tensor = vector_norm(together, p)
     return norm
+
+
+def _norm(gradient: Tensor, p: float) -> Tensor:
+    norm: Tensor = vector_norm(values_of(gradient), p, dtype=_wide(gradient))
+    # a DTensor's norm is over all ranks
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def _wide(gradient: Tensor) -> torch.dtype | None:
+    return torch.float32 if gradient.dtype in _NARROW else None
+
+
+def _in_one_call(gradients: list[Tensor]) -> bool:
+    """Dense ones of one kind on an accelerator, where each call is a kernel to launch."""
+    kinds = {(one.device, one.dtype) for one in gradients}
+    return (
+        len(kinds) == 1
+        and not gradients[0].is_cpu
+        and all(type(one) is Tensor and one.layout is torch.strided for one in gradients)
+    )

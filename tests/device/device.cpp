@@ -279,8 +279,10 @@ void give_geometry(const Tensor& to, const Tensor& from) {
 // One call of a kernel: stands in for each device tensor a CPU tensor on the same memory, and takes results back.
 class Call {
  public:
-  explicit Call(int device) : device_(device), stream_(current_stream(device)), lock_(stream_.running) {
+  explicit Call(int device, bool is_kernel = true)
+      : device_(device), stream_(current_stream(device)), lock_(stream_.running) {
     stream_.drain();
+    if (!is_kernel) return;  // a view takes no time on a device
     stream_.spend();
     ++counters().kernels;
   }
@@ -394,7 +396,8 @@ void run(const c10::OperatorHandle& op, const c10::FunctionSchema& schema, Stack
   size_t begin = stack->size() - schema.arguments().size();
   int device = find_device(schema, *stack, begin);
   c10::DeviceGuard guard(c10::Device(kType, device));
-  Call call(device);
+  bool is_view = !schema.is_mutable() && !schema.returns().empty() && schema.returns()[0].alias_info();
+  Call call(device, !is_view);
   std::vector<Tensor> written;
   for (size_t i = 0; i < schema.arguments().size(); ++i) {
     c10::IValue& v = (*stack)[begin + i];
@@ -679,6 +682,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // Without a kernel of the device's own torch calls `out=`, which warns here of a shape it has chosen itself.
   for (const char* name : {"mse_loss", "smooth_l1_loss"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  // Lists of tensors are one kernel on an accelerator; torch's general way is one for each.
+  for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames())
+    if (op.name.rfind("aten::_foreach_", 0) == 0) {
+      std::string name = op.name.substr(6) + (op.overload_name.empty() ? "" : "." + op.overload_name);
+      m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+    }
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   m.impl("_thnn_fused_gru_cell", gru_cell);

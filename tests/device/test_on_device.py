@@ -275,6 +275,18 @@ def test_a_step_reads_from_the_device_once(sim: Any, loss_fn: Any, micro_batch: 
     assert after["waits"] == before["waits"]
 
 
+def test_measuring_waits_for_passes_not_for_operations(sim: Any) -> None:
+    model, batch = network(blocks=8), a_batch()
+    before = sim.counters()["waits"]
+    profile = gf.profile(model, mean_loss, batch)
+    waits = sim.counters()["waits"] - before
+    assert len(profile.operations) + len(profile.nodes) > 100
+    assert waits < 100  # several passes of several sizes
+    assert all(op.seconds.at(16) >= 0 for op in profile.operations)
+    assert sum(op.seconds.at(16) for op in profile.operations) > 0
+    assert sum(node.seconds.at(16) for node in profile.nodes) > 0
+
+
 @pytest.mark.parametrize("loss_fn", LOSSES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("empty", [False, True])
 def test_weights_that_are_read_late_are_the_same(sim: Any, loss_fn: Any, empty: bool) -> None:
@@ -330,10 +342,20 @@ def test_a_whole_batch_is_plain_bit_by_bit(loss_fn: Any) -> None:
 # -- memory that runs out ------------------------------------------------------------------------
 
 
-def fitted_step(sim: Any, optimizer: str = "AdamW", rows: int = 16) -> tuple[nn.Module, Any, Any]:
-    model, batch = network(16, 2), a_batch(rows, 16)
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
+    "one by one": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+}
+
+
+def fitted_step(
+    optimizer: str = "AdamW", rows: int = 16, blocks: int = 2
+) -> tuple[nn.Module, Any, Any]:
+    model, batch = network(16, blocks), a_batch(rows, 16)
     step = gf.fit(
-        model, getattr(torch.optim, optimizer)(model.parameters(), lr=0.01), mean_loss, batch,
+        model, OPTIMIZERS[optimizer](model.parameters()), mean_loss, batch,
         memory="256 MiB", micro_batch=rows // 2,
     )  # fmt: skip
     for number in range(2):
@@ -358,11 +380,14 @@ def copy_into(model: nn.Module, step: Any, saved: tuple[Any, Any, Any]) -> None:
     step.load_state_dict(saved[2])
 
 
-@pytest.mark.parametrize("times", [1, 2], ids=["once", "again"])
-@pytest.mark.parametrize("part", range(3))
-def test_memory_may_run_out_at_any_allocation_of_a_step(sim: Any, part: int, times: int) -> None:
-    """Every third point; the step is repeated from the state before it, and nothing is lost."""
-    model, step, batch = fitted_step(sim)
+def fail_at_points(
+    sim: Any, optimizer: str, first: int, every: int, times: int, blocks: int = 2
+) -> int:
+    """Refuse one allocation of a step after the other; gives how many.
+
+    The step is repeated from the state before it, and nothing is lost.
+    """
+    model, step, batch = fitted_step(optimizer, blocks=blocks)
     start = copy.deepcopy((model.state_dict(), step.optimizer.state_dict(), step.state_dict()))
     torch.manual_seed(9)
     before = sim.settings().allocations(0)
@@ -370,7 +395,8 @@ def test_memory_may_run_out_at_any_allocation_of_a_step(sim: Any, part: int, tim
     count = sim.settings().allocations(0) - before
     expected = everything(model, step)
     assert count > 50
-    for point in range(part, count, 3 if times == 1 else 12):
+    points = range(first, count, every)
+    for point in points:
         copy_into(model, step, start)
         torch.manual_seed(9)
         sim.settings().fail_allocation(0, point, times)
@@ -385,6 +411,57 @@ def test_memory_may_run_out_at_any_allocation_of_a_step(sim: Any, part: int, tim
                 torch.allclose(a.double(), b.double(), atol=1e-6)
                 for a, b in zip(got, expected, strict=True)
             )
+    return len(points)
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["once", "again"])
+@pytest.mark.parametrize("part", range(3))
+def test_memory_may_run_out_at_any_allocation_of_a_step(sim: Any, part: int, times: int) -> None:
+    fail_at_points(sim, "AdamW", part, 3 if times == 1 else 12, times)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_memory_runs_out_at_a_thousand_points(sim: Any) -> None:
+    """Every single allocation of a step, with each optimizer, once and twice in a row."""
+    points = sum(
+        fail_at_points(sim, optimizer, 0, 1, times) for optimizer in OPTIMIZERS for times in (1, 2)
+    )
+    points += fail_at_points(sim, "AdamW", 0, 1, 1, blocks=4)
+    print(f"{points} points")
+    assert points >= 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_delays_in_every_stream_change_nothing(sim: Any, seed: int) -> None:
+    """Scopes, offloading, a cut batch and a whole one, with work that appears late."""
+    model, batch = network(), a_batch()
+
+    def run(scope: bool) -> list[Tensor]:
+        for _ in range(2):
+            with gf.CheckpointScope("all", enabled=scope):
+                loss = mean_loss(model, batch)
+            loss.backward()
+        return gradients(model)
+
+    sim.set_delays(seed, 0.1, 200)
+    same(lambda: run(False), lambda: run(True))
+    for micro_batch, offload in ((16, False), (16, True), (4, False)):
+        results = []
+        for delayed in (False, True):
+            sim.set_delays(*((seed, 0.1, 200) if delayed else ()))
+            trained = network()
+            optimizer = torch.optim.AdamW(trained.parameters())
+            step = gf.fit(
+                trained, optimizer, mean_loss, batch, memory="64 MiB", micro_batch=micro_batch,
+                offload=offload,
+            )  # fmt: skip
+            for number in range(2):
+                torch.manual_seed(number)
+                step(batch)
+            results.append([p.detach().cpu() for p in trained.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_a_cap_that_stays_is_held_by_a_tighter_plan(sim: Any) -> None:
@@ -408,3 +485,19 @@ def test_a_cap_that_stays_is_held_by_a_tighter_plan(sim: Any) -> None:
     assert result.stepped
     assert result.attempts > 1
     assert torch.accelerator.memory_reserved() <= 0.45 * peak
+
+
+@pytest.mark.slow
+def test_estimates_of_25_models_against_the_counter(sim: Any) -> None:
+    import statistics
+
+    import estimates
+
+    ratios = []
+    for _, made, optimizer in estimates.cases():
+        said, counted = estimates.compare(made, optimizer)
+        ratios.append(said / counted - 1)
+    assert len(ratios) == 25
+    assert statistics.median(map(abs, ratios)) <= 0.01
+    assert max(map(abs, ratios)) <= 0.05
+    assert min(ratios) >= 0  # as a cap on live bytes it lets every run through

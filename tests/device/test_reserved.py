@@ -46,7 +46,8 @@ def test_the_sequence_of_a_pass_predicts_the_counter_to_the_byte(sim: Any) -> No
     others = torch.accelerator.memory_stats()["allocated_bytes.all.current"]
     others -= ReservedMemory({torch.device("sim", 0)}).rounded_bytes(model, batch)
     torch.accelerator.reset_peak_memory_stats()
-    live = Meter(device="sim", events=record.events)
+    live = Meter(device="sim")
+    live.events = record.events
     live.watch(model, batch)
     with live, gf.CheckpointScope("some"):
         loss = mean_loss(model, batch)

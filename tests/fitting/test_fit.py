@@ -244,7 +244,8 @@ def test_offloading_holds_the_budget_too() -> None:
     model, batch, loss_fn = make("gpt2")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     budget = int(plain_peak("gpt2", "sgd") * 0.6)
-    with gf.meter(model, optimizer, batch) as live:
+    # On an accelerator the budget is the device's, and offloaded values are the host's.
+    with gf.meter(model, optimizer, batch, device=torch.get_default_device()) as live:
         step = gf.fit(model, optimizer, loss_fn, batch, memory=budget, offload=True)
         torch.manual_seed(7)
         step(batch)

@@ -131,4 +131,4 @@ def test_writes_over_what_was_saved_are_noticed_as_without_it() -> None:
 def test_who_looks_at_the_data(look: Any, expected: bool) -> None:
     with LooksAtData() as seen:
         look(rows(4))
-    assert seen.found is expected
+    assert seen.reads_data is expected

@@ -38,8 +38,8 @@ class Counting(torch.optim.Optimizer):
 
 
 OPTIMIZERS: dict[str, Any] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=False),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "counting": Counting,
     "foreach": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),

@@ -156,7 +156,15 @@ def plain_steps(
 
 
 def same_state(model: nn.Module, expected: dict[str, torch.Tensor]) -> bool:
+    """Bit by bit; on an accelerator, where weights are read at the end of a step and its parts go
+    in as sums, up to the rounding of these (tests/device compares whole batches bit by bit).
+    """
     found = model.state_dict()
+    same = torch.equal if torch.get_default_device().type == "cpu" else _same_but_for_rounding
     return found.keys() == expected.keys() and all(
-        torch.equal(found[name], expected[name]) for name in found
+        same(found[name], expected[name]) for name in found
     )
+
+
+def _same_but_for_rounding(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-6)

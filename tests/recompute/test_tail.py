@@ -194,9 +194,13 @@ def test_the_rest_is_saved_by_autograd_alone(fails: bool, monkeypatch: pytest.Mo
     wanted = run(model, batch, None)
     packs: list[torch.Tensor] = []
     pack = SavedTensors.pack
-    monkeypatch.setattr(
-        SavedTensors, "pack", lambda self, tensor: (packs.append(tensor), pack(self, tensor))[1]
-    )
+
+    def counting(self: SavedTensors, tensor: torch.Tensor) -> Any:
+        if not packs or packs[-1] is not tensor:  # it calls itself while somebody observes
+            packs.append(tensor)
+        return pack(self, tensor)
+
+    monkeypatch.setattr(SavedTensors, "pack", counting)
     counts = []
     for _ in range(3):
         packs.clear()

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import gradfit as gf
 from gradfit.choices import HOLD, KEEP, REBUILD, Choice
-from gradfit.tape.decisions import ALL_KEPT, Decision, Rest
+from gradfit.tape.decisions import ALL_KEPT, Rest, TapeDecision
 from gradfit.tape.recorder import Recorder
 from gradfit.tape.values import Segment
 
@@ -43,8 +43,8 @@ class RandomPolicy:
         self.random = random.Random(seed)
         self.among = among
 
-    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
-        return Decision(tuple(self.random.choice(self.among) for _ in results))
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> TapeDecision:
+        return TapeDecision(tuple(self.random.choice(self.among) for _ in results))
 
 
 class PartialPolicy(RandomPolicy):
@@ -58,7 +58,7 @@ class PartialPolicy(RandomPolicy):
         self.left = draw.randrange(30) if rests else 1000
         self.saves = draw.randrange(20)
 
-    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> TapeDecision:
         self.left -= 1
         kept = self.random.random() < 0.5
         decision = ALL_KEPT if kept else super().decide(func, results, *call)

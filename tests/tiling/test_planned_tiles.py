@@ -205,6 +205,21 @@ def test_plans_choose_between_tiled_profiles_and_the_plain_one() -> None:
     )
 
 
+def test_predictions_have_lazy_logits_too() -> None:
+    model, optimizer, tokens = make()
+    predicted = gf.profile(model, loss_fn, tokens, optimizer, fake=True)
+    (tiled,) = predicted.tiled  # whether a module treats each token by itself shapes do not tell
+    assert tiled.tiles == measured().tiled[0].tiles
+    assert tiled.predicted
+    plan = gf.plan(predicted, memory=SHORT, batch_size=2, micro_batch=1)
+    assert plan.tiles == tiled.tiles
+    assert plan.peak_bytes <= SHORT
+    ours = gf.plan(measured().tiled[0], memory="1 GiB", batch_size=2)
+    theirs = gf.plan(tiled, memory="1 GiB", batch_size=2)
+    assert theirs.peak_bytes == pytest.approx(ours.peak_bytes, rel=0.02)
+    assert not gf.profile(model, loss_fn, tokens, fake=True, tile=False).tiled
+
+
 def test_a_plan_with_tiles_is_applied_and_audited() -> None:
     model, _, tokens = make()
     plan = gf.plan(measured(), memory=SHORT, batch_size=2, micro_batch=1)

@@ -109,9 +109,10 @@ def full_precision(optimizer: Any, tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         _swap(optimizer, [(wide, tensor) for tensor, wide in sharded])
         with torch.no_grad():
-            for tensor, data, wide in narrow:
-                data.copy_(wide)
+            for tensor, data, _ in narrow:  # all of them first: a copy may fail
                 tensor.data = data
+            for _, data, wide in narrow:
+                data.copy_(wide)
             for tensor, wide in sharded:
                 tensor.copy_(wide)
             narrow.clear()  # and with it the wide ones

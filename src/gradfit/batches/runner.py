@@ -96,9 +96,9 @@ class MicroBatchRunner:
     def run(self, part: Part, mode: Mode, backward: Callable[[PartLoss], object]) -> None:
         """Both passes of one part; `backward` gets its loss."""
         with mode.around_both():
-            found = self.forward(part, mode)
-            backward(found)
-            del found  # before the contexts are left: its graph holds what they gave
+            part_loss = self.forward(part, mode)
+            backward(part_loss)
+            del part_loss  # before the contexts are left: its graph holds what they gave
 
     def forward(self, part: Part, mode: Mode = PLAIN) -> PartLoss:
         """The loss of one part."""

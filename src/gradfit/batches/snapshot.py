@@ -259,14 +259,14 @@ class untouched:  # noqa: N801  (as torch.no_grad)
                 self._before = None
 
 
-class _Open(threading.local):
+class _OpenTrials(threading.local):
     """The trials that this thread is in, outer ones first."""
 
     def __init__(self) -> None:
         self.trials: list[Snapshot] = []
 
 
-_open = _Open()
+_open = _OpenTrials()
 
 
 class trials_end:  # noqa: N801  (as torch.no_grad)
@@ -299,11 +299,11 @@ def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Each module once. `model.modules()` gives the same, and takes longer than all the rest of a
     snapshot.
     """
-    found: dict[int, torch.nn.Module] = {}
+    by_id: dict[int, torch.nn.Module] = {}
     left = [model]
     while left:
         module = left.pop()
-        if id(module) not in found:
-            found[id(module)] = module
+        if id(module) not in by_id:
+            by_id[id(module)] = module
             left.extend(child for child in module._modules.values() if child is not None)
-    return list(found.values())
+    return list(by_id.values())

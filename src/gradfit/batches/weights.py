@@ -92,16 +92,10 @@ class BatchWeights:
         if self._shares is None:
             return part
         share, read = self._shares[position], part.denominator
-        if read is not None and read.is_nothing and share.is_nothing:
-            return part
         if read is None or not _is_as_counted(read, share):
-            was = ", ".join(f"{divisor:g}" for divisor in share.divisors)
-            raise UnreadableLoss(
-                f"This micro-batch's loss is {read_text(part)}; when it was counted it was divided"
-                f" by {was}, so nothing was updated. What a loss is divided by must not depend on"
-                " random numbers. Return gf.Loss(sum=…, count=…), or pass"
-                " fit(micro_batch='whole')."
-            )
+            raise _is_another(part, share)
+        if read.is_nothing:
+            return part
         return dataclasses.replace(part, loss=scale_terms(part, share, read))
 
     def asks(self, part: PartLoss, *, is_empty: bool) -> bool:
@@ -162,11 +156,13 @@ class BatchWeights:
         their number.
         """
         roles = self._additivity.roles
-        can_be_counted = self._may_repeat and self._additivity.by_hand and "adds" in roles
-        if not can_be_counted or part.count is not None or part.rows == self._rows:
+        if not self._may_repeat or not self._additivity.by_hand or "adds" not in roles:
+            return False  # nobody could count it
+        if part.count is not None or part.rows == self._rows:
             return False
         number = float(divisors[roles.index("adds")])
-        return number > 0 and (float(part.loss.detach()) == 0.0 or number <= self._additivity.floor)
+        is_zero = float(part.loss.detach()) == 0.0
+        return number > 0 and (is_zero or number <= self._additivity.floor)
 
     def _read(self, part: PartLoss, denominator: Denominator | None) -> tuple[Number, ...] | None:
         """The divisors of the part's terms, if they are as they were measured to be."""
@@ -175,17 +171,20 @@ class BatchWeights:
         if is_part and _was_multiplied_by_0(read, part):
             return ()
         if read is None or len(read.terms) != len(roles):
-            if self._exact and is_part:
-                raise UnreadableLoss(
-                    f"This micro-batch's loss is {read_text(part)}; the sample's was"
-                    f" {self._additivity.read}. {_NEXT}"
-                )
+            self._refuse_unreadable(part)
             return None
         if roles == ("adds",):  # nothing to compare, so it may stay on its device
             return (read.terms[0].divisor,)
         divisors = tuple(float(term.divisor) for term in read.terms)
         self._compare_with_first(divisors, read)
         return divisors
+
+    def _refuse_unreadable(self, part: PartLoss) -> None:
+        if self._exact and part.rows < self._rows:
+            raise UnreadableLoss(
+                f"This micro-batch's loss is {read_text(part)}; the sample's was"
+                f" {self._additivity.read}. {_NEXT}"
+            )
 
     def _compare_with_first(self, divisors: tuple[float, ...], read: Denominator) -> None:
         """Refuse what does not go together with the batch's first part."""
@@ -202,8 +201,20 @@ class BatchWeights:
 
 
 def _is_as_counted(read: Denominator, share: PartShare) -> bool:
+    if read.is_nothing:
+        return share.is_nothing
     now = [float(term.divisor) for term in read.terms]
     return len(now) == len(share.divisors) and all(map(is_close, now, share.divisors))
+
+
+def _is_another(part: PartLoss, share: PartShare) -> UnreadableLoss:
+    was = ", ".join(f"{divisor:g}" for divisor in share.divisors)
+    return UnreadableLoss(
+        f"This micro-batch's loss is {read_text(part)}; when it was counted it was divided"
+        f" by {was}, so nothing was updated. What a loss is divided by must not depend on"
+        " random numbers. Return gf.Loss(sum=…, count=…), or pass"
+        " fit(micro_batch='whole')."
+    )
 
 
 def _was_multiplied_by_0(read: Denominator | None, part: PartLoss) -> bool:

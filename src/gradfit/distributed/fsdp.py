@@ -11,7 +11,9 @@ The units' parameters are gathered in every forward and backward, by all ranks t
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -166,15 +168,11 @@ class Sharded(AllRanks):
         if fsdp.never_gathered(unit):
             fsdp.take_part(unit)
         another_optimizers = [kept for tensor, kept in parameters if id(tensor) not in present]
-        others = [(kept, fsdp.unsharded_gradient(kept)) for kept in another_optimizers]
-        for kept in another_optimizers:
-            fsdp.set_unsharded_gradient(kept, None)
-        for tensor, kept in mine:
-            fsdp.set_unsharded_gradient(kept, _scaled_or_zeros(tensor, kept, factor))
-        last = mine[-1][0]
-        fsdp.reduce_group(unit, last.grad_dtype or last.dtype)
-        for kept, gradient in others:
-            fsdp.set_unsharded_gradient(kept, gradient)
+        with _gradients_taken_out(another_optimizers):
+            for tensor, kept in mine:
+                fsdp.set_unsharded_gradient(kept, _scaled_or_zeros(tensor, kept, factor))
+            last = mine[-1][0]
+            fsdp.reduce_group(unit, last.grad_dtype or last.dtype)
 
     def norm(self, gradients: list[Tensor]) -> float:
         # By the ranks that share a gradient, not by the mesh: fully_shard makes one for each unit
@@ -202,6 +200,17 @@ class Sharded(AllRanks):
                 if part.numel():
                     part.view(-1)[0] = math.inf
                     break
+
+
+@contextlib.contextmanager
+def _gradients_taken_out(parameters: list[Any]) -> Iterator[None]:
+    """Inside, these have no gradients to reduce."""
+    gradients = [fsdp.unsharded_gradient(kept) for kept in parameters]
+    for kept in parameters:
+        fsdp.set_unsharded_gradient(kept, None)
+    yield
+    for kept, gradient in zip(parameters, gradients, strict=True):
+        fsdp.set_unsharded_gradient(kept, gradient)
 
 
 def _scaled_or_zeros(tensor: Tensor, kept: Any, factor: float) -> Tensor:

@@ -55,6 +55,11 @@ def _of_ddp_modules(modules: list[Any], tensors: list[Tensor], window: Window) -
             f"The parameters belong to {len(modules)} DDP modules with {len(groups)} different"
             " process groups. Pass each module's parameters to an accumulator of its own."
         )
+    _check_all_held(modules, tensors)
+    return Replicated(modules, Group(next(iter(groups.values()))), window)
+
+
+def _check_all_held(modules: list[Any], tensors: list[Tensor]) -> None:
     held = {id(tensor) for module in modules for tensor in module.parameters()}
     for at, tensor in enumerate(tensors):
         if id(tensor) not in held:
@@ -63,7 +68,6 @@ def _of_ddp_modules(modules: list[Any], tensors: list[Tensor], window: Window) -
                 " that holds others: nobody would add up its gradient over the ranks. Wrap a"
                 " module that holds all of them."
             )
-    return Replicated(modules, Group(next(iter(groups.values()))), window)
 
 
 class AllRanks(SingleProcess):
@@ -116,18 +120,19 @@ class AllRanks(SingleProcess):
 
     def check(self, records: list[dict[str, Any]]) -> None:
         """Refuse to go on unless all ranks do the same, and can."""
-        kinds = {one["kind"] for one in records}
-        if len(kinds) > 1:
+        kinds = [one["kind"] for one in records]
+        if len(set(kinds)) > 1:
             raise RankFailed(
-                f"The ranks do different things: {', '.join(one['kind'] for one in records)}. Call"
+                f"The ranks do different things: {', '.join(kinds)}. Call"
                 " step(), flush() and state_dict() on all ranks in the same order."
             )
-        broken = [rank for rank, one in enumerate(records) if one["flags"][2]]
-        if broken and broken != [self.group.rank]:
-            others = ", ".join(str(rank) for rank in broken if rank != self.group.rank)
+        broken = {rank for rank, one in enumerate(records) if one["flags"][2]}
+        others = sorted(broken - {self.group.rank})
+        if others:
             raise RankFailed(
-                f"On rank {others} a backward pass failed half-way, so the window holds part of a"
-                " micro-batch. Call reset() on every rank and repeat the window."
+                f"On rank {', '.join(map(str, others))} a backward pass failed half-way, so the"
+                " window holds part of a micro-batch. Call reset() on every rank and repeat the"
+                " window."
             )
         counts = [one["parameters"] for one in records]
         if len(set(counts)) > 1:
@@ -150,7 +155,7 @@ class AllRanks(SingleProcess):
         groups = getattr(optimizer, "param_groups", None)
         if whole.leader is None or groups is None:
             return
-        records = self.group.exchange({"groups": [_numbers_in(group) for group in groups]})
+        records = self.group.exchange({"groups": list(map(_numbers_in, groups))})
         if joined:
             for group, current in zip(groups, records[whole.leader]["groups"], strict=True):
                 group.update(current)
@@ -210,27 +215,33 @@ def _record_of(part: Part, count: int) -> dict[str, Any]:
 
 def _add_up_records(records: list[dict[str, Any]], part: Part, count: int) -> Whole:
     """The window as all ranks hold it."""
-    active = [rank for rank, one in enumerate(records) if sum(one["counts"])]
+    all_of = {name: [one[name] for one in records] for name in records[0]}
+    micro_batches, skipped = zip(*all_of["counts"], strict=True)
+    bases, scales = zip(*all_of["scales"], strict=True)
+    flushing, joined, _ = zip(*all_of["flags"], strict=True)
+    active = [rank for rank, counts in enumerate(all_of["counts"]) if sum(counts)]
     return Whole(
-        weights=_add_by_name([one["weights"] for one in records]),
-        notes={
-            name: math.fsum(one["notes"].get(name, 0.0) for one in records) for name in part.notes
-        },
-        micro_batches=sum(one["counts"][0] for one in records),
-        skipped=sum(one["counts"][1] for one in records),
-        base=records[active[0]]["scales"][0] if active else part.base,
-        scale=min(one["scales"][1] for one in records),
-        flushing=all(one["flags"][0] for one in records),
-        present=_unpack([one["present"] for one in records], count),
-        sparse=_unpack([one["sparse"] for one in records], count),
-        leader=_leader([bool(one["flags"][1]) for one in records]),
+        weights=_add_by_name(all_of["weights"]),
+        notes={name: _sum_of_notes(name, all_of["notes"]) for name in part.notes},
+        micro_batches=sum(micro_batches),
+        skipped=sum(skipped),
+        base=bases[active[0]] if active else part.base,
+        scale=min(scales),
+        flushing=all(flushing),
+        present=_unpack(all_of["present"], count),
+        sparse=_unpack(all_of["sparse"], count),
+        leader=_leader(list(joined)),
         active=tuple(active),
     )
 
 
-def _leader(joined: list[bool]) -> int | None:
-    """The first rank that has not joined since; None if all have, or nobody."""
-    return joined.index(False) if True in joined and False in joined else None
+def _sum_of_notes(name: str, notes: list[dict[str, float]]) -> float:
+    return math.fsum(one.get(name, 0.0) for one in notes)
+
+
+def _leader(joined: list[int]) -> int | None:
+    """The first rank that has not joined since (0); None if all have, or nobody."""
+    return joined.index(0) if len(set(joined)) == 2 else None
 
 
 def _add_by_name(weights: list[dict[str, Number]]) -> dict[str, Number]:

@@ -88,10 +88,14 @@ def load(
     said = exchange({"kind": "load", "failed": "" if problem is None else str(problem)})
     if problem is not None:
         raise problem
+    _check_all_read(said, path)
+    restore(accumulator, content)
+
+
+def _check_all_read(said: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
     failed = [f"rank {rank}: {one['failed']}" for rank, one in enumerate(said) if one["failed"]]
     if failed:
         raise RankFailed(f"Not every rank could read {str(path)!r} ({'; '.join(failed)}).")
-    restore(accumulator, content)
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -228,17 +232,18 @@ def _factor_to(divisor: float | None, own: float | None) -> float:
 def _add(records: list[dict[str, Any]]) -> dict[str, Any]:
     """What the ranks hold, as the numbers of one window."""
     holding = next((one for one in records if one["steps"]), records[0])
+    all_of = {name: [one[name] for one in records] for name in records[0]}
     return {
         **{name: records[0][name] for name in ("version", "windows", "strategy", "final")},
         "scale": holding["scale"],
-        "rescaled": any(one["rescaled"] for one in records),
-        "steps": sum(one["steps"] for one in records),
-        "skipped": sum(one["skipped"] for one in records),
-        "delimited": any(one["delimited"] for one in records),
-        "weight": add_weights([one["weight"] for one in records]),
-        "divisor": _first([one["divisor"] for one in records]),
-        "terms": _add_terms([one["terms"] for one in records]),
-        "present": sorted({at for one in records for at in one["present"]}),
+        "rescaled": any(all_of["rescaled"]),
+        "steps": sum(all_of["steps"]),
+        "skipped": sum(all_of["skipped"]),
+        "delimited": any(all_of["delimited"]),
+        "weight": add_weights(all_of["weight"]),
+        "divisor": _first(all_of["divisor"]),
+        "terms": _add_terms(all_of["terms"]),
+        "present": sorted({at for present in all_of["present"] for at in present}),
     }
 
 
@@ -292,12 +297,15 @@ def _tensors_to_load(
     names += [f"term.{name}.{at}" for name in whole["terms"] for at in parameters]
     loaded = {}
     for name in names:
-        tensor = tensors[name]
-        if isinstance(tensor, DTensor) and not whole["final"]:
-            tensor = tensor.full_tensor()  # by all ranks together
+        # by all ranks together; who does not hold it lets it go before the next
+        tensor = _whole_sum(tensors[name], final=whole["final"])
         if holds:
             loaded[name] = tensor
     return loaded
+
+
+def _whole_sum(tensor: Any, *, final: bool) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) and not final else tensor
 
 
 def _numbers_to_load(whole: dict[str, Any], rank: int, size: int, *, holds: bool) -> dict[str, Any]:

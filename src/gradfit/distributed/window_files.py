@@ -54,6 +54,9 @@ class WindowFiles:
         for file, header in files:
             for name, (shape, offset) in header["parts"].items():
                 self.parts.setdefault(name, []).append(_part(file, name, shape, offset))
+        self._check_alike()
+
+    def _check_alike(self) -> None:
         for name, parts in self.parts.items():
             if len({(part.shape, part.dtype) for part in parts}) > 1:
                 raise StateError(
@@ -137,6 +140,11 @@ def _has_fields(header: Any) -> bool:
     )
 
 
+def _is_place(place: Any) -> bool:
+    """A shape, and where in it something begins."""
+    return isinstance(place, list) and len(place) == 2 and all(map(_are_counts, place))
+
+
 def _are_counts(numbers: Any) -> bool:
     return isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
 
@@ -149,7 +157,7 @@ def _check_header(header: Any, path: str) -> None:
             f"{path!r} is not a window of this gradfit: format {header['format']!r:.40}."
         )
     for name, place in header["parts"].items():
-        if not (isinstance(place, list) and len(place) == 2 and all(map(_are_counts, place))):
+        if not _is_place(place):
             raise StateError(f"{path!r} does not say where {name!r:.60} belongs.")
 
 

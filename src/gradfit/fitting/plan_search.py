@@ -127,6 +127,7 @@ class Planner:
         self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
         self.time = PlanningTime(planning_share)
         self._left = ""  # where the last trial left its plan
+        self._sharded_choices: TileChoices | None = None
         self._has_count: bool | None = None  # the loss of one row; None before it was asked
         self._counted: tuple[Any, int] | None = None  # a step's batch, and its rows
         self._fitted: list[Fitted] = []
@@ -311,7 +312,9 @@ class Planner:
         if not self._copy_pace:
             seconds = min(self._copy_seconds() for _ in range(2))
             self._copy_pace = seconds / (changed + _state_bytes(self._optimizer))
-        return dataclasses.replace(made, plan=made.plan.later(copied * self._copy_pace))
+        return dataclasses.replace(
+            made, plan=made.plan.with_extra_seconds(copied * self._copy_pace)
+        )
 
     def _copy_seconds(self) -> float:
         wait_for(self._devices)
@@ -372,10 +375,14 @@ class Planner:
         )
 
     def _tile_choices(self, batch: Any) -> TileChoices:
-        if units_of(self._model):
-            # ranks would have to choose alike: their forwards wait for each other
-            return TileChoices()
-        return choose_tiles(self._model, self._loss_fn, batch, self.runner.split)
+        if not units_of(self._model):
+            return choose_tiles(self._model, self._loss_fn, batch, self.runner.split)
+        # FSDP2 gathers in every forward, from all ranks: looked for once, when all of them fit.
+        if self._sharded_choices is None:
+            self._sharded_choices = choose_tiles(
+                self._model, self._loss_fn, batch, self.runner.split
+            )
+        return self._sharded_choices
 
     def _with_tiles_named(
         self, error: BudgetInfeasible, batch: Any, batch_size: int
@@ -704,7 +711,8 @@ class Planner:
             held = meter(content, device=self.device).current_bytes
             rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - held)
             record.begin(*self.resident, content, beside=rest)
-            live = Meter(device=self.device, events=record.events)
+            live = Meter(device=self.device)
+            live.events = record.events
             live.watch(*self.resident, content)
             with live:
                 if online_bytes is not None:
@@ -729,7 +737,7 @@ class Planner:
             copied_reserved_bytes=record.reserved_bytes(sizes, copied=True),
             saved_bytes=saved,
             asked=asked,
-            looks=looks.found,
+            looks=looks.reads_data,
         )
 
     def _run_online(self, made: Fitted, part: Part, limit_bytes: int, *, beside: int) -> None:
@@ -816,7 +824,7 @@ class Planner:
         for times, (made, part) in zip(taken, ways, strict=True):
             seconds = statistics.median(times) * made.plan.batch_size / self.runner.rows(part)
             yield dataclasses.replace(
-                made, plan=made.plan.taking(seconds + made.profile.optimizer_seconds)
+                made, plan=made.plan.with_step_seconds(seconds + made.profile.optimizer_seconds)
             )
 
     def _pass_seconds(self, made: Fitted, part: Any) -> float:

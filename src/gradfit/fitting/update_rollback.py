@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from gradfit._torch import is_out_of_memory
+from gradfit._torch import copies_of, is_out_of_memory
 from gradfit.errors import StateError
 from gradfit.fitting.write_watch import WriteWatch
 from gradfit.tree import leaves
@@ -46,9 +46,13 @@ class UpdateSnapshot:
             k: v for k, v in vars(self._optimizer).items() if isinstance(v, int | float)
         }
         if self._taken:
-            with torch.no_grad():
-                self._copies = [parameter.clone() for parameter in self._parameters]
-            self._old_states = [(key, _clone(state)) for key, state in self._states.items()]
+            states = [tensor for state in self._states.values() for tensor in _tensors(state)]
+            copies = copies_of([*self._parameters, *states])
+            rest = iter(copies[len(self._parameters) :])
+            self._copies = copies[: len(self._parameters)]
+            self._old_states = [
+                (key, _with_tensors(state, rest)) for key, state in self._states.items()
+            ]
             self._begun = True
             return
         self._old_states = [(key, _same_tensors(state)) for key, state in self._states.items()]
@@ -104,6 +108,20 @@ def _clone(state: Any) -> Any:
     if isinstance(state, dict):
         return {name: _clone(item) for name, item in state.items()}
     return copy.copy(state)
+
+
+def _tensors(state: Any) -> list[torch.Tensor]:
+    """The tensors of a nest of dicts, in order."""
+    if isinstance(state, dict):
+        return [tensor for item in state.values() for tensor in _tensors(item)]
+    return [state] if isinstance(state, torch.Tensor) else []
+
+
+def _with_tensors(state: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """A copy of the nest, with these tensors in the place of its own."""
+    if isinstance(state, dict):
+        return {name: _with_tensors(item, tensors) for name, item in state.items()}
+    return next(tensors) if isinstance(state, torch.Tensor) else copy.copy(state)
 
 
 def _same_tensors(state: Any) -> Any:

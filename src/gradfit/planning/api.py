@@ -10,7 +10,7 @@ from itertools import takewhile
 
 from gradfit.arguments import invalid, read_count, read_flag, read_instance
 from gradfit.errors import BudgetInfeasible, MisuseError
-from gradfit.planning.microbatch import Choice, MicrobatchSearch
+from gradfit.planning.microbatch import MicrobatchSearch, SizedPlan
 from gradfit.planning.plan import Alternative, Decision, Plan
 from gradfit.planning.recording_extent import in_effect, last_write
 from gradfit.planning.simulate import ACTION_NAMES, KEEP, REBUILD, Segments, Simulation
@@ -183,7 +183,7 @@ def frontier(
     ]
 
 
-_Candidate = tuple[Choice, MicrobatchSearch]
+_Candidate = tuple[SizedPlan, MicrobatchSearch]
 
 
 def _undominated(candidates: list[_Candidate]) -> list[_Candidate]:
@@ -316,7 +316,7 @@ def _infeasible(
 
 
 def _what_would_help(
-    search: MicrobatchSearch, choice: Choice, batch_size: int | None, micro_batch: int | None
+    search: MicrobatchSearch, choice: SizedPlan, batch_size: int | None, micro_batch: int | None
 ) -> str:
     profile, size = search.profile, search.batch_size
     if not profile.splittable and size > 1:
@@ -342,7 +342,7 @@ def _breakdown(graph: Graph, result: Simulation) -> dict[str, int]:
     return parts
 
 
-def _plan(search: MicrobatchSearch, choice: Choice, budget: int) -> Plan:
+def _plan(search: MicrobatchSearch, choice: SizedPlan, budget: int) -> Plan:
     profile, graph, solution = search.profile, choice.solver.graph, choice.solution
     result = solution.simulation
     until = choice.solver.simulator.alive_until(solution.actions)
@@ -374,7 +374,7 @@ def _plan(search: MicrobatchSearch, choice: Choice, budget: int) -> Plan:
     )
 
 
-def _saved_and_kept(choice: Choice, until: Sequence[int]) -> tuple[set[int], set[int]]:
+def _saved_and_kept(choice: SizedPlan, until: Sequence[int]) -> tuple[set[int], set[int]]:
     """The values that autograd saves, and those that the plan keeps between the passes."""
     graph, actions = choice.solver.graph, choice.solution.actions
     plain = graph.plain_needs if choice.solution is choice.solver.plain else None
@@ -432,7 +432,7 @@ def _decision(profile: Profile, graph: Graph, solution: Solution, value: int) ->
     return Decision(value, ACTION_NAMES[action], by.name, by.module, by.source, nbytes, seconds)
 
 
-def _with_alternatives(plan: Plan, choice: Choice) -> Plan:
+def _with_alternatives(plan: Plan, choice: SizedPlan) -> Plan:
     """Look one step of a twentieth of the way down and up the trade-off, at the same
     micro-batch.
     """
@@ -445,7 +445,7 @@ def _with_alternatives(plan: Plan, choice: Choice) -> Plan:
     )
 
 
-def _alternative(plan: Plan, choice: Choice, other: Solution | None) -> Alternative | None:
+def _alternative(plan: Plan, choice: SizedPlan, other: Solution | None) -> Alternative | None:
     if other is None:
         return None
     more_seconds = other.extra_seconds - choice.solution.extra_seconds
@@ -455,7 +455,7 @@ def _alternative(plan: Plan, choice: Choice, other: Solution | None) -> Alternat
     )
 
 
-def _faster_within(choice: Choice, budget: int) -> Solution | None:
+def _faster_within(choice: SizedPlan, budget: int) -> Solution | None:
     """A plan with more memory than the choice, if it is faster."""
     now = choice.solution
     if not now.extra_seconds:

@@ -23,7 +23,7 @@ from gradfit.profiling.profile import Profile
 
 
 @dataclass(frozen=True)
-class Choice:
+class SizedPlan:
     """A micro-batch size, the plan for it, and the seconds of the whole step."""
 
     micro_batch: int
@@ -50,7 +50,7 @@ class MicrobatchSearch:
         self._solvers: dict[int, FastSolver] = {}
         self._book: Book = {}
 
-    def best(self, budget_bytes: int, *, effort: Effort = "anneal") -> Choice | None:
+    def best(self, budget_bytes: int, *, effort: Effort = "anneal") -> SizedPlan | None:
         """The fastest step found, or None if nothing fits."""
         sizes = self._sizes()
         best = self._best_on_grid(sizes, budget_bytes)
@@ -68,7 +68,7 @@ class MicrobatchSearch:
     def _sizes(self) -> list[int]:
         return _grid(self.batch_size, self.least) if self.least < self.largest else [self.least]
 
-    def _best_on_grid(self, sizes: list[int], budget_bytes: int) -> Choice | None:
+    def _best_on_grid(self, sizes: list[int], budget_bytes: int) -> SizedPlan | None:
         """From the largest size that needs no recomputation upwards, for as long as that pays."""
         start = self._largest_plain(sizes, budget_bytes)
         best = self.at_size(sizes[start], budget_bytes, effort="chain")
@@ -88,12 +88,12 @@ class MicrobatchSearch:
 
     def at_size(
         self, micro_batch: int, budget_bytes: int, *, effort: Effort = "anneal"
-    ) -> Choice | None:
+    ) -> SizedPlan | None:
         """The best plan for this very micro-batch."""
         solution = self.solver(micro_batch).solve(budget_bytes, effort=effort)
         return None if solution is None else self._choice(micro_batch, solution)
 
-    def plain(self, budget_bytes: int) -> Choice | None:
+    def plain(self, budget_bytes: int) -> SizedPlan | None:
         """The largest micro-batch that needs no recomputation."""
         low, high = self.least - 1, self.largest
         while low < high:
@@ -106,11 +106,11 @@ class MicrobatchSearch:
         size = even(self.batch_size, low) if self.least < self.largest else low
         return self._choice(size, self.solver(size).plain)
 
-    def recomputing(self, above: int, budget_bytes: int, most_seconds: float) -> Choice | None:
+    def recomputing(self, above: int, budget_bytes: int, most_seconds: float) -> SizedPlan | None:
         """The fastest step of micro-batches larger than this one, all of which need recomputation;
         None if too slow.
         """
-        best: Choice | None = None
+        best: SizedPlan | None = None
         for size in reversed([size for size in _grid(self.batch_size, self.least) if size > above]):
             choice = self.at_size(size, budget_bytes, effort="glance")
             if choice is None:
@@ -120,7 +120,7 @@ class MicrobatchSearch:
             return None
         return _faster(best, self.at_size(best.micro_batch, budget_bytes))
 
-    def of_plan(self, micro_batch: int, actions: Sequence[int], segments: Segments) -> Choice:
+    def of_plan(self, micro_batch: int, actions: Sequence[int], segments: Segments) -> SizedPlan:
         """What this profile says of a plan that exists already, whatever was measured of it
         since.
         """
@@ -133,7 +133,7 @@ class MicrobatchSearch:
     def _is_plain(self, micro_batch: int, budget_bytes: int) -> bool:
         return self.solver(micro_batch).plain.peak_bytes <= budget_bytes
 
-    def smallest(self) -> Choice:
+    def smallest(self) -> SizedPlan:
         """The plan of the smallest peak: at the smallest micro-batch, or in one piece."""
         choices = [
             self._choice(size, self.solver(size).smallest()) for size in {self.least, self.largest}
@@ -185,7 +185,7 @@ class MicrobatchSearch:
         heard = operations_heard(solver.graph, in_effect(solution.actions, until))
         return -(-self.batch_size // micro_batch) * heard * self.profile.record_overhead_seconds
 
-    def _choice(self, micro_batch: int, solution: Solution) -> Choice:
+    def _choice(self, micro_batch: int, solution: Solution) -> SizedPlan:
         plain = self._plain_step_seconds(micro_batch)
         # The last micro-batch may be smaller; its recomputation is in proportion. What keeps all is
         # not recorded.
@@ -193,10 +193,12 @@ class MicrobatchSearch:
         if solution.extra_seconds:
             extra += self._recording_seconds(micro_batch, solution)
         steps = -(-self.batch_size // micro_batch)
-        return Choice(micro_batch, steps, solution, plain + extra, plain, self.solver(micro_batch))
+        return SizedPlan(
+            micro_batch, steps, solution, plain + extra, plain, self.solver(micro_batch)
+        )
 
 
-def _faster(first: Choice | None, second: Choice | None) -> Choice | None:
+def _faster(first: SizedPlan | None, second: SizedPlan | None) -> SizedPlan | None:
     if first is None or second is None:
         return first or second
     return second if second.step_seconds < first.step_seconds else first

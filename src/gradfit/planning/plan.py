@@ -150,7 +150,7 @@ class Plan:
         """The same as a fraction of the step that keeps everything."""
         return self.extra_seconds / self.plain_seconds if self.plain_seconds > 0 else 0.0
 
-    def later(self, seconds: float) -> Plan:
+    def with_extra_seconds(self, seconds: float) -> Plan:
         """The same plan where every step takes so much longer for another reason than
         recomputation.
 
@@ -163,7 +163,7 @@ class Plan:
             plain_seconds=self.plain_seconds + seconds,
         )
 
-    def taking(self, step_seconds: float) -> Plan:
+    def with_step_seconds(self, step_seconds: float) -> Plan:
         """The same plan where a step was measured to take so long: all its seconds in proportion.
 
         Args:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 
@@ -63,3 +65,62 @@ class OperationClock:
         waited = max(0.0, (self._wall - wall) - (self._own - own))
         # some of that may have been before it, so that more than all of its time would go
         return max(seconds - waited, _SHORTEST_SECONDS)
+
+
+class Timed(Protocol):
+    """What gets the seconds of its operations."""
+
+    seconds: float
+
+
+class EventClock:
+    """Times the operations of an accelerator by its own events, which nobody waits for before
+    `read`.
+
+    Args:
+        device: the accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last: tuple[Any, Any] | None = None
+        self._taken: list[tuple[Timed, Any, Any]] = []
+        self._event()  # a backend may have none that tell the time
+
+    @staticmethod
+    def of(devices: Iterable[torch.device]) -> EventClock | None:
+        """A clock where there is one accelerator, whose events tell the time; else None."""
+        found = list(devices)
+        if len(found) != 1:
+            return None
+        try:
+            return EventClock(found[0])
+        except (RuntimeError, NotImplementedError):
+            return None
+
+    def _event(self) -> Any:
+        return torch.Event(self._device, enable_timing=True)
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation between two events."""
+        stream = torch.accelerator.current_stream(self._device)
+        start, end = self._event(), self._event()
+        start.record(stream)
+        out = func(*args, **kwargs)
+        end.record(stream)
+        self._last = start, end
+        return out
+
+    def charge(self, item: Timed) -> None:
+        """The operation that ran last is this one's."""
+        if self._last is not None:
+            self._taken.append((item, *self._last))
+            self._last = None
+
+    def read(self) -> None:
+        """Wait for the device, once, and give each its seconds."""
+        if self._taken:
+            torch.accelerator.synchronize(self._device)
+        for item, start, end in self._taken:
+            item.seconds += start.elapsed_time(end) / 1000
+        self._taken.clear()

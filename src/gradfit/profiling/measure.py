@@ -93,8 +93,8 @@ def profile(
             vocabulary.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
-    >>> found = profile(model, lambda m, x: m(x).square().mean(), torch.ones(4, 8))
-    >>> [operation.name for operation in found.operations][:2]
+    >>> measured = profile(model, lambda m, x: m(x).square().mean(), torch.ones(4, 8))
+    >>> [operation.name for operation in measured.operations][:2]
     ['aten.addmm.default', 'aten.gelu.default']
     """
     check_arguments(model, loss_fn, split=split, fake=fake)
@@ -102,7 +102,15 @@ def profile(
     if fake or hardware is not None:
         from gradfit.profiling.predict import predict
 
-        return predict(model, loss_fn, sample_batch, optimizer, hardware=hardware, split=split)
+        return predict(
+            model,
+            loss_fn,
+            sample_batch,
+            optimizer,
+            hardware=hardware,
+            split=split,
+            tile=read_flag(tile, "tile"),
+        )
     total = count_rows(sample_batch, split, "sample_batch")
     _check_numbers(total, memory_bytes, rows, host_bandwidth)
     check_model(model)
@@ -389,12 +397,16 @@ class _Sampler:
         the slower size.
         """
         for turn in range(_ROUNDS):
-            for place, one in enumerate(samples):
-                seconds = one.plain_seconds
-                if seconds is not None and (turn == 0 or seconds < _LONG_SECONDS):
-                    least = min(seconds, self.time_plain(self.part(one.size)))
-                    samples[place] = dataclasses.replace(one, plain_seconds=least)
+            longest = math.inf if turn == 0 else _LONG_SECONDS
+            samples = [self.timed_again(one, longest) for one in samples]
         return samples
+
+    def timed_again(self, sample: Sample, longest: float) -> Sample:
+        seconds = sample.plain_seconds
+        if seconds is None or seconds >= longest:
+            return sample
+        least = min(seconds, self.time_plain(self.part(sample.size)))
+        return dataclasses.replace(sample, plain_seconds=least)
 
     def sample(self, size: int, part: Any = None, *, metered: bool = False) -> Sample:
         """One micro-batch, watched and timed; `metered`: with the peak of it and all there is."""

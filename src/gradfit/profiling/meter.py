@@ -35,20 +35,15 @@ class Meter(OperationListener):
     Args:
         timeline: also write down bytes after each operation.
         device: count tensors of this device only; None: of all.
-        events: a list that gets what is allocated and freed, in order: (a storage's number, its
-            bytes, its device's index), and (number, -1, -1) when it is freed. Of what was watched
-            it is only that.
     """
 
-    def __init__(
-        self,
-        *,
-        timeline: bool = False,
-        device: str | torch.device | None = None,
-        events: list[tuple[int, int, int]] | None = None,
-    ) -> None:
+    events: list[tuple[int, int, int]] | None = None
+    """A list that gets what is allocated and freed, in order: (a storage's number, its bytes, its
+    device's index), and (number, -1, -1) when it is freed. Of what was watched it is only that.
+    """
+
+    def __init__(self, *, timeline: bool = False, device: str | torch.device | None = None) -> None:
         super().__init__()
-        self.events = events
         self.current_bytes = 0
         self.peak_bytes = 0
         self.timeline: list[tuple[float, int]] | None = (
@@ -138,8 +133,7 @@ class Meter(OperationListener):
         try:
             key = storage_key(tensor)
         except (RuntimeError, NotImplementedError):
-            for part in _parts(tensor):
-                self._see(part)
+            self._see_all(_parts(tensor))
             return
         counted = self._live.get(key)
         if counted is not None:
@@ -211,7 +205,7 @@ def _check_device(device: str | torch.device | None) -> None:
         ) from None
     if kind in ("cpu", "meta") or inside_fake_mode():
         return
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    here = torch.accelerator.current_accelerator(check_available=True)
     if here is None or here.type != kind:
         there = "the CPU alone" if here is None else f"the CPU and {here.type}"
         raise MisuseError(

@@ -75,7 +75,7 @@ def _cost_of_group(
 ) -> OptimizerCost:
     costs = _cost_of_each(probe, trained)
     state = sum(
-        _bytes(existing[parameter]) if existing.get(parameter) else cost.state_bytes
+        _bytes(existing.get(parameter)) or cost.state_bytes
         for parameter, cost in zip(trained, costs, strict=True)
     )
     bursts = [cost.burst_bytes for cost in costs]
@@ -140,9 +140,8 @@ def probe_of(optimizer: Any, group: dict[str, Any], stand_ins: list[torch.nn.Par
     stepped yet.
     """
     probe = copy.copy(optimizer)  # by what a checkpoint has of it
-    shared = {
-        id(parameter): parameter for one in optimizer.param_groups for parameter in one["params"]
-    }
+    trained = [parameter for one in optimizer.param_groups for parameter in one["params"]]
+    shared = {id(parameter): parameter for parameter in trained}
     for name, own in vars(optimizer).items():
         # a model, or the `step` that a scheduler puts there
         if name not in vars(probe) and not callable(own):

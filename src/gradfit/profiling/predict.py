@@ -39,8 +39,11 @@ from gradfit.profiling.optimizer_bytes import OptimizerCost, optimizer_cost
 from gradfit.profiling.profile import Hardware, Profile
 from gradfit.profiling.roofline import Roofline, Stopwatch, this_machine
 from gradfit.profiling.shapes import Shapes, emptied
+from gradfit.profiling.tile_choices import tile_choices
 from gradfit.profiling.trace import Trace
-from gradfit.tree import map_tensors
+from gradfit.tiling.tile import with_tiles
+from gradfit.tiling.tiles import Tiles
+from gradfit.tree import map_tensors, split_batch
 from gradfit.units import format_bytes
 
 _TIMES = 8
@@ -57,20 +60,22 @@ def predict(
     *,
     hardware: Hardware | None = None,
     split: Callable[[Any, int], Iterable[Any]] | None = None,
+    tile: bool = True,
 ) -> Profile:
     """What one step would do on `hardware`, found without running it; without `hardware`, on this
     machine.
 
     The model may be on the meta device, or be a real one, which is neither copied nor changed.
     Parameters on the meta device are taken to be on the accelerator, where torch sees one, and on
-    the CPU otherwise.
+    the CPU otherwise. With `tile`, the step with lazy logits is predicted, too (`Profile.tiled`);
+    whether a module treats each token by itself cannot be told from shapes.
 
     >>> from torch import nn
     >>> with torch.device("meta"):
     ...     model = nn.Sequential(nn.Linear(50_000, 50_000), nn.GELU(), nn.Linear(50_000, 1))
     >>> batch, machine = torch.ones(4, 50_000), Hardware("80 GiB")
-    >>> found = predict(model, lambda m, x: m(x).square().mean(), batch, hardware=machine)
-    >>> found.predicted, found.parameter_bytes
+    >>> expected = predict(model, lambda m, x: m(x).square().mean(), batch, hardware=machine)
+    >>> expected.predicted, expected.parameter_bytes
     (True, 10000400004)
     """
     rows = count_rows(sample_batch, split, "sample_batch", fake=True)
@@ -81,23 +86,34 @@ def predict(
     roofline = Roofline(hardware)
     shapes = Shapes()
     generators = Generators()
+    profiles: list[Profile] = []
     try:
         cost = _optimizer_cost(optimizer, shapes.fake, roofline, device, hardware.devices)
         with outside_fake_mode(), emptied(model, shapes, device) as empty:
-            samples = [
-                _sample(model, loss_fn, batch, size, shapes, roofline)
-                for size, batch in _batches(sample_batch, rows, split, empty)
-            ]
+            batches = list(_batches(sample_batch, rows, split, empty))
+            choices: tuple[Tiles, ...] = ()
+            if tile:
+                row = next(iter((split or split_batch)(sample_batch, 1)))
+                with shapes:
+                    row = map_tensors(row, lambda tensor: empty(tensor, 1))
+                    choices = tile_choices(model, loss_fn, row).tiles
+            for tiles in (None, *choices):
+                samples = [
+                    _sample(model, with_tiles(loss_fn, tiles), batch, size, shapes, roofline)
+                    for size, batch in batches
+                ]
+                one = assemble(
+                    model, sample_batch, rows, samples, cost, host_bandwidth=hardware.host_bandwidth
+                )
+                profiles.append(replace(one, tiles=tiles))
     finally:
         generators.restore()
-    whole = assemble(
-        model, sample_batch, rows, samples, cost, host_bandwidth=hardware.host_bandwidth
-    )
-    return replace(
-        _sharded(whole, model, hardware.devices),
-        device=hardware.name or _describe(hardware),
-        predicted=True,
-    )
+    name = hardware.name or _describe(hardware)
+    profiles = [
+        replace(_sharded(one, model, hardware.devices), device=name, predicted=True)
+        for one in profiles
+    ]
+    return replace(profiles[0], tiled=tuple(profiles[1:]))
 
 
 def extrapolated(

@@ -298,18 +298,22 @@ class Profile:
         """What keeping each value costs: nothing where its storage is there anyway, or is counted
         by another result of the same operation, which wrote to several parts of it.
         """
+        held = list(nbytes)
         external = {value.storage for value in self.values if value.operation is None}
-        held = [
-            0 if value.storage in external else size
-            for value, size in zip(self.values, nbytes, strict=True)
-        ]
+        for number, value in enumerate(self.values):
+            if value.storage in external:
+                held[number] = 0
         for op in self.operations:
-            storages: set[int] = set()
-            for number in op.outputs:
-                if self.values[number].storage in storages:
-                    held[number] = 0
-                storages.add(self.values[number].storage)
+            for number in self._further_parts(op):
+                held[number] = 0
         return held
+
+    def _further_parts(self, op: Operation) -> list[int]:
+        """Results in a storage that an earlier result of the operation is in."""
+        first: dict[int, int] = {}
+        for number in op.outputs:
+            first.setdefault(self.values[number].storage, number)
+        return [number for number in op.outputs if number not in first.values()]
 
     def _replay_seconds(self, batch_size: int) -> list[float]:
         """Of each operation that is run again.
@@ -361,11 +365,9 @@ class Profile:
         if not self.runs_plain or not self._nodes_need_what_is_written_over():
             return None
         last = {value.storage: number for number, value in enumerate(self.values)}
-        in_place_of = [
-            number if value.operation is None else last[value.storage]
-            for number, value in enumerate(self.values)
-        ]
-        return [tuple([in_place_of[number] for number in node.needs]) for node in self.nodes]
+        own = [number for number, value in enumerate(self.values) if value.operation is not None]
+        newest = {number: last[self.values[number].storage] for number in own}
+        return [tuple([newest.get(number, number) for number in node.needs]) for node in self.nodes]
 
     def _nodes_need_what_is_written_over(self) -> bool:
         return any(self.values[v].overwritten for node in self.nodes for v in node.needs)

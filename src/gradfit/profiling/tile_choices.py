@@ -52,9 +52,13 @@ def tile_choices(model: torch.nn.Module, loss_fn: Any, part: Any) -> TileChoices
     head_tiles = _head_tiles(model, heads)
     choices = [head_tiles] if heads else []
     if modules and tokens >= _FEW_ROWS:
-        parts = _within(_FEWEST_PARTS, -(-tokens // MODULE_SIZE), _MOST_MODULE_PARTS)
-        choices.append(dataclasses.replace(head_tiles, module_parts=parts, modules=tuple(modules)))
+        choices.append(_with_modules(head_tiles, modules, tokens))
     return TileChoices(tuple(choices), sum(head.nbytes for head in heads))
+
+
+def _with_modules(tiles: Tiles, modules: list[str], tokens: int) -> Tiles:
+    parts = _within(_FEWEST_PARTS, -(-tokens // MODULE_SIZE), _MOST_MODULE_PARTS)
+    return dataclasses.replace(tiles, module_parts=parts, modules=tuple(modules))
 
 
 def _is_worth_cutting(head: Head) -> bool:

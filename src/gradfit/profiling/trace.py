@@ -25,7 +25,7 @@ from gradfit._torch_listen import unseen
 from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.devices import devices_of, wait_for
 from gradfit.interrupts import uninterrupted
-from gradfit.profiling.clock import OperationClock
+from gradfit.profiling.clock import EventClock, OperationClock, Timed
 from gradfit.source_line import source_line
 from gradfit.tape import replay
 from gradfit.tape.dropout_mask import MASK, draws_mask, pack, packed_bytes, packing_bytes
@@ -119,7 +119,7 @@ class Trace(OperationListener):
         self.gathered_peak_bytes = 0
         self._boundaries: set[int] = set()  # values that enter or leave a unit
         self._devices = devices_of(model.parameters())
-        self._clock = OperationClock()
+        self._clock, self._events = OperationClock(), EventClock.of(self._devices)
         self.after_forward: Callable[[], None] | None = None  # called once, when it has ended
 
     # ----------------------------------------------------------------------------------- operations
@@ -146,6 +146,7 @@ class Trace(OperationListener):
         op.overwrites = tuple(dict.fromkeys(old for old in before if old is not None))
         if trackable and draws_mask(info, targets):
             self._add_bits(op, targets[0])
+        self._charge(op)
         index = len(self.operations)
         written = [
             self._write(target, old, index) for target, old in zip(targets, before, strict=True)
@@ -205,6 +206,7 @@ class Trace(OperationListener):
         of them.
         """
         op = TracedOp(MASK, (), True, True, self._module(), source_line(), seconds=seconds)
+        self._charge(op)
         op.gathered_bytes, op.workspace_bytes = self._other_bytes, packing_bytes(target)
         storage, index = self._storages, len(self.operations)
         self._storages += 1
@@ -220,11 +222,19 @@ class Trace(OperationListener):
             return self.run(lambda tensor: pack(tensor)(), (mask,), {})[1]
 
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
-        """An operation's result, and the seconds it took."""
+        """An operation's result, and the seconds it took; on an accelerator these are known
+        later, and charged to what is given to `_charge` next.
+        """
+        if self._events is not None:
+            return self._events.run(func, args, kwargs), 0.0
         started = self._clock.start()
         out = func(*args, **kwargs)
         wait_for(self._devices)
         return out, self._clock.since(started)
+
+    def _charge(self, item: Timed) -> None:
+        if self._events is not None:
+            self._events.charge(item)
 
     def _inputs(self, nests: Any) -> tuple[tuple[int, ...], bool]:
         """The values that an operation reads, and whether they are all that it reads."""
@@ -278,6 +288,8 @@ class Trace(OperationListener):
         if self.nodes:
             self.nodes[-1].after_bytes = self._other_bytes
         self._let_boundaries_go()
+        if self._events is not None:
+            self._events.read()
         for value in self.values:
             # after the last operation, which is backward's own: it makes the loss's gradient, 1
             if value.dies < 0:
@@ -295,6 +307,7 @@ class Trace(OperationListener):
         self._enter_node()
         out, seconds = self.run(func, args, kwargs)
         self.nodes[-1].seconds += seconds
+        self._charge(self.nodes[-1])
         for _, tensor, key in fresh_results(out, args):
             watcher = watch_storage(tensor.untyped_storage(), self._other_died, _WatchedStorage)
             watcher.key, watcher.nbytes = key, tensor.untyped_storage().nbytes()
@@ -307,12 +320,14 @@ class Trace(OperationListener):
         node = self._node if self._is_nested() else current_node()
         if node is not self._node or not self.nodes:
             self._node = node
-            if self._units:
-                self._take_unit_gradients()
-            if self.nodes:
-                self.nodes[-1].after_bytes = self._other_bytes
-            name = node.name() if node is not None else ""
-            self.nodes.append(TracedNode(name, self._other_bytes, self._other_bytes))
+            self._begin_node("" if node is None else node.name())
+
+    def _begin_node(self, name: str) -> None:
+        if self._units:
+            self._take_unit_gradients()
+        if self.nodes:
+            self.nodes[-1].after_bytes = self._other_bytes
+        self.nodes.append(TracedNode(name, self._other_bytes, self._other_bytes))
 
     def _is_nested(self) -> bool:
         """Whether a node runs a backward pass of its own, as one that works in tiles does: what it
@@ -368,26 +383,26 @@ class Trace(OperationListener):
         there.
         """
         for tensor in leaves(nest):
-            value = (
-                self._newest.get(storage_key(tensor)) if tensor.layout is torch.strided else None
-            )
-            made = None if value is None else self.values[value].operation
-            if value is not None and made is not None:
-                self.operations[made].replayable = False
-                self._boundaries.add(value)
+            if tensor.layout is torch.strided:
+                self._keep_at_boundary(self._newest.get(storage_key(tensor)))
+
+    def _keep_at_boundary(self, value: int | None) -> None:
+        operation = None if value is None else self.values[value].operation
+        if value is not None and operation is not None:
+            self.operations[operation].replayable = False
+            self._boundaries.add(value)
 
     def _let_boundaries_go(self) -> None:
         """It is the tape that held these through the forward: reckon that Python drops them once
         they were read.
         """
-        last = dict.fromkeys(self._boundaries, -1)
-        for index, op in enumerate(self.operations if last else ()):
-            for value in op.inputs:
-                if value in last:
-                    last[value] = index
-        for value, index in last.items():
-            if self.values[value].dies < 0:
-                self.values[value].dies = max(index, self.values[value].operation or 0)
+        if not self._boundaries:
+            return
+        last = {value: at for at, op in enumerate(self.operations) for value in op.inputs}
+        for number in self._boundaries:
+            value = self.values[number]
+            if value.dies < 0:
+                value.dies = max(last.get(number, -1), value.operation or 0)
 
     # -------------------------------------------------------------------------------- saved tensors
 
@@ -410,15 +425,18 @@ class Trace(OperationListener):
         return self._modules[-1] if self._modules else ""
 
     def enter_module(self, module: torch.nn.Module, inputs: Any) -> None:
-        if self._units and graph_task_id() == -1 and fsdp.is_unit(module):
+        if self._is_unit_of_forward(module):
             self._keep_boundary(inputs)
         self._modules.append(self._names.get(id(module), type(module).__name__))
 
     def leave_module(self, module: torch.nn.Module, _: Any, results: Any) -> None:
-        if self._units and graph_task_id() == -1 and fsdp.is_unit(module):
+        if self._is_unit_of_forward(module):
             self._keep_boundary(results)
         if self._modules:
             self._modules.pop()
+
+    def _is_unit_of_forward(self, module: torch.nn.Module) -> bool:
+        return bool(self._units) and graph_task_id() == -1 and fsdp.is_unit(module)
 
     @contextmanager
     def listening(self, model: torch.nn.Module) -> Iterator[None]:

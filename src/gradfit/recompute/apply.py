@@ -88,8 +88,8 @@ class _Following:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        # The first forward is heard to its end; what autograd saves after the last decision tells
-        # if others are alike.
+        # The first forward is observed to its end; what autograd saves after the last decision
+        # tells if others are alike.
         memo = plan.memo
         if "script" not in memo:
             memo |= {"script": Script(plan), "rest": None, "forwards": 0}

@@ -27,10 +27,10 @@ from gradfit.choices import HOLD
 from gradfit.errors import BudgetInfeasible
 from gradfit.interrupts import uninterrupted
 from gradfit.profiling.meter import Meter
-from gradfit.tape.decisions import Decision
+from gradfit.tape.decisions import TapeDecision
 from gradfit.tape.operators import info_of
 from gradfit.tape.recorder import Recorder
-from gradfit.tape.values import Operation, Segment, Tape, Value
+from gradfit.tape.values import Segment, Tape, TapeOperation, TapeValue
 from gradfit.units import format_bytes
 
 _CHAIN = 32  # how many dropped ancestors are looked at to see what rebuilding costs
@@ -52,10 +52,10 @@ class Evictor(Meter):
         self.refused: BudgetInfeasible | None = None  # what was raised, if nothing has run since
         self._start = int(limit_bytes * threshold)
         # values that are there and can be made again
-        self._held: dict[int, weakref.ref[Value]] = {}
-        self._awaited: dict[int, weakref.ref[Value]] = {}  # those of the sweep that runs
+        self._held: dict[int, weakref.ref[TapeValue]] = {}
+        self._awaited: dict[int, weakref.ref[TapeValue]] = {}  # those of the sweep that runs
         # some of them, a heap by what dropping costs
-        self._queue: list[tuple[float, int, weakref.ref[Value]]] = []
+        self._queue: list[tuple[float, int, weakref.ref[TapeValue]]] = []
         self._before_scan = 0  # how many may be dropped before all are looked at again
         # the tape's: replays run in threads of the autograd engine
         self._lock: Any = contextlib.nullcontext()
@@ -102,10 +102,10 @@ class Evictor(Meter):
             with contextlib.suppress(RuntimeError, NotImplementedError):  # it has no storage
                 self._used[storage_key(argument)] = now
 
-    def _note(self, op: Operation) -> None:
+    def _note(self, op: TapeOperation) -> None:
         self._seconds[op.index] = self._last_seconds
 
-    def _hold(self, values: Iterable[Value]) -> None:
+    def _hold(self, values: Iterable[TapeValue]) -> None:
         """These are there now, or will be in the sweep that begins."""
         held = {id(value): weakref.ref(value) for value in values}
         self._held.update(held)
@@ -187,7 +187,7 @@ class Evictor(Meter):
             tape.begin_epoch()
         return freed
 
-    def _price(self, value: Value, now: float) -> float:
+    def _price(self, value: TapeValue, now: float) -> float:
         """Seconds to rebuild a value that is there, for each byte and each second that it was not
         used.
         """
@@ -197,7 +197,7 @@ class Evictor(Meter):
         age = now - self._used.get(storage_key(tensor), 0.0) + 1e-6
         return self._cost(value) / (max(tensor.untyped_storage().nbytes(), 1) * age)
 
-    def _cost(self, value: Value) -> float:
+    def _cost(self, value: TapeValue) -> float:
         """Seconds to rebuild a value, with the dropped values on the way to it."""
         if value.op is None:
             return 0.0
@@ -264,14 +264,18 @@ class Online:
             self.evictor.watch(module)
 
 
+_HOLD_ONE = TapeDecision((HOLD,))  # made once: it is what nearly all operations get
+
+
 class _HoldAll:
     """Keep everything, for as long as there is room."""
 
-    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
-        return Decision((HOLD,) * len(results))
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> TapeDecision:
+        count = len(results)
+        return _HOLD_ONE if count == 1 else TapeDecision((HOLD,) * count)
 
 
-def _is_droppable(value: Value, busy: set[int]) -> bool:
+def _is_droppable(value: TapeValue, busy: set[int]) -> bool:
     """Whether dropping a value frees memory now, and nobody needs it for what runs next."""
     tensor = value.tensor
     if tensor is None or value.op is None or storage_key(tensor) in busy:
@@ -279,7 +283,7 @@ def _is_droppable(value: Value, busy: set[int]) -> bool:
     return storage_owners(tensor) <= 1  # else somebody else holds it: nothing would be freed
 
 
-def _drop_tensor(value: Value) -> int:
+def _drop_tensor(value: TapeValue) -> int:
     """Drop what a value holds; returns how many bytes that is."""
     nbytes = 0 if value.tensor is None else value.tensor.untyped_storage().nbytes()
     value.tensor = None

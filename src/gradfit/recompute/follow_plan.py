@@ -16,7 +16,7 @@ from gradfit._torch_listen import untraced
 from gradfit.choices import KEEP, OFFLOAD, PACK, REBUILD
 from gradfit.planning.plan import Plan
 from gradfit.recompute.offload import Store
-from gradfit.tape.decisions import ALL_KEPT, Decision, Rest
+from gradfit.tape.decisions import ALL_KEPT, Rest, TapeDecision
 from gradfit.tape.dropout_mask import MASK, draws_mask
 from gradfit.tape.listener import OperationListener
 from gradfit.tape.operators import info_of
@@ -60,7 +60,7 @@ class Script:
         self.last = max(
             (value for value, choice in enumerate(self.choices) if choice != KEEP), default=-1
         )
-        self._decisions: dict[tuple[int, int], Decision] = {}
+        self._decisions: dict[tuple[int, int], TapeDecision] = {}
         self._shared: dict[int, tuple[Script, int, int]] = {}
 
     def shared(self, other: Script) -> tuple[int, int]:
@@ -100,7 +100,7 @@ class Script:
             new_bytes(r) <= sizes[n] for n, r in enumerate(results, first) if sizes[n]
         )
 
-    def decision(self, operation: int, first: int, after: int) -> Decision:
+    def decision(self, operation: int, first: int, after: int) -> TapeDecision:
         """What becomes of these values, which one operation makes, made once; the segment is each
         recording's own.
         """
@@ -109,7 +109,7 @@ class Script:
             choices = tuple(self.choices[first:after])
             kept = all(choice is KEEP for choice in choices)
             last = after > self.last and operation + 1 >= self.recorded
-            decision = Decision(None if kept else choices, None, last)
+            decision = TapeDecision(None if kept else choices, None, last)
             self._decisions[first, after] = decision
         return decision
 
@@ -211,7 +211,7 @@ class PlanFollower:
             self.store = Store()
         self.in_rest, self.rest, self._measured_rest = False, UnrecordedRest(), rest
 
-    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> TapeDecision:
         """Pass an operation, and say what becomes of its results."""
         if self.diverged is not None:
             return ALL_KEPT
@@ -228,7 +228,7 @@ class PlanFollower:
         self.leave(said, position, name_of(func))
         return ALL_KEPT
 
-    def _next_mask(self, func: Any, results: list[torch.Tensor]) -> Decision | None:
+    def _next_mask(self, func: Any, results: list[torch.Tensor]) -> TapeDecision | None:
         """Pass the two operations that the drawing of a mask is to a plan: its bits, and the
         mask.
         """
@@ -241,7 +241,7 @@ class PlanFollower:
             return decision._replace(choices=(PACK,))
         return decision
 
-    def _next(self, func: Any, results: Sequence[torch.Tensor]) -> Decision | None:
+    def _next(self, func: Any, results: Sequence[torch.Tensor]) -> TapeDecision | None:
         """Pass the next operation, if it is this one."""
         script, position, first = self._script, self._operation, self._value
         after = first + len(results)
@@ -262,7 +262,7 @@ class PlanFollower:
         decision = script.decision(position, first, after)
         if decision.choices is None:
             return decision
-        return Decision(decision.choices, self._segments[script.segments[first]], decision.last)
+        return TapeDecision(decision.choices, self._segments[script.segments[first]], decision.last)
 
     def _too_large(self, results: Sequence[torch.Tensor]) -> tuple[int, int] | None:
         """The bytes of the first result that is larger than the plan reckons with, and what it
@@ -432,12 +432,12 @@ class LooksAtData(OperationListener):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = False
+        self.reads_data = False
 
     def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and look at what kind it is."""
-        if not self.found and not _DECIDED_BY_DATA.isdisjoint(func.tags):
-            self.found = True
+        if not self.reads_data and not _DECIDED_BY_DATA.isdisjoint(func.tags):
+            self.reads_data = True
         return func(*args, **kwargs)
 
 

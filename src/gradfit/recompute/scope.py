@@ -22,9 +22,9 @@ from gradfit._torch_listen import thread_settings, untraced
 from gradfit.arguments import read_callable, read_flag, read_text
 from gradfit.choices import KEEP, REBUILD
 from gradfit.errors import MisuseError, UnsupportedOp
-from gradfit.tape.decisions import ALL_KEPT, Decision
+from gradfit.tape.decisions import ALL_KEPT, TapeDecision
 from gradfit.tape.recorder import Recorder
-from gradfit.tape.values import Segment, Value
+from gradfit.tape.values import Segment, TapeValue
 from gradfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class CheckpointScope:
         # torch's kind of policy: asked once for all results
         self.keep_operation: KeepOperation | None = None
         self.stats = ScopeStats()
-        self._saved: list[weakref.ref[Value]] = []  # what autograd has handles on
+        self._saved: list[weakref.ref[TapeValue]] = []  # what autograd has handles on
         self._inner: list[weakref.ref[CheckpointScope]] = []
         self.replay_context: Callable[[], Any] | None = None  # entered around each replay
 
@@ -301,15 +301,15 @@ class CheckpointScope:
 
         return nodes_from(self._saved_values())
 
-    def _saved_values(self) -> list[Value]:
-        found = [value for reference in self._saved if (value := reference()) is not None]
+    def _saved_values(self) -> list[TapeValue]:
+        values = [value for reference in self._saved if (value := reference()) is not None]
         for reference in self._inner:
             inner = reference()
             if inner is not None and inner is not self:
-                found += inner._saved_values()
-        return found
+                values += inner._saved_values()
+        return values
 
-    def note_freed(self, value: Value, nbytes: int) -> None:
+    def note_freed(self, value: TapeValue, nbytes: int) -> None:
         """Autograd got a handle on `value` in the place of so many bytes.
 
         Args:
@@ -419,7 +419,7 @@ class _Keep:
 
     def decide(
         self, func: Any, results: list[torch.Tensor], args: Any, kwargs: Any
-    ) -> Decision | None:
+    ) -> TapeDecision | None:
         for scope in reversed(self.scopes):
             if not scope.use_recomputation:
                 return ALL_KEPT
@@ -427,7 +427,7 @@ class _Keep:
                 return ALL_KEPT if scope.keep_operation(func, results, args, kwargs) else None
             if scope.keep is not None:
                 choices = tuple(KEEP if scope.keep(func, result) else REBUILD for result in results)
-                return Decision(choices) if REBUILD in choices else ALL_KEPT
+                return TapeDecision(choices) if REBUILD in choices else ALL_KEPT
         return None
 
 

@@ -14,7 +14,7 @@ from gradfit.tape.stream import results_of
 from gradfit.tape.values import Segment
 
 
-class Decision(NamedTuple):
+class TapeDecision(NamedTuple):
     """What becomes of the results of one operation."""
 
     choices: tuple[Choice, ...] | None
@@ -25,7 +25,7 @@ class Decision(NamedTuple):
     """Nothing that comes after it will be rebuilt."""
 
 
-ALL_KEPT = Decision(None)
+ALL_KEPT = TapeDecision(None)
 ALL = (KEEP,)  # of `Decisions.of`: all results are kept, however many they are
 
 
@@ -39,7 +39,7 @@ class Policy(Protocol):
 
     def decide(
         self, func: Any, results: list[torch.Tensor], args: Any, kwargs: Any
-    ) -> Decision | None:
+    ) -> TapeDecision | None:
         """Asked once for each operation, after it ran as `func(*args, **kwargs)`; None: rebuild all
         its results.
         """
@@ -95,11 +95,23 @@ class Decisions:
         """
         if self.policy is None:
             return [], None
-        results = results_of(info, args, kwargs, out)
-        decision = self.policy.decide(func, results, args, kwargs) if results else ALL_KEPT
+        if type(out) is torch.Tensor and not info.writes:  # as nearly all: it is the one result
+            results = [out]
+        else:
+            results = results_of(info, args, kwargs, out)
+        return results, self.choices_for(func, results, args, kwargs) if results else ALL
+
+    def choices_for(
+        self, func: Any, results: list[torch.Tensor], args: Any, kwargs: Any
+    ) -> Sequence[Choice] | None:
+        """What becomes of these results, which an operation has."""
+        if self.policy is None:
+            return None
+        decision = self.policy.decide(func, results, args, kwargs)
         if decision is None:
-            return results, None
+            return None
         if decision.segment is not None:
             self._table.segment = decision.segment
-        self.is_over = self.is_over or decision.last
-        return results, ALL if decision.choices is None else decision.choices
+        if decision.last:
+            self.is_over = True
+        return ALL if decision.choices is None else decision.choices

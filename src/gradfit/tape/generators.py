@@ -25,16 +25,14 @@ def draws(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
     Nothing does on the meta device.
     """
-    if _is_meta(kwargs.get("device")) or (_has_tensor_first(args) and args[0].is_meta):
+    if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+        return False
+    if "device" in kwargs and _is_meta(kwargs["device"]):
         return False
     if info.dropout is None:
         return True
     probability = args[info.dropout] if info.dropout < len(args) else kwargs.get("dropout_p", 0.0)
     return bool(probability != 0.0)
-
-
-def _has_tensor_first(args: Sequence[Any]) -> bool:
-    return bool(args) and isinstance(args[0], torch.Tensor)
 
 
 def _is_meta(device: Any) -> bool:
@@ -44,7 +42,8 @@ def _is_meta(device: Any) -> bool:
 def capture(args: Sequence[Any], kwargs: Mapping[str, Any]) -> State:
     """The generator that a random operation is about to use, and its state now."""
     usual = (
-        _has_tensor_first(args)
+        bool(args)
+        and isinstance(args[0], torch.Tensor)
         and args[0].is_cpu
         and len(args) < 3
         and type(args[-1]) is not torch.Generator

@@ -90,7 +90,7 @@ _RUNNING_STATISTICS = {
     "native_batch_norm": (3, 4), "cudnn_batch_norm": (3, 4), "miopen_batch_norm": (3, 4),
     "_native_batch_norm_legit": (3, 4), "_batch_norm_with_update": (3, 4),
     "batch_norm_gather_stats": (3, 4), "batch_norm_gather_stats_with_counts": (3, 4),
-    # composite ones, which are heard as a whole under inference mode
+    # composite ones, which are observed as a whole under inference mode
     "batch_norm": (3, 4), "instance_norm": (3, 4), "_batch_norm_impl_index": (3, 4),
 }  # fmt: skip
 # These change a tensor's storage or geometry, not its values.

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from gradfit.choices import REBUILD
-from gradfit.tape.decisions import Decision
+from gradfit.tape.decisions import TapeDecision
 from gradfit.tape.segments import assign_segments
 from gradfit.tape.stream import new_bytes
-from gradfit.tape.values import Segment, Tape, Value
+from gradfit.tape.values import Segment, Tape, TapeValue
 
 _SEGMENTS = 4  # quotas, which rebuilding may take beside the gradients in flight
 _FEW = 300  # operations that can be rebuilt one by one: their replays grow with the square
@@ -35,7 +35,7 @@ class RebuildAll:
         self._operations = 0
         self._bytes = self._large_bytes = 0
 
-    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision | None:
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> TapeDecision | None:
         nbytes = sum(new_bytes(result) for result in results)
         self._filled += nbytes
         self._operations += 1
@@ -45,9 +45,9 @@ class RebuildAll:
         if self._filled <= self._quota:
             return None
         self._filled = 0.0
-        return Decision((REBUILD,) * len(results), Segment(self._around))
+        return TapeDecision((REBUILD,) * len(results), Segment(self._around))
 
-    def end_forward(self, saved: Iterable[Value]) -> None:
+    def end_forward(self, saved: Iterable[TapeValue]) -> None:
         """Nothing more will be decided.
 
         Args:

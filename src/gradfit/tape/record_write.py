@@ -23,11 +23,11 @@ from gradfit.tape.storage_table import (
     each_once,
     next_index,
 )
-from gradfit.tape.values import Operation, Value, nothing
+from gradfit.tape.values import TapeOperation, TapeValue, nothing
 from gradfit.tape.version_counters import only_recorded_writes
 from gradfit.tape.written_slices import is_small_slice
 
-# how such a result was written need not be known
+# How such a result was written is of no use: it will not be made again by its operation.
 _NOT_WRITTEN_DOWN = frozenset({KEEP, OFFLOAD, PACK})
 _Choices = Sequence[Choice] | None
 
@@ -67,7 +67,7 @@ class WriteRecorder:
         out = info.call(*args, **kwargs)
         choices = None
         if self._decisions.policy is not None:
-            choices = self._decisions.of(func, info, args, kwargs, out)[1]
+            choices = self._decisions.choices_for(func, [target], args, kwargs)
         death_watch, forward_tensor = old.death_watch, old.forward_tensor
         old.death_watch, old.forward_tensor = None, nothing
         if op is None or (choices is not None and choices[0] in _NOT_WRITTEN_DOWN):
@@ -76,7 +76,7 @@ class WriteRecorder:
             return out
         op.random_state = random_state
         op.written = (old,)
-        value = Value(
+        value = TapeValue(
             key, old.geometry, self._table.segment, op, -1, target._version, forward_tensor,
             death_watch,
         )  # fmt: skip
@@ -89,8 +89,8 @@ class WriteRecorder:
         return out
 
     def _open_method(
-        self, func: Any, info: OpInfo, args: Any, kwargs: Any, old: Value
-    ) -> Operation | None:
+        self, func: Any, info: OpInfo, args: Any, kwargs: Any, old: TapeValue
+    ) -> TapeOperation | None:
         inputs = [old]
         references: list[Any] = [old]
         named = NO_KWARGS
@@ -101,7 +101,7 @@ class WriteRecorder:
                 named = self._table.refer_kwargs(kwargs, inputs)
         except Untrackable:  # rule 5
             return None
-        return Operation(next_index(), func, info, references, named, each_once(inputs))
+        return TapeOperation(next_index(), func, info, references, named, each_once(inputs))
 
     def _run_on_unknown(self, func: Any, info: OpInfo, args: Any, kwargs: Any, key: int) -> Any:
         """Unknown before, unknown after: a counter of batches, mostly."""
@@ -137,8 +137,8 @@ class WriteRecorder:
             self._table.before_write(key, target, old, counted_before)
         out = info.call(*args, **kwargs)
         if info.writes_lists:
-            # Under a dispatch mode torch does not (seen with 2.10 to 2.15): ADInplaceOrView, which
-            # counts, has no kernels for `_foreach` operators.
+            # torch (2.10 to 2.13) does not count these writes where Python is called below
+            # autograd: https://github.com/pytorch/pytorch/pull/191154.
             increment_version(targets)
         returned = _new_results(out, args, keys, targets)
         results, choices = self._decisions.of(func, info, args, kwargs, out)
@@ -159,18 +159,18 @@ class WriteRecorder:
         args: Any,
         kwargs: Any,
         keys: list[int],
-        olds: list[Value | None],
-    ) -> Operation | None:
+        olds: list[TapeValue | None],
+    ) -> TapeOperation | None:
         """The operation, if it can be replayed: on storages of the table, each written once."""
-        known = [old for old in olds if old is not None]
-        if not info.recordable or len(known) < len(olds) or len(set(keys)) < len(keys):
+        present = [old for old in olds if old is not None]
+        if not info.recordable or len(present) < len(olds) or len(set(keys)) < len(keys):
             return None
         if not info.reads_written:
-            for old in known:
+            for old in present:
                 old.unwritten = None  # written to, not read
         return self._table.open_operation(func, info, args, kwargs)
 
-    def _drop_olds(self, keys: list[int], olds: list[Value | None]) -> None:
+    def _drop_olds(self, keys: list[int], olds: list[TapeValue | None]) -> None:
         for key, old in zip(keys, olds, strict=True):
             self._values.pop(key, None)
             self._table.roots.pop(key, None)
@@ -180,7 +180,7 @@ class WriteRecorder:
 
     def _add(
         self,
-        op: Operation,
+        op: TapeOperation,
         targets: list[torch.Tensor],
         keys: list[int],
         returned: Results,

@@ -33,7 +33,7 @@ from torch.autograd.graph import increment_version
 
 from gradfit._torch import graph_task_id, storage_key
 from gradfit._torch_listen import listening, stop_tracing, trace_again, untraced
-from gradfit.choices import REBUILD, Choice
+from gradfit.choices import KEEP, REBUILD, Choice
 from gradfit.tape import generators, process_settings
 from gradfit.tape.decisions import ALL, Decisions, Policy
 from gradfit.tape.fsdp_boundaries import watch_units
@@ -41,7 +41,7 @@ from gradfit.tape.operators import OpInfo, info_of, infos, view_names
 from gradfit.tape.record_write import WriteRecorder
 from gradfit.tape.saved_tensors import SavedTensors
 from gradfit.tape.shape_only import without_content
-from gradfit.tape.storage import Untrackable, flatten, place_of, written_tensors
+from gradfit.tape.storage import Untrackable, flat_results, flatten, place_of, written_tensors
 from gradfit.tape.storage_table import (
     ATOMS,
     FEW,
@@ -53,7 +53,7 @@ from gradfit.tape.storage_table import (
     next_index,
 )
 from gradfit.tape.stream import results_of
-from gradfit.tape.values import Operation, Scratch, Segment, Slice, Tape, Value, geometry_of
+from gradfit.tape.values import Scratch, Segment, Slice, Tape, TapeOperation, TapeValue, geometry_of
 
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
@@ -96,7 +96,7 @@ class Recorder:
         *,
         tape: Tape | None = None,
         widen_segments: bool = True,
-        recorded: Callable[[Operation], object] | None = None,
+        recorded: Callable[[TapeOperation], object] | None = None,
     ) -> None:
         self.tape = Tape() if tape is None else tape
         self.table = StorageTable(
@@ -112,7 +112,7 @@ class Recorder:
         self._writes = WriteRecorder(self.table, self._decisions)
         # Hot, and the same objects as long as the recorder lives.
         self._values, self._roots = self.table.values, self.table.roots
-        self._dead = self.table.dead
+        self._dead, self._unwatched = self.table.dead, self.table.unwatched.by_storage
         self._refer_parameter = self.table.parameters.refer
         self._listening: Any = None
         self._units: list[torch.utils.hooks.RemovableHandle] = []
@@ -297,7 +297,7 @@ class Recorder:
         if self._dead:
             self.table.remove_dead()
         values = self._values
-        inputs: list[Value] = []
+        inputs: list[TapeValue] = []
         references: list[Any] = []
         try:
             for argument in args:
@@ -327,41 +327,42 @@ class Recorder:
                         )
                 elif kind in ATOMS:
                     references.append(argument)
+                elif kind is list:
+                    references.append(self.table.refer_all(argument, inputs))
                 elif kind is _Parameter and argument.requires_grad and argument.is_leaf:
                     references.append(self._refer_parameter(argument, storage_key(argument)))
                 else:
                     references.append(self.table.refer_all((argument,), inputs)[0])
             named = self.table.refer_kwargs(kwargs, inputs) if kwargs else NO_KWARGS
-            new = _new_results(out, inputs)
+            single = type(out) is _Tensor
+            new = [(0, out, storage_key(out))] if single else _new_results(out, inputs)
         except (Untrackable, RuntimeError):  # rule 5
             return
         for _, _, key in new:
             if key in values or (key in self._roots and self.table.root(key) is not None):
                 return  # it gave back a tensor that was there before: nothing new was made
+        if not new or (self._unwatched and any(value.key == new[0][2] for value in inputs)):
+            return
         if len(inputs) > FEW:
             inputs = each_once(inputs)
-        op = Operation(next_index(), func, info, references, named, inputs)
+        op = TapeOperation(next_index(), func, info, references, named, inputs)
         op.random_state = random_state
-        if choices is None and len(new) == 1:
-            self.table.add_result(op, *new[0], REBUILD)
-            self.table.register(op)
-        elif new:
-            if choices is not None and results is not None and len(choices) != len(new):
-                choices = choices_for(new, choices, results)
+        if choices is not None and results is not None and len(choices) != len(new):
+            choices = choices_for(new, choices, results)
+        if not single:
             self.table.add(op, new, choices)
+            return
+        choice = REBUILD if choices is None else choices[0]
+        if choice is not KEEP:
+            self.table.add_result(op, 0, out, new[0][2], choice)
+            self.table.register(op)
 
 
-def _new_results(out: Any, inputs: list[Value]) -> Results:
-    """The results that do not lie in an input's storage."""
-    if type(out) is _Tensor:
-        key = storage_key(out)
-        for value in inputs:
-            if value.key == key:
-                return []
-        return [(0, out, key)]
+def _new_results(out: Any, inputs: list[TapeValue]) -> Results:
+    """Of several results, those that do not lie in an input's storage."""
     given = {value.key for value in inputs}
     new: Results = []
-    for position, tensor in enumerate(_flat(out)):
+    for position, tensor in enumerate(flat_results(out)):
         if type(tensor) is _Tensor:
             key = storage_key(tensor)
             if key not in given:
@@ -369,10 +370,6 @@ def _new_results(out: Any, inputs: list[Value]) -> Results:
         elif isinstance(tensor, _Tensor):
             raise Untrackable
     return new
-
-
-def _flat(out: Any) -> Any:
-    return out if type(out) is tuple and list not in map(type, out) else flatten((out,))
 
 
 def _as_replayed(info: OpInfo, args: Any, kwargs: Any, out: Any) -> tuple[OpInfo, Any, Any]:

@@ -25,22 +25,22 @@ from gradfit._torch import below_autograd
 from gradfit.errors import ActivationOverwritten, UnsupportedOp
 from gradfit.tape.generators import Rewound
 from gradfit.tape.overwritten import overwritten, shape_of
-from gradfit.tape.storage import copy_storage, flatten
+from gradfit.tape.storage import copy_storage, flat_results
 from gradfit.tape.storage_table import ATOMS
 from gradfit.tape.unwatched import digest_of
 from gradfit.tape.values import (
     Handle,
-    Operation,
     ParameterRef,
     Scratch,
     Segment,
     Slice,
     Tape,
-    Value,
+    TapeOperation,
+    TapeValue,
     geometry_of,
     shaped,
 )
-from gradfit.tape.written_slices import spread, whole_of
+from gradfit.tape.written_slices import CUT, spread
 
 _index = operator.attrgetter("index")
 _MANY = 16  # readers of one value
@@ -75,11 +75,14 @@ def take(handle: Handle) -> torch.Tensor:
         if handle.pass_number == tape.pass_number:
             tape.begin_pass()  # asked for a second time
         handle.pass_number = tape.pass_number
-        tensor = (
-            rebuild(value, tape, retain=tape.retains) if value.tensor is None else content(value)
-        )
-        release_if_done(value, tape)
-    return _as_saved(tensor, handle)
+        tensor = value.tensor
+        if tensor is None:
+            tensor = rebuild(value, tape, retain=tape.retains)
+        elif value.op is None or tensor._version != value.held_version:
+            tensor = content(value)  # which checks it at length
+        if value.tensor is not None and value.op is not None:
+            release_if_done(value, tape)
+    return tensor if handle.geometry is None else _as_saved(tensor, handle)
 
 
 def look(handle: Handle) -> torch.Tensor:
@@ -93,16 +96,16 @@ def look(handle: Handle) -> torch.Tensor:
 
 
 def _as_saved(tensor: torch.Tensor, handle: Handle) -> torch.Tensor:
+    """What was saved: a view of the value's tensor, or the slice that a part was."""
     if handle.geometry is None:
         return tensor
-    return (
-        shaped(tensor, handle.geometry)
-        if whole_of(handle.value) is None
-        else spread(tensor, handle.geometry)
-    )
+    op = handle.value.op
+    if op is not None and op.info is CUT:
+        return spread(tensor, handle.geometry)
+    return shaped(tensor, handle.geometry)
 
 
-def rebuild(target: Value, tape: Tape, *, retain: bool = True) -> torch.Tensor:
+def rebuild(target: TapeValue, tape: Tape, *, retain: bool = True) -> torch.Tensor:
     """Run the sweep for `target`, caching what the rest of this pass needs if it is to `retain`
     anything.
     """
@@ -116,8 +119,7 @@ def rebuild(target: Value, tape: Tape, *, retain: bool = True) -> torch.Tensor:
         tape.on_held(retained)  # as soon as they are made
     sweep = _Sweep(target, operations, retained)
     with _context_of(target.segment), below_autograd(), sweep.rewound, _InSweep():
-        for op in operations:
-            sweep.run(op)
+        sweep.run(operations)
     if tape.on_held is not None:
         tape.on_held(retained)
     if retain:
@@ -139,22 +141,22 @@ def _context_of(segment: Segment | None) -> Any:
     return contextlib.nullcontext()
 
 
-def release_if_done(value: Value, tape: Tape) -> None:
+def release_if_done(value: TapeValue, tape: Tape) -> None:
     """Drop a rebuilt value once nothing in this pass will ask for it."""
     if value.tensor is None or value.op is None or value.pending(tape.pass_number):
         return
-    if not _has_reader_to_run(value, tape):
+    if value.users is None or not _has_reader_to_run(value, tape):
         value.tensor = None
 
 
-def _has_reader_to_run(value: Value, tape: Tape) -> bool:
+def _has_reader_to_run(value: TapeValue, tape: Tape) -> bool:
     """Whether this pass will run an operation again that reads the value."""
     if value.users is not None and len(value.users) >= _MANY and not isinstance(value.users, deque):
         value.users = deque(value.users)
     return _any_wanted(value.users or (), _is_to_run, tape)
 
 
-def _is_to_run(op: Operation, tape: Tape) -> bool:
+def _is_to_run(op: TapeOperation, tape: Tape) -> bool:
     if op.unwanted == tape.epoch:
         return False
     if len(op.outputs) >= _MANY and not isinstance(op.outputs, deque):
@@ -165,7 +167,7 @@ def _is_to_run(op: Operation, tape: Tape) -> bool:
     return False
 
 
-def _is_to_be_made(value: Value, tape: Tape) -> bool:
+def _is_to_be_made(value: TapeValue, tape: Tape) -> bool:
     return value.tensor is None and _wanted(value, tape, set(), {})
 
 
@@ -174,11 +176,11 @@ def _any_wanted(references: Sequence[Any], wanted: Callable[[Any, Tape], bool], 
     stays the first.
     """
     if not isinstance(references, deque):
-        return any(
-            wanted(there, tape)
-            for reference in references
-            if reference is not None and (there := reference()) is not None
-        )
+        for reference in references:  # not `any(…)`, which makes a generator: it is hot
+            there = None if reference is None else reference()
+            if there is not None and wanted(there, tape):
+                return True
+        return False
     for _ in range(len(references)):
         there = references[-1]() if references[-1] is not None else None
         if there is not None and wanted(there, tape):
@@ -187,7 +189,7 @@ def _any_wanted(references: Sequence[Any], wanted: Callable[[Any, Tape], bool], 
     return False
 
 
-def content(value: Value) -> torch.Tensor:
+def content(value: TapeValue) -> torch.Tensor:
     """A value that is there, checked not to have changed since the forward."""
     tensor = value.tensor
     if tensor is None:
@@ -214,7 +216,8 @@ def _content_of_parameter(read: ParameterRef) -> torch.Tensor:
     if read.source is not None:
         if read.source._version != read.version:
             raise overwritten(read.source, read.source._version, read.version, rebuilt_from=True)
-        _check_there(read.content)
+        if type(read.content) is not torch.Tensor or not read.content.data_ptr():
+            _check_there(read.content)
     return read.content
 
 
@@ -228,20 +231,20 @@ def _check_there(tensor: torch.Tensor) -> None:
         )
 
 
-def _needed(target: Value) -> set[Operation]:
+def _needed(target: TapeValue) -> set[TapeOperation]:
     """The operations to run."""
-    found: set[Operation] = set()
+    needed: set[TapeOperation] = set()
     stack = [target]
     while stack:
         op = stack.pop().op
-        if op is None or op in found:
+        if op is None or op in needed:
             continue
-        found.add(op)
-        stack.extend(value for value in op.inputs if value.tensor is None)
-    return found
+        needed.add(op)
+        stack += [value for value in op.inputs if value.tensor is None]
+    return needed
 
 
-def _add_copies(operations: set[Operation], target: Value, tape: Tape) -> None:
+def _add_copies(operations: set[TapeOperation], target: TapeValue, tape: Tape) -> None:
     """Take along copies, of what writes to slices make or write over, that this pass will ask for.
 
     Else a version of the whole storage would be retained, only to make them later.
@@ -263,7 +266,7 @@ def _alive(references: Iterable[weakref.ref[Any] | None]) -> list[Any]:
     ]
 
 
-def _is_asked_for(op: Operation, segment: Segment, tape: Tape) -> bool:
+def _is_asked_for(op: TapeOperation, segment: Segment, tape: Tape) -> bool:
     """Whether a result is not there, and backward itself asks for it, so that a sweep in the
     segment retains it.
     """
@@ -274,7 +277,10 @@ def _is_asked_for(op: Operation, segment: Segment, tape: Tape) -> bool:
 
 
 def _wanted(
-    value: Value, tape: Tape, there: set[Value], answers: dict[Value | Operation, bool]
+    value: TapeValue,
+    tape: Tape,
+    there: set[TapeValue],
+    answers: dict[TapeValue | TapeOperation, bool],
 ) -> bool:
     """Will this pass still ask for this value, itself or to make others from that are not
     `there`? What was found out on the way is added to `answers`.
@@ -282,7 +288,7 @@ def _wanted(
     answer = answers.get(value)
     if answer is not None:
         return answer
-    visited: list[Value | Operation] = [value]
+    visited: list[TapeValue | TapeOperation] = [value]
     wanted = value.pending(tape.pass_number) or _leads_to_wanted(
         value, tape, there, answers, visited
     )
@@ -297,11 +303,11 @@ def _wanted(
 
 
 def _leads_to_wanted(
-    value: Value,
+    value: TapeValue,
     tape: Tape,
-    there: set[Value],
-    answers: dict[Value | Operation, bool],
-    visited: list[Value | Operation],
+    there: set[TapeValue],
+    answers: dict[TapeValue | TapeOperation, bool],
+    visited: list[TapeValue | TapeOperation],
 ) -> bool:
     """Whether something that backward asks for is made from a value, over whatever steps."""
     number, epoch = tape.pass_number, tape.epoch
@@ -332,13 +338,13 @@ def _leads_to_wanted(
     return False
 
 
-def _retained(operations: list[Operation], target: Value, tape: Tape) -> set[Value]:
+def _retained(operations: list[TapeOperation], target: TapeValue, tape: Tape) -> set[TapeValue]:
     """Which results of the sweep stay after it. Readers come after what they read, so one pass
     backwards decides.
     """
     number = tape.pass_number
-    retained: set[Value] = set()
-    answers: dict[Value | Operation, bool] = {}
+    retained: set[TapeValue] = set()
+    answers: dict[TapeValue | TapeOperation, bool] = {}
     there = {target}
     if _wanted(target, tape, retained, answers):
         retained.add(target)
@@ -363,53 +369,58 @@ class _Sweep:
 
     __slots__ = ("_asked", "reads_left", "retained", "rewound", "target", "tensors")
 
-    def __init__(self, target: Value, operations: list[Operation], retained: set[Value]) -> None:
+    def __init__(
+        self, target: TapeValue, operations: list[TapeOperation], retained: set[TapeValue]
+    ) -> None:
         self.target, self.retained = target, retained
         self.rewound = Rewound()
         # By value: how many operations of the sweep have still to read it.
-        self.reads_left: dict[Value, int] = {}
+        self.reads_left: dict[TapeValue, int] = {}
         for op in operations:
             for value in op.inputs:
                 self.reads_left[value] = self.reads_left.get(value, 0) + 1
         self._asked = {target, *self.reads_left, *retained}
         # What is there now. What was cached and is read here is pinned: memory may run short on the
         # way, and whoever evicts must not take it.
-        self.tensors: dict[Value, torch.Tensor] = {
+        self.tensors: dict[TapeValue, torch.Tensor] = {
             value: content(value)
             for value in self.reads_left
             if value.tensor is not None and value.op is not None
         }
 
-    def run(self, op: Operation) -> None:
-        """Run one operation again, and let go of what nobody reads after it."""
-        if op.written:
-            self._write(op)
-        else:
-            self._compute(op)
-        reads_left, target = self.reads_left, self.target
-        for value in op.inputs:
-            left = reads_left[value] = reads_left[value] - 1
-            if left == 0 and value is not target:
-                self.tensors.pop(value, None)
+    def run(self, operations: list[TapeOperation]) -> None:
+        """Run the operations again, and let go of what nobody reads after each."""
+        reads_left, target, tensors = self.reads_left, self.target, self.tensors
+        for op in operations:
+            if op.written:
+                self._write(op)
+            else:
+                self._compute(op)
+            for value in op.inputs:
+                left = reads_left[value] = reads_left[value] - 1
+                if left == 0 and value is not target:
+                    tensors.pop(value, None)
 
-    def _compute(self, op: Operation) -> None:
+    def _compute(self, op: TapeOperation) -> None:
         """One that only reads. Hot: the common arguments are written out."""
         tensors = self.tensors
         args = []
         for argument in op.args:
             kind = type(argument)
-            if kind is Value:
+            if kind is TapeValue:
                 tensor = tensors.get(argument)
                 args.append(content(argument) if tensor is None else tensor)
             elif kind in ATOMS:
                 args.append(argument)
+            elif kind is ParameterRef:
+                args.append(_content_of_parameter(argument))
             else:
                 args.append(self._argument(argument, op))
         if op.kwargs or op.random_state is not None or op.info.grad_mode:
             out = self._call(op, args)
         else:
             out = (op.info.call or op.func)(*args)
-        results = (out,) if type(out) is torch.Tensor else tuple(flatten((out,)))
+        results = (out,) if type(out) is torch.Tensor else flat_results(out)
         for reference in op.outputs:
             value = None if reference is None else reference()
             if value is not None and value.tensor is None and value in self._asked:
@@ -421,13 +432,16 @@ class _Sweep:
                     result.dtype,
                 ) != value.geometry:
                     _refuse(op, value, result)
-                self._store(value, result)
+                if value in self.reads_left or value is self.target:
+                    tensors[value] = result
+                if value in self.retained:
+                    value.tensor, value.held_version = result, result._version
 
-    def _write(self, op: Operation) -> None:
+    def _write(self, op: TapeOperation) -> None:
         """One that writes: on a private copy, if somebody else wants what it writes over."""
         tensors = self.tensors
-        private: dict[Value, torch.Tensor] = {}
-        covered: dict[Value, torch.Tensor | None] = {}  # what lay under `tensors` before
+        private: dict[TapeValue, torch.Tensor] = {}
+        covered: dict[TapeValue, torch.Tensor | None] = {}  # what lay under `tensors` before
         for old in op.written:
             tensor = tensors.get(old)
             if tensor is None or not self._is_last_use(old):
@@ -445,16 +459,16 @@ class _Sweep:
             if value.position < 0:
                 self._put_written(value, op.written[-1 - value.position], private)
             else:
-                result = list(flatten((out,)))[value.position]
+                result = flat_results(out)[value.position]
                 if geometry_of(result) != value.geometry:
                     _refuse(op, value, result)
                 self._store(value, result)
 
-    def _is_last_use(self, old: Value) -> bool:
+    def _is_last_use(self, old: TapeValue) -> bool:
         """Whether nobody but the operation that now writes over it wants a value."""
         return self.reads_left[old] == 1 and old.tensor is None and old is not self.target
 
-    def _asked_results(self, op: Operation) -> list[Value]:
+    def _asked_results(self, op: TapeOperation) -> list[TapeValue]:
         """The results that somebody asks for, and that are not there."""
         asked = self._asked
         return [
@@ -466,19 +480,21 @@ class _Sweep:
             and value.tensor is None
         ]
 
-    def _put_written(self, value: Value, old: Value, private: dict[Value, torch.Tensor]) -> None:
+    def _put_written(
+        self, value: TapeValue, old: TapeValue, private: dict[TapeValue, torch.Tensor]
+    ) -> None:
         result = private[old]
         if value.geometry != old.geometry:
             result = shaped(result, value.geometry)
         self._store(value, result)
 
-    def _store(self, value: Value, result: torch.Tensor) -> None:
+    def _store(self, value: TapeValue, result: torch.Tensor) -> None:
         if value in self.reads_left or value is self.target:
             self.tensors[value] = result
         if value in self.retained:
             value.tensor, value.held_version = result, result._version
 
-    def _call(self, op: Operation, args: list[Any]) -> Any:
+    def _call(self, op: TapeOperation, args: list[Any]) -> Any:
         call = op.info.call or op.func
         kwargs = {
             name: argument if type(argument) in ATOMS else self._argument(argument, op)
@@ -492,10 +508,10 @@ class _Sweep:
                 return call(*args, **kwargs)
         return call(*args, **kwargs)
 
-    def _argument(self, reference: Any, op: Operation) -> Any:
+    def _argument(self, reference: Any, op: TapeOperation) -> Any:
         """An argument as it was: what stands for a tensor becomes one."""
         kind = type(reference)
-        if kind is Value:
+        if kind is TapeValue:
             return self._tensor(reference)
         if kind is ParameterRef:
             return _content_of_parameter(reference)
@@ -508,12 +524,14 @@ class _Sweep:
             return torch.zeros(size, dtype=dtype, device=self._argument(op.args[0], op).device)
         return reference
 
-    def _tensor(self, value: Value) -> torch.Tensor:
+    def _tensor(self, value: TapeValue) -> torch.Tensor:
         tensor = self.tensors.get(value)
         return content(value) if tensor is None else tensor
 
 
-def _uncover(tensors: dict[Value, torch.Tensor], covered: dict[Value, torch.Tensor | None]) -> None:
+def _uncover(
+    tensors: dict[TapeValue, torch.Tensor], covered: dict[TapeValue, torch.Tensor | None]
+) -> None:
     """Put back what lay in a sweep before private copies were written to."""
     for value, tensor in covered.items():
         if tensor is None:
@@ -528,13 +546,13 @@ def _with_generator(
     """A call's arguments with the generator that replay has chosen, by position if it was passed
     so.
     """
-    if not any(isinstance(argument, torch.Generator) for argument in args):
-        return args, kwargs | chosen
-    generator = chosen["generator"]
-    return [generator if isinstance(each, torch.Generator) else each for each in args], kwargs
+    for place, argument in enumerate(args):
+        if isinstance(argument, torch.Generator):
+            return [*args[:place], chosen["generator"], *args[place + 1 :]], kwargs
+    return args, kwargs | chosen
 
 
-def _refuse(op: Operation, value: Value, result: torch.Tensor) -> None:
+def _refuse(op: TapeOperation, value: TapeValue, result: torch.Tensor) -> None:
     raise UnsupportedOp(
         f"{op.name} gave {tuple(result.shape)} {result.dtype} in the forward pass's place of"
         f" {tuple(value.geometry[0])} {value.geometry[3]}: a setting (the default dtype, a"

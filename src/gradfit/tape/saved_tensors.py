@@ -20,7 +20,7 @@ from gradfit.tape.decisions import SaveObserver
 from gradfit.tape.overwritten import overwritten
 from gradfit.tape.storage import Untrackable, key_of, place_of
 from gradfit.tape.storage_table import StorageTable, is_view_of_parameter
-from gradfit.tape.values import Geometry, Handle, OfSubclass, Tape, Value, shaped
+from gradfit.tape.values import Geometry, Handle, OfSubclass, Tape, TapeValue, shaped
 from gradfit.tape.version_counters import version_of
 from gradfit.tape.written_slices import is_small_slice, part_of, whole_of
 
@@ -70,18 +70,12 @@ class SavedTensors:
     # ----------------------------------------------------------------------------------------- pack
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Autograd saves `tensor`: give it a handle if the tape can make the tensor again."""
-        observer = self.observer
-        if observer is None:
-            return self._pack(tensor)
-        if observer.before_save(tensor):
-            self.unhook()
-        packed = self._pack(tensor)
-        observer.after_save(packed)
-        return packed
+        """Autograd saves `tensor`: give it a handle if the tape can make the tensor again.
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        """Hot: once for each tensor that autograd saves. What is common comes first."""
+        Hot: once for each tensor that autograd saves. What is common is written out here.
+        """
+        if self.observer is not None:
+            return self._pack_observed(self.observer, tensor)
         if self._dead:
             self._table.remove_dead()
         if tensor.requires_grad and tensor.is_leaf:  # it lives anyway, even if it was made inside
@@ -110,7 +104,28 @@ class SavedTensors:
                 return self._pack_root(tensor)
             if geometry == value.geometry:
                 geometry = None
-        return self._handle(value, geometry, tensor, forward_tensor)
+        handle = Handle(self.tape, value, geometry)
+        if value.handles is not None:
+            value.handles.append(weakref.ref(handle))
+            return handle
+        value.handles = [weakref.ref(handle)]
+        if value.evictable:
+            self._hold_evictable(value, tensor, forward_tensor)
+        elif (scope := self._table.segment.scope) is not None:
+            scope.note_freed(value, tensor.untyped_storage().nbytes())
+        return handle
+
+    def _pack_observed(self, observer: SaveObserver, tensor: torch.Tensor) -> Any:
+        self.observer = None  # for the call below
+        try:
+            is_last = observer.before_save(tensor)
+            packed = self.pack(tensor)
+        finally:
+            self.observer = observer
+        if is_last:
+            self.unhook()
+        observer.after_save(packed)
+        return packed
 
     def _pack_other_class(self, tensor: torch.Tensor) -> Any:
         """A frozen Parameter, a subclass of the user's: whoever saved it gets one of its class
@@ -121,11 +136,11 @@ class SavedTensors:
         except Untrackable:
             return _pack_untracked(tensor)
         if not isinstance(tensor, FakeTensor):
-            return OfSubclass(self._pack(detached(tensor)), tensor)
+            return OfSubclass(self.pack(detached(tensor)), tensor)
         return self._pack_root(tensor) if value is None else self._pack_written(value, tensor)
 
-    def _pack_written(self, value: Value, tensor: torch.Tensor) -> Any:
-        """`_pack` where somebody has written to the storage since its operation returned it, or
+    def _pack_written(self, value: TapeValue, tensor: torch.Tensor) -> Any:
+        """`pack` where somebody has written to the storage since its operation returned it, or
         nobody ever has.
         """
         if value.position < 0 and is_view_of_parameter(tensor):
@@ -145,7 +160,7 @@ class SavedTensors:
             geometry = None
         return self._handle(present, geometry, tensor, forward_tensor)
 
-    def _present(self, value: Value, tensor: torch.Tensor) -> Value | None:
+    def _present(self, value: TapeValue, tensor: torch.Tensor) -> TapeValue | None:
         """What the storage holds now; memory that nobody has written is held from now on."""
         if value.unwritten is None and value.version == tensor._version and not value.write_pending:
             return value
@@ -158,7 +173,7 @@ class SavedTensors:
                 self.copying = False
         return present
 
-    def _part(self, value: Value, tensor: torch.Tensor) -> Value | None:
+    def _part(self, value: TapeValue, tensor: torch.Tensor) -> TapeValue | None:
         """What is saved of a storage that is written slice by slice: see `written_slices.py`."""
         if value.position >= 0 or value.op is None or not value.op.slices:
             return None
@@ -174,32 +189,34 @@ class SavedTensors:
 
     def _handle(
         self,
-        value: Value,
+        value: TapeValue,
         geometry: Geometry | None,
         tensor: torch.Tensor,
         forward_tensor: torch.Tensor | None,
     ) -> Handle:
         handle = Handle(self.tape, value, geometry)
-        if value.handles is None:
-            if value.evictable:
-                self._hold_evictable(value, tensor, forward_tensor)
-            elif self._table.segment.scope is not None:
-                self._count_freed(value, tensor)
-            value.handles = [weakref.ref(handle)]
-        else:
+        if value.handles is not None:
             value.handles.append(weakref.ref(handle))
+            return handle
+        value.handles = [weakref.ref(handle)]
+        if value.evictable:
+            self._hold_evictable(value, tensor, forward_tensor)
+        else:
+            self._count_freed(value, tensor)
         return handle
 
     def _hold_evictable(
-        self, value: Value, tensor: torch.Tensor, forward_tensor: torch.Tensor | None
+        self, value: TapeValue, tensor: torch.Tensor, forward_tensor: torch.Tensor | None
     ) -> None:
         """Autograd saves it for the first time: it is there until somebody needs the memory."""
-        whole = tensor if forward_tensor is tensor else value.unmoved_forward_tensor()
-        if whole is None and tensor.dtype is not value.geometry[3]:
-            if self._table.segment.scope is not None:
+        if forward_tensor is tensor:
+            value.tensor = detached(tensor)
+        else:
+            whole = value.unmoved_forward_tensor()
+            if whole is None and tensor.dtype is not value.geometry[3]:
                 self._count_freed(value, tensor)
-            return
-        value.tensor = _all_of(value, tensor, whole)
+                return
+            value.tensor = _all_of(value, tensor, whole)
         value.held_version = tensor._version
         if self.tape.on_held is not None:
             self.tape.on_held((value,))
@@ -227,8 +244,10 @@ class SavedTensors:
             if self._table.segment.scope is not None:
                 self._table.segment.scope.note_kept(tensor.untyped_storage().nbytes())
 
-    def _count_freed(self, value: Value, tensor: torch.Tensor) -> None:
+    def _count_freed(self, value: TapeValue, tensor: torch.Tensor) -> None:
         scope = self._table.segment.scope
+        if scope is None:
+            return
         if (whole := whole_of(value)) is not None:
             scope.note_freed(whole, tensor.nbytes)
         else:
@@ -240,7 +259,7 @@ def _pack_untracked(tensor: torch.Tensor) -> Any:
     return (tensor.detach() if tensor.grad_fn is not None else tensor, version_of(tensor))
 
 
-def _all_of(value: Value, tensor: torch.Tensor, whole: torch.Tensor | None) -> torch.Tensor:
+def _all_of(value: TapeValue, tensor: torch.Tensor, whole: torch.Tensor | None) -> torch.Tensor:
     """All of a value's result, of which `tensor` may be a view."""
     return shaped(detached(tensor), value.geometry) if whole is None else detached(whole)
 

@@ -13,12 +13,12 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 
-from gradfit.tape.values import Operation, Segment, Value
+from gradfit.tape.values import Segment, TapeOperation, TapeValue
 
 _HALVINGS = 12
 
 
-def assign_segments(saved: Iterable[Value], around: Segment) -> int:
+def assign_segments(saved: Iterable[TapeValue], around: Segment) -> int:
     """Give each value that is to be rebuilt its segment.
 
     Args:
@@ -44,7 +44,7 @@ class _Forward:
     where.
     """
 
-    def __init__(self, saved: Iterable[Value]) -> None:
+    def __init__(self, saved: Iterable[TapeValue]) -> None:
         found = _to_rebuild(saved)
         operations = sorted({_maker(value) for value in found}, key=lambda op: op.index)
         place = {op: at for at, op in enumerate(operations)}
@@ -101,9 +101,9 @@ class _Forward:
         return max(before + own for before, own in zip(accumulate(leading), inside, strict=False))
 
 
-def _to_rebuild(saved: Iterable[Value]) -> list[Value]:
+def _to_rebuild(saved: Iterable[TapeValue]) -> list[TapeValue]:
     """These and all that they are made from, as far as it is not there."""
-    found: dict[Value, None] = {}
+    found: dict[TapeValue, None] = {}
     stack = list(saved)
     while stack:
         value = stack.pop()
@@ -114,11 +114,11 @@ def _to_rebuild(saved: Iterable[Value]) -> list[Value]:
     return list(found)
 
 
-def _maker(value: Value) -> Operation:
+def _maker(value: TapeValue) -> TapeOperation:
     assert value.op is not None
     return value.op
 
 
-def _bytes_of(value: Value) -> int:
+def _bytes_of(value: TapeValue) -> int:
     size, _, _, dtype = value.geometry
     return prod(size) * dtype.itemsize

@@ -5,7 +5,7 @@ own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from gradfit._torch import FakeTensor, storage_key
 from gradfit._torch_listen import unseen
 from gradfit.tape.operators import OpInfo
-from gradfit.tape.values import Geometry, geometry_of, shaped
+from gradfit.tape.values import Geometry, shaped
 
 # a fake one has a storage too
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
@@ -57,7 +57,7 @@ def place_of(tensor: torch.Tensor) -> Geometry:
     try:
         if tensor.is_conj() or tensor.is_neg():
             raise Untrackable
-        return geometry_of(tensor)
+        return (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
     except (RuntimeError, NotImplementedError):
         raise Untrackable from None
 
@@ -110,6 +110,13 @@ def flatten(nest: Any) -> Iterator[Any]:
             yield from flatten(item)
         else:
             yield item
+
+
+def flat_results(out: Any) -> Sequence[Any]:
+    """What an operator returned, as one sequence; it mostly is one already."""
+    if type(out) is tuple and list not in map(type, out) and tuple not in map(type, out):
+        return out
+    return tuple(flatten((out,)))
 
 
 def fresh_results(out: Any, args: Any) -> list[tuple[int, torch.Tensor, int]]:

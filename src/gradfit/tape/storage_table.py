@@ -31,7 +31,15 @@ from gradfit.tape.storage import (
 )
 from gradfit.tape.unwatched import copy_span, has_one_owner, is_unwatched, share_memory
 from gradfit.tape.unwatched_reads import UnwatchedReads
-from gradfit.tape.values import Operation, ParameterRef, Segment, Slice, Value, geometry_of, nothing
+from gradfit.tape.values import (
+    ParameterRef,
+    Segment,
+    Slice,
+    TapeOperation,
+    TapeValue,
+    geometry_of,
+    nothing,
+)
 from gradfit.tape.version_counters import (
     UNCOUNTED,
     SplitResult,
@@ -74,7 +82,7 @@ class StorageTable:
         *,
         offload: Offload | None = None,
         widen_segments: bool = True,
-        recorded: Callable[[Operation], object] | None = None,
+        recorded: Callable[[TapeOperation], object] | None = None,
     ) -> None:
         """
         Args:
@@ -84,8 +92,8 @@ class StorageTable:
             recorded: called with every operation that is recorded.
         """
         self.segment = segment
-        self.values: dict[int, Value] = {}  # that a recorded operation has made
-        self.roots: dict[int, weakref.ref[Value]] = {}  # made by somebody else, and read
+        self.values: dict[int, TapeValue] = {}  # that a recorded operation has made
+        self.roots: dict[int, weakref.ref[TapeValue]] = {}  # made by somebody else, and read
         self.parameters = ParameterReads()
         self.unwatched = UnwatchedReads()
         self.split_results = SplitResults()
@@ -120,7 +128,7 @@ class StorageTable:
 
     # -------------------------------------------------------------------------------- what is there
 
-    def find(self, key: int, tensor: torch.Tensor, counted_before: int = 0) -> Value | None:
+    def find(self, key: int, tensor: torch.Tensor, counted_before: int = 0) -> TapeValue | None:
         """What is in a tensor's storage now; None if the tape does not know.
 
         Args:
@@ -133,7 +141,7 @@ class StorageTable:
         if value is None:
             return None
         version = version_of(tensor) - counted_before
-        counter: Value | SplitResult = value
+        counter: TapeValue | SplitResult = value
         if self.split_results.by_storage:
             counter = self.split_results.find(key, tensor) or value
         if counter.version != version or counter.write_pending:
@@ -145,12 +153,12 @@ class StorageTable:
             counter.version, counter.write_pending = version, False
         return value
 
-    def root(self, key: int) -> Value | None:
+    def root(self, key: int) -> TapeValue | None:
         """The root that a storage holds."""
         reference = self.roots.get(key)
         return None if reference is None else reference()
 
-    def _drop_changed(self, key: int, value: Value) -> None:
+    def _drop_changed(self, key: int, value: TapeValue) -> None:
         """Rule 5: somebody wrote to it unseen."""
         self.values.pop(key, None)
         self.roots.pop(key, None)
@@ -168,7 +176,9 @@ class StorageTable:
 
     # ----------------------------------------------------------------------------------- references
 
-    def refer(self, tensor: torch.Tensor, inputs: list[Value]) -> Value | Slice | ParameterRef:
+    def refer(
+        self, tensor: torch.Tensor, inputs: list[TapeValue]
+    ) -> TapeValue | Slice | ParameterRef:
         """What stands for a tensor among an operation's arguments (rules 2 and 3); a value that it
         reads is added to `inputs`.
         """
@@ -181,7 +191,7 @@ class StorageTable:
                 value = self.unwatched.refer(tensor, key, self.segment)
                 add_input(value, inputs)
                 return value
-            value = Value(key, place_of(tensor), self.segment)
+            value = TapeValue(key, place_of(tensor), self.segment)
             self._hold(value, tensor)
         elif value.unwritten is not None:
             self.hold_unwritten(value, tensor)
@@ -191,7 +201,7 @@ class StorageTable:
         geometry = place_of(tensor)
         return value if geometry == value.geometry else Slice(value, geometry)
 
-    def refer_all(self, args: Iterable[Any], inputs: list[Value]) -> list[Any]:
+    def refer_all(self, args: Iterable[Any], inputs: list[TapeValue]) -> list[Any]:
         """An operation's arguments with what stands for each tensor, in lists too."""
         references: list[Any] = []
         for argument in args:
@@ -203,26 +213,30 @@ class StorageTable:
                 references.append(argument)
         return references
 
-    def refer_kwargs(self, kwargs: Any, inputs: list[Value]) -> dict[str, Any]:
+    def refer_kwargs(self, kwargs: Any, inputs: list[TapeValue]) -> dict[str, Any]:
         """The same for keyword arguments, which are mostly none or no tensors."""
         for argument in kwargs.values():
             if type(argument) not in ATOMS:
                 return dict(zip(kwargs, self.refer_all(kwargs.values(), inputs), strict=True))
         return dict(kwargs) if kwargs else NO_KWARGS
 
-    def open_operation(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Operation | None:
+    def open_operation(
+        self, func: Any, info: OpInfo, args: Any, kwargs: Any
+    ) -> TapeOperation | None:
         """An operation that is about to run; None if it cannot be replayed (rule 5)."""
-        inputs: list[Value] = []
+        inputs: list[TapeValue] = []
         try:
             references = self.refer_all(args, inputs)
             named = self.refer_kwargs(kwargs, inputs)
         except Untrackable:
             return None
-        return Operation(next_index(), func, info, references, named, each_once(inputs))
+        return TapeOperation(next_index(), func, info, references, named, each_once(inputs))
 
     # ---------------------------------------------------------------------------------------- roots
 
-    def _hold(self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch) -> None:
+    def _hold(
+        self, value: TapeValue, tensor: torch.Tensor, alias: Any = detached_in_dispatch
+    ) -> None:
         """Make a value a root."""
         value.geometry = place_of(tensor)  # raises if it is not what lies in its storage
         if is_unwatched(tensor):  # rule 7
@@ -238,7 +252,7 @@ class StorageTable:
             value.line = source_line()
 
     def hold_unwritten(
-        self, value: Value, tensor: torch.Tensor, alias: Any = detached_in_dispatch
+        self, value: TapeValue, tensor: torch.Tensor, alias: Any = detached_in_dispatch
     ) -> None:
         """Rule 5: somebody reads memory that no recorded operation wrote; what is in it now is all
         there is. A constant that is still one can be made again.
@@ -253,7 +267,7 @@ class StorageTable:
         value.op = None
         self._hold(value, tensor, alias)
 
-    def keep(self, value: Value, tensor: torch.Tensor, version: int) -> None:
+    def keep(self, value: TapeValue, tensor: torch.Tensor, version: int) -> None:
         """Make a value that was recorded a root: it is held from now on, as this tensor."""
         self.values.pop(value.key, None)
         value.tensor, value.held_version = tensor, version
@@ -263,7 +277,7 @@ class StorageTable:
 
     # ----------------------------------------------------------------------------------- new values
 
-    def add(self, op: Operation, results: Results, choices: Sequence[Choice] | None) -> None:
+    def add(self, op: TapeOperation, results: Results, choices: Sequence[Choice] | None) -> None:
         """Make a value of each result that lies in a new storage."""
         for number, (position, tensor, key) in enumerate(results):
             choice = REBUILD if choices is None else choices[number]
@@ -274,7 +288,7 @@ class StorageTable:
         self.register(op)
 
     def add_result(
-        self, op: Operation, position: int, tensor: torch.Tensor, key: int, choice: Choice
+        self, op: TapeOperation, position: int, tensor: torch.Tensor, key: int, choice: Choice
     ) -> None:
         """Make a value of one result that is not kept. Hot: once for each operation."""
         values = self.values
@@ -292,7 +306,7 @@ class StorageTable:
             version, forward_tensor = tensor._version, _reference_to(tensor)
         except RuntimeError:  # made under inference mode
             version, forward_tensor = UNCOUNTED, nothing  # type: ignore[assignment]
-        value = values[key] = Value(
+        value = values[key] = TapeValue(
             key, geometry, self.segment, op, position, version, forward_tensor, watch
         )
         if op.info.unwritten is not None:
@@ -305,7 +319,9 @@ class StorageTable:
             return
         op.outputs.append(_reference_to(value))
 
-    def _move_out(self, op: Operation, value: Value, tensor: torch.Tensor, choice: Choice) -> None:
+    def _move_out(
+        self, op: TapeOperation, value: TapeValue, tensor: torch.Tensor, choice: Choice
+    ) -> None:
         """Offload a result, or pack a mask: it is made again by loading it, not by its
         operation.
         """
@@ -315,11 +331,11 @@ class StorageTable:
             load = self._offload(tensor)
         else:
             raise RuntimeError("gradfit: a policy that offloads must have a method `offload`")
-        value.op = Operation(op.index, load, LOAD, [], NO_KWARGS, [])
+        value.op = TapeOperation(op.index, load, LOAD, [], NO_KWARGS, [])
         value.op.outputs.append(_reference_to(value))
         value.position = 0
 
-    def register(self, op: Operation) -> None:
+    def register(self, op: TapeOperation) -> None:
         """Tell an operation's inputs of it."""
         reference = _reference_to(op)
         segment = self.segment
@@ -345,16 +361,16 @@ class StorageTable:
             if choice in (OFFLOAD, PACK) and fills_storage(target):
                 key = key_of(target)
                 self.roots.pop(key, None)
-                load = Operation(next_index(), None, LOAD, [], NO_KWARGS, [])
+                load = TapeOperation(next_index(), None, LOAD, [], NO_KWARGS, [])
                 self.add(load, [(0, target, key)], [choice])
                 self.expect_counted_write(target, key, None)
 
-    def expect_counted_write(self, target: torch.Tensor, key: int, old: Value | None) -> None:
+    def expect_counted_write(self, target: torch.Tensor, key: int, old: TapeValue | None) -> None:
         """Note by which version counter a write will be counted, and that the others stay as they
         are.
         """
         version, value = version_of(target), self.values[key]
-        counter: Value | SplitResult = value
+        counter: TapeValue | SplitResult = value
         if old is not None and (own := self.split_results.find(key, target)) is not None:
             counter = own
             value.version, value.write_pending = old.version, old.write_pending
@@ -363,7 +379,7 @@ class StorageTable:
     # ------------------------------------------------------------------------------- before a write
 
     def before_write(
-        self, key: int, target: torch.Tensor, old: Value | None, counted_before: int = 0
+        self, key: int, target: torch.Tensor, old: TapeValue | None, counted_before: int = 0
     ) -> None:
         """Rule 4: whoever still needs what a write is about to change gets a copy of it."""
         if key in self.parameters.by_storage:
@@ -373,7 +389,7 @@ class StorageTable:
         else:
             self.before_unknown_write(target, key)
 
-    def copy_value(self, old: Value) -> None:
+    def copy_value(self, old: TapeValue) -> None:
         """An old version that is held by reference is about to be lost."""
         if old.tensor is None or old.key in self.parameters.refilled:
             return
@@ -395,8 +411,9 @@ class StorageTable:
         If torch did not allocate its memory (it came by DLPack, or by NumPy), other storages may
         lie in the same.
         """
-        for value in self.unwatched.values_in(key):
-            self.copy_value(value)
+        if self.unwatched.by_storage:
+            for value in self.unwatched.values_in(key):
+                self.copy_value(value)
         if not has_one_owner(target):
             self._forget_sharing(target)
 
@@ -475,17 +492,17 @@ class StorageTable:
                 copy_for([read for read in held if isinstance(read, ParameterRef)], counted_before)
                 for root in held:
                     # At another version it is too late: then replay refuses.
-                    if isinstance(root, Value) and _is_unchanged(root, counted_before):
+                    if isinstance(root, TapeValue) and _is_unchanged(root, counted_before):
                         self.copy_value(root)
 
 
-def add_input(value: Value, inputs: list[Value]) -> None:
+def add_input(value: TapeValue, inputs: list[TapeValue]) -> None:
     """Once, while there are few: see `each_once`."""
     if len(inputs) > FEW or value not in inputs:
         inputs.append(value)
 
 
-def each_once(inputs: list[Value]) -> list[Value]:
+def each_once(inputs: list[TapeValue]) -> list[TapeValue]:
     """Without repetitions. While they are few, `add_input` lets none in; looking through many would
     take their square.
     """
@@ -513,7 +530,7 @@ def _is_of_parameter(tensor: torch.Tensor) -> bool:
     return owner.requires_grad and owner.is_leaf and not tensor.is_inference()
 
 
-def _is_read_through_data(root: Value) -> bool:
+def _is_read_through_data(root: TapeValue) -> bool:
     """Whether a root was read through `.data`, which counts for itself, and is as it was."""
     return (
         root.op is None
@@ -522,16 +539,16 @@ def _is_read_through_data(root: Value) -> bool:
     )
 
 
-def _is_unchanged(root: Value, counted_before: int) -> bool:
+def _is_unchanged(root: TapeValue, counted_before: int) -> bool:
     """Whether a held root is at the version at which it was read."""
     return root.tensor is not None and root.held_version == root.tensor._version - counted_before
 
 
-def _is_overwritten(root: Value) -> bool:
+def _is_overwritten(root: TapeValue) -> bool:
     return root.tensor is not None and -1 < root.held_version != root.tensor._version
 
 
-def _constant_of(op: Operation | None) -> Any:
+def _constant_of(op: TapeOperation | None) -> Any:
     """The number that a constant tensor was filled with."""
     if op is None:
         return None

@@ -13,43 +13,43 @@ import torch
 from gradfit._torch import detached_in_dispatch
 from gradfit.tape.storage import place_of
 from gradfit.tape.unwatched import LARGE_BYTES, copy_span, digest_of, same_content, span_bytes
-from gradfit.tape.values import Geometry, Segment, Value, geometry_of
+from gradfit.tape.values import Geometry, Segment, TapeValue, geometry_of
 
 
 class UnwatchedReads:
     """Values that hold what was read from such memory, by storage and by place in it."""
 
     def __init__(self) -> None:
-        self._by_storage: dict[int, dict[Geometry, weakref.ref[Value]]] = {}
+        self.by_storage: dict[int, dict[Geometry, weakref.ref[TapeValue]]] = {}
 
-    def refer(self, tensor: torch.Tensor, key: int, segment: Segment) -> Value:
+    def refer(self, tensor: torch.Tensor, key: int, segment: Segment) -> TapeValue:
         """The value that holds what is in a tensor now: the one from an earlier read, if that is
         still the same.
         """
         geometry = place_of(tensor)
         small = span_bytes(tensor) < LARGE_BYTES
         digest = None if small else digest_of(tensor)
-        earlier = self._by_storage.setdefault(key, {})
+        earlier = self.by_storage.setdefault(key, {})
         value = earlier[geometry]() if geometry in earlier else None
         if value is not None and _holds(value, tensor, digest):
             return value
         held = copy_span(tensor) if small else detached_in_dispatch(tensor)
-        value = Value(key, geometry_of(held), segment)
+        value = TapeValue(key, geometry_of(held), segment)
         value.tensor, value.digest = held, digest
         earlier[geometry] = weakref.ref(value)
         return value
 
-    def values_in(self, key: int) -> Iterator[Value]:
+    def values_in(self, key: int) -> Iterator[TapeValue]:
         """Those that were read from one storage."""
-        for reference in self._by_storage.get(key, {}).values():
+        for reference in self.by_storage.get(key, {}).values():
             if (value := reference()) is not None:
                 yield value
 
     def clear(self) -> None:
-        self._by_storage.clear()
+        self.by_storage.clear()
 
 
-def _holds(value: Value, tensor: torch.Tensor, digest: bytes | None) -> bool:
+def _holds(value: TapeValue, tensor: torch.Tensor, digest: bytes | None) -> bool:
     if value.tensor is None:
         return False
     if value.digest is not None:

@@ -3,7 +3,7 @@ handles on them.
 
 Ownership runs one way, from the newest to the oldest:
 
-    autograd node ─► Handle ─► Value ─► Operation ─► Value (its inputs) ─► …
+    autograd node ─► Handle ─► TapeValue ─► TapeOperation ─► TapeValue (its inputs) ─► …
 
 so that the graph's handles own the tape and nothing else does: when a backward pass, or the death
 of the loss, frees a handle, whatever only that handle needed dies with it. Links the other way
@@ -82,7 +82,7 @@ def nothing() -> torch.Tensor | None:
     return None
 
 
-class Value:
+class TapeValue:
     """One version of one storage: `tensor` is there when it is kept or was rebuilt, `op` when it
     can be rebuilt.
     """
@@ -98,7 +98,7 @@ class Value:
         key: int,
         geometry: Geometry,
         segment: Segment,
-        op: Operation | None = None,
+        op: TapeOperation | None = None,
         position: int = 0,
         version: int = -1,
         forward_tensor: Callable[[], torch.Tensor | None] = nothing,
@@ -129,13 +129,15 @@ class Value:
         # Of what was in `tensor`, where a version counter would not tell.
         self.digest: bytes | None = None
         # Operations that read it. Not kept for roots, which nobody has to make again.
-        self.users: list[weakref.ref[Operation]] | deque[weakref.ref[Operation]] | None = None
+        self.users: list[weakref.ref[TapeOperation]] | deque[weakref.ref[TapeOperation]] | None = (
+            None
+        )
         self.line = ""  # of the user's code, where it was first read, if a scope holds it
         self.unwanted = 0  # the epoch of its tape in which it was found that nobody will ask for it
         # Autograd's; a node that dies unused takes its own along.
         self.handles: list[weakref.ref[Handle]] | None = None
         # What of it was written, on memory of its own: see `written_slices.py`.
-        self.part: weakref.ref[Value] | None = None
+        self.part: weakref.ref[TapeValue] | None = None
         # In which pass, of how many handles, so many at the end are not pending.
         self.unpacked = (0, 0, 0)
 
@@ -180,7 +182,7 @@ class Value:
         return pending
 
 
-class Operation:
+class TapeOperation:
     """One recorded call: enough to make its results again."""
 
     __slots__ = (
@@ -189,19 +191,19 @@ class Operation:
     )  # fmt: skip
 
     def __init__(
-        self, index: int, func: Any, info: Any, args: Any, kwargs: Any, inputs: list[Value]
+        self, index: int, func: Any, info: Any, args: Any, kwargs: Any, inputs: list[TapeValue]
     ) -> None:
         self.index = index
         self.func = func
         self.info = info
-        self.args = args  # as called, with a Value or a Slice in the place of every tensor
+        self.args = args  # as called, with a TapeValue or a Slice in the place of every tensor
         self.kwargs = kwargs
         self.inputs = inputs  # each once
         self.outputs: (
-            list[weakref.ref[Value] | None] | deque[weakref.ref[Value] | None]
+            list[weakref.ref[TapeValue] | None] | deque[weakref.ref[TapeValue] | None]
         ) = []  # None: kept, and no value of the tape
         self.unwanted = 0  # as a value's: none of its results is wanted
-        self.written: tuple[Value, ...] = ()  # the versions that it overwrites
+        self.written: tuple[TapeValue, ...] = ()  # the versions that it overwrites
         self.slices = (
             False  # whether it writes to a small part of a storage: see `written_slices.py`
         )
@@ -217,7 +219,7 @@ class Slice:
 
     __slots__ = ("geometry", "value")
 
-    def __init__(self, value: Value, geometry: Geometry) -> None:
+    def __init__(self, value: TapeValue, geometry: Geometry) -> None:
         self.value = value
         self.geometry = geometry
 
@@ -265,7 +267,7 @@ class Tape:
         self.epoch = _next_epoch()  # what was found unwanted stays so until the next one
         self.retains = True  # what a sweep makes and the rest of the pass needs
         # Told of values that may be evicted from now on.
-        self.on_held: Callable[[Iterable[Value]], None] | None = None
+        self.on_held: Callable[[Iterable[TapeValue]], None] | None = None
         process_settings.tape_begins(self)
 
     def __del__(self) -> None:
@@ -295,7 +297,7 @@ class Handle:
 
     __slots__ = ("__weakref__", "geometry", "pass_number", "tape", "value")
 
-    def __init__(self, tape: Tape, value: Value, geometry: Geometry | None) -> None:
+    def __init__(self, tape: Tape, value: TapeValue, geometry: Geometry | None) -> None:
         self.tape = tape
         self.value = value
         self.geometry = geometry

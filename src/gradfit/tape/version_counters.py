@@ -2,6 +2,8 @@
 
 A storage's tensors and their views share one counter, with three exceptions: a tensor that was made
 under inference mode has none, `.data` counts for itself, and so does each result of `unsafe_split`.
+And a view that is made below autograd, as in a dispatch mode, counts for itself where nothing is
+done about it: https://github.com/pytorch/pytorch/issues/96319.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import base_of, storage_key
-from gradfit.tape.values import Value
+from gradfit.tape.values import TapeValue
 
 # In the place of a version: nobody has looked yet; and made under inference mode, where torch does
 # not count. No counter is ever negative.
@@ -40,7 +42,7 @@ class SplitResult:
         self.write_pending = False
 
 
-def only_recorded_writes(counter: Value | SplitResult, version: int) -> bool:
+def only_recorded_writes(counter: TapeValue | SplitResult, version: int) -> bool:
     """Whether a version counter says that only recorded operations have written to a storage.
 
     A write is recorded below autograd, which counts it after that, or, where the counter belongs to
@@ -72,7 +74,7 @@ class SplitResults:
         result = results.get(id(owner))
         return result if result is not None and result.tensor() is owner else None
 
-    def add(self, tensors: Iterable[Any], values: dict[int, Value]) -> None:
+    def add(self, tensors: Iterable[Any], values: dict[int, TapeValue]) -> None:
         """Those of these tensors that lie in a storage of the table count for themselves from now
         on.
         """

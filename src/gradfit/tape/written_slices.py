@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from gradfit.tape.operators import OpInfo
-from gradfit.tape.values import Geometry, Operation, Value
+from gradfit.tape.values import Geometry, TapeOperation, TapeValue
 
 _LINE = 64  # elements: memory is as well aligned after so many, whatever their size
 CUT = OpInfo(copies=True)
@@ -30,7 +30,7 @@ def is_small_slice(tensor: torch.Tensor) -> bool:
     return 2 * tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
-def part_of(value: Value, geometry: Geometry) -> Value | None:
+def part_of(value: TapeValue, geometry: Geometry) -> TapeValue | None:
     """The part that is this slice of a value's storage; None if nobody wrote just this."""
     while _writes_one_storage(value):
         if value.geometry == geometry:
@@ -42,27 +42,27 @@ def part_of(value: Value, geometry: Geometry) -> Value | None:
     return None
 
 
-def _writes_one_storage(value: Value) -> bool:
+def _writes_one_storage(value: TapeValue) -> bool:
     """Whether a value is the only one that its operation has written, and not evictable."""
     op = value.op
     return value.position == -1 and op is not None and len(op.written) == 1 and not value.evictable
 
 
-def _cut(whole: Value) -> Value:
+def _cut(whole: TapeValue) -> TapeValue:
     op = whole.op
     if op is None:
         raise RuntimeError("gradfit: a part of what nothing on the tape has written")
     size, _, _, dtype = whole.geometry
     # Recorded operations have even numbers: this one runs right after the write.
-    cutting = Operation(op.index + 1, _compact, CUT, [whole], {}, [whole])
-    part = Value(whole.key, (size, _contiguous(size), 0, dtype), whole.segment, cutting)
+    cutting = TapeOperation(op.index + 1, _compact, CUT, [whole], {}, [whole])
+    part = TapeValue(whole.key, (size, _contiguous(size), 0, dtype), whole.segment, cutting)
     cutting.outputs.append(weakref.ref(part))
     whole.users = [weakref.ref(cutting), *(whole.users or ())]
     whole.part = weakref.ref(part)
     return part
 
 
-def whole_of(value: Value) -> Value | None:
+def whole_of(value: TapeValue) -> TapeValue | None:
     """What a value is a part of, if it is one."""
     return value.op.inputs[0] if value.op is not None and value.op.info is CUT else None
 

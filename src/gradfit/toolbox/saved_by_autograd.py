@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradfit import _torch
-from gradfit.tape.values import Handle, OfSubclass, Value
+from gradfit.tape.values import Handle, OfSubclass, TapeValue
 from gradfit.toolbox.autograd_nodes import leaf_of
 
 
@@ -104,7 +104,9 @@ def _tensors_in(content: Any) -> Iterator[Tensor]:
                 stack.append(value.value)
             elif isinstance(value, OfSubclass):
                 stack.append(value.content)
-            elif isinstance(value, Value):  # what is kept of it, or else what it will be made from
+            elif isinstance(
+                value, TapeValue
+            ):  # what is kept of it, or else what it will be made from
                 stack.append(value.tensor)
                 stack += [] if value.op is None else [*value.op.inputs, *value.op.written]
             elif isinstance(value, tuple | list):
