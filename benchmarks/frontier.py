@@ -30,6 +30,7 @@ from frontier_compiled import compiled_points
 from frontier_joint import joint
 from frontier_models import Case, cases
 from frontier_plot import draw, read
+from least_seconds import least_seconds
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -39,7 +40,6 @@ from torch.utils.checkpoint import (
 )
 
 import gradfit as gf
-from gradfit.planning.min_cut import least_seconds
 
 ROOT = Path(__file__).parents[1]
 SPLIT_SHARES = (0.5, 0.35, 0.15)

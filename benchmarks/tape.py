@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gradfit as gf
 from gradfit.choices import HOLD
-from gradfit.tape.graph import Segment
-from gradfit.tape.ops import info_of
-from gradfit.tape.policy import Decision
-from gradfit.tape.record import Recorder
+from gradfit.tape.decisions import TapeDecision
+from gradfit.tape.operators import info_of
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.values import Segment
 
 Step = Callable[[], None]
 
@@ -68,11 +68,14 @@ class Bottleneck(nn.Module):
         return F.relu(x + self.body(x))
 
 
+DECISIONS = [TapeDecision((HOLD,) * count) for count in range(16)]  # made once, as a plan's are
+
+
 class Hold:
     """Everything recorded, every tensor kept."""
 
-    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
-        return Decision((HOLD,) * len(results))
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> TapeDecision:
+        return DECISIONS[len(results)]
 
 
 def steps_of(blocks: list[nn.Module], x: torch.Tensor) -> dict[str, Step]:

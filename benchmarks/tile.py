@@ -100,19 +100,21 @@ def by_hand(model: Any, tokens: torch.Tensor) -> dict[str, Run]:
     }
 
 
-def planned(model: Any, tokens: torch.Tensor, budgets: list[int], *, tile: bool) -> dict[str, Run]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+def planned(model: Any, tokens: torch.Tensor, points: int) -> dict[str, Run]:
+    """gradfit's trade-off, with tiles and without: one profile, and a plan for each memory."""
+    found = gf.profile(model, plain_loss, tokens)
     runs: dict[str, Run] = {}
-    for budget in budgets:
-        name = f"fit at {budget // MIB} MiB" + ("" if tile else ", tile=False")
-        try:
-            step = gf.fit(model, optimizer, plain_loss, tokens, memory=budget, tile=tile)
-        except gf.BudgetInfeasible as error:
-            print(
-                f"{name}: infeasible, the smallest is {error.min_bytes / MIB:.0f} MiB", flush=True
-            )
-            continue
-        runs[name] = lambda step=step: torch.tensor(step(tokens).loss)
+    for tile in (True, False):
+        for plan in gf.frontier(found, points=points, tile=tile):
+            name = f"gradfit{'' if tile else ', tile=False'}: {plan.peak_bytes / MIB:.0f} MiB"
+
+            def run(plan: gf.Plan = plan) -> torch.Tensor:
+                with gf.apply(model, plan):
+                    loss = plain_loss(model, tokens)
+                loss.backward()  # type: ignore[no-untyped-call]
+                return loss.detach()
+
+            runs[name] = run
     return runs
 
 
@@ -190,8 +192,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--words", type=int, default=32_000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--points", type=int, default=8, help="of gradfit's trade-offs")
     parser.add_argument(
-        "--by-hand", action="store_true", help="leave out what fit plans, which takes a while"
+        "--by-hand", action="store_true", help="leave out what gradfit plans, which takes a while"
     )
     parser.add_argument(
         "--long", type=int, nargs="*", help="peaks of these lengths, and nothing else"
@@ -221,11 +224,7 @@ def main() -> None:
     if options.by_hand:
         measure(model, tokens, runs, options.rounds)
         return
-    static = 2 * sum(p.nbytes for p in model.parameters())
-    logits = options.tokens * options.words * 4
-    budgets = [static + int(share * logits) for share in (0.6, 1.0, 2.0)]
-    runs |= planned(model, tokens, budgets, tile=True)
-    runs |= planned(model, tokens, [*budgets[-1:], static + 4 * logits], tile=False)
+    runs |= planned(model, tokens, options.points)
     measure(model, tokens, runs, options.rounds)
 
 

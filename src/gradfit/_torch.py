@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import logging
 import operator
 import sys
@@ -73,11 +75,9 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
-def detached(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias without a graph that shares the version counter, made without passing through
-    dispatch modes.
-    """
-    return _make_subclass(_plain_tensor, tensor)
+# An alias without a graph that shares the version counter, made without passing through dispatch
+# modes. Not a function of Python's: one is made for each parameter that is read.
+detached: Callable[[torch.Tensor], torch.Tensor] = functools.partial(_make_subclass, _plain_tensor)
 
 
 def as_class(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
@@ -325,11 +325,23 @@ def running_backward() -> RunningBackward | None:
     frames = sys._current_frames()
     # A frame that holds itself would hold the caller's tensors until the next collection.
     frames.pop(here, None)
-    waiting = [(thread, found) for thread, top in frames.items() if (found := _engine_calls(top))]
+    waiting = [(thread, inside) for thread, top in frames.items() if (inside := _engine_calls(top))]
     if len(waiting) != 1:
         return None
     thread, others = waiting[0]
     return _describe_call(thread, others[-1], nested=bool(calls) or len(others) > 1)
+
+
+def in_simple_backward() -> bool:
+    """Whether this code runs under one call of `backward()` in this thread, which is inside of no
+    other call and does not keep its graph: the usual answers of `running_backward`, in one look.
+    """
+    calls = _engine_calls(sys._getframe(1))
+    if len(calls) != 1:
+        return False
+    variables = calls[0].f_locals
+    args = variables["args"]
+    return len(args) > 1 and not args[1] and bool(variables["kwargs"].get("accumulate_grad"))
 
 
 def threads_in_backward() -> set[int]:
@@ -376,9 +388,10 @@ def run_backward(loss: torch.Tensor, gradient: torch.Tensor, retain_graph: bool)
     )
 
 
-def after_backward(callback: Callable[[], Any]) -> None:
-    """Call `callback` when the backward pass that is running now has ended without an error."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+# Calls what it is given when the backward pass that is running now has ended without an error.
+after_backward: Callable[[Callable[[], Any]], None] = (
+    torch.autograd.Variable._execution_engine.queue_callback
+)
 
 
 def after_accumulation(
@@ -446,6 +459,19 @@ def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
 
 # how often it was changed in place
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("grad")
+
+
+def have_gradients(tensors: Iterable[torch.Tensor], gradients: Iterable[object]) -> bool:
+    """Whether each tensor's `.grad` is that very object. No line of Python runs per tensor: this is
+    asked twice per pass.
+    """
+    return all(map(operator.is_, map(gradient_of, tensors), gradients))
+
+
+def have_no_gradient(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether no tensor has a `.grad`."""
+    return have_gradients(tensors, itertools.repeat(None))
 
 
 _ENGINE_CALL = torch.autograd.graph._engine_run_backward.__code__

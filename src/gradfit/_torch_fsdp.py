@@ -6,7 +6,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,8 +88,8 @@ def gathered_tensors(units: list[Any]) -> list[Tensor]:
 
 def gathered_gradients(units: list[Any]) -> list[Tensor]:
     """Full gradients that are on this rank now, not reduced yet."""
-    found = [unsharded_gradient(kept) for unit in units for kept in unit.fsdp_params]
-    return [gradient for gradient in found if gradient is not None]
+    gradients = [unsharded_gradient(kept) for unit in units for kept in unit.fsdp_params]
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def final_gradients(units: list[Any]) -> list[Tensor]:
@@ -116,18 +118,19 @@ def gradient_bytes(unit: Any) -> int:
     """What the gradients of a unit take once a backward has run: shards, or all of them where
     nothing is reduced.
     """
-    total = 0
-    for tensor, kept in sharded_parameters(unit):
-        if tensor.requires_grad and unit.reduce_grads:
-            total += local_part(tensor).numel() * (tensor.grad_dtype or tensor.dtype).itemsize
-        elif tensor.requires_grad:
-            wide = (
-                getattr(kept, "reduce_dtype", None)
-                or getattr(kept, "param_dtype", None)
-                or tensor.dtype
-            )
-            total += tensor.numel() * wide.itemsize
-    return total
+    trained = [(tensor, kept) for tensor, kept in sharded_parameters(unit) if tensor.requires_grad]
+    if unit.reduce_grads:
+        return sum(
+            local_part(tensor).numel() * (tensor.grad_dtype or tensor.dtype).itemsize
+            for tensor, _ in trained
+        )
+    return sum(tensor.numel() * _unreduced_dtype(tensor, kept).itemsize for tensor, kept in trained)
+
+
+def _unreduced_dtype(tensor: Tensor, kept: Any) -> torch.dtype:
+    """The type in which gradients add up that are not reduced yet."""
+    wide = getattr(kept, "reduce_dtype", None) or getattr(kept, "param_dtype", None)
+    return wide or tensor.dtype
 
 
 _resize_lock = threading.RLock()  # a meter in one thread may begin while one in another ends
@@ -148,22 +151,26 @@ def hear_resizes(ear: Callable[[Tensor], None]) -> Callable[[], None]:
     """
     with _resize_lock:
         if not _resize_ears:
-            for where, name in _resizers:
-                call = getattr(sys.modules.get(where), name, None)
-                if call is not None:
-                    _original_resizers[where, name] = call
-                    setattr(sys.modules[where], name, _telling_of_resizes(call))
+            _replace_resizers()
         _resize_ears.append(ear)
+    return partial(_end_hearing, ear)
 
-    def end() -> None:
-        with _resize_lock:
-            _resize_ears.remove(ear)
-            if not _resize_ears:
-                for (where, name), call in _original_resizers.items():
-                    setattr(sys.modules[where], name, call)
-                _original_resizers.clear()
 
-    return end
+def _end_hearing(ear: Callable[[Tensor], None]) -> None:
+    with _resize_lock:
+        _resize_ears.remove(ear)
+        if not _resize_ears:
+            for (where, name), call in _original_resizers.items():
+                setattr(sys.modules[where], name, call)
+            _original_resizers.clear()
+
+
+def _replace_resizers() -> None:
+    for where, name in _resizers:
+        call = getattr(sys.modules.get(where), name, None)
+        if call is not None:
+            _original_resizers[where, name] = call
+            setattr(sys.modules[where], name, _telling_of_resizes(call))
 
 
 def _telling_of_resizes(call: Any) -> Any:
@@ -212,20 +219,21 @@ def set_unsharded_gradient(kept: Any, gradient: Tensor | None) -> None:
     it is None.
     """
     full = getattr(kept, "_unsharded_param", None)
+    owns_gradient = _full_parameter_owns_gradient(kept)
     if full is not None:
         full.grad = None
-    if _full_parameter_owns_gradient(kept):
-        if gradient is not None and full is not None:
-            if full.grad_dtype not in (None, gradient.dtype):
-                full.grad_dtype = gradient.dtype
-            full.grad = gradient
+    if not owns_gradient:
+        kept.unsharded_accumulated_grad = None
+    if gradient is None:
         return
-    kept.unsharded_accumulated_grad = None
-    if gradient is not None:
-        if full is not None and full.dtype == gradient.dtype:
-            full.grad = gradient
-        else:
-            kept.unsharded_accumulated_grad = gradient
+    if full is not None and owns_gradient:
+        if full.grad_dtype not in (None, gradient.dtype):
+            full.grad_dtype = gradient.dtype
+        full.grad = gradient
+    elif full is not None and full.dtype == gradient.dtype:
+        full.grad = gradient
+    elif not owns_gradient:
+        kept.unsharded_accumulated_grad = gradient
 
 
 def _full_parameter_owns_gradient(kept: Any) -> bool:
@@ -268,37 +276,53 @@ def reduce_group(group: Any, dtype: torch.dtype | None) -> None:
     Every parameter of the group must have a full gradient, or none may: the ranks must reduce the
     same.
     """
-    names = (
-        "reduce_grads",
-        "all_reduce_grads",
-        "gradient_divide_factor",
-        "force_sum_reduction_for_comms",
-    )
-    types = [(group, "_orig_dtype"), (group, "_reduce_dtype")]
-    # in place of `_orig_dtype`, in torch 2.15
-    types += [(kept, "sharded_grad_dtype") for kept in group.fsdp_params]
-    changed = [(group, name) for name in names] + [
-        (owner, name) for owner, name in types if hasattr(owner, name)
-    ]
-    before = [(owner, name, getattr(owner, name)) for owner, name in changed]
-    group.reduce_grads = group.all_reduce_grads = group.force_sum_reduction_for_comms = True
-    group.gradient_divide_factor = 1.0
-    if dtype is not None:
-        for owner, name in changed[len(names) :]:
+    with _attributes_restored(group, _REDUCTION_FLAGS, _type_attributes(group)) as type_attributes:
+        group.reduce_grads = group.all_reduce_grads = group.force_sum_reduction_for_comms = True
+        group.gradient_divide_factor = 1.0
+        for owner, name in type_attributes if dtype is not None else ():
             setattr(owner, name, dtype)
-    state = group._training_state
-    try:
-        group.post_backward()
-        group.finalize_backward()
-        _drop_reduced_inputs(group.comm_ctx)
-    finally:
-        group._training_state = state
-        for owner, name, value in before:
-            setattr(owner, name, value)
+        state = group._training_state
+        try:
+            group.post_backward()
+            group.finalize_backward()
+            _drop_reduced_inputs(group.comm_ctx)
+        finally:
+            group._training_state = state
     for tensor, _ in sharded_parameters(group):
         gradient: Any = tensor.grad
         if gradient is not None and gradient._spec.tensor_meta.dtype != gradient.dtype:
             tensor.grad = _of_its_own_type(gradient)
+
+
+_REDUCTION_FLAGS = (
+    "reduce_grads",
+    "all_reduce_grads",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+)
+_Attributes = list[tuple[Any, str]]
+
+
+def _type_attributes(group: Any) -> _Attributes:
+    """Where FSDP2 has the types that it reduces in."""
+    types = [(group, "_orig_dtype"), (group, "_reduce_dtype")]
+    # in place of `_orig_dtype`, in torch 2.15
+    types += [(kept, "sharded_grad_dtype") for kept in group.fsdp_params]
+    return [(owner, name) for owner, name in types if hasattr(owner, name)]
+
+
+@contextmanager
+def _attributes_restored(
+    group: Any, names: Iterable[str], others: _Attributes
+) -> Iterator[_Attributes]:
+    """Afterwards these attributes of the group, and the others, are as they were."""
+    changed = [(group, name) for name in names] + others
+    before = [(owner, name, getattr(owner, name)) for owner, name in changed]
+    try:
+        yield others
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 def _drop_reduced_inputs(communication: Any) -> None:
@@ -321,7 +345,7 @@ def _of_its_own_type(gradient: Any) -> Tensor:
     over.
     """
     shape, stride = gradient.shape, gradient.stride()
-    made: Tensor = type(gradient).from_local(
+    typed: Tensor = type(gradient).from_local(
         gradient._local_tensor,
         gradient.device_mesh,
         gradient.placements,
@@ -329,7 +353,7 @@ def _of_its_own_type(gradient: Any) -> Tensor:
         shape=shape,
         stride=stride,
     )
-    return made
+    return typed
 
 
 def initialise(modules: list[Any]) -> None:
@@ -407,25 +431,34 @@ def before_gather(units: list[Any], listener: Any) -> None:
 def _telling(reference: weakref.ref[Any], unshard: Any) -> Any:
     def telling(async_op: bool = False) -> None:
         unit = reference()
-        if unit is None:
-            return
-        if unit._all_gather_result is None and not unit.is_unsharded:
-            for listener, number in _before_gather[unit]:
-                alive = listener()
-                if alive is not None:
-                    alive.gathering(number)
-        try:
-            unshard(unit, async_op)
-        except RuntimeError as error:
-            hearing = [
-                alive for listener, _ in _before_gather[unit] if (alive := listener()) is not None
-            ]
-            if not hearing or is_out_of_memory(error):
-                raise
-            raise hearing[0].failed(error) from error
-        _let_go(unit._all_gather_result)
+        if unit is not None:
+            _tell_of_gather(unit)
+            _unshard_or_explain(unit, unshard, async_op)
+            _let_go(unit._all_gather_result)
 
     return telling
+
+
+def _listeners_of(unit: Any) -> list[tuple[Any, int]]:
+    """Those that are alive, each with its number for the unit."""
+    listeners = [(reference(), number) for reference, number in _before_gather[unit]]
+    return [(listener, number) for listener, number in listeners if listener is not None]
+
+
+def _tell_of_gather(unit: Any) -> None:
+    if unit._all_gather_result is None and not unit.is_unsharded:
+        for listener, number in _listeners_of(unit):
+            listener.gathering(number)
+
+
+def _unshard_or_explain(unit: Any, unshard: Any, async_op: bool) -> None:
+    try:
+        unshard(unit, async_op)
+    except RuntimeError as error:
+        listeners = _listeners_of(unit)
+        if not listeners or is_out_of_memory(error):
+            raise
+        raise listeners[0][0].failed(error) from error
 
 
 def _let_go(gathered: Any) -> None:

@@ -73,11 +73,11 @@ class _Link:
         self.in_engine = in_engine  # also in the threads of a backward pass that is called inside
 
 
-class _Thread(threading.local):
+class _ThreadListeners(threading.local):
     innermost: _Link | None = None  # of those that are to be asked now
 
 
-_thread = _Thread()
+_thread = _ThreadListeners()
 _IN_ENGINE = "gradfit.listeners"  # what torch hands over to the autograd engine's threads, by name
 
 
@@ -458,11 +458,11 @@ def aten_schemas() -> list[Any]:
     """The schema of every aten operator that the dispatcher knows; a few that only TorchScript
     knows are left out.
     """
-    known = set(torch._C._dispatch_get_all_op_names())
+    registered = set(torch._C._dispatch_get_all_op_names())
     return [
         schema
         for schema in torch._C._jit_get_all_schemas()
-        if schema.name[:6] == "aten::" and full_name(schema) in known
+        if schema.name[:6] == "aten::" and full_name(schema) in registered
     ]
 
 

@@ -164,13 +164,8 @@ def read_callable(
     """
     if not callable(value):
         raise invalid(name, value, f"is a {type(value).__name__}, which is not callable", instead)
-    if arguments is not None:
-        try:
-            signature = inspect.signature(
-                value.forward if isinstance(value, torch.nn.Module) else value
-            )
-        except (TypeError, ValueError):  # many built-in functions have none
-            return value  # type: ignore[no-any-return]
+    signature = None if arguments is None else _signature_of(value)
+    if signature is not None and arguments is not None:
         try:
             signature.bind(*range(arguments))
         except TypeError as error:
@@ -180,6 +175,13 @@ def read_callable(
             )
             raise invalid(name, value, reason, instead) from None
     return value  # type: ignore[no-any-return]
+
+
+def _signature_of(value: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(value.forward if isinstance(value, torch.nn.Module) else value)
+    except (TypeError, ValueError):  # many built-in functions have none
+        return None
 
 
 def read_instance(value: Any, name: str, kind: type[T] | tuple[type[T], ...], instead: str) -> T:
@@ -223,11 +225,9 @@ def read_gradient(value: Any, name: str) -> Tensor:
 def read_device(value: Any, name: str) -> torch.device:
     """A device, or its name."""
     try:
-        return (
-            torch.device(value)
-            if isinstance(value, str)
-            else read_instance(value, name, torch.device, "'cpu'")
-        )
+        if isinstance(value, str):
+            return torch.device(value)
+        return read_instance(value, name, torch.device, "'cpu'")
     except RuntimeError as error:
         raise invalid(
             name, value, f"is no device ({str(error).splitlines()[0][:80]})", f"{name}='cpu'"

@@ -20,9 +20,9 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type != "cpu":
         memory = memory_of(device)
         return None if memory is None else memory[0]
-    found = [_meminfo(), _control_group(), _data_limit()]
-    known = [count for count in found if count is not None]
-    return min(known) if known else None
+    limits = [_meminfo(), _control_group(), _data_limit()]
+    told = [count for count in limits if count is not None]
+    return min(told) if told else None
 
 
 def total_bytes(device: torch.device) -> int | None:

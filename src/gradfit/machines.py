@@ -33,6 +33,11 @@ class Machine(NamedTuple):
     host: float = _PCIE4
     has_bfloat16: bool = True
 
+    def rate_for(self, dtype: torch.dtype) -> float:
+        """TFLOP/s in this type."""
+        halves = (torch.float16, torch.bfloat16) if self.has_bfloat16 else (torch.float16,)
+        return self.half if dtype in halves else self.float32
+
 
 MACHINES: dict[str, Machine] = {
     # NVIDIA, for data centres
@@ -107,8 +112,7 @@ def find_machine(hardware: Any, dtype: torch.dtype) -> Hardware:
             f"is not in the table{meant}",
             f"a gf.Hardware(...), or one of {names}",
         )
-    halves = (torch.float16, torch.bfloat16) if machine.has_bfloat16 else (torch.float16,)
-    rate = machine.half if dtype in halves else machine.float32
+    rate = machine.rate_for(dtype)
     return Hardware(
         memory=machine.gib << 30,
         flops=rate * 1e12,

@@ -34,10 +34,10 @@ def from_json(cls: type[R], text: str) -> R:
         raise StateError(
             f"This is not a {cls.__name__}: not JSON ({error}). Pass the text of to_json()."
         ) from None
-    found = data.get("gradfit") if isinstance(data, dict) else type(data).__name__
-    if found != cls.__name__:
+    name = data.get("gradfit") if isinstance(data, dict) else type(data).__name__
+    if name != cls.__name__:
         raise StateError(
-            f"This JSON holds a {found}, not a {cls.__name__}. Call {found}.from_json() or pass"
+            f"This JSON holds a {name}, not a {cls.__name__}. Call {name}.from_json() or pass"
             " another."
         )
     if data.get("version") != _VERSION:
@@ -81,44 +81,74 @@ def _names(cls: Any) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(cls))
 
 
+_Reader = Callable[[Any], Any]
+
+
 @functools.cache
-def _read_as(hint: Any) -> Callable[[Any], Any]:
+def _read_as(hint: Any) -> _Reader:
     """How JSON becomes a value of this type: built once per type, since a profile holds thousands
     of each.
     """
     if hasattr(hint, "__dataclass_fields__"):
-        readers: dict[str, Callable[[Any], Any]] = {}
-
-        def read_record(data: Any) -> Any:
-            if not readers:  # not before: a record may hold others of its own kind
-                hints = typing.get_type_hints(hint)
-                readers.update({name: _read_as(hints[name]) for name in _names(hint)})
-            return hint(**{name: readers[name](item) for name, item in data.items()})
-
-        return read_record
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        item_reader = _read_as(arguments[0])
-        return lambda data: tuple([item_reader(item) for item in data])
-    if origin is tuple:
-        item_readers = [_read_as(argument) for argument in arguments]
-        return lambda data: tuple(
-            [reader(item) for reader, item in zip(item_readers, data, strict=True)]
-        )
-    if origin in (dict, Mapping):
-        value_reader = _read_as(arguments[1])
-        return lambda data: {key: value_reader(item) for key, item in data.items()}
-    if origin in (typing.Union, types.UnionType):
-        inner = [_read_as(argument) for argument in arguments if argument is not type(None)]
-        return lambda data: None if data is None else inner[0](data)
+        return _RecordReader(hint)
     if hint is float:
         return _read_float
     if hint in (int, str, bool):
+        return functools.partial(_read_plain, hint)
+    make = _COLLECTIONS.get(typing.get_origin(hint))
+    return _as_it_is if make is None else make(typing.get_args(hint))
 
-        def read_plain(data: Any) -> Any:
-            if type(data) is not hint:
-                raise TypeError(f"{data!r} is not {hint.__name__}")
-            return data
 
-        return read_plain
-    return lambda data: data
+class _RecordReader:
+    """Reads a dataclass. Its fields' types are looked up when the first is read, not before: a
+    record may hold others of its own kind.
+    """
+
+    def __init__(self, cls: Any) -> None:
+        self._cls = cls
+
+    @functools.cached_property
+    def _readers(self) -> dict[str, _Reader]:
+        hints = typing.get_type_hints(self._cls)
+        return {name: _read_as(hints[name]) for name in _names(self._cls)}
+
+    def __call__(self, data: Any) -> Any:
+        readers = self._readers
+        return self._cls(**{name: readers[name](item) for name, item in data.items()})
+
+
+def _tuple_reader(arguments: tuple[Any, ...]) -> _Reader:
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        read_item = _read_as(arguments[0])
+        return lambda data: tuple([read_item(item) for item in data])
+    readers = [_read_as(argument) for argument in arguments]
+    return lambda data: tuple([read(item) for read, item in zip(readers, data, strict=True)])
+
+
+def _dict_reader(arguments: tuple[Any, ...]) -> _Reader:
+    read_value = _read_as(arguments[1])
+    return lambda data: {key: read_value(item) for key, item in data.items()}
+
+
+def _optional_reader(arguments: tuple[Any, ...]) -> _Reader:
+    read, *_ = [_read_as(argument) for argument in arguments if argument is not type(None)]
+    return lambda data: None if data is None else read(data)
+
+
+_COLLECTIONS: dict[Any, Callable[[tuple[Any, ...]], _Reader]] = {
+    tuple: _tuple_reader,
+    dict: _dict_reader,
+    Mapping: _dict_reader,
+    typing.Union: _optional_reader,
+    types.UnionType: _optional_reader,
+}
+
+
+def _read_plain(kind: type, data: Any) -> Any:
+    if type(data) is not kind:
+        raise TypeError(f"{data!r} is not {kind.__name__}")
+    return data
+
+
+def _as_it_is(data: Any) -> Any:
+    return data

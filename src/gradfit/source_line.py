@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -13,8 +14,11 @@ import torch
 _OURS = os.path.dirname(__file__) + os.sep
 _LIBRARY = (os.path.dirname(torch.__file__) + os.sep, _OURS, "<")
 # read as a user's code
-_MODELS = tuple(os.path.join(_OURS, "train", name) for name in ("networks.py", "builtin.py"))
+_MODELS = tuple(
+    os.path.join(_OURS, "runs", name) for name in ("builtin_networks.py", "builtin_jobs.py")
+)
 
+_is_users: dict[str, bool] = {}  # by file name: asked for each frame, for each root of a scope
 _ENTRY = re.compile(r'\s*File "(.+)", line (\d+)')
 
 
@@ -23,7 +27,10 @@ def source_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_LIBRARY) or name in _MODELS:
+        is_users = _is_users.get(name)
+        if is_users is None:
+            is_users = _is_users[name] = not name.startswith(_LIBRARY) or name in _MODELS
+        if is_users:
             return f"{_short(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
@@ -40,10 +47,14 @@ def line_in(stack: Sequence[str]) -> str:
 
 def _short(path: str) -> str:
     """A library's file by its name in the library, the user's own from where they are."""
+    return _shortened(path, os.getcwd() + os.sep)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shortened(path: str, here: str) -> str:
     marker = f"site-packages{os.sep}"
     if path.startswith(_OURS):
         return f"gradfit{os.sep}{path[len(_OURS) :]}"
     if marker in path:
         return path.split(marker, 1)[1]
-    here = os.getcwd() + os.sep
     return path[len(here) :] if path.startswith(here) else path

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,36 +30,28 @@ MANY = 2**53
 
 def wrong(where: str, value: Any, what: str) -> StateError:
     """The error for a value that is not what it must be."""
-    shown = (
-        f"a {type(value).__name__}"
-        if isinstance(value, dict | list | tuple | torch.Tensor)
-        else repr(value)
-    )
+    is_long = isinstance(value, dict | list | tuple | torch.Tensor)
+    shown = f"a {type(value).__name__}" if is_long else repr(value)
     return StateError(f"{where} is {shown[:60]}, not {what}.")
 
 
 def integer(low: int, high: int = MANY) -> Check:
     """A whole number (no bool) within these bounds."""
-
-    def check(where: str, value: Any) -> None:
-        if type(value) is not int or not low <= value <= high:
-            raise wrong(where, value, f"an integer from {low} to {high}")
-
-    return check
+    return partial(_check_number, (int,), low, high, f"an integer from {low} to {high}")
 
 
 def number(low: float = -math.inf, high: float = math.inf) -> Check:
     """A number (no bool, no NaN) within these bounds."""
+    is_any = (low, high) == (-math.inf, math.inf)
+    what = "a number" if is_any else f"from {low} to {high}"
+    return partial(_check_number, (int, float), low, high, what)
 
-    def check(where: str, value: Any) -> None:
-        if type(value) not in (int, float) or not low <= value <= high:
-            raise wrong(
-                where,
-                value,
-                "a number" if (low, high) == (-math.inf, math.inf) else f"from {low} to {high}",
-            )
 
-    return check
+def _check_number(
+    kinds: tuple[type, ...], low: float, high: float, what: str, where: str, value: Any
+) -> None:
+    if type(value) not in kinds or not low <= value <= high:
+        raise wrong(where, value, what)
 
 
 def any_number(where: str, value: Any) -> None:
@@ -75,12 +68,12 @@ def boolean(where: str, value: Any) -> None:
 
 def text(*choices: str) -> Check:
     """Text, or one of these."""
+    return partial(_check_text, choices)
 
-    def check(where: str, value: Any) -> None:
-        if type(value) is not str or (choices and value not in choices):
-            raise wrong(where, value, f"one of {', '.join(choices)}" if choices else "text")
 
-    return check
+def _check_text(choices: tuple[str, ...], where: str, value: Any) -> None:
+    if type(value) is not str or (choices and value not in choices):
+        raise wrong(where, value, f"one of {', '.join(choices)}" if choices else "text")
 
 
 def optional(check: Check) -> Check:
@@ -90,59 +83,63 @@ def optional(check: Check) -> Check:
 
 def list_of(check: Check, most: int = 10_000) -> Check:
     """A list of such values, and no longer than this."""
+    return partial(_check_list, check, most)
 
-    def check_all(where: str, value: Any) -> None:
-        if type(value) is not list or len(value) > most:
-            raise wrong(where, value, f"a list of at most {most}")
-        for index, item in enumerate(value):
-            check(f"{where}[{index}]", item)
 
-    return check_all
+def _check_list(check: Check, most: int, where: str, value: Any) -> None:
+    if type(value) is not list or len(value) > most:
+        raise wrong(where, value, f"a list of at most {most}")
+    for index, item in enumerate(value):
+        check(f"{where}[{index}]", item)
 
 
 def dict_of(check: Check) -> Check:
     """A dict from text to such values."""
+    return partial(_check_dict, check)
 
-    def check_all(where: str, value: Any) -> None:
-        if not isinstance(value, dict) or not all(type(key) is str for key in value):
-            raise wrong(where, value, "a dict with names")
-        for key, item in value.items():
-            check(f"{where}.{key[:60]}", item)
 
-    return check_all
+def _check_dict(check: Check, where: str, value: Any) -> None:
+    if not isinstance(value, dict) or not all(type(key) is str for key in value):
+        raise wrong(where, value, "a dict with names")
+    for key, item in value.items():
+        check(f"{where}.{key[:60]}", item)
 
 
 def fields(checks: Mapping[str, Check], others: Mapping[str, Check] | None = None) -> Check:
     """A dict with just these names; `others` may be there."""
+    return partial(_check_fields, checks, others or {})
 
-    def check_all(where: str, value: Any) -> None:
-        if not isinstance(value, dict):
-            raise wrong(where, value, "a dict")
-        known = {**checks, **(others or {})}
-        for key in value:
-            if key not in known:
-                raise StateError(f"{where} has {str(key)[:60]!r}, which gradfit does not write.")
-        for key, check in known.items():
-            if key in value:
-                check(f"{where}.{key}", value[key])
-            elif key in checks:
-                raise StateError(f"{where} has no {key!r}.")
 
-    return check_all
+def _check_fields(
+    checks: Mapping[str, Check], others: Mapping[str, Check], where: str, value: Any
+) -> None:
+    if not isinstance(value, dict):
+        raise wrong(where, value, "a dict")
+    written = {**checks, **others}
+    for key in value:
+        if key not in written:
+            raise StateError(f"{where} has {str(key)[:60]!r}, which gradfit does not write.")
+    for key, check in written.items():
+        if key in value:
+            check(f"{where}.{key}", value[key])
+        elif key in checks:
+            raise StateError(f"{where} has no {key!r}.")
 
 
 def tensor(dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Check:
     """A tensor, of this type and shape where they are given."""
+    return partial(_check_tensor, dtype, shape)
 
-    def check(where: str, value: Any) -> None:
-        if not isinstance(value, torch.Tensor):
-            raise wrong(where, value, "a tensor")
-        if dtype is not None and value.dtype != dtype:
-            raise StateError(f"{where} is of {value.dtype}, not {dtype}.")
-        if shape is not None and tuple(value.shape) != shape:
-            raise StateError(f"{where} has shape {tuple(value.shape)}, not {shape}.")
 
-    return check
+def _check_tensor(
+    dtype: torch.dtype | None, shape: tuple[int, ...] | None, where: str, value: Any
+) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise wrong(where, value, "a tensor")
+    if dtype is not None and value.dtype != dtype:
+        raise StateError(f"{where} is of {value.dtype}, not {dtype}.")
+    if shape is not None and tuple(value.shape) != shape:
+        raise StateError(f"{where} has shape {tuple(value.shape)}, not {shape}.")
 
 
 def same_kind(where: str, value: Any, here: Any) -> None:
@@ -165,8 +162,8 @@ def same_kind(where: str, value: Any, here: Any) -> None:
         if isinstance(here, kind) and isinstance(value, kind):
             check(where, value, here)
             return
-    number_for_tensor = isinstance(here, torch.Tensor) and isinstance(value, int | float)
-    if type(here) is not type(value) and not number_for_tensor:
+    is_number_for_tensor = isinstance(here, torch.Tensor) and isinstance(value, int | float)
+    if type(here) is not type(value) and not is_number_for_tensor:
         raise wrong(where, value, f"a {type(here).__name__} as the job's")
 
 

@@ -45,15 +45,15 @@ def leaves(nest: Any) -> Iterator[torch.Tensor]:
     if isinstance(nest, torch.Tensor):
         yield nest
         return
-    path = _Path(nest)
-    for item in path:
+    walk = _NestWalk(nest)
+    for item in walk:
         if isinstance(item, torch.Tensor):
             yield item
         else:
-            path.enter(item)
+            walk.enter(item)
 
 
-class _Path:
+class _NestWalk:
     """A walk over a nest in order, without recursion: iterate, and `enter` what to look into."""
 
     def __init__(self, nest: Any) -> None:
@@ -107,9 +107,7 @@ def _items(nest: Any) -> Collection[Any] | None:
         return None if _ATOMS.issuperset(map(type, nest)) else nest
     if isinstance(nest, Whole):
         return (nest.content,)
-    if dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        return [getattr(nest, field.name) for field in dataclasses.fields(nest)]
-    return None
+    return [getattr(nest, name) for name in _fields_of(nest)]
 
 
 class _Entry(NamedTuple):
@@ -132,6 +130,9 @@ class _Place(NamedTuple):
     around: _Place | None
     key: str | int | None
     is_field: bool = False
+
+    def inside(self, key: str | int | None, is_field: bool) -> _Place:
+        return _Place(self, key, is_field)
 
     def __str__(self) -> str:
         keys, place = [], self
@@ -164,35 +165,35 @@ def _size_of(batch: Any, holders: Mapping[int, Any], name: str = "The batch") ->
             f"{name} cannot be split: it has no tensor with a dim 0. Pass split=, a function"
             " (batch, size) -> parts."
         )
-    rows = tensors[0].rows
     for entry in (*tensors, *entries):
-        if entry.rows != rows:
-            what = f"size {entry.rows} along dim 0" if entry.is_tensor else f"length {entry.rows}"
-            raise MisuseError(
-                f"{name} cannot be split: {entry.place} has {what}, {tensors[0].place} has {rows}"
-                f" rows. Pass gf.whole(…) as {entry.place} if every part is to get all of it, or"
-                " split=, a function (batch, size) -> parts."
-            )
-    return rows
+        if entry.rows != tensors[0].rows:
+            raise _differs(entry, tensors[0], name)
+    return tensors[0].rows
+
+
+def _differs(entry: _Entry, first: _Entry, name: str) -> MisuseError:
+    what = f"size {entry.rows} along dim 0" if entry.is_tensor else f"length {entry.rows}"
+    return MisuseError(
+        f"{name} cannot be split: {entry.place} has {what}, {first.place} has {first.rows}"
+        f" rows. Pass gf.whole(…) as {entry.place} if every part is to get all of it, or"
+        " split=, a function (batch, size) -> parts."
+    )
 
 
 def _entries(batch: Any, holders: Mapping[int, Any]) -> list[_Entry]:
     """What has rows, in order: tensors, arrays, and lists that are no containers of tensors."""
-    found: list[_Entry] = []
+    entries: list[_Entry] = []
     left: list[tuple[Any, _Place]] = [(batch, _Place(None, None))]
     while left:
         nest, place = left.pop()
         if isinstance(nest, torch.Tensor | np.ndarray):
             if nest.ndim:
-                found.append(_Entry(place, nest.shape[0], getattr(nest, "layout", None)))
+                entries.append(_Entry(place, nest.shape[0], getattr(nest, "layout", None)))
         elif _is_row_list(nest, holders):
-            found.append(_Entry(place, len(nest)))
+            entries.append(_Entry(place, len(nest)))
         elif not isinstance(nest, Whole):
-            inside = [
-                (item, _Place(place, key, is_field)) for key, item, is_field in _named_items(nest)
-            ]
-            left += reversed(inside)
-    return found
+            left += [(item, place.inside(key, of)) for key, item, of in _named_items(nest)][::-1]
+    return entries
 
 
 def _named_items(nest: Any) -> Iterator[tuple[Any, Any, bool]]:
@@ -200,13 +201,21 @@ def _named_items(nest: Any) -> Iterator[tuple[Any, Any, bool]]:
     a field.
     """
     if isinstance(nest, Mapping):
-        yield from ((key, item, False) for key, item in nest.items())
+        pairs: Iterable[tuple[Any, Any]] = nest.items()
     elif isinstance(nest, list | tuple):
-        yield from ((position, item, False) for position, item in enumerate(nest))
-    elif dataclasses.is_dataclass(nest) and not isinstance(nest, type):
-        yield from (
-            (field.name, getattr(nest, field.name), True) for field in dataclasses.fields(nest)
-        )
+        pairs = enumerate(nest)
+    else:
+        pairs = ((name, getattr(nest, name)) for name in _fields_of(nest))
+    is_field = not isinstance(nest, Mapping | list | tuple)
+    for key, item in pairs:
+        yield key, item, is_field
+
+
+def _fields_of(nest: Any) -> list[str]:
+    """The names of a dataclass's fields; none for what is no dataclass."""
+    if not dataclasses.is_dataclass(nest) or isinstance(nest, type):
+        return []
+    return [field.name for field in dataclasses.fields(nest)]
 
 
 def _is_row_list(nest: Any, holders: Mapping[int, Any]) -> bool:
@@ -221,12 +230,12 @@ def _holders(nest: Any) -> dict[int, Any]:
     nest.
     """
     holders: dict[int, Any] = {}
-    path = _Path(nest)
-    for item in path:
+    walk = _NestWalk(nest)
+    for item in walk:
         if isinstance(item, torch.Tensor | np.ndarray | Whole):
-            path.note_holders(holders)
+            walk.note_holders(holders)
         else:
-            path.enter(item)
+            walk.enter(item)
     return holders
 
 
@@ -248,27 +257,33 @@ def take_rows(nest: Any, rows: slice) -> Any:
 
 
 def _take(nest: Any, rows: slice, holders: Mapping[int, Any]) -> Any:
-    def cut(items: Sequence[Any]) -> Any:
+    return _map_rows(nest, holders, lambda item: item[rows])
+
+
+def _map_rows(nest: Any, holders: Mapping[int, Any], function: Callable[[Any], Any]) -> Any:
+    """The nest with `function(item)` in the place of everything that has rows."""
+
+    def replaced(items: Sequence[Any]) -> Any:
         item = items[0]
         if isinstance(item, torch.Tensor | np.ndarray):
-            return item[rows] if item.ndim else item
+            return function(item) if item.ndim else item
         if isinstance(item, Whole):
             return item
-        return item[rows] if _is_row_list(item, holders) else _INSIDE
+        return function(item) if _is_row_list(item, holders) else _INSIDE
 
-    return _map_many([nest], cut)
+    return _map_many([nest], replaced)
 
 
 def unmarked(nest: Any) -> Any:
     """The nest as `loss_fn` is given it: without the marks of `whole`; the nest itself where there
     are none.
     """
-    path = _Path(nest)
-    for item in path:
+    walk = _NestWalk(nest)
+    for item in walk:
         if isinstance(item, Whole):
             return _without_marks(nest)
         if not isinstance(item, torch.Tensor):
-            path.enter(item)
+            walk.enter(item)
     return nest
 
 
@@ -295,18 +310,13 @@ def repeat_rows(batch: Any, rows: int) -> Any:
     if have == rows:
         return batch
     order = [row % have for row in range(rows)]
+    return _map_rows(batch, holders, lambda item: _rows_in_order(item, order))
 
-    def repeat(items: Sequence[Any]) -> Any:
-        item = items[0]
-        if isinstance(item, torch.Tensor):
-            return item[torch.tensor(order, device=item.device)] if item.dim() else item
-        if isinstance(item, np.ndarray):
-            return item[order] if item.ndim else item
-        if isinstance(item, Whole):
-            return item
-        return type(item)(item[row] for row in order) if _is_row_list(item, holders) else _INSIDE
 
-    return _map_many([batch], repeat)
+def _rows_in_order(item: Any, order: list[int]) -> Any:
+    if isinstance(item, torch.Tensor):
+        return item[torch.tensor(order, device=item.device)]
+    return item[order] if isinstance(item, np.ndarray) else type(item)(item[row] for row in order)
 
 
 def join_chunks(outputs: Sequence[Any], total: int, dim: int = 0) -> Any:
@@ -315,24 +325,23 @@ def join_chunks(outputs: Sequence[Any], total: int, dim: int = 0) -> Any:
     >>> join_chunks([torch.zeros(2, 3), torch.ones(1, 3)], 3).shape
     torch.Size([3, 3])
     """
+    return _map_many(
+        outputs,
+        lambda parts: _join(parts, total, dim) if isinstance(parts[0], torch.Tensor) else _INSIDE,
+    )
 
-    def join(parts: Sequence[Any]) -> Any:
-        if not isinstance(parts[0], torch.Tensor):
-            return _INSIDE
-        if (
-            any(part.dim() <= dim for part in parts)
-            or sum(part.size(dim) for part in parts) != total
-        ):
-            shapes = [tuple(part.shape) for part in parts[:3]]
-            along = f" along dim {dim}" if dim else ""
-            raise MisuseError(
-                f"The chunks' outputs cannot be joined into {total} rows{along}: their shapes are"
-                f" {shapes}… Return one row per row of the chunk; take means and sums outside of"
-                " chunked()."
-            )
-        return torch.cat(list(parts), dim)
 
-    return _map_many(outputs, join)
+def _join(parts: Sequence[torch.Tensor], total: int, dim: int) -> torch.Tensor:
+    too_few_dims = any(part.dim() <= dim for part in parts)
+    if too_few_dims or sum(part.size(dim) for part in parts) != total:
+        shapes = [tuple(part.shape) for part in parts[:3]]
+        along = f" along dim {dim}" if dim else ""
+        raise MisuseError(
+            f"The chunks' outputs cannot be joined into {total} rows{along}: their shapes are"
+            f" {shapes}… Return one row per row of the chunk; take means and sums outside of"
+            " chunked()."
+        )
+    return torch.cat(list(parts), dim)
 
 
 def map_tensors(nest: Any, function: Callable[[torch.Tensor], Any]) -> Any:
@@ -368,25 +377,28 @@ class _Level:
             return cls(like, ([nest[key] for nest in nests] for key in like), tuple(like))
         if isinstance(like, list | tuple):
             return cls(like, zip(*nests, strict=True))
-        if dataclasses.is_dataclass(like) and not isinstance(like, type):
-            names = [field.name for field in dataclasses.fields(like)]
-            return cls(like, ([getattr(nest, name) for nest in nests] for name in names), names)
-        return None
+        names = _fields_of(like)
+        if not names:
+            return None
+        return cls(like, ([getattr(nest, name) for nest in nests] for name in names), names)
 
     def finish(self) -> Any:
         like, results = self.like, self.results
-        if isinstance(like, Mapping):
-            items = dict(zip(self.keys, results, strict=True))
-            if type(like) is dict:
-                return items
-            try:
-                # BatchEncoding, OrderedDict, ModelOutput, …
-                return type(like)(items)  # type: ignore[call-arg]
-            except TypeError:
-                return type(like)(**items)
         if isinstance(like, list | tuple):
             return type(like)(*results) if hasattr(like, "_fields") else type(like)(results)
-        return dataclasses.replace(like, **dict(zip(self.keys, results, strict=True)))
+        items = dict(zip(self.keys, results, strict=True))
+        if isinstance(like, Mapping):
+            return _mapping_like(like, items)
+        return dataclasses.replace(like, **items)
+
+
+def _mapping_like(like: Any, items: dict[Any, Any]) -> Any:
+    if type(like) is dict:
+        return items
+    try:
+        return type(like)(items)  # BatchEncoding, OrderedDict, ModelOutput, …
+    except TypeError:
+        return type(like)(**items)
 
 
 def _map_many(nests: Sequence[Any], function: Callable[[Sequence[Any]], Any]) -> Any:
@@ -407,11 +419,11 @@ def _map_many(nests: Sequence[Any], function: Callable[[Sequence[Any]], Any]) ->
                 return level.results[0]
             levels[-1].results.append(level.finish())
             continue
-        made = function(items)
-        if made is _INSIDE:
+        result = function(items)
+        if result is _INSIDE:
             inner = None if type(items[0]) in _ATOMS else _Level.of(items)
             if inner is not None:
                 levels.append(inner)
                 continue
-            made = items[0]
-        level.results.append(made)
+            result = items[0]
+        level.results.append(result)

@@ -25,19 +25,26 @@ def parse_bytes(value: int | float | str, *, name: str = "memory") -> int:
             f"{name}={value!r} is not a number of bytes. Pass an int or text such as '1.5 GiB'."
         )
     if isinstance(value, str):
-        match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", value)
-        factor = _FACTORS.get(match.group(2).lower()) if match else None
-        if match is None or factor is None:
-            raise MisuseError(
-                f"{name}={value!r} is not a number of bytes. Write a number and a unit: B, kB, MB,"
-                " GB, KiB, MiB, GiB."
-            )
-        number = float(match.group(1)) * factor
+        number = _parse_text(value, name)
     else:
         number = float(value) if abs(value) < 2**63 else math.inf
     if not math.isfinite(number) or number <= 0:
         raise MisuseError(f"{name}={value!r} must be more than 0 bytes. Pass for example '1 GiB'.")
     return int(number)
+
+
+_NUMBER_AND_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+
+
+def _parse_text(value: str, name: str) -> float:
+    match = _NUMBER_AND_UNIT.fullmatch(value)
+    factor = _FACTORS.get(match.group(2).lower()) if match else None
+    if match is None or factor is None:
+        raise MisuseError(
+            f"{name}={value!r} is not a number of bytes. Write a number and a unit: B, kB, MB,"
+            " GB, KiB, MiB, GiB."
+        )
+    return float(match.group(1)) * factor
 
 
 def format_bytes(count: int | float) -> str:
@@ -48,10 +55,11 @@ def format_bytes(count: int | float) -> str:
     """
     size = abs(float(count))
     sign = "-" if count < 0 else ""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
             break
-        size /= 1024
+        size, unit = size / 1024, larger
     text = f"{size:.0f}" if unit == "B" or size >= 100 else f"{size:.3g}"
     return f"{sign}{text} {unit}"
 

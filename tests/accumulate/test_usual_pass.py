@@ -220,11 +220,11 @@ def test_a_pass_that_is_interrupted_breaks_the_window(loop: Loop) -> None:
 def test_an_interrupt_between_a_pass_and_its_booking(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(_: Any) -> None:
+    def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(UsualPass, "_refreshed", interrupt)
+        patch.setattr(UsualPass, "settle", interrupt)
         with pytest.raises(KeyboardInterrupt):
             loop.acc.backward(loop.loss(3.0))
     with pytest.raises(gf.MisuseError, match="interrupted half-way"):

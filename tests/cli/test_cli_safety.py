@@ -221,7 +221,7 @@ sys.meta_path.insert(0, Interrupt())
 
 
 @pytest.mark.parametrize(
-    "module", ["torch.nn", "scipy", "gradfit.tape.record", "gradfit.cli.app", "job"]
+    "module", ["torch.nn", "scipy", "gradfit.tape.recorder", "gradfit.cli.app", "job"]
 )
 def test_interrupted_while_it_is_imported(folder: Path, module: str) -> None:
     """A line, a document, and no traceback: where a module of another library, of ours, or the job

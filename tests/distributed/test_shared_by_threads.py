@@ -16,7 +16,7 @@ from torch import nn
 
 from gradfit import _torch_distributed as private
 from gradfit import _torch_fsdp
-from gradfit.distributed.no_sync import Ear
+from gradfit.distributed.no_sync import ForwardHooks
 from gradfit.distributed.process_group import Group
 
 
@@ -52,7 +52,7 @@ class Notes:
 
 def test_forwards_in_two_threads_are_told_apart() -> None:
     module, notes = Waiting(), Notes()
-    ear = Ear([module], notes)
+    ear = ForwardHooks([module], notes)
 
     def evaluate() -> None:
         with torch.no_grad():

@@ -111,11 +111,11 @@ def test_gradients_arrive_once_and_parameters_are_gathered_once(pair: Pool, how:
         assert answer["modules"] == (("module.mlp",) if how == "ddp" else ("mlp",))
 
 
-def fitted(rank: int, size: int, memory: int) -> Any:
+def fitted(rank: int, size: int, memory: int, how: str = "ddp") -> Any:
     torch.manual_seed(0)
     inner = Decoder()
     reference = copy.deepcopy(inner)
-    model = DistributedDataParallel(inner)
+    model = wrapped(inner, how)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     tokens = torch.randint(0, WORDS, (2 * size, LENGTH), generator=torch.Generator().manual_seed(3))
     mine = tokens[2 * rank : 2 * rank + 2]
@@ -137,5 +137,14 @@ def test_fit_with_tiles_over_ranks(pair: Pool) -> None:
     memory = 2 * static + LENGTH * WORDS * 4  # DDP's buckets are as large as the gradients
     for answer in pair.run(fitted, memory):
         assert answer["heads"] == ("module.head",)
+        assert answer["peak"] <= memory
+        assert answer["difference"] < 1e-6
+
+
+def test_fit_with_tiles_on_shards(pair: Pool) -> None:
+    static = 2 * (2 * WORDS * WIDTH + WIDTH * WIDTH * 9) * 4
+    memory = 2 * static + LENGTH * WORDS * 4
+    for answer in pair.run(fitted, memory, "fsdp"):
+        assert answer["heads"] == ("head",)
         assert answer["peak"] <= memory
         assert answer["difference"] < 1e-6

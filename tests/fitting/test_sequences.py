@@ -15,7 +15,7 @@ from torch import nn
 import gradfit as gf
 from gradfit.fitting.plan_search import Planner
 from gradfit.planning.api import beginning_like
-from gradfit.recompute.planned import Diverged, Script, recording
+from gradfit.recompute.follow_plan import Diverged, Script, recording
 
 _ROWS, _WIDTH = 16, 32
 

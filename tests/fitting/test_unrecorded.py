@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradfit as gf
-from gradfit.recompute import planned
-from gradfit.recompute.planned import Diverged, LooksAtData, Unrecorded
+from gradfit.recompute import follow_plan
+from gradfit.recompute.follow_plan import Diverged, LooksAtData, Unrecorded
 
 
 class Net(nn.Module):
@@ -55,7 +55,7 @@ def test_no_tape_and_not_a_bit_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     def recorded(*_: Any) -> None:
         raise AssertionError("something was recorded")
 
-    monkeypatch.setattr(planned, "PlannedRecorder", recorded)
+    monkeypatch.setattr(follow_plan, "PlannedForward", recorded)
     for _ in range(3):
         torch.manual_seed(4)
         assert step(x).stepped
@@ -99,10 +99,10 @@ def test_the_limit_is_of_what_autograd_saves() -> None:
     model, x = Net(), rows()
     with Unrecorded() as free:
         loss_fn(model, x).backward()
-    assert free.tail.saved_bytes > 4 * x.nbytes
-    with Unrecorded(free.tail.saved_bytes):
+    assert free.rest.saved_bytes > 4 * x.nbytes
+    with Unrecorded(free.rest.saved_bytes):
         loss_fn(model, x).backward()
-    with pytest.raises(Diverged, match="were measured"), Unrecorded(free.tail.saved_bytes - 1):
+    with pytest.raises(Diverged, match="were measured"), Unrecorded(free.rest.saved_bytes - 1):
         loss_fn(model, x)
 
 
@@ -131,4 +131,4 @@ def test_writes_over_what_was_saved_are_noticed_as_without_it() -> None:
 def test_who_looks_at_the_data(look: Any, expected: bool) -> None:
     with LooksAtData() as seen:
         look(rows(4))
-    assert seen.found is expected
+    assert seen.reads_data is expected

@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Iterable
 
 import pytest
+from exact_solver import solve_exact
 from planning_graphs import random_profile, resnet, transformer
 
-from gradfit.planning.exact import solve_exact
 from gradfit.planning.pieces import keep_needed
 from gradfit.planning.simulate import KEEP, REBUILD, simulate
 from gradfit.planning.solver import FastSolver

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gradfit as gf
-from gradfit.recompute.planned import Script, recording
+from gradfit.recompute.follow_plan import Script, recording
 from gradfit.tree import repeat_rows, split_batch
 
 sys.path.append(str(Path(__file__).parents[1] / "profiling"))

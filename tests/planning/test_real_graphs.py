@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from exact_solver import solve_exact
 from planning_graphs import random_profile
 from torch import nn
 
 import gradfit as gf
-from gradfit.planning.exact import solve_exact
 from gradfit.planning.solver import FastSolver
-from gradfit.tape.mask import MASK
+from gradfit.tape.dropout_mask import MASK
 
 
 class Block(nn.Module):

@@ -34,13 +34,13 @@ def _loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many operators a profile has watched."""
     count = [0]
-    hear = Trace._hear
+    hear = Trace._observe
 
     def counting(self: Trace, func: Any, args: Any, kwargs: Any) -> Any:
         count[0] += 1
         return hear(self, func, args, kwargs)
 
-    monkeypatch.setattr(Trace, "_hear", counting)
+    monkeypatch.setattr(Trace, "_observe", counting)
     return count
 
 

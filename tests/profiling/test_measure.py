@@ -16,12 +16,13 @@ from torch.autograd.graph import saved_tensors_hooks
 import gradfit as gf
 from gradfit._torch import schema_of, storage_key
 from gradfit._torch_listen import _thread
+from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.snapshot import untouched
 from gradfit.profiling.meter import tensors_in
 from gradfit.profiling.optimizer_bytes import optimizer_cost
 from gradfit.profiling.trace import Trace
+from gradfit.tape.dropout_mask import MASK
 from gradfit.tape.listener import OperationListener
-from gradfit.tape.mask import MASK
 from gradfit.tree import leaves, map_tensors
 
 
@@ -32,7 +33,7 @@ class Log(OperationListener):
         super().__init__()
         self.names: list[str] = []
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         aliases = [
             argument.alias_info
@@ -313,3 +314,38 @@ def test_where_memory_runs_out_when_it_is_watched_again_once_must_do(rows: int) 
         16
     )
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Gated(nn.Module):
+    """Attention and a gated MLP: between its operations much leads over, between blocks little."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkvo = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(4))
+        self.up, self.gate = nn.Linear(width, 2 * width), nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norms[0](x)
+        q, k, v = (self.qkvo[at](h).cos()[:, None] for at in range(3))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v)
+        x = x + self.qkvo[3](mixed[:, 0])
+        h = self.norms[1](x)
+        return x + self.down(nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def test_a_deep_network_is_watched_in_the_memory_of_a_few_blocks() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Gated() for _ in range(6))), torch.randn(1, 512, 32)
+    static = 2 * sum(p.nbytes for p in model.parameters()) + x.nbytes
+    room = 30 * x.nbytes  # all values together are 130 times as large as one
+    found = gf.profile(
+        model,
+        lambda model, x: model(x).square().mean(),
+        x,
+        memory_bytes=static + room,
+        additivity=Additivity("rows"),
+        tile=False,
+    )
+    assert found.measuring_bytes <= static + room

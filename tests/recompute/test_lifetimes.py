@@ -14,9 +14,9 @@ from torch import nn
 
 import gradfit as gf
 from gradfit.choices import HOLD
-from gradfit.tape.graph import Handle, Operation, Segment, Value
-from gradfit.tape.policy import Decision
-from gradfit.tape.record import Recorder
+from gradfit.tape.decisions import TapeDecision
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.values import Handle, Segment, TapeOperation, TapeValue
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def without_collector() -> Iterator[None]:
 
 
 def objects_of_the_tape() -> int:
-    return sum(type(o) in (Value, Operation, Handle) for o in gc.get_objects())
+    return sum(type(o) in (TapeValue, TapeOperation, Handle) for o in gc.get_objects())
 
 
 def net() -> nn.Module:
@@ -111,8 +111,8 @@ def test_an_input_written_to_later_makes_no_cycle() -> None:
 @pytest.mark.parametrize("kind", ["drop", "hold", "keep"])
 def test_an_output_saved_by_its_own_node_makes_no_cycle(kind: str) -> None:
     class Holding:
-        def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
-            return Decision((HOLD,) * len(results))
+        def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> TapeDecision:
+            return TapeDecision((HOLD,) * len(results))
 
     before = objects_of_the_tape()
     x = torch.randn(4, requires_grad=True)

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradfit as gf
-from gradfit.tape.mask import MASK, pack, packed_bytes, packing_bytes
-from gradfit.tape.rng import Rewound
+from gradfit.tape.dropout_mask import MASK, pack, packed_bytes, packing_bytes
+from gradfit.tape.generators import Rewound
 
 
 class Net(nn.Module):

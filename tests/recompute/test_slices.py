@@ -15,8 +15,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import gradfit as gf
-from gradfit.tape.graph import geometry_of
-from gradfit.tape.parts import _are_apart, spread
+from gradfit.tape.values import geometry_of
+from gradfit.tape.written_slices import _are_apart, spread
 
 ROWS, STEPS, WIDTH, HIDDEN = 8, 12, 16, 32
 Run = Callable[[Callable[[], torch.Tensor]], torch.Tensor]

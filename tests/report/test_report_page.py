@@ -48,7 +48,7 @@ def report() -> Report:
     return Report(
         "gpt <script>alert('no')</script>",
         profile,
-        plan.taking(3 * plan.step_seconds),
+        plan.with_step_seconds(3 * plan.step_seconds),
         measured=Measured(plan.peak_bytes, 3 * plan.step_seconds, 5),
         frontier=tuple(gf.frontier(profile, batch_size=8, points=4)),
         plain_curve=measure_curve(job.model, job.optimizer, job.loss_fn, batch).timeline or [],

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import gradfit as gf
 from gradfit.batches.snapshot import Snapshot, untouched
 from gradfit.profiling.trace import Trace, watching
-from gradfit.tape import rng
+from gradfit.tape import generators
 
 
 class Restless(nn.Module):
@@ -283,9 +283,9 @@ def test_a_generator_that_cannot_be_read_leaves_no_lock(monkeypatch: pytest.Monk
     def broken(source: object) -> None:
         raise RuntimeError("no state")
 
-    rewound = rng.Rewound()
+    rewound = generators.Rewound()
     with monkeypatch.context() as patched:
-        patched.setattr(rng, "get_state", broken)
+        patched.setattr(generators, "get_state", broken)
         with rewound, pytest.raises(RuntimeError, match="no state"):
             rewound.start((torch.default_generator, torch.get_rng_state()), takes_generator=False)
     import threading
@@ -293,9 +293,9 @@ def test_a_generator_that_cannot_be_read_leaves_no_lock(monkeypatch: pytest.Monk
     free: list[bool] = []
 
     def take_the_lock() -> None:
-        free.append(rng._global.acquire(timeout=5))
+        free.append(generators._global.acquire(timeout=5))
         if free == [True]:
-            rng._global.release()
+            generators._global.release()
 
     other = threading.Thread(target=take_the_lock)
     other.start()

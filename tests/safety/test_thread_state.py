@@ -15,14 +15,14 @@ import gradfit as gf
 from gradfit._torch_listen import ThreadState
 from gradfit.batches.snapshot import untouched
 from gradfit.recompute.scope import inside_scope
-from gradfit.tape import process
+from gradfit.tape import process_settings
 
 LEAVE: dict[str, Callable[[], object]] = {
     "gradients": lambda: torch.set_grad_enabled(False),
     "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t).__enter__(),
     "modes": lambda: gf.meter().__enter__(),
     "recorder": lambda: gf.CheckpointScope("left").__enter__(),
-    "eager functions": lambda: process.recording_begins(LEAVE),
+    "eager functions": lambda: process_settings.recording_begins(LEAVE),
 }
 
 
@@ -36,7 +36,7 @@ def test_what_is_left_behind_is_taken_away(what: str) -> None:
     names = ("_gradients", "_hooks", "_modes", "_listener", "_excluded")
     assert [getattr(after, name) for name in names] == [getattr(before, name) for name in names]
     assert not inside_scope()
-    assert not process._recordings
+    assert not process_settings._recordings
     assert torch._dynamo.eval_frame._stance.stance == "default"
     model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None

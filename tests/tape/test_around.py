@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradfit as gf
 from gradfit._torch_listen import _KEY, _thread
 from gradfit.recompute.scope import inside_scope
-from gradfit.tape import process
+from gradfit.tape import process_settings
 
 aten = torch.ops.aten
 
@@ -33,7 +33,7 @@ def left_over() -> list[str]:
         "ear": _thread.innermost is not None,
         "modes": torch._C._len_torch_dispatch_stack() > 0,
         "scope": inside_scope(),
-        "recordings": bool(process._recordings),
+        "recordings": bool(process_settings._recordings),
         "below autograd": torch._C._dispatch_tls_is_dispatch_key_excluded(
             torch._C.DispatchKey.AutogradCPU
         ),

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gradfit as gf
-from gradfit.tape import rng
-from gradfit.tape.record import Recorder
+from gradfit.tape import generators
+from gradfit.tape.recorder import Recorder
 
 _DRAWS: dict[str, Any] = {
     "rand_like": lambda p, g: torch.rand_like(p, generator=g),
@@ -80,15 +80,15 @@ class Accelerator:
         return 1
 
     def capture(self, args: Any, kwargs: Any) -> Any:
-        source = rng._source((), {"device": torch.device("cuda")})
-        return source, rng.get_state(source)
+        source = generators._source((), {"device": torch.device("cuda")})
+        return source, generators.get_state(source)
 
 
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
     here = Accelerator()
     monkeypatch.setattr(torch, "get_device_module", lambda device: here)
-    monkeypatch.setattr(rng, "capture", here.capture)
+    monkeypatch.setattr(generators, "capture", here.capture)
     return here
 
 
@@ -117,7 +117,7 @@ def test_an_accelerators_generator_is_left_as_it_was(draw: Any) -> None:
 def test_the_current_device_is_named_when_it_is_recorded(accelerator: Accelerator) -> None:
     source, _ = accelerator.capture((), {})
     assert source == torch.device("cuda", 1)
-    assert rng.with_index(torch.device("cuda", 3)) == torch.device("cuda", 3)
+    assert generators.with_index(torch.device("cuda", 3)) == torch.device("cuda", 3)
 
 
 def test_a_tensor_made_from_nothing_is_made_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

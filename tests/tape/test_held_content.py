@@ -184,7 +184,7 @@ def test_reading_a_parameter_often_does_not_grow_the_table() -> None:
         assert recorder is not None
         for _ in range(1000):
             x + p
-        assert max(map(len, recorder._leaves.values())) <= 64
+        assert max(map(len, recorder.table.parameters.by_storage.values())) <= 64
 
 
 # ------------------------------------------------------------------------------------------ aliases
@@ -329,7 +329,7 @@ def test_an_input_that_is_refilled_unseen(
 def test_a_large_input_that_is_refilled_unseen_is_refused(
     make: Callable[[], tuple[torch.Tensor, Callable[[], None]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradfit.tape.known.LARGE_BYTES", 64)
+    monkeypatch.setattr("gradfit.tape.unwatched_reads.LARGE_BYTES", 64)
     shared, refill = make()
     x = torch.randn(4, 6, requires_grad=True)
     with gf.meter(shared, x) as meter, gf.CheckpointScope("scope"):
@@ -342,7 +342,7 @@ def test_a_large_input_that_is_refilled_unseen_is_refused(
 
 
 def test_a_large_input_is_copied_before_torch_writes_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradfit.tape.known.LARGE_BYTES", 64)
+    monkeypatch.setattr("gradfit.tape.unwatched_reads.LARGE_BYTES", 64)
 
     def run(scoped: bool) -> torch.Tensor:
         shared, _ = numpy_input()

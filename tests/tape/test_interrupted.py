@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradfit as gf
 from gradfit._torch_listen import listening
-from gradfit.tape import known
-from gradfit.tape.ops import view_names
+from gradfit.tape import storage_table
+from gradfit.tape.operators import view_names
 
 
 class Passing(TorchDispatchMode):
@@ -49,7 +49,7 @@ def test_a_constant_whose_check_failed_is_checked_at_its_next_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checks = [0]
-    holds_only = known.holds_only
+    holds_only = storage_table.holds_only
 
     def failing(*args: Any) -> bool:
         checks[0] += 1
@@ -57,7 +57,7 @@ def test_a_constant_whose_check_failed_is_checked_at_its_next_use(
             raise MemoryError
         return holds_only(*args)
 
-    monkeypatch.setattr(known, "holds_only", failing)
+    monkeypatch.setattr(storage_table, "holds_only", failing)
     w = torch.ones(4, requires_grad=True)
     with gf.CheckpointScope("s"):
         zeros = torch.zeros(4)

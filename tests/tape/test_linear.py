@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gradfit as gf
-from gradfit.tape.graph import Value
+from gradfit.tape.values import TapeValue
 
 _OURS = os.path.dirname(gf.__file__)
 
@@ -25,8 +25,8 @@ class Work:
         self.count, self._patch = 0, monkeypatch
 
     def __enter__(self) -> Work:
-        self._patch.setattr(Value, "__eq__", self._compare)
-        self._patch.setattr(Value, "__hash__", object.__hash__)
+        self._patch.setattr(TapeValue, "__eq__", self._compare)
+        self._patch.setattr(TapeValue, "__hash__", object.__hash__)
         sys.settrace(self._enter_function)
         return self
 

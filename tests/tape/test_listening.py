@@ -14,7 +14,7 @@ from torch import nn
 import gradfit as gf
 from gradfit._torch import _BINDINGS
 from gradfit._torch_listen import listening, unseen
-from gradfit.tape.ops import info_of, view_names
+from gradfit.tape.operators import info_of, view_names
 
 Calls = list[tuple[Any, Any, Any]]
 

@@ -5,7 +5,6 @@ refused.
 from __future__ import annotations
 
 import random
-import weakref
 from typing import Any
 
 import pytest
@@ -18,9 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import gradfit as gf
 from gradfit.choices import HOLD, KEEP, REBUILD, Choice
-from gradfit.tape.graph import Segment
-from gradfit.tape.policy import ALL_KEPT, Decision
-from gradfit.tape.record import Recorder
+from gradfit.tape.decisions import ALL_KEPT, Rest, TapeDecision
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.values import Segment
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, about what random programs do
 
@@ -44,48 +43,48 @@ class RandomPolicy:
         self.random = random.Random(seed)
         self.among = among
 
-    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
-        return Decision(tuple(self.random.choice(self.among) for _ in results))
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> TapeDecision:
+        return TapeDecision(tuple(self.random.choice(self.among) for _ in results))
 
 
 class PartialPolicy(RandomPolicy):
-    """Keeps all results of every other operation."""
-
-    def __init__(self, seed: int, recorder: Partial) -> None:
-        super().__init__(seed, [REBUILD, KEEP])
-        self.recorder = weakref.proxy(recorder)
-
-    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
-        self.recorder.pass_one()
-        return ALL_KEPT if self.random.random() < 0.5 else super().decide(func, results, *call)
-
-
-class Partial(Recorder):
-    """Does not write down every other operation, and listens to none after a random number of them.
-
-    After as many saves more, autograd saves by itself.
+    """Keeps all results of every other operation, and decides no more after a random number of
+    them. After as many saves more, autograd saves by itself.
     """
 
     def __init__(self, seed: int, *, rests: bool) -> None:
-        super().__init__(Segment(None), PartialPolicy(seed, self))
+        super().__init__(seed, [REBUILD, KEEP])
         draw = random.Random(seed)
         self.left = draw.randrange(30) if rests else 1000
         self.saves = draw.randrange(20)
-        self.lost = False
 
-    def pass_one(self) -> None:
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> TapeDecision:
         self.left -= 1
-        if not self.left:
-            self._listening.rest()
-            self.saving = self.see
+        kept = self.random.random() < 0.5
+        decision = ALL_KEPT if kept else super().decide(func, results, *call)
+        return decision._replace(last=self.left == 0)
 
-    def see(self, tensor: torch.Tensor) -> None:
+    def begin_rest(self) -> Rest:
+        return Rest(self, observe_operations=False)
+
+    def before_save(self, tensor: torch.Tensor) -> bool:
         self.saves -= 1
-        if self.saves < 0:
-            self.unhook()
+        return self.saves < 0
+
+    def after_save(self, packed: Any) -> None:
+        pass
+
+
+class Partial(Recorder):
+    """Does not write down every other operation, and none after a random number of them."""
+
+    lost = False
+
+    def __init__(self, seed: int, *, rests: bool) -> None:
+        super().__init__(Segment(None), PartialPolicy(seed, rests=rests))
 
     def __exit__(self, *error: Any) -> None:
-        self.lost = self.written_over() is not None
+        self.lost = self.table.overwritten_root() is not None
         super().__exit__(*error)
 
 

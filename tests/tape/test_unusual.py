@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gradfit as gf
-from gradfit.tape import mask
+from gradfit.tape import dropout_mask
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse"),
@@ -216,7 +216,7 @@ def _scripted(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_masks_table_is_on_the_cpu_whatever_the_default_device() -> None:
-    expected = mask._all_words()
+    expected = dropout_mask._all_words()
     with torch.device("meta"):
-        words = mask._all_words()
+        words = dropout_mask._all_words()
     assert torch.equal(words, expected)

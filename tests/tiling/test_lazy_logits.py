@@ -427,6 +427,39 @@ def test_weights_that_changed_since_are_noticed() -> None:
         F.cross_entropy(lazy, torch.zeros(3, dtype=torch.long))
 
 
+ROWS = torch.tensor([1, 0])
+INDICES: dict[str, tuple[Any, bool]] = {  # with whether it takes rows and all their words
+    "a number": (1, True),
+    "a slice": (slice(None, 1), True),
+    "a shift": ((..., slice(None, -1), slice(None)), True),
+    "dots at the end": ((0, ...), True),
+    "dots before rows": ((..., 0, slice(None)), True),
+    "all of three": ((slice(None), slice(1, 3), slice(None)), True),
+    "a new dimension": ((None, 1), True),
+    "rows by a tensor": (ROWS, True),
+    "a mask": (LABELS != -100, True),
+    "one tensor and a slice": ((ROWS, slice(1, 4)), True),
+    "two tensors": ((ROWS, ROWS), False),
+    "a tensor and a number": ((0, ROWS), False),
+    "a tensor and a new dimension": ((None, ROWS), False),
+    "a list": ([1, 0], False),
+    "words": ((..., 3), False),
+    "a slice of words": ((..., slice(2, 5)), False),
+    "a number of each": ((0, 1, 2), False),
+    "a mask of everything": (torch.ones(2, 7, WORDS, dtype=torch.bool), False),
+}
+
+
+@pytest.mark.filterwarnings("ignore::gradfit.LogitsMaterialised")
+@pytest.mark.parametrize("name", INDICES)
+def test_an_index_is_lazy_if_it_takes_rows(name: str) -> None:
+    index, stays_lazy = INDICES[name]
+    parts = Parts()
+    found, expected = parts.lazy()[index], parts.plain()[index]
+    assert (type(found) is not Tensor) == stays_lazy
+    torch.testing.assert_close(found + 0, expected)
+
+
 @pytest.mark.filterwarnings("ignore::gradfit.LogitsMaterialised")
 def test_copies_and_files_hold_numbers(tmp_path: Any) -> None:
     parts = Parts()

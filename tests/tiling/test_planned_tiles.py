@@ -72,7 +72,7 @@ def test_a_budget_below_one_row_is_held() -> None:
     assert step.plan.tiles is not None
     assert step.plan.tiles.heads == ("head",)
     assert result.peak_bytes <= SHORT
-    assert live.peak_bytes <= 1.05 * SHORT
+    assert live.peak_bytes <= SHORT
     assert step.plan.peak_bytes == pytest.approx(result.peak_bytes, rel=0.05)
     for name, value in plain_update().items():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
@@ -80,6 +80,76 @@ def test_a_budget_below_one_row_is_held() -> None:
     assert "tiles of head: gradients are equal to the untiled ones up to the rounding" in str(
         step.plan
     )
+
+
+class Deep(Decoder):
+    """With a norm before the projection, whose result is worth rebuilding, and several blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)
+            )
+            for _ in range(6)
+        )
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("share", [0.35, 0.5, 0.7])
+def test_one_row_is_held_while_fitting_and_predicted_well(share: float) -> None:
+    torch.manual_seed(0)
+    model, tokens = Deep(), torch.randint(0, WORDS, (1, 2048))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    static = 2 * sum(p.nbytes for p in model.parameters())
+    budget = int(static + share * 2048 * WORDS * 4 / 4)
+    with gf.meter(model, tokens) as live:
+        step = gf.fit(model, optimizer, loss_fn, tokens, memory=budget)
+    assert live.peak_bytes <= budget
+    assert step.plan.tiles is not None
+    result = step(tokens)
+    assert result.peak_bytes == pytest.approx(step.plan.peak_bytes, rel=5e-3)
+    assert result.peak_bytes <= budget
+
+
+def test_a_node_that_works_in_tiles_is_one_node() -> None:
+    """What it has unpacked is there until its end, and a peak in between must count it."""
+    for one in measured().tiled:
+        names = [node.name for node in one.nodes]
+        assert "_InPlaceBackward" not in names
+        modules = one.tiles.modules if one.tiles is not None else ()
+        assert names.count("_TiledBackward") == 1 + len(modules)
+
+
+def test_how_parts_add_up_is_not_measured_for_one_row() -> None:
+    model, optimizer, tokens = make()
+    rows: list[int] = []
+
+    def counting(model: nn.Module, tokens: Tensor) -> Tensor:
+        rows.append(len(tokens))
+        return loss_fn(model, tokens)
+
+    step = gf.fit(model, optimizer, counting, tokens[:1], memory=SHORT)
+    assert set(rows) == {1}
+    step(tokens)  # two rows, which may be cut: now it is measured
+    assert max(rows) > 1
+    assert step.known[0].profile.additivity is not None or len(step.known) > 1
+
+
+def miscounted(model: nn.Module, tokens: Tensor) -> tuple[Tensor, int]:
+    return loss_fn(model, tokens), int((tokens % 5 != 0).sum())
+
+
+def test_a_wrong_count_is_refused_for_one_row_too() -> None:
+    model, optimizer, tokens = make()
+    with pytest.raises(gf.MisuseError, match="a mean, not a sum"):
+        gf.fit(model, optimizer, miscounted, tokens[:1], memory=SHORT)
 
 
 def test_without_tiles_the_error_says_what_they_would_give() -> None:
@@ -133,6 +203,21 @@ def test_plans_choose_between_tiled_profiles_and_the_plain_one() -> None:
         smallest.peak_bytes
         < gf.frontier(profile, batch_size=2, points=3, tile=False)[-1].peak_bytes
     )
+
+
+def test_predictions_have_lazy_logits_too() -> None:
+    model, optimizer, tokens = make()
+    predicted = gf.profile(model, loss_fn, tokens, optimizer, fake=True)
+    (tiled,) = predicted.tiled  # whether a module treats each token by itself shapes do not tell
+    assert tiled.tiles == measured().tiled[0].tiles
+    assert tiled.predicted
+    plan = gf.plan(predicted, memory=SHORT, batch_size=2, micro_batch=1)
+    assert plan.tiles == tiled.tiles
+    assert plan.peak_bytes <= SHORT
+    ours = gf.plan(measured().tiled[0], memory="1 GiB", batch_size=2)
+    theirs = gf.plan(tiled, memory="1 GiB", batch_size=2)
+    assert theirs.peak_bytes == pytest.approx(ours.peak_bytes, rel=0.02)
+    assert not gf.profile(model, loss_fn, tokens, fake=True, tile=False).tiled
 
 
 def test_a_plan_with_tiles_is_applied_and_audited() -> None:

@@ -147,6 +147,32 @@ def test_backward_hooks_of_the_projection_get_all_numbers(tokens: Tensor) -> Non
     assert seen == [(3, 40, WORDS)]
 
 
+class WithoutModule(nn.Module):
+    """Its projection is a product with the embedding's weights, and no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, 16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.embed(tokens)) @ self.embed.weight.T
+
+
+def test_a_projection_that_is_no_module_is_left_as_it_is(tokens: Tensor) -> None:
+    torch.manual_seed(0)
+    model = WithoutModule()
+    loss_of(model, tokens).backward()
+    expected = model.embed.weight.grad
+    model.zero_grad()
+    with gf.tile(model) as handle:
+        assert type(model(tokens)) is Tensor
+        loss_of(model, tokens).backward()
+    assert not handle.heads
+    assert model.embed.weight.grad is not None
+    assert expected is not None
+    assert torch.equal(model.embed.weight.grad, expected)
+
+
 def test_automatic_weights_are_those_of_plain_losses(tokens: Tensor) -> None:
     model = LanguageModel().double()
     labels = tokens.clone()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import gradfit as gf
+from gradfit._torch import FakeTensorMode
 
 
 @pytest.fixture(autouse=True)
@@ -216,6 +217,15 @@ def test_clear_on_the_class_frees_a_kept_loss() -> None:
     gf.AutogradContext.clear()  # twice is as good as once
     loss = x.exp().sum()
     assert torch.equal(gf.backward(loss)[x], x.detach().exp())  # new graphs are not affected
+
+
+def test_on_the_class_shapes_without_memory_are_not_counted() -> None:
+    """`torch.compile` and `torch.cond` keep the graphs of such tensors for good."""
+    weight = torch.ones(1000, requires_grad=True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        kept = weight.exp().exp()
+    assert kept.grad_fn is not None
+    assert gf.AutogradContext.memory_stats().saved_bytes == 0
 
 
 def test_graph_of_the_seed_example() -> None:

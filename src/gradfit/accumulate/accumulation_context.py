@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from gradfit.accumulate.optimizer_access import check_optimizer
 from gradfit.accumulate.plain_backwards import PlainBackwards
 from gradfit.accumulate.scaled_losses import observe_scaler
 from gradfit.accumulate.strategy import Strategy
+from gradfit.accumulate.usual_plain_pass import UsualPlainPass, is_usual
 from gradfit.accumulate.window import Window
 from gradfit.arguments import read_dtype, read_instance
 from gradfit.not_copied import NotCopied
@@ -71,6 +73,13 @@ class AccumulationContext(Window, NotCopied):
         self.plain = PlainBackwards(self)
         if scaler is not None:
             observe_scaler(scaler)
+
+    def end_plain(self, *, complete: bool) -> None:
+        """A plain pass has added all of its gradients."""
+        with self.lock:
+            super().end_plain(complete=complete)
+            if complete and is_usual(self) and not self.plain.expects_more(threading.get_ident()):
+                self.settled = UsualPlainPass(self)
 
     def __enter__(self) -> AccumulationContext:
         return self

@@ -13,16 +13,16 @@ from gradfit.accumulate import accumulator_options as options
 from gradfit.accumulate import accumulator_state as state
 from gradfit.accumulate.accumulation_context import AccumulationContext
 from gradfit.accumulate.auto_weight import read_auto_weight
-from gradfit.accumulate.numbers import Number, check_loss, read_weight
+from gradfit.accumulate.loss_arguments import check_loss, read_weight
 from gradfit.accumulate.optimizer_access import AnyOptimizer
-from gradfit.accumulate.processes import Alone
+from gradfit.accumulate.processes import SingleProcess
 from gradfit.accumulate.step_result import StepResult
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
 from gradfit.accumulate.update import Update
 from gradfit.accumulate.weighted_backward import Backpropagator
 from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_state import Phase
-from gradfit.arguments import read_callable, read_choice, read_count, read_flag
+from gradfit.arguments import Number, read_callable, read_choice, read_count, read_flag
 from gradfit.errors import MisuseError
 from gradfit.not_copied import NotCopied
 
@@ -191,7 +191,7 @@ class GradientAccumulator(NotCopied):
             raise MisuseError(
                 f"enabled={value!r} in the middle of a window. Call flush() or reset() first."
             )
-        self.window.settled = None
+        self.window.settled = self.window.next_way = None
         self.window.enabled = value
 
     def __repr__(self) -> str:
@@ -201,7 +201,7 @@ class GradientAccumulator(NotCopied):
         )
 
     @property
-    def ranks(self) -> Alone:
+    def ranks(self) -> SingleProcess:
         """Who fills a window: this process alone, or a group of them."""
         return self.window.ranks
 
@@ -291,8 +291,8 @@ class GradientAccumulator(NotCopied):
             reduction: "mean" or "sum": what the loss is of its items.
             terms: `{name: (loss_sum, count)}`, in the place of `loss` and `weight`.
         """
-        settled = self.window.settled
-        if settled is not None and terms is None and self._backward_usual(loss, weight, reduction):
+        way = self.window.settled or self.window.next_way
+        if way is not None and terms is None and self._backward_usual(loss, weight, reduction):
             return
         if isinstance(weight, str):
             weight = read_auto_weight(weight, loss, reduction)
@@ -309,7 +309,8 @@ class GradientAccumulator(NotCopied):
             return False
         window = self.window
         with window.turn:
-            return window.settled is not None and window.settled.backward(loss, weight)
+            way = window.settled or window.next_way
+            return way is not None and way.backward(window, loss, weight)
 
     def _backward_one(self, loss: Tensor | None, weight: Number | Tensor, reduction: str) -> None:
         read_choice(reduction, "reduction", ("mean", "sum"))
@@ -429,12 +430,15 @@ class GradientAccumulator(NotCopied):
         ask.
         """
         window = self.window
-        window.settled = None
+        way, window.settled = window.settled, None
         window.set_apart("step()")
         try:
-            return self._update.finish()
+            result = self._update.finish()
         finally:
             window.apart = None
+        if way is not None and result.stepped:
+            way.end_window(window)
+        return result
 
     def flush(self) -> StepResult:
         """Update with what there is: the partial last window, divided by what it really holds.

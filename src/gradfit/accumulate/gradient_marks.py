@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
+from itertools import repeat
+from operator import is_not
 from typing import Any
 
 from torch import Tensor
 
-from gradfit._torch import version_of
+from gradfit._torch import have_gradients, have_no_gradient, version_of
 
 
 class Touch(enum.Enum):
@@ -41,36 +43,43 @@ class GradientMarks:
 
     __slots__ = ("_parameters", "_references", "_written", "missing", "tensors", "versions")
 
-    def __init__(self, tensors: Iterable[Any], *, parameters: bool = False) -> None:
-        self.tensors: list[Any] = []  # those with a gradient
-        self.missing: list[Any] = []
-        self._references: list[Any] = []
-        self.versions: list[int] = []
-        for tensor in tensors:
-            gradient = tensor.grad
-            if gradient is None:
-                self.missing.append(tensor)
-            else:
-                self.tensors.append(tensor)
-                self._references.append(weakref.ref(gradient))
-                self.versions.append(version_of(gradient))
-        self._parameters: list[Any] = [*self.tensors, *self.missing] if parameters else []
+    def __init__(self, tensors: Sequence[Any], *, parameters: bool = False) -> None:
+        pairs = [(tensor, tensor.grad) for tensor in tensors]
+        gradients = [gradient for _, gradient in pairs if gradient is not None]
+        # those with a gradient
+        self.tensors: list[Any] = [tensor for tensor, gradient in pairs if gradient is not None]
+        self.missing: list[Any] = [tensor for tensor, gradient in pairs if gradient is None]
+        self._references: list[Any] = [*map(weakref.ref, gradients)]
+        self.versions: list[int] = [*map(version_of, gradients)]
+        self._parameters: list[Any] = []
+        self._written: list[int] = []
+        if parameters:
+            self.note_parameters()
+
+    def note_parameters(self) -> None:
+        """Watch the parameters, too, from now on."""
+        self._parameters = [*self.tensors, *self.missing]
         self._written = [*map(version_of, self._parameters)]
 
     def refresh(self) -> bool:
         """Take the gradients for marked as they are now; False if that needs new marks: they are
         other tensors.
         """
-        versions = []
-        for tensor, reference in zip(self.tensors, self._references, strict=True):
-            gradient = tensor.grad
-            if gradient is None or gradient is not reference():
-                return False
-            versions.append(version_of(gradient))
-        if any(tensor.grad is not None for tensor in self.missing):
+        if not self._are_there():
             return False
-        self.versions = versions
+        self.versions = [*map(version_of, self.gradients)]
         return True
+
+    def _are_there(self) -> bool:
+        """Whether every tensor has the gradient that was marked, with whatever content, and no
+        other has one.
+        """
+        gradients = self.gradients
+        return (
+            all(map(is_not, gradients, repeat(None)))  # a dead one is not "none, as before"
+            and have_gradients(self.tensors, gradients)
+            and have_no_gradient(self.missing)
+        )
 
     @property
     def gradients(self) -> list[Any]:
@@ -98,13 +107,7 @@ class GradientMarks:
         """Whether all gradients are the same tensors with the same content, and no other was put
         beside them.
         """
-        for tensor, reference, version in zip(
-            self.tensors, self._references, self.versions, strict=True
-        ):
-            gradient = tensor.grad
-            if gradient is None or gradient is not reference() or version_of(gradient) != version:
-                return False
-        return all(tensor.grad is None for tensor in self.missing)
+        return self._are_there() and [*map(version_of, self.gradients)] == self.versions
 
     def _as_before(self) -> list[bool]:
         """For each gradient, whether it is exactly as it was."""
@@ -139,7 +142,9 @@ class GradientMarks:
     @property
     def leftovers(self) -> bool:
         """Whether any marked tensor still has a gradient other than zero."""
-        return any(not is_clear(tensor.grad) for tensor in self.tensors)
+        return not have_no_gradient(self.tensors) and any(
+            not is_clear(tensor.grad) for tensor in self.tensors
+        )
 
     @property
     def parameters_changed(self) -> bool:

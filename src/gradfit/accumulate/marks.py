@@ -23,7 +23,10 @@ from gradfit.errors import MisuseError
 class Owner(Protocol):
     """A window, as far as ownership goes."""
 
-    claimed_at: int
+    owns: bool
+    """Its tensors are its own for now."""
+    written_at: int
+    """`_takeovers` when it was last noted as their owner; -1 if it never was, or has others now."""
 
     @property
     def in_use(self) -> bool:
@@ -31,9 +34,9 @@ class Owner(Protocol):
 
 
 _holders = WeakTensorKeyDictionary()  # tensor → the windows that hold it, weakly
-_owners = WeakTensorKeyDictionary()  # tensor → the window that fills there, weakly
+_owners = WeakTensorKeyDictionary()  # tensor → the window that has claimed it last, weakly
 _enabled = WeakTensorKeyDictionary()  # tensors marked by hand
-_claims = 0  # how often any tensor has changed its owner
+_takeovers = 0  # how often a window was noted as an owner
 _claiming = threading.RLock()
 
 
@@ -58,8 +61,9 @@ def claim(window: Owner, tensors: Sequence[Tensor]) -> None:
     """Own these tensors from now on; MisuseError, before anything changes, if another window is
     filling there.
     """
-    global _claims
-    if window.claimed_at == _claims:  # nobody has claimed anything since
+    global _takeovers
+    if window.written_at == _takeovers:  # nobody has claimed anything since
+        window.owns = True
         return
     with _claiming:
         if _another_in_use(window, tensors):
@@ -75,30 +79,36 @@ def claim(window: Owner, tensors: Sequence[Tensor]) -> None:
         reference = weakref.ref(window)
         for tensor in tensors:
             _owners[tensor] = reference
-        _claims += 1
-        window.claimed_at = _claims
+        _takeovers += 1
+        window.written_at, window.owns = _takeovers, True
 
 
-def disown(window: Owner, tensors: Sequence[Tensor]) -> None:
-    """Leave these tensors to whoever wants them."""
-    global _claims
-    if window.claimed_at < 0:
-        return
-    with _claiming:
-        for tensor in tensors:
-            if tensor in _owners and _owners[tensor]() is window:
-                del _owners[tensor]
-        _claims += 1
-        window.claimed_at = -1
+def disown(window: Owner) -> None:
+    """Leave its tensors to whoever wants them. Its name stays at them, so that it costs next to
+    nothing to claim them again.
+    """
+    window.owns = False
+
+
+def owns_all(window: Owner) -> bool:
+    """Whether this window was the last one that was noted as an owner: its tensors are its own, or
+    free.
+    """
+    return window.written_at == _takeovers
 
 
 def belongs_to_another(window: Owner, tensors: Sequence[Tensor]) -> bool:
     """Whether any of these tensors was claimed by another window, which is still there, since this
     one claimed them.
     """
-    if window.claimed_at == _claims:
+    if window.written_at == _takeovers:
         return False
-    return any(tensor in _owners and _owners[tensor]() not in (None, window) for tensor in tensors)
+    return any(_other_owner(window, tensor) is not None for tensor in tensors)
+
+
+def _other_owner(window: Owner, tensor: Tensor) -> Owner | None:
+    owner: Owner | None = _owners[tensor]() if tensor in _owners else None
+    return None if owner is window or owner is None or not owner.owns else owner
 
 
 def _another_in_use(window: Owner, tensors: Sequence[Tensor]) -> int:
@@ -106,8 +116,8 @@ def _another_in_use(window: Owner, tensors: Sequence[Tensor]) -> int:
     is none.
     """
     for position, tensor in enumerate(tensors, 1):
-        owner = _owners[tensor]() if tensor in _owners else None
-        if owner is not None and owner is not window and owner.in_use:
+        owner = _other_owner(window, tensor)
+        if owner is not None and owner.in_use:
             return position
     return 0
 

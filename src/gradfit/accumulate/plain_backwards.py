@@ -12,6 +12,8 @@ touches.
    they have reached another's tensors is remembered there.
 5. A pass that has begun and not ended, though its thread is in no backward pass, has died half-way.
 6. The hooks hold the counter weakly: tensors do not keep accumulators alive.
+7. A pass that is like the last one comes in by `Window.settled`, which asks the same questions in
+   few calls.
 
 Only public accumulators count plain passes. A window without it (`NoPlainBackwards`) is out of
 reach of every pass that it does not run itself.
@@ -20,10 +22,11 @@ reach of every pass that it does not run itself.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -70,6 +73,13 @@ class PlainPass(NamedTuple):
 class Counts(Protocol):
     """Who wants to know about plain passes."""
 
+    lock: Any
+    """Held for a moment, when counters change."""
+    settled: Any
+    """The short way for a pass like the last one, None if there is none (rule 7)."""
+    next_way: Any
+    """The same for the first pass of a window like the last one."""
+
     def admit_plain(self, one: PlainPass) -> float | None:
         """Count a pass, and say what to multiply its gradients by; None if it is not counted. May
         refuse it.
@@ -97,6 +107,11 @@ class NoPlainBackwards:
         """What tells this window's own passes from another's."""
         return self
 
+    def end_window(self) -> None:
+        """The window is over: the next pass is a new micro-batch, and what other windows' passes
+        have added is not there any more.
+        """
+
     def forget_others(self) -> None:
         """What another window's passes have added is not there any more."""
 
@@ -111,6 +126,10 @@ class NoPlainBackwards:
 
     def end_micro_batch(self, thread: int | None = None) -> None:
         """The next pass, of this thread or of any, is a new micro-batch in any case."""
+
+    def expects_more(self, thread: int) -> bool:
+        """Whether the next pass of this thread may belong to its last one (rules 2 and 3)."""
+        return False
 
     def any_died(self) -> bool:
         """Whether a pass has begun and not ended, though nobody runs it any more."""
@@ -136,12 +155,17 @@ class PlainBackwards(NoPlainBackwards):
         self._nested: dict[int, weakref.ref[object] | None] = {}
         self.reached_by_others: set[int] = set()
         self._handles: _Handles = {}
-        self._hook_for = _make_hooks(weakref.ref(self), self._factors, self.reached_by_others)
+        self._reference = weakref.ref(self)
+        self._hook_for = _make_hooks(self._reference, self._factors, self.reached_by_others)
         weakref.finalize(self, _remove_all, self._handles)
 
     @property
     def token(self) -> object:
         return self._factors  # which the hooks hold, too
+
+    def end_window(self) -> None:
+        self._retained.clear()
+        self.reached_by_others.clear()
 
     def forget_others(self) -> None:
         self.reached_by_others.clear()
@@ -184,9 +208,15 @@ class PlainBackwards(NoPlainBackwards):
 
     def _begin(self, task: int, first: int) -> float:
         """The first gradient of a pass arrives: gives what the pass is multiplied by."""
-        window, running = self._window(), _torch.running_backward()
+        window = self._window()
+        if window is None:
+            return 1.0
+        usual = window.settled or window.next_way
+        if usual is not None and self._begin_usual(window, task, first):
+            return 1.0
+        running = _torch.running_backward()
         thread = _UNKNOWN if running is None else running.thread
-        if task == -1 or window is None:
+        if task == -1:
             return 1.0
         owner = OWN_PASSES.get(thread)
         if running is not None and (not running.accumulates or owner is not None):
@@ -200,6 +230,23 @@ class PlainBackwards(NoPlainBackwards):
                 return self._begin_plain(window, task, PlainPass(thread, first, False, None), None)
             one = PlainPass(thread, first, False, running.roots)
             return self._begin_plain(window, task, one, running)
+
+    def _begin_usual(self, window: Counts, task: int, first: int) -> bool:
+        """Bring a pass in by the short way; False, and nothing done, if it is no usual one."""
+        thread = threading.get_ident()
+        with window.lock:
+            usual, begins = window.settled, False
+            if usual is None:
+                usual, begins = window.next_way, True
+            window.settled = window.next_way = None
+            if usual is None or self.passes or not usual.admits_plain(window, thread, begins):
+                return False
+            # from here on, an interrupt leaves a pass that has died (rule 5)
+            self.passes[task] = thread
+            usual.book(window, first)
+            self._factors[task] = 1.0
+            _torch.after_backward(functools.partial(_end_usual, self._reference, task, usual))
+        return True
 
     def _begin_plain(
         self, window: Counts, task: int, one: PlainPass, running: _torch.RunningBackward | None
@@ -240,7 +287,7 @@ class PlainBackwards(NoPlainBackwards):
             for old in [one for one in self._factors if one not in self.passes]:
                 self._factors.pop(old, None)
         self._factors[task] = factor
-        counter = weakref.ref(self)
+        counter = self._reference
 
         def end() -> None:
             alive = counter()
@@ -250,12 +297,19 @@ class PlainBackwards(NoPlainBackwards):
         _torch.after_backward(end)
         return factor
 
-    def _end(self, task: int, complete: bool) -> None:
+    def _end(self, task: int, complete: bool, usual: Any = None) -> None:
         self._factors.pop(task, None)
         counted = self.passes.pop(task, None) is not None
         window = self._window()
-        if counted and window is not None:
-            window.end_plain(complete=complete)
+        if not counted or window is None:
+            return
+        with window.lock:
+            if usual is None or not usual.end(window):
+                window.end_plain(complete=complete)
+
+    def expects_more(self, thread: int) -> bool:
+        retained, nested = self._retained.get(thread), self._nested.get(thread)
+        return retained is not None or nested is not None
 
     def _drop_dead(self, thread: int) -> bool:
         """A new pass begins in this thread, so an older one that has not ended never will (rule
@@ -293,13 +347,18 @@ def _make_hooks(
     """
     thread_id, task_id, owner_of = threading.get_ident, _torch.graph_task_id, OWN_PASSES.get
 
+    own_passes = OWN_PASSES
+
     def hook_for(identity: int) -> _Hook:
         def hook(gradient: Tensor | None) -> Tensor | None:
-            owner = owner_of(thread_id())
-            if owner is not None:
-                if owner is not factors and owner is not _NOBODY:
-                    reached_by_others.add(identity)
-                return None
+            if own_passes:
+                owner = owner_of(thread_id())
+                if owner is factors:
+                    return None
+                if owner is not None:
+                    if owner is not _NOBODY:
+                        reached_by_others.add(identity)
+                    return None
             if gradient is None:
                 return None
             task = task_id()
@@ -314,6 +373,12 @@ def _make_hooks(
         return unserializable_hook(hook)  # type: ignore[no-untyped-call, no-any-return]
 
     return hook_for
+
+
+def _end_usual(counter: weakref.ref[PlainBackwards], task: int, usual: Any) -> None:
+    alive = counter()
+    if alive is not None:
+        alive._end(task, True, usual)
 
 
 def _remove_all(handles: _Handles) -> None:

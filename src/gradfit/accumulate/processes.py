@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from gradfit.accumulate.numbers import Number
 from gradfit.accumulate.plain_backwards import NoPlainBackwards
 from gradfit.accumulate.scaling import gradient_norm
 from gradfit.accumulate.window_state import Total
+from gradfit.arguments import Number
 from gradfit.errors import MisuseError
 
 
@@ -66,7 +66,7 @@ class Window(Protocol):
     sources: Sequence[Any]
 
 
-class Alone:
+class SingleProcess:
     """One process: its part is the whole, its gradients are the gradients."""
 
     size = 1
@@ -115,7 +115,7 @@ class Alone:
         """The window lets its tensors go."""
 
 
-ALONE = Alone()
+SINGLE_PROCESS = SingleProcess()
 
 
 def present_in(
@@ -132,15 +132,15 @@ def present_in(
     )
 
 
-def ranks_of(tensors: Iterable[Tensor], window: Window) -> Alone:
+def ranks_of(tensors: Iterable[Tensor], window: Window) -> SingleProcess:
     """Who shares these parameters: nobody, or the processes of the DDP or FSDP2 module they belong
     to.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return ALONE
-    from gradfit.distributed.shared_window import together  # which needs this module
+        return SINGLE_PROCESS
+    from gradfit.distributed.shared_window import all_ranks  # which needs this module
 
-    return together(list(tensors), window)
+    return all_ranks(list(tensors), window)
 
 
 def wrapped_since(tensors: Iterable[Tensor], window: Window) -> MisuseError | None:
@@ -149,7 +149,7 @@ def wrapped_since(tensors: Iterable[Tensor], window: Window) -> MisuseError | No
     """
     late = ranks_of(tensors, window)
     late.close()
-    if late is ALONE:
+    if late is SINGLE_PROCESS:
         return None
     return MisuseError(
         "The parameters were wrapped by DDP after the accumulator was made, so this backward is"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfit.accumulate.numbers import Number
 from gradfit.accumulate.window_state import Total, add_scaled
+from gradfit.arguments import Number
 from gradfit.errors import MisuseError
 
 
@@ -39,8 +39,8 @@ class Transaction:
 
     def extend(self, tensors: Sequence[Any]) -> None:
         """Parameters that came to the window meanwhile: all they have is this micro-batch's."""
-        known = {id(tensor) for tensor in self.tensors}
-        new = [tensor for tensor in tensors if id(tensor) not in known]
+        present = {id(tensor) for tensor in self.tensors}
+        new = [tensor for tensor in tensors if id(tensor) not in present]
         self.tensors += new
         self._sums += [None] * len(new)
 

@@ -31,44 +31,38 @@ import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradfit._torch import version_of
+from gradfit._torch import have_no_gradient, version_of
 from gradfit.accumulate.accumulator_options import read_members
 from gradfit.accumulate.gradient_marks import GradientMarks, Touch, is_clear
 from gradfit.accumulate.marks import belongs_to_another, claim, disown, mark, unmark
-from gradfit.accumulate.numbers import Number, read_count
 from gradfit.accumulate.optimizer_access import parameters_of
 from gradfit.accumulate.plain_backwards import NoPlainBackwards, PlainPass
-from gradfit.accumulate.processes import ALONE, Alone, Whole, present_in, ranks_of, wrapped_since
+from gradfit.accumulate.processes import (
+    SINGLE_PROCESS,
+    SingleProcess,
+    Whole,
+    present_in,
+    ranks_of,
+    wrapped_since,
+)
 from gradfit.accumulate.scaled_losses import is_scaled, times_unscaled
 from gradfit.accumulate.scaling import scale_gradients
+from gradfit.accumulate.short_way import ShortWay
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
 from gradfit.accumulate.transaction import Transaction
 from gradfit.accumulate.window_state import OpenMicroBatch, Phase, Total, WindowState
+from gradfit.arguments import Number, read_count
 from gradfit.errors import MisuseError
 
 FILLING, REDUCED, FINAL, BROKEN = Phase.FILLING, Phase.REDUCED, Phase.FINAL, Phase.BROKEN
 # how often float16's largest number fits into float32's, with room to spare
 _FLOAT16_IN_FLOAT32 = 2.0**96
 _LOOK_SECONDS = 0.05  # how often somebody who waits for a turn looks whether it can come at all
-
-
-class ShortWay(Protocol):
-    """Brings the usual pass in (rule 6)."""
-
-    def backward(self, loss: Tensor, weight: Number) -> bool:
-        """Backpropagate a mean over `weight` items; False, and nothing done, if that needs the long
-        way.
-        """
-
-    def is_as_left(self) -> bool:
-        """Whether the optimizer has the same parameters, and those the same gradients, as after the
-        last pass.
-        """
 
 
 class Window:
@@ -102,20 +96,21 @@ class Window:
         self.follows_optimizer = False
         self.tensors: list[Tensor] = []
         self.ids: set[int] = set()  # of the tensors
-        self.ranks: Alone = ALONE
+        self.ranks: SingleProcess = SINGLE_PROCESS
         self.sources: Sequence[Any] = self.tensors  # whose `.grad` autograd adds to
         # nobody shares the tensors, as far as was looked when they were registered
         self._found_alone = True
-        self.claimed_at = -1
+        self.owns, self.written_at = False, -1  # for `marks`
         self.lock = threading.RLock()  # for a moment: counters
         self.turn = threading.RLock()  # rule 1
         self.apart: int | None = None  # rule 2
         self.block: int | None = None  # rule 3
         self.in_doubt = False  # rule 4
         self.settled: ShortWay | None = None  # rule 6
+        self.next_way: ShortWay | None = None  # which the first pass of the next window may take
         self.plain = NoPlainBackwards()
         # step() ends micro-batches here, so passes between two calls are one
-        self.delimited = False
+        self.step_ends_micro_batch = False
         self.enabled = True
         self.transaction: Transaction | None = None
         self.narrow = self.widened_float16 = False
@@ -123,7 +118,7 @@ class Window:
         self._is_first = True  # no window has begun since the tensors were registered
         self.last_marks: GradientMarks | None = None  # to be taken anew after each pass
         # the parameters' versions when the window began; None: not watched
-        self._written: list[int] | None = None
+        self.written: list[int] | None = None
         # gradients of the last window that were left in `.grad` when it ended
         self.left: GradientMarks | None = None
         self._left_to_drop = False  # nobody needs them once the next window begins
@@ -139,11 +134,11 @@ class Window:
         self.marks: GradientMarks | None = None
         self.settled = None
         self.in_doubt = False
-        self.plain.end_micro_batch()
-        self.plain.forget_others()
-        self.ranks.release()
+        self.plain.end_window()
+        if self.ranks is not SINGLE_PROCESS:
+            self.ranks.release()
         if self.bare:
-            disown(self, self.tensors)
+            disown(self)
 
     # -- what it holds ----------------------------------------------------------------------------
 
@@ -167,7 +162,7 @@ class Window:
         """How many micro-batches the window holds, skipped ones included."""
         steps = self.state.micro_batches
         for one in list(self.state.open.values()):
-            steps += min(1, one.passes) if self.delimited else one.passes
+            steps += min(1, one.passes) if self.step_ends_micro_batch else one.passes
         return steps
 
     @property
@@ -187,8 +182,9 @@ class Window:
     @property
     def is_ready(self) -> bool:
         """Whether the window is full; if it is, its gradients are normalised from here on."""
-        if self._is_filling_quietly():
-            return False
+        ready = self._look_quietly()
+        if ready is not None:
+            return ready
         with self.alone("is_ready"):
             self.require_intact()
             self.notice_use()
@@ -198,18 +194,24 @@ class Window:
                 self.finalise()
             return self.is_full
 
-    def _is_filling_quietly(self) -> bool:
-        """Whether there is nothing to do and nothing to refuse, seen in few calls; ends a
-        micro-batch.
+    def _look_quietly(self) -> bool | None:
+        """Whether the window is full, seen in few calls; None if there is something to do or to
+        refuse. Ends a micro-batch.
         """
         if self.block is not None or not self.turn.acquire(blocking=False):
-            return False
+            return None
         try:
-            state = self.state
-            if state.phase is not FILLING or self.in_doubt or self.plain.passes or self.is_full:
-                return False
+            state, full = self.state, self.is_full
+            if self.in_doubt or self.plain.passes:
+                return None
+            final = full and state.phase is FINAL and not self.follows_optimizer
+            if final and self._final_is_unused:
+                # whoever asks must use them before more can come in
+                state.asked, self.settled = True, None
+            elif full or state.phase is not FILLING:
+                return None
             self.plain.end_micro_batch()
-            return True
+            return full
         finally:
             self.turn.release()
 
@@ -265,8 +267,8 @@ class Window:
     def register_all(self, tensors: Iterable[Tensor], name: str) -> None:
         """Register tensors, all or none."""
         new = read_members(tensors, self.ids, name)
+        self.written_at = -1
         if not self.bare:
-            self.claimed_at = -1
             claim(self, [*self.tensors, *new])
         self.tensors += new
         self.ids.update(map(id, new))
@@ -328,11 +330,11 @@ class Window:
             tensor.grad = None if gradient is None else gradient.to(wide)
 
     def _find_ranks(self) -> None:
-        self.last_marks = self.settled = None  # of other tensors
+        self.last_marks = self.settled = self.next_way = None  # of other tensors
         self.ranks.close()
-        self.ranks = ranks_of(self.tensors, self) if self.tensors else ALONE
+        self.ranks = ranks_of(self.tensors, self) if self.tensors else SINGLE_PROCESS
         self.sources = self.ranks.sources(self.tensors)
-        self._found_alone = self.ranks is ALONE
+        self._found_alone = self.ranks is SINGLE_PROCESS
         self._note_parameters()
 
     def close(self) -> None:
@@ -468,14 +470,16 @@ class Window:
         Gradients from before the very first one are the user's own, and plain passes add to them as
         ever.
         """
+        self.next_way = None
         if self._found_alone:
             error = wrapped_since(self.tensors, self)
             if error is not None:
                 raise error
             self._found_alone = False
         claim(self, self.tensors)
-        self._drop_left()
-        if any(source.grad is not None for source in self.sources):
+        if self.left is not None:
+            self._drop_left()
+        if not have_no_gradient(self.sources):
             if self.bare:
                 for source in self.sources:
                     source.grad = None
@@ -489,15 +493,18 @@ class Window:
         self._is_first, self.left = False, None
         self.plain.forget_others()
         self._note_parameters()
-        types = {tensor.dtype for tensor in self.tensors}
-        wide = self.dtype
-        changed = {
-            one for one in types if wide is not None and one != torch.promote_types(one, wide)
-        }
-        self.narrow = bool(changed) if wide is not None else torch.float16 in types
-        self.widened_float16 = torch.float16 in changed
+        self._note_types()
         if self.scaler is not None:
             self.state.loss_scale = self.scaler.get_scale()
+
+    def _note_types(self) -> None:
+        """Whether factors must be chosen with care: gradients are, or come from, narrow numbers."""
+        types, wide = {tensor.dtype for tensor in self.tensors}, self.dtype
+        if wide is None:
+            self.narrow = torch.float16 in types
+            return
+        widened = {one for one in types if one != torch.promote_types(one, wide)}
+        self.narrow, self.widened_float16 = bool(widened), torch.float16 in widened
 
     def _may_add_to_earlier(self, plain: bool) -> bool:
         """Whether gradients from before this window are the user's own, and meant."""
@@ -568,7 +575,7 @@ class Window:
         """Refuse to add to sums that somebody else has changed since (rule 5)."""
         marks, before = self.marks, self.state.unscaled_before
         unscaled = before is not None and times_unscaled(self.scaler, self.optimizer) != before
-        if marks is None or (marks.untouched() and not self._parameters_written and not unscaled):
+        if marks is None or (marks.untouched() and not self.parameters_written and not unscaled):
             return
         steps = f"{self.accumulation_steps} of {self.target_steps} micro-batches"
         touch = marks.touch()
@@ -599,18 +606,18 @@ class Window:
         return self.optimizer is None and not self.bare
 
     @property
-    def _parameters_written(self) -> bool:
+    def parameters_written(self) -> bool:
         """Whether anybody has written to a parameter since the window began; never, if that is not
         watched.
         """
-        return self._written is not None and [*map(version_of, self.tensors)] != self._written
+        return self.written is not None and [*map(version_of, self.tensors)] != self.written
 
     def _note_parameters(self) -> None:
-        self._written = [*map(version_of, self.tensors)] if self.watches_parameters else None
+        self.written = [*map(version_of, self.tensors)] if self.watches_parameters else None
 
     def require_parameters_unwritten(self) -> None:
         """After a pass: refuse if parameters were updated while it ran."""
-        if self._parameters_written:
+        if self.parameters_written:
             self.break_off(
                 "The parameters were updated while a backward pass ran, by an optimizer that steps"
                 " in a hook, say. It steps at every micro-batch, with sums for gradients: take the"
@@ -676,7 +683,7 @@ class Window:
             if state.phase is FINAL:
                 self._leave_final(plain=True)
             self._require_filling(plain=True)
-        elif not marks.untouched() or self._parameters_written or self.scaler is not None:
+        elif not marks.untouched() or self.parameters_written or self.scaler is not None:
             self.require_untouched()
         main = self.state.main
         main.divisor = main.divisor or 1.0
@@ -714,7 +721,7 @@ class Window:
     def end_plain(self, *, complete: bool) -> None:
         """A plain pass has added all of its gradients."""
         with self.lock:
-            if self._parameters_written:
+            if self.parameters_written:
                 self.require_parameters_unwritten()
             self.take_marks()
             if complete and self.optimizer is None and self.apart is None:
@@ -726,7 +733,7 @@ class Window:
         """
         if (
             self.optimizer is not None
-            or self.delimited
+            or self.step_ends_micro_batch
             or self.bare
             or self.transaction is not None
         ):
@@ -862,7 +869,7 @@ class Window:
         """
         state, settled, thread = self.state, self.settled, threading.get_ident()
         one = state.open.get(thread)
-        if settled is None or not self.delimited or one is None or one.passes != 1:
+        if settled is None or not self.step_ends_micro_batch or one is None or one.passes != 1:
             return None
         taken = state.micro_batches + 1
         full = self.strategy.is_complete(taken, state.main.weight)
@@ -876,10 +883,10 @@ class Window:
         state = self.state
         one = state.open[thread]
         # passes that began at different tensors are parts of one micro-batch
-        if not self.delimited:
+        if not self.step_ends_micro_batch:
             parts = one.passes == one.plain == len(one.reached) > 1
-            self.delimited = parts or not self.is_full
-        if one.passes > 1 and self.delimited:
+            self.step_ends_micro_batch = parts or not self.is_full
+        if one.passes > 1 and self.step_ends_micro_batch:
             state.main.weight -= max(0, one.plain - 1)
             one.passes = 1
         state.micro_batches += one.passes
@@ -888,7 +895,7 @@ class Window:
     def close_all(self) -> None:
         """The window ends: what any thread has put in is in the gradients, and counts."""
         for thread in list(self.state.open):
-            if self.delimited:
+            if self.step_ends_micro_batch:
                 self._close(thread)
             else:
                 self.state.micro_batches += self.state.open.pop(thread).passes
@@ -904,7 +911,7 @@ class Window:
             new = marks is not None and not marks.untouched()
             self._require_not_of_others(new)
             if marks is not None and (
-                self._parameters_written
+                self.parameters_written
                 or (new and (state.had_pass or marks.touch() is not Touch.CHANGED))
             ):
                 self.require_untouched()
@@ -1014,12 +1021,14 @@ class Window:
         """Bring every sum of every process into `.grad`; gives the factor that is still to be
         multiplied by.
         """
-        whole, state = self.whole or self.meet(), self.state
+        state, alone = self.state, self.ranks.size == 1 and not self.ranks.lockstep
+        if not alone:
+            self.meet()  # which also tells the others if this window is broken
         self.require_intact()
         if state.phase is not FILLING:
             return 1.0
         factor = state.main.factor
-        if state.terms or self.ranks.size > 1 or self.ranks.lockstep:
+        if state.terms or not alone:
             self.in_doubt = True
             if state.terms:
                 with torch.no_grad():
@@ -1029,7 +1038,7 @@ class Window:
                     for term in state.terms.values():
                         term.pour_into(self.sources)
                 factor = 1.0
-            factor = self.ranks.reduce(self, whole, factor)
+            factor = self.ranks.reduce(self, self.meet(), factor)
             scale_gradients(self.tensors, factor)
             state.phase, factor = REDUCED, 1.0
             self.in_doubt = False
@@ -1037,11 +1046,15 @@ class Window:
         return factor
 
     def finalise(self, *, asked: bool = True) -> None:
-        """Make `.grad` the mean over the window, once. Nobody else may add to it meanwhile."""
+        """Make `.grad` the mean over the window, once. Nobody else may add to it meanwhile.
+
+        Not `asked`: a pass has ended this moment, and its gradients were marked.
+        """
         state = self.state
+        if state.phase is FILLING and asked:
+            self.require_untouched()
+        self.settled = None
         if state.phase is not FINAL:
-            if state.phase is FILLING:
-                self.require_untouched()
             factor = self.combine()
             self.in_doubt = True
             scale_gradients(self.tensors, factor)
@@ -1052,7 +1065,11 @@ class Window:
 
     def take_marks_of_tensors(self) -> None:
         """The parameters' own gradients are as we left them."""
-        self.marks = GradientMarks(self.tensors, parameters=True)
+        marks = self.last_marks
+        if marks is None or not marks.refresh():
+            marks = self.last_marks = GradientMarks(self.tensors)
+        marks.note_parameters()
+        self.marks = marks
         self._note_unscaled()
 
     def _note_unscaled(self) -> None:

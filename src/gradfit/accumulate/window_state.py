@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfit.accumulate.numbers import Number
+from gradfit.arguments import Number
 
 
 class Phase(enum.Enum):

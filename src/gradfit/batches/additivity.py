@@ -19,6 +19,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from torch import Tensor, nn
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_listen import eager_functions
 from gradfit.batches.additivity_record import Additivity
-from gradfit.batches.denominator import Denominator, read_denominator
+from gradfit.batches.denominator import Denominator, Term, read_denominator
 from gradfit.batches.loss import read_loss
 from gradfit.batches.quiet import QuietRandomness, without_dropout
 from gradfit.batches.scalars import ScalarReader
@@ -83,25 +85,36 @@ def measure_additivity(
     Raises:
         MisuseError: `loss_fn` returns something that is no loss.
     """
-    run = _Runner(model, loss_fn, split, rewind, finish)
+    runner = _Runner(model, loss_fn, split, rewind, finish)
     names = tuple(batch_norms(model))
     cuts = list(_choose_rows(batch, split, rows))
-    if names:
-        cuts = cuts[-1:]  # which cannot be run on one row
     with eager_functions():
-        found = run.measure(cuts)
-        if run.raised and len(cuts) > 1:
-            found = run.measure(cuts[-1:])  # a single row may be all that it refuses
-        if not found.adds_up and not names and (run.raised or run.is_random):
-            # some losses can be compared only without what is random in training
-            with _evaluating(model):
-                again = run.measure(cuts)
-            found = again if again.adds_up else found
-        if not found.adds_up and not names and split is None and _could_be_sequence_first(batch):
-            found = _sequence_first(model, loss_fn, batch, rows, rewind, finish, found)
-    if names:
-        return dataclasses.replace(found, over=None, modules=names, reason=batch_norm_reason(names))
-    return found
+        if names:  # which cannot be run on one row
+            measured = runner.measure(cuts[-1:])
+            reason = batch_norm_reason(names)
+            return dataclasses.replace(measured, over=None, modules=names, reason=reason)
+        measured = runner.measure(cuts)
+        if runner.raised and len(cuts) > 1:
+            measured = runner.measure(cuts[-1:])  # a single row may be all that it refuses
+        if not measured.adds_up and (runner.raised or runner.is_random):
+            measured = runner.measure_without_randomness(cuts, measured)
+        if not measured.adds_up and split is None and _could_be_sequence_first(batch):
+            measured = runner.measure_along_dim_1(batch, rows, measured)
+    return measured
+
+
+def has_count(model: nn.Module, loss_fn: LossFunction, batch: Any) -> bool:
+    """Whether the loss comes with a count of its own, by one forward that keeps no activation.
+
+    Args:
+        model: its buffers and generators are the caller's to put back.
+        loss_fn: as for `fit`.
+        batch: what to call it with.
+    """
+    with eager_functions(), without_activations(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = loss_fn(model, unmarked(batch))
+    return read_loss(result, 1).count is not None
 
 
 def batch_norm_reason(names: Sequence[str]) -> str:
@@ -125,6 +138,14 @@ class Run:
     terms: tuple[TermCount, ...] | None = None
     """If each can be told apart, with its value."""
 
+    @property
+    def is_clamped(self) -> bool:
+        return any(term.floor for term in self.terms or ())
+
+    def is_lost_at(self, weight: float) -> bool:
+        """Whether it was divided by no items, and is not nothing: what was divided is lost."""
+        return not weight and self.value != 0 and not math.isnan(self.value)
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
@@ -133,19 +154,22 @@ class Comparison:
     whole: Run
     parts: tuple[Run, ...]
 
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The whole, then the parts."""
+        return (self.whole, *self.parts)
+
     def mean_error(self, weight: Callable[[Run], float]) -> float:
         """How far the whole is from the parts' weighted mean, and its weight from the sum of
         theirs; relative.
         """
-        total = math.fsum(weight(part) for part in self.parts)
-        if not total > 0 or not weight(self.whole) > 0:
+        weights = [weight(part) for part in self.parts]
+        total, of_whole = math.fsum(weights), weight(self.whole)
+        weighted = list(zip(weights, self.parts, strict=True))
+        if not (total > 0 and of_whole > 0) or any(part.is_lost_at(w) for w, part in weighted):
             return math.inf
-        if any(
-            not weight(part) and part.value and not math.isnan(part.value) for part in self.parts
-        ):
-            return math.inf  # divided by 0 items, and not nothing: what was divided is lost
-        mixed = math.fsum(weight(part) * part.value for part in self.parts if weight(part)) / total
-        return max(self._relative(mixed), abs(total / weight(self.whole) - 1))
+        mixed = math.fsum(w * part.value for w, part in weighted if w) / total
+        return max(self._relative(mixed), abs(total / of_whole - 1))
 
     def items_error(self) -> float:
         """How far the whole is from the sum of its parts, or its count from the sum of theirs;
@@ -156,10 +180,10 @@ class Comparison:
 
     def terms_error(self, roles: Sequence[str]) -> float:
         """How far the whole is from its parts, each term by its own total; relative."""
-        if any(term.is_lost for part in self.parts for term in part.terms or ()):
+        terms = [part.terms or () for part in self.parts]
+        if any(term.is_lost for of_part in terms for term in of_part):
             return math.inf
-        shares = share_terms([part.terms or () for part in self.parts], roles)
-        return self._relative(math.fsum(share.value for share in shares))
+        return self._relative(math.fsum(share.value for share in share_terms(terms, roles)))
 
     def sum_error(self) -> float:
         """How far the whole is from the sum of its parts; relative."""
@@ -167,7 +191,7 @@ class Comparison:
 
     def _relative(self, mixed: float) -> float:
         difference = abs(mixed - self.whole.value)
-        values = [abs(run.value) for run in (self.whole, *self.parts)]
+        values = [abs(run.value) for run in self.runs]
         largest = max(value for value in (*values, 0.0) if not math.isnan(value))
         # From zeros alone nothing can be told, nor from what is not finite.
         return difference / largest if largest > 0 and math.isfinite(difference) else math.inf
@@ -175,49 +199,86 @@ class Comparison:
 
 def judge(comparisons: Sequence[Comparison], tolerance: float, read: str = "") -> Additivity:
     """By what the parts are to be weighted, if by anything."""
-    runs = [run for one in comparisons for run in (one.whole, *one.parts)]
-    roles = _roles_of(comparisons)
-    each = _roles_of_values(comparisons, roles)
-    if not _one_weight(runs, roles) and not each:
-        roles = ()
-    ways: dict[str, Callable[[Comparison], float]] = {}
-    if all(run.count is not None for run in runs):
-        ways["items"] = Comparison.items_error
-    else:
-        if _one_weight(runs, roles) and "adds" in roles:
-            ways["divisor"] = lambda one: one.mean_error(
-                lambda run: (run.divisors or ())[roles.index("adds")]
-            )
-        elif _one_weight(runs, roles) and roles:
-            ways["sum"] = Comparison.sum_error
-        if len(each) > 1 or "adds" in each:
-            ways["terms"] = lambda one: one.terms_error(each)
-        if not _depends_on_rows_together(comparisons):
-            ways["rows"] = lambda one: one.mean_error(lambda run: float(run.rows))
+    evidence = _Evidence(comparisons)
+    ways = evidence.ways()
     errors = {over: max(map(error, comparisons)) for over, error in ways.items()}
     for over, error in errors.items():
         if error <= tolerance:
-            told = () if over == "rows" else each or roles
+            told = () if over == "rows" else evidence.roles_of_values or evidence.roles
             return Additivity(over, error, read=read, roles=told)
-    if (
-        "items" in ways
-        and "adds" in roles
-        and max(one.mean_error(_count_of) for one in comparisons) <= tolerance
-    ):
+    if "items" in ways and evidence.is_mean_over_count(tolerance):
         whole = comparisons[0].whole
         raise MisuseError(
             f"loss_fn returned (loss, {whole.count:g}), but the loss is {read}: a mean, not a sum"
             " over the count. Return loss * count with the count, or the mean alone."
         )
-    ways = ways or {"rows": Comparison.sum_error}  # for the message alone
-    finite = [min(way(one) for way in ways.values()) for one in comparisons]
-    largest = max((error for error in finite if math.isfinite(error)), default=math.inf)
-    return Additivity(None, largest, read=read, roles=roles, reason=_why(comparisons, errors, read))
+    reason = _why(comparisons, read)
+    least = _least_error(comparisons, list(ways.values()))
+    return Additivity(None, least, read=read, roles=evidence.roles, reason=reason)
 
 
-def _why(comparisons: Sequence[Comparison], errors: dict[str, float], read: str) -> str:
+class _Evidence:
+    """What the divisors of wholes and parts say of how parts could be put together."""
+
+    def __init__(self, comparisons: Sequence[Comparison]) -> None:
+        self.comparisons = comparisons
+        self.runs = [run for one in comparisons for run in one.runs]
+        read = _read_roles(comparisons)
+        # a term with a coefficient that all rows of a part make, as one loss's size does that
+        # scales another: values may add up by rows all the same, and gradients do not
+        self.depends_on_rows_together = _NEITHER in read
+        self.roles = () if self.depends_on_rows_together else read
+        self.roles_of_values = _roles_of_values(comparisons, self.roles)
+        self.one_weight = _one_weight(self.runs, self.roles)
+        if not self.one_weight and not self.roles_of_values:
+            self.roles = ()
+            self.one_weight = _one_weight(self.runs, ())
+
+    def ways(self) -> dict[str, Callable[[Comparison], float]]:
+        """How the parts could be put together, each with how far the whole is from it."""
+        if all(run.count is not None for run in self.runs):
+            return {"items": Comparison.items_error}
+        ways: dict[str, Callable[[Comparison], float]] = {}
+        if self.one_weight and "adds" in self.roles:
+            ways["divisor"] = self.divisor_error
+        elif self.one_weight and self.roles:
+            ways["sum"] = Comparison.sum_error
+        if len(self.roles_of_values) > 1 or "adds" in self.roles_of_values:
+            ways["terms"] = self.terms_error
+        if not self.depends_on_rows_together:
+            ways["rows"] = _rows_error
+        return ways
+
+    def divisor_error(self, comparison: Comparison) -> float:
+        place = self.roles.index("adds")
+        return comparison.mean_error(lambda run: (run.divisors or ())[place])
+
+    def terms_error(self, comparison: Comparison) -> float:
+        return comparison.terms_error(self.roles_of_values)
+
+    def is_mean_over_count(self, tolerance: float) -> bool:
+        """Whether what was returned as a sum over a count is the mean over it."""
+        return "adds" in self.roles and all(
+            one.mean_error(_count_of) <= tolerance for one in self.comparisons
+        )
+
+
+def _rows_error(comparison: Comparison) -> float:
+    return comparison.mean_error(lambda run: float(run.rows))
+
+
+def _least_error(
+    comparisons: Sequence[Comparison], ways: Sequence[Callable[[Comparison], float]]
+) -> float:
+    """How far the whole is from its parts in the best way, for the message alone."""
+    ways = ways or [Comparison.sum_error]
+    least = [min(way(one) for way in ways) for one in comparisons]
+    return max(filter(math.isfinite, least), default=math.inf)
+
+
+def _why(comparisons: Sequence[Comparison], read: str) -> str:
     first = comparisons[0]
-    if all(run.value == 0 for one in comparisons for run in (one.whole, *one.parts)):
+    if all(run.value == 0 for one in comparisons for run in one.runs):
         return (
             "the loss is 0 on the rows it was measured on, so nothing can be told. Pass a sample"
             " with a loss"
@@ -242,41 +303,33 @@ def _count_of(run: Run) -> float:
     return run.count or 0.0
 
 
-def _roles_of(comparisons: Sequence[Comparison]) -> tuple[str, ...]:
-    """Whether each term's divisor adds up over the parts or stays what it is; () if it cannot be
-    told for each.
-    """
-    roles = _read_roles(comparisons)
-    return () if _NEITHER in roles else roles
-
-
 def _read_roles(comparisons: Sequence[Comparison]) -> tuple[str, ...]:
-    """The same, term by term; () if not all runs have the same terms."""
-    runs = [run for one in comparisons for run in (one.whole, *one.parts)]
-    lengths = {None if run.divisors is None else len(run.divisors) for run in runs}
-    if len(lengths) != 1 or lengths == {None}:
-        return ()
-    roles = []
-    for term in range(len(runs[0].divisors or ())):
-        numbers = [
-            [(run.divisors or ())[term] for run in (one.whole, *one.parts)] for one in comparisons
-        ]
-        if all(is_close(sum(parts), whole) for whole, *parts in numbers):
-            roles.append("adds")
-        elif all(is_close(part, whole) for whole, *parts in numbers for part in parts):
-            roles.append("constant")
-        else:
-            roles.append(_NEITHER)
-    return tuple(roles)
-
-
-def _depends_on_rows_together(comparisons: Sequence[Comparison]) -> bool:
-    """Whether a term has a coefficient that all rows of a part make, as one loss's size does that
-    scales another.
-
-    Values may add up by rows all the same, and gradients do not.
+    """Whether each term's divisor adds up over the parts, stays what it is, or does neither; () if
+    not all runs have the same terms.
     """
-    return _NEITHER in _read_roles(comparisons)
+    divisors = [run.divisors for one in comparisons for run in one.runs]
+    first = divisors[0]
+    if first is None or any(one is None or len(one) != len(first) for one in divisors):
+        return ()
+    numbers = [[_divisors_at(one, term) for one in comparisons] for term in range(len(first))]
+    return tuple(map(_role, numbers))
+
+
+def _divisors_at(comparison: Comparison, term: int) -> list[float]:
+    """Of the whole, then of each part."""
+    return [(run.divisors or ())[term] for run in comparison.runs]
+
+
+def _role(numbers: Sequence[list[float]]) -> str:
+    """Of a term, by its divisor in each whole and its parts."""
+    if all(is_close(sum(parts), whole) for whole, *parts in numbers):
+        return "adds"
+    return "constant" if _stays(numbers) else _NEITHER
+
+
+def _stays(numbers: Sequence[list[float]]) -> bool:
+    """Whether a number is the same in each whole and all of its parts."""
+    return all(is_close(part, whole) for whole, *parts in numbers for part in parts)
 
 
 def _roles_of_values(comparisons: Sequence[Comparison], roles: Sequence[str]) -> tuple[str, ...]:
@@ -285,32 +338,28 @@ def _roles_of_values(comparisons: Sequence[Comparison], roles: Sequence[str]) ->
 
     () unless each term of each run is known with its value.
     """
-    if not roles or any(
-        run.terms is None for one in comparisons for run in (one.whole, *one.parts)
-    ):
+    if any(run.terms is None for one in comparisons for run in one.runs):
         return ()
-    found = []
-    for place, role in enumerate(roles):
-        numbers = [
-            [(run.terms or ())[place].value for run in (one.whole, *one.parts)]
-            for one in comparisons
+    return tuple(
+        [
+            "same" if role == "constant" and _stays(_values_at(comparisons, term)) else role
+            for term, role in enumerate(roles)
         ]
-        is_same = role == "constant" and all(
-            is_close(part, whole) for whole, *parts in numbers for part in parts
-        )
-        found.append("same" if is_same else role)
-    return tuple(found)
+    )
+
+
+def _values_at(comparisons: Sequence[Comparison], term: int) -> list[list[float]]:
+    return [[(run.terms or ())[term].value for run in one.runs] for one in comparisons]
 
 
 def _one_weight(runs: Sequence[Run], roles: Sequence[str]) -> bool:
     """Whether one number for a part is right for all of its terms, and none of these was
     clamped.
     """
-    is_clamped = any(term.floor for run in runs for term in run.terms or ())
+    if any(run.is_clamped for run in runs):
+        return False
     first = runs[0].divisors or ()
-    return not is_clamped and all(
-        go_together(roles, first, run.divisors or ()) for run in runs[1:] if roles
-    )
+    return not roles or all(go_together(roles, first, run.divisors or ()) for run in runs[1:])
 
 
 def go_together(roles: Sequence[str], first: Sequence[float], now: Sequence[float]) -> bool:
@@ -355,7 +404,6 @@ class _Runner:
     def measure(self, cuts: Sequence[tuple[Any, Sequence[Any]]]) -> Additivity:
         """Compare each whole with its parts, as the model is and slightly changed."""
         self.raised = self.is_random = False
-        comparisons: list[Comparison] = []
         try:
             first = self.run(cuts[0][0])
             read = self._read
@@ -367,12 +415,7 @@ class _Runner:
                     reason="the loss is another one each time it is called with the same rows, by "
                     "state outside of parameters, buffers and generators",
                 )
-            for whole, parts in cuts:
-                comparisons.append(self._compare(whole, parts))
-            with _slightly_changed(self._model):
-                changed = self._compare(*cuts[-1])
-            if math.isfinite(changed.whole.value):
-                comparisons.append(changed)
+            comparisons = self._comparisons(cuts)
         except MisuseError:
             raise
         except Exception as error:
@@ -381,10 +424,44 @@ class _Runner:
             self.raised = True
             said = f"the loss of fewer rows raises {type(error).__name__}: {error}"
             return Additivity(None, math.inf, read=self._read, reason=said, runs_parts=False)
-        found = judge(comparisons, self._tolerance, read)
+        verdict = judge(comparisons, self._tolerance, read)
         return dataclasses.replace(
-            found, by_hand=self._by_hand and "adds" in found.roles, floor=self._floor
+            verdict, by_hand=self._by_hand and "adds" in verdict.roles, floor=self._floor
         )
+
+    def measure_without_randomness(
+        self, cuts: Sequence[tuple[Any, Sequence[Any]]], measured: Additivity
+    ) -> Additivity:
+        """Some losses can be compared only without what is random in training."""
+        with _evaluating(self._model):
+            again = self.measure(cuts)
+        return again if again.adds_up else measured
+
+    def measure_along_dim_1(self, batch: Any, rows: int, measured: Additivity) -> Additivity:
+        """Say so, if the batch adds up along dim 1, which makes dim 0 the time."""
+        other = _Runner(self._model, self._loss_fn, _cut_dim_1, self._rewind, self._finish)
+        try:
+            along = other.measure(list(_choose_rows(batch, _cut_dim_1, rows)))
+        except Exception:  # the user's code, on a batch it may not be made for
+            return measured
+        if not along.adds_up:
+            return measured
+        return Additivity(
+            None,
+            measured.error,
+            read=measured.read,
+            reason="it adds up along dim 1, so dim 0 seems to be the sequence and not "
+            "the batch. Pass split=, a function (batch, size) -> parts, which cuts along dim 1, as "
+            "x.split(size, dim=1)",
+        )
+
+    def _comparisons(self, cuts: Sequence[tuple[Any, Sequence[Any]]]) -> list[Comparison]:
+        comparisons = [self._compare(whole, parts) for whole, parts in cuts]
+        with _slightly_changed(self._model):
+            changed = self._compare(*cuts[-1])
+        if math.isfinite(changed.whole.value):
+            comparisons.append(changed)
+        return comparisons
 
     def _compare(self, whole: Any, parts: Sequence[Any]) -> Comparison:
         return Comparison(self.run(whole), tuple(self.run(part) for part in parts))
@@ -400,20 +477,23 @@ class _Runner:
         """
         self._rewind()
         try:
-            found = self._run(part)
+            return self._run(part)
         except MisuseError:
             raise
         except Exception as error:
             if not self._drops or is_out_of_memory(error):
                 raise
-            self._rewind()
-            self._drops = False  # a loss that differentiates inside itself needs what was saved
-            try:
-                found = self._run(part)
-            except Exception:
-                self._drops = True
-                raise
-        return found
+        self._rewind()
+        return self._run_keeping_activations(part)
+
+    def _run_keeping_activations(self, part: Any) -> Run:
+        """A loss that differentiates inside itself needs what was saved."""
+        self._drops = False
+        try:
+            return self._run(part)
+        except Exception:
+            self._drops = True
+            raise
 
     def _run(self, part: Any) -> Run:
         quiet = QuietRandomness()
@@ -422,39 +502,43 @@ class _Runner:
         with saving, warnings.catch_warnings(), without_dropout(self._model), quiet, reader:
             warnings.simplefilter("ignore")  # about rows that nobody trains on
             result = self._loss_fn(self._model, unmarked(part))
-        rows = (
-            sum(1 for _ in self._split(part, 1)) if self._split is not None else size_of_batch(part)
-        )
-        read = read_loss(result, rows)
-        denominator = read_denominator(read.loss, reader)
+        rows = _count_rows(part, self._split)
+        loss = read_loss(result, rows)
+        denominator = read_denominator(loss.loss, reader)
         divisors = terms = None
         if denominator is not None:
             divisors = tuple(float(term.items) for term in denominator.terms)
+            terms = self._count_terms(denominator)
             self._note(denominator)
-            # Over several processes a forward alone cannot be run before each step.
-            if (
-                self._drops
-                and self._finish is None
-                and (counts := count_terms(denominator)) is not None
-            ):
-                terms = tuple(counts)
         self._tolerance = max(
-            self._tolerance, _tolerance_of(read.loss, coarse=quiet.autocast or self._coarse)
+            self._tolerance, _tolerance_of(loss.loss, coarse=quiet.autocast or self._coarse)
         )
-        count = None if read.count is None else float(read.count)
-        run = Run(float(read.loss.detach()), rows, count, divisors, terms)
+        count = None if loss.count is None else float(loss.count)
+        run = Run(float(loss.loss.detach()), rows, count, divisors, terms)
         if self._finish is not None:
-            self._finish(read.loss)
+            self._finish(loss.loss)
         return run
+
+    def _count_terms(self, denominator: Denominator) -> tuple[TermCount, ...] | None:
+        """Over several processes (`finish`) a forward alone cannot be run before each step."""
+        counts = count_terms(denominator) if self._drops and self._finish is None else None
+        return None if counts is None else tuple(counts)
 
     def _note(self, read: Denominator) -> None:
         self._read = str(read)
-        for term in read.terms:
-            self._by_hand = self._by_hand or term.is_divided_by_hand
-            if term.floor is not None and not term.floor.is_whole and term.floor.after:
-                self._floor = max(
-                    self._floor, float(term.divisor) * term.floor.least / term.floor.after
-                )
+        self._by_hand |= any(term.is_divided_by_hand for term in read.terms)
+        self._floor = max([self._floor, *(_least_divisor(term) for term in read.terms)])
+
+
+def _least_divisor(term: Term) -> float:
+    """What a divisor that was clamped, and is no whole number, is at least."""
+    if term.floor is None or term.floor.is_whole or not term.floor.after:
+        return 0.0
+    return float(term.divisor) * term.floor.least / term.floor.after
+
+
+def _count_rows(part: Any, split: Cut | None) -> int:
+    return size_of_batch(part) if split is None else sum(1 for _ in split(part, 1))
 
 
 def _tolerance_of(loss: Tensor, *, coarse: bool) -> float:
@@ -466,7 +550,7 @@ def _tolerance_of(loss: Tensor, *, coarse: bool) -> float:
 def _choose_rows(batch: Any, split: Cut | None, most: int) -> Iterator[tuple[Any, list[Any]]]:
     """A few rows, whole and in unequal parts, cut in two ways."""
     cut = split or split_batch
-    total = size_of_batch(batch) if split is None else sum(1 for _ in split(batch, 1))
+    total = _count_rows(batch, split)
     if total == 1 and split is None:
         batch, total = repeat_rows(batch, 3), 3
     rows = max(2, min(most, total))
@@ -484,39 +568,14 @@ def _could_be_sequence_first(batch: Any) -> bool:
     )
 
 
-def _sequence_first(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    batch: Any,
-    rows: int,
-    rewind: Any,
-    finish: Any,
-    found: Additivity,
-) -> Additivity:
-    """Say so, if the batch adds up along dim 1, which makes dim 0 the time."""
+def _cut_dim_1(nest: Any, size: int) -> Iterator[Any]:
+    wide = next(tensor.size(1) for tensor in leaves(nest) if tensor.dim() > 1)
+    for start in range(0, wide, size):
+        yield map_tensors(nest, partial(_narrowed, cut=slice(start, start + size)))
 
-    def along(nest: Any, size: int) -> Iterator[Any]:
-        wide = next(tensor.size(1) for tensor in leaves(nest) if tensor.dim() > 1)
-        for start in range(0, wide, size):
-            cut = slice(start, start + size)
-            yield map_tensors(nest, lambda t, cut=cut: t[:, cut] if t.dim() > 1 else t)  # type: ignore[misc]
 
-    try:
-        other = _Runner(model, loss_fn, along, rewind, finish).measure(
-            list(_choose_rows(batch, along, rows))
-        )
-    except Exception:  # the user's code, on a batch it may not be made for
-        return found
-    if not other.adds_up:
-        return found
-    return Additivity(
-        None,
-        found.error,
-        read=found.read,
-        reason="it adds up along dim 1, so dim 0 seems to be the sequence and not "
-        "the batch. Pass split=, a function (batch, size) -> parts, which cuts along dim 1, as "
-        "x.split(size, dim=1)",
-    )
+def _narrowed(tensor: Tensor, cut: slice) -> Tensor:
+    return tensor[:, cut] if tensor.dim() > 1 else tensor
 
 
 @contextlib.contextmanager
@@ -533,18 +592,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _slightly_changed(model: nn.Module) -> Iterator[None]:
     """Some small trained parameters, biases and the like, are a little different inside."""
-    trained = [
-        p
-        for p in model.parameters()
-        if p.requires_grad and type(p.data) is Tensor and p.is_floating_point()
-    ]
-    chosen: list[tuple[nn.Parameter, Tensor]] = []
-    room = _SMALL_SHARE * sum(p.nbytes for p in trained)
-    for parameter in sorted(trained, key=lambda p: p.numel()):
-        room -= parameter.nbytes
-        if chosen and room < 0:
-            break
-        chosen.append((parameter, parameter.detach().clone()))
+    chosen = [(parameter, parameter.detach().clone()) for parameter in _small_parameters(model)]
     generator = torch.Generator("cpu").manual_seed(0)
     try:
         with torch.no_grad():
@@ -556,3 +604,18 @@ def _slightly_changed(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for parameter, content in chosen:
                 parameter.copy_(content)
+
+
+def _small_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The smallest trained parameters: few bytes of all, and at least one."""
+    trained = sorted(filter(_is_trained_plainly, model.parameters()), key=lambda p: p.numel())
+    room = _SMALL_SHARE * sum(p.nbytes for p in trained)
+    taken = accumulate(parameter.nbytes for parameter in trained)
+    few = sum(1 for nbytes in taken if nbytes <= room)
+    return trained[: max(1, few)]
+
+
+def _is_trained_plainly(parameter: nn.Parameter) -> bool:
+    """Whether it is a trained tensor of real numbers, and of no subclass."""
+    is_plain = type(parameter.data) is Tensor and parameter.is_floating_point()
+    return parameter.requires_grad and is_plain

@@ -123,27 +123,37 @@ def read_denominator(loss: Tensor, reader: ScalarReader | None = None) -> Denomi
     """
     if loss.grad_fn is None or loss.numel() != 1:
         return None
-    terms: list[Term] = []
-    unknown: list[str] = []
-    paths = [_Path(loss.grad_fn, reader=reader).with_value()]
-    while paths and len(terms) + len(unknown) < _MOST_TERMS:
-        path = paths.pop()
-        rule = _RULES.get(path.node.name())
-        found = None if rule is None else rule(path)
-        if found is None:
-            unknown.append(path.node.name())
-        elif isinstance(found, Term):
-            terms.append(replace(found, node=path.node, value=path.value, floor=path.floor))
-        else:  # of a single way on, the number is still all of what was reached so far
-            paths += [
-                one.with_value(path.value if len(found) == 1 else None) for one in reversed(found)
-            ]
-    if paths or (unknown and not terms):
+    walk = _Walk(loss.grad_fn, reader)
+    while walk.paths and len(walk.terms) + len(walk.unknown) < _MOST_TERMS:
+        walk.follow(walk.paths.pop())
+    if walk.paths or (walk.unknown and not walk.terms):
         return None
-    return Denominator(tuple(terms), tuple(unknown))
+    return Denominator(tuple(walk.terms), tuple(walk.unknown))
 
 
-class _Path(NamedTuple):
+class _Walk:
+    """From the loss back to its reductions: the ways that are still to be followed, and the terms
+    at the ends of the others.
+    """
+
+    def __init__(self, node: Any, reader: ScalarReader | None) -> None:
+        self.paths = [_GraphPath(node, reader=reader).with_value()]
+        self.terms: list[Term] = []
+        self.unknown: list[str] = []
+
+    def follow(self, path: _GraphPath) -> None:
+        rule = _RULES.get(path.node.name())
+        reached = None if rule is None else rule(path)
+        if reached is None:
+            self.unknown.append(path.node.name())
+        elif isinstance(reached, Term):
+            self.terms.append(replace(reached, node=path.node, value=path.value, floor=path.floor))
+        else:  # of a single way on, the number is still all of what was reached so far
+            value = path.value if len(reached) == 1 else None
+            self.paths += [one.with_value(value) for one in reversed(reached)]
+
+
+class _GraphPath(NamedTuple):
     """A node that was reached, and the scalars on the way to it."""
 
     node: Any
@@ -153,7 +163,7 @@ class _Path(NamedTuple):
     value: float | None = None  # what comes this way to the loss
     floor: Floor | None = None  # of the divisor
 
-    def with_value(self, otherwise: float | None = None) -> _Path:
+    def with_value(self, otherwise: float | None = None) -> _GraphPath:
         """With what comes this way to the loss, if the node's own result was seen."""
         seen = None if self.reader is None else self.reader.value_of(self.node)
         if seen is None:
@@ -162,19 +172,17 @@ class _Path(NamedTuple):
             value=seen * float(_quotient(self.scaled, 1 if self.divided is None else self.divided))
         )
 
-    def to(self, place: int, *, scale: Number = 1, divide: Number | None = None) -> list[_Path]:
+    def to(
+        self, place: int, *, scale: Number = 1, divide: Number | None = None
+    ) -> list[_GraphPath]:
         """On to the node's input at that place; nowhere if it is a constant, or multiplied by 0."""
         node = self.node.next_functions[place][0]
         if node is None or (not isinstance(scale, Tensor) and scale == 0):
             return []
-        divided = (
-            self.divided
-            if divide is None
-            else divide
-            if self.divided is None
-            else self.divided * divide
-        )
-        return [self._replace(node=node, scaled=self.scaled * scale, divided=divided)]
+        on = self._replace(node=node, scaled=self.scaled * scale)
+        if divide is None:
+            return [on]
+        return [on._replace(divided=divide if self.divided is None else self.divided * divide)]
 
     def mean(self, count: Number, name: str) -> Term:
         """The term of a reduction that has divided by `count`."""
@@ -191,12 +199,14 @@ class _Path(NamedTuple):
         return tuple(node._input_metadata[index].shape)
 
 
-_Found = Term | list[_Path] | None
-_RULES: dict[str, Callable[[_Path], _Found]] = {}
+_Reached = Term | list[_GraphPath] | None
+_RULES: dict[str, Callable[[_GraphPath], _Reached]] = {}
 
 
-def _rule(*names: str) -> Callable[[Callable[[_Path], _Found]], Callable[[_Path], _Found]]:
-    def register(function: Callable[[_Path], _Found]) -> Callable[[_Path], _Found]:
+def _rule(
+    *names: str,
+) -> Callable[[Callable[[_GraphPath], _Reached]], Callable[[_GraphPath], _Reached]]:
+    def register(function: Callable[[_GraphPath], _Reached]) -> Callable[[_GraphPath], _Reached]:
         _RULES.update(dict.fromkeys(names, function))
         return function
 
@@ -220,17 +230,17 @@ def _rule(*names: str) -> Callable[[Callable[[_Path], _Found]], Callable[[_Path]
     "AsStridedBackward0",
     "ExpandBackward0",
 )
-def _same_number(path: _Path) -> _Found:
+def _same_number(path: _GraphPath) -> _Reached:
     return path.to(0) if math.prod(path.shape(0)) == 1 else None
 
 
 @_rule("NegBackward0")
-def _neg(path: _Path) -> _Found:
+def _neg(path: _GraphPath) -> _Reached:
     return path.to(0, scale=-1)
 
 
 @_rule("AddBackward0", "AddBackward1", "SubBackward0", "SubBackward1", "RsubBackward1")
-def _add(path: _Path) -> _Found:
+def _add(path: _GraphPath) -> _Reached:
     alpha = getattr(path.node, "_saved_alpha", 1)
     name = path.node.name()
     first, second = (
@@ -241,7 +251,7 @@ def _add(path: _Path) -> _Found:
 
 
 @_rule("MulBackward0", "MulBackward1")
-def _mul(path: _Path) -> _Found:
+def _mul(path: _GraphPath) -> _Reached:
     inputs = path.node.next_functions
     if len(inputs) > 1 and inputs[0][0] is not None and inputs[1][0] is not None:
         return None  # a product of two losses is no loss of one
@@ -251,7 +261,7 @@ def _mul(path: _Path) -> _Found:
 
 
 @_rule("DivBackward0", "DivBackward1")
-def _div(path: _Path) -> _Found:
+def _div(path: _GraphPath) -> _Reached:
     inputs = path.node.next_functions
     if len(inputs) > 1 and inputs[1][0] is not None:
         return None  # what it is divided by is trained, too
@@ -263,7 +273,7 @@ def _div(path: _Path) -> _Found:
 
 
 @_rule("SumBackward0", "SumBackward1", "NansumBackward0")
-def _sum(path: _Path) -> _Found:
+def _sum(path: _GraphPath) -> _Reached:
     inside = _several(path)
     if inside is not None:
         return inside
@@ -273,33 +283,37 @@ def _sum(path: _Path) -> _Found:
 
 
 @_rule("MeanBackward0", "MeanBackward1")
-def _mean(path: _Path) -> _Found:
+def _mean(path: _GraphPath) -> _Reached:
     inside = _several(path)
     if inside is not None:
         return inside
     return path.mean(math.prod(path.shape(0)) * _inner_count(path), "mean")
 
 
-def _several(path: _Path) -> list[_Path] | None:
+def _several(path: _GraphPath) -> list[_GraphPath] | None:
     """Where a reduction is over one number, or over a stack of several losses: the way to each of
     them.
     """
     shape = path.shape(0)
-    is_mean = path.node.name().startswith("Mean")
     if not shape:
         return path.to(0)
     stack = path.node.next_functions[0][0]
     if stack.name() not in ("StackBackward0", "CatBackward0"):
         return None
-    inner = path._replace(node=stack)
-    places = [place for place, (node, _) in enumerate(stack.next_functions) if node is not None]
-    if any(math.prod(inner.shape(place)) != 1 for place in places):
+    divide = math.prod(shape) if path.node.name().startswith("Mean") else None
+    return _ways_into(path._replace(node=stack), divide)
+
+
+def _ways_into(path: _GraphPath, divide: int | None) -> list[_GraphPath] | None:
+    """To each of the numbers that are stacked; None if these are more than numbers."""
+    functions = path.node.next_functions
+    places = [place for place, (node, _) in enumerate(functions) if node is not None]
+    if any(math.prod(path.shape(place)) != 1 for place in places):
         return None
-    divide = math.prod(shape) if is_mean else None
-    return [step for place in places for step in inner.to(place, divide=divide)]
+    return [step for place in places for step in path.to(place, divide=divide)]
 
 
-def _inner_count(path: _Path) -> int:
+def _inner_count(path: _GraphPath) -> int:
     """What reductions right below this one, over other dimensions, have divided by."""
     count, node = 1, path.node.next_functions[0][0]
     while node.name() in (
@@ -320,7 +334,7 @@ def _inner_count(path: _Path) -> int:
 
 
 @_rule("NllLossBackward0", "NllLoss2DBackward0")
-def _nll_loss(path: _Path) -> _Found:
+def _nll_loss(path: _GraphPath) -> _Reached:
     if path.node._saved_reduction != _MEAN:
         return path.sum("nll_loss")
     return path.mean(_number(path.node._saved_total_weight), "nll_loss")
@@ -334,7 +348,7 @@ def _nll_loss(path: _Path) -> _Found:
     "BinaryCrossEntropyWithLogitsBackward0",
     "SoftMarginLossBackward0",
 )
-def _by_element(path: _Path) -> _Found:
+def _by_element(path: _GraphPath) -> _Reached:
     place = 0 if path.node.next_functions[0][0] is not None else 1
     name = _name(path)
     return (
@@ -345,25 +359,25 @@ def _by_element(path: _Path) -> _Found:
 
 
 @_rule("MultiMarginLossBackward0", "MultilabelMarginLossBackward0")
-def _by_row(path: _Path) -> _Found:
+def _by_row(path: _GraphPath) -> _Reached:
     shape, name = path.shape(0), _name(path)
     rows = shape[0] if len(shape) > 1 else 1
     return path.mean(rows, name) if path.node._saved_reduction == _MEAN else path.sum(name)
 
 
 @_rule("DotBackward0", "BmmBackward0", "MmBackward0", "MvBackward0")
-def _dot(path: _Path) -> _Found:
+def _dot(path: _GraphPath) -> _Reached:
     is_number = math.prod(path.node._input_metadata[0].shape) == 1  # of what it returned
     return path.sum() if is_number else None
 
 
 @_rule("WhereBackward0")
-def _where(path: _Path) -> _Found:
+def _where(path: _GraphPath) -> _Reached:
     condition = path.node._saved_condition
     return path.to(0 if bool(condition) else 1) if condition.numel() == 1 else None
 
 
-def _name(path: _Path) -> str:
+def _name(path: _GraphPath) -> str:
     return str(path.node.name()).removesuffix("Backward0")
 
 

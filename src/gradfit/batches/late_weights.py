@@ -39,6 +39,12 @@ class _Taken(NamedTuple):
     part: PartLoss
     denominator: Denominator | None
 
+    def scalars(self) -> list[Any]:
+        part, read = self.part, self.denominator
+        terms = () if read is None else read.terms
+        of_terms = [number for term in terms for number in (term.count, term.scale)]
+        return [part.loss, part.count, *part.logs.values(), *of_terms]
+
 
 class LateWeights:
     """Takes the parts of one batch, and weighs them when all are in.
@@ -58,20 +64,25 @@ class LateWeights:
         read = part.denominator if asked else None
         kept = dataclasses.replace(part, loss=part.loss.detach())
         self._taken.append(_Taken(kept, read))
-        count: Number | None = part.count
-        if count is None and read is not None:
-            count = self._weights.adding_divisor(read)
-            if isinstance(count, Tensor):
-                rows = Backpropagated(part.loss, part.rows, "mean")
-                return rows if self._whole else Backpropagated(part.loss * count, part.rows, "sum")
-        if isinstance(count, Tensor):
-            if self._whole:
-                return Backpropagated(part.loss / count, part.rows, "mean")
-            return Backpropagated(part.loss, part.rows, "sum")
-        divisors = (
-            None if count is None or read is None else tuple(term.divisor for term in read.terms)
-        )
+        if isinstance(part.count, Tensor):
+            return self._sum_over(part, part.count)
+        if part.count is not None or read is None:
+            return Backpropagated(part.loss, *self._weights.weigh(part, None))
+        divisor = self._weights.adding_divisor(read)
+        if isinstance(divisor, Tensor):
+            return self._mean_over(part, divisor)
+        divisors = None if divisor is None else tuple(term.divisor for term in read.terms)
         return Backpropagated(part.loss, *self._weights.weigh(part, divisors))
+
+    def _sum_over(self, part: PartLoss, count: Tensor) -> Backpropagated:
+        if self._whole:
+            return Backpropagated(part.loss / count, part.rows, "mean")
+        return Backpropagated(part.loss, part.rows, "sum")
+
+    def _mean_over(self, part: PartLoss, divisor: Tensor) -> Backpropagated:
+        if self._whole:
+            return Backpropagated(part.loss, part.rows, "mean")
+        return Backpropagated(part.loss * divisor, part.rows, "sum")
 
     def read(self, *others: Tensor) -> tuple[list[tuple[PartLoss, Weight]], list[float]]:
         """All parts and what they weigh, as numbers, and the numbers of `others`; one copy from
@@ -82,22 +93,19 @@ class LateWeights:
             ZeroWeight: a part of several has no items, so its gradient should not be there.
         """
         numbers = _Numbers()
-        for part, read in self._taken:
-            numbers.add(part.loss, part.count, *part.logs.values())
-            for term in read.terms if read is not None else ():
-                numbers.add(term.count, term.scale)
+        for taken in self._taken:
+            numbers.add(*taken.scalars())
         numbers.add(*others)
         numbers.read()
-        weighed = []
-        for part, read in self._taken:
-            part = _as_numbers(part, numbers)
-            weight = self._weights.of(
-                part, None if read is None else _read_as_numbers(read, numbers)
-            )
-            if not weight.number and not self._whole:
-                raise ZeroWeight
-            weighed.append((part, weight))
+        weighed = [self._weigh(taken, numbers) for taken in self._taken]
         return weighed, [numbers.of(one) for one in others]
+
+    def _weigh(self, taken: _Taken, numbers: _Numbers) -> tuple[PartLoss, Weight]:
+        part, read = _as_numbers(taken.part, numbers), taken.denominator
+        weight = self._weights.of(part, None if read is None else _read_as_numbers(read, numbers))
+        if not weight.number and not self._whole:
+            raise ZeroWeight
+        return part, weight
 
 
 def _as_numbers(part: PartLoss, numbers: _Numbers) -> PartLoss:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Mapping
@@ -87,21 +88,28 @@ def read_loss(result: Any, rows: int) -> PartLoss:
 def read_item_count(count: Any) -> int | Tensor:
     """A number of items: an int, or an integer tensor of one element, which stays on its device."""
     if isinstance(count, Tensor):
-        if count.numel() != 1:
-            raise MisuseError(
-                f"The count has shape {tuple(count.shape)}, expected one number. Return mask.sum()."
-            )
-        if not (count.is_floating_point() or count.is_complex() or count.dtype is torch.bool):
-            return count.detach()
-        shown = f"a {count.dtype} tensor"
-    else:
-        try:
-            if not isinstance(count, bool) and (number := operator.index(count)) >= 0:
-                return number
-        except TypeError:
-            pass
-        shown = repr(count) if isinstance(count, int | float) else f"a {type(count).__name__}"
-    raise MisuseError(
+        return _read_count_tensor(count)
+    number = -1
+    if not isinstance(count, bool):
+        with contextlib.suppress(TypeError):
+            number = operator.index(count)
+    if number >= 0:
+        return number
+    raise _no_count(repr(count) if isinstance(count, int | float) else f"a {type(count).__name__}")
+
+
+def _read_count_tensor(count: Tensor) -> Tensor:
+    if count.numel() != 1:
+        raise MisuseError(
+            f"The count has shape {tuple(count.shape)}, expected one number. Return mask.sum()."
+        )
+    if count.is_floating_point() or count.is_complex() or count.dtype is torch.bool:
+        raise _no_count(f"a {count.dtype} tensor")
+    return count.detach()
+
+
+def _no_count(shown: str) -> MisuseError:
+    return MisuseError(
         f"loss_fn returned (loss, {shown}). As (loss_sum, count) the second must be a whole number"
         " of items, an int or an integer tensor of 0 or more: return (loss_sum, mask.sum()). To"
         ' log a number beside a mean loss, return (loss, {"accuracy": value}).'
@@ -129,10 +137,7 @@ def _check_logs(logs: Any) -> Mapping[str, Any]:
     if not isinstance(logs, Mapping):
         raise MisuseError(f"logs is a {type(logs).__name__}. Pass logs={{name: number}}.")
     for name, value in logs.items():
-        is_number = isinstance(value, int | float) or (
-            isinstance(value, Tensor) and value.numel() == 1
-        )
-        if not isinstance(name, str) or not (is_number or _has_item(value)):
+        if not isinstance(name, str) or not _is_loggable(value):
             raise MisuseError(
                 f"logs[{name!r}] is a {type(value).__name__}. Log numbers by name, each the mean"
                 " over the items."
@@ -140,8 +145,14 @@ def _check_logs(logs: Any) -> Mapping[str, Any]:
     return logs
 
 
-def _has_item(value: Any) -> bool:
-    """NumPy's numbers."""
+def _is_loggable(value: Any) -> bool:
+    """Whether it is one number: Python's, torch's or NumPy's."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) or _is_numpy_number(value)
+
+
+def _is_numpy_number(value: Any) -> bool:
     return callable(getattr(value, "item", None)) and getattr(value, "size", 1) == 1
 
 

@@ -90,10 +90,7 @@ class QuietRandomness(TorchFunctionMode):
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
-            if len(args) > 4:
-                args = (*args[:4], 0.0, *args[5:])
-            else:
-                kwargs = {**kwargs, "dropout_p": 0.0}
+            args, kwargs = _without_dropout_p(args, kwargs)
         if func in _DRAWS:
             return self._draw(func, args, kwargs)
         return func(*args, **kwargs)
@@ -110,6 +107,13 @@ class QuietRandomness(TorchFunctionMode):
         with torch.no_grad():
             result.copy_(shaped(drawn.expand(result.shape), *parameters[:2]).to(result.dtype))
         return result
+
+
+def _without_dropout_p(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of an attention, whose fifth is the share that it drops."""
+    if len(args) > 4:
+        return (*args[:4], 0.0, *args[5:]), kwargs
+    return args, {**kwargs, "dropout_p": 0.0}
 
 
 def _is_autocast() -> bool:

@@ -96,9 +96,9 @@ class MicroBatchRunner:
     def run(self, part: Part, mode: Mode, backward: Callable[[PartLoss], object]) -> None:
         """Both passes of one part; `backward` gets its loss."""
         with mode.around_both():
-            found = self.forward(part, mode)
-            backward(found)
-            del found  # before the contexts are left: its graph holds what they gave
+            part_loss = self.forward(part, mode)
+            backward(part_loss)
+            del part_loss  # before the contexts are left: its graph holds what they gave
 
     def forward(self, part: Part, mode: Mode = PLAIN) -> PartLoss:
         """The loss of one part."""
@@ -140,13 +140,7 @@ def count_rows(batch: Any, split: Cut | None, name: str = "batch", *, fake: bool
             "a batch with values",
         )
     if split is not None:
-        rows = sum(1 for _ in split(batch, 1))
-        if not rows:
-            raise MisuseError(
-                "split(batch, 1) gave no part, so there is nothing to train on. Pass a batch with"
-                " rows."
-            )
-        return rows
+        return _count_parts(batch, split)
     if not tensors:
         raise invalid(
             name,
@@ -158,3 +152,12 @@ def count_rows(batch: Any, split: Cut | None, name: str = "batch", *, fake: bool
     if not rows:
         raise invalid(name, batch, "has 0 rows", "at least one row")
     return rows
+
+
+def _count_parts(batch: Any, split: Cut) -> int:
+    parts = sum(1 for _ in split(batch, 1))
+    if not parts:
+        raise MisuseError(
+            "split(batch, 1) gave no part, so there is nothing to train on. Pass a batch with rows."
+        )
+    return parts

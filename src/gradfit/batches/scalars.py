@@ -8,6 +8,7 @@ watched from above autograd, where each function's result still has its node.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -50,8 +51,8 @@ class _Clamped:
         self._before, self._is_whole = float(number), not number.is_floating_point()
         self._least = 0.0 if least is None else float(least)
 
-    def floor(self, after: float) -> Floor:
-        return Floor(self._before, after, self._least, self._is_whole)
+    def floor(self, after: Tensor) -> Floor:
+        return Floor(self._before, float(after), self._least, self._is_whole)
 
 
 class ScalarReader(TorchFunctionMode):
@@ -68,19 +69,26 @@ class ScalarReader(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        first = args[0] if args and isinstance(args[0], Tensor) and args[0].numel() == 1 else None
-        constant = first is not None and not first.requires_grad
-        floor = self.floor_of(first) if constant and func in _SAME else None
-        clamped = _Clamped(first, args, kwargs) if constant and func in _CLAMPS else None
+        floor_after = self._floor_after(func, args, kwargs)
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and out.layout is torch.strided and out.numel() == 1:
+        if _is_number(out):
             if out.grad_fn is not None:
                 self._values[out.grad_fn] = out.detach()
-            elif clamped is not None:
-                self._floors[storage_key(out)] = out, clamped.floor(float(out))
-            elif floor is not None:
-                self._floors[storage_key(out)] = out, floor
+            elif floor_after is not None:
+                self._floors[storage_key(out)] = out, floor_after(out)
         return out
+
+    def _floor_after(self, func: Any, args: Any, kwargs: Any) -> Callable[[Tensor], Floor] | None:
+        """How the result of a function that is about to be called will have been clamped; None if
+        it is not, or has a graph that tells.
+        """
+        first = args[0] if args else None
+        if not isinstance(first, Tensor) or first.numel() != 1 or first.requires_grad:
+            return None
+        if func in _CLAMPS:
+            return _Clamped(first, args, kwargs).floor
+        floor = self.floor_of(first) if func in _SAME else None
+        return None if floor is None else lambda _: floor
 
     def value_of(self, node: Any) -> float | None:
         """What the node's operation returned, if that was one number and was seen."""
@@ -89,11 +97,10 @@ class ScalarReader(TorchFunctionMode):
 
     def floor_of(self, number: Any) -> Floor | None:
         """How this very number was clamped, if it was and that was seen."""
-        if (
-            not isinstance(number, Tensor)
-            or number.numel() != 1
-            or number.layout is not torch.strided
-        ):
-            return None
-        known = self._floors.get(storage_key(number))
-        return None if known is None else known[1]
+        clamped = self._floors.get(storage_key(number)) if _is_number(number) else None
+        return None if clamped is None else clamped[1]
+
+
+def _is_number(item: Any) -> bool:
+    """Whether it is a tensor of one number, with a storage."""
+    return isinstance(item, Tensor) and item.layout is torch.strided and item.numel() == 1

@@ -69,6 +69,10 @@ class PartShare:
     value: float
     """What it then contributes to the loss of the whole."""
 
+    @property
+    def is_nothing(self) -> bool:
+        return not self.value and not any(self.divisors)
+
 
 def without_activations() -> saved_tensors_hooks:
     """Inside, autograd keeps single numbers of what it saves, which say what was divided by, and
@@ -99,24 +103,28 @@ def share_terms(parts: Sequence[Sequence[TermCount]], roles: Sequence[str]) -> l
     >>> [share.factors for share in share_terms([[first], [second]], ["adds"])]
     [(0.75,), (0.25,)]
     """
-    totals = []
-    for place in range(len(roles)):
-        terms = [part[place] for part in parts]
-        totals.append(max(math.fsum(term.items for term in terms), *(term.floor for term in terms)))
+    totals = [_total([part[place] for part in parts]) for place in range(len(roles))]
+    return [_share(part, roles, totals, len(parts)) for part in parts]
 
+
+def _total(terms: Sequence[TermCount]) -> float:
+    """What one term of the whole is divided by."""
+    return max(math.fsum(term.items for term in terms), *(term.floor for term in terms))
+
+
+def _share(
+    part: Sequence[TermCount], roles: Sequence[str], totals: Sequence[float], parts: int
+) -> PartShare:
     def factor(term: TermCount, role: str, total: float) -> float:
         if role == "adds":
             return term.divisor / total if total else 0.0
-        return 1.0 if role == "constant" else 1.0 / len(parts)
+        return 1.0 if role == "constant" else 1.0 / parts
 
-    shares = []
-    for part in parts:
-        factors = tuple(factor(*one) for one in zip(part, roles, totals, strict=True))
-        value = math.fsum(
-            factor * term.value for factor, term in zip(factors, part, strict=True) if factor
-        )
-        shares.append(PartShare(factors, tuple(term.divisor for term in part), value))
-    return shares
+    factors = tuple(map(factor, part, roles, totals))
+    value = math.fsum(
+        factor * term.value for factor, term in zip(factors, part, strict=True) if factor
+    )
+    return PartShare(factors, tuple(term.divisor for term in part), value)
 
 
 def count_terms(read: Denominator | None) -> list[TermCount] | None:
@@ -161,7 +169,7 @@ class PartCounter:
         read = self._read(part)
         counts = count_terms(read)
         if read is not None and read.is_nothing:
-            return [TermCount(0.0, 0.0, 0.0) for _ in self._roles]
+            return [TermCount(0.0, 0.0, 0.0)] * len(self._roles)
         if read is None or counts is None or len(counts) != len(self._roles):
             raise MisuseError(
                 f"This micro-batch's loss is {read or 'divided by what cannot be read'}, which is"
@@ -172,16 +180,11 @@ class PartCounter:
                 f"A micro-batch's loss is {read}: what was divided by 0 is lost, so nothing was"
                 f" updated. {_NEXT}"
             )
-        return [
-            (
-                TermCount(count.divisor, self._items(part, place), count.value)
-                if role == "adds" and may_be_clamped(term)
-                else count
-            )
-            for place, (term, count, role) in enumerate(
-                zip(read.terms, counts, self._roles, strict=True)
-            )
-        ]
+        for place, term in enumerate(read.terms):
+            if self._roles[place] == "adds" and may_be_clamped(term):
+                items = self._items(part, place)
+                counts[place] = TermCount(counts[place].divisor, items, counts[place].value)
+        return counts
 
     def _read(self, part: Any) -> Denominator | None:
         reader = ScalarReader()
@@ -202,18 +205,20 @@ class PartCounter:
                 f" was updated. {_NEXT}"
             )
         generators = Generators()  # these runs draw numbers that the step does not
-        items = 0.0
-        for row in split_batch(part, 1):
-            once, twice = (self._divisor(repeat_rows(row, times), place) for times in (1, 2))
-            if math.isclose(twice, 2 * once, rel_tol=1e-5):
-                items += once
-            elif not math.isclose(twice, once, rel_tol=1e-5):
-                raise MisuseError(
-                    f"A row's loss is divided by {once:g}, and by {twice:g} if the row is there"
-                    f" twice: that is no number of items, so nothing was updated. {_NEXT}"
-                )
+        items = math.fsum(self._items_of_row(row, place) for row in split_batch(part, 1))
         generators.restore()
         return items
+
+    def _items_of_row(self, row: Any, place: int) -> float:
+        once, twice = (self._divisor(repeat_rows(row, times), place) for times in (1, 2))
+        if math.isclose(twice, 2 * once, rel_tol=1e-5):
+            return once
+        if math.isclose(twice, once, rel_tol=1e-5):
+            return 0.0  # a floor
+        raise MisuseError(
+            f"A row's loss is divided by {once:g}, and by {twice:g} if the row is there"
+            f" twice: that is no number of items, so nothing was updated. {_NEXT}"
+        )
 
     def _divisor(self, rows: Any, place: int) -> float:
         read = self._read(rows)
@@ -239,8 +244,8 @@ def scale_terms(part: PartLoss, share: PartShare, read: Denominator) -> Tensor:
     """
     factors: dict[int, tuple[Any, float]] = {}
     for term, factor in zip(read.terms, share.factors, strict=True):
-        known = factors.setdefault(id(term.node), (term.node, factor))
-        if not math.isclose(known[1], factor, rel_tol=1e-6):
+        _, first = factors.setdefault(id(term.node), (term.node, factor))
+        if not math.isclose(first, factor, rel_tol=1e-6):
             raise MisuseError(
                 f"One sum enters the loss under two different divisors ({read}). {_NEXT}"
             )
@@ -260,13 +265,10 @@ class _Scale:
         self._factor = factor
 
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
-        if not self._factor:
-            return tuple(
-                None if gradient is None else torch.zeros_like(gradient) for gradient in gradients
-            )
-        return tuple(
-            None if gradient is None else gradient * self._factor for gradient in gradients
-        )
+        return tuple(None if one is None else self._scaled(one) for one in gradients)
+
+    def _scaled(self, gradient: Tensor) -> Tensor:
+        return gradient * self._factor if self._factor else torch.zeros_like(gradient)
 
 
 class _WithValue(torch.autograd.Function):

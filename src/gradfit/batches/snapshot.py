@@ -19,7 +19,7 @@ from __future__ import annotations
 import gc
 import random
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -86,9 +86,7 @@ class _Module:
         self.attributes = here = dict(vars(module))
         # Whoever sets hooks in the first forward notes it in an attribute (transformers 5 does, to
         # collect hidden states). If only the attribute went back, the hooks would be set twice.
-        self.hooks = [
-            (hooks, set(hooks)) for name in _HOOKS if (hooks := here.get(name)) is not None
-        ]
+        self.hooks = {name: set(hooks) for name in _HOOKS if (hooks := here.get(name))}
         self.buffers = (
             {name: _Buffer(buffer) for name, buffer in module._buffers.items()}
             if module._buffers
@@ -97,19 +95,21 @@ class _Module:
 
     def restore(self) -> None:
         now, before = vars(self.module), self.attributes
-        for name in [name for name in now if name not in before]:
-            del now[name]
+        _remove_new(now, before)
         for name, value in before.items():
             if now.get(name, _MISSING) is not value:
                 now[name] = value
-        for hooks, first in self.hooks:  # one that took itself away has done what it is for
-            for key in [key for key in hooks if key not in first]:
-                del hooks[key]
+        for kind in _HOOKS:  # one that took itself away has done what it is for
+            _remove_new(before.get(kind) or {}, self.hooks.get(kind, ()))
         registered = self.module._buffers
-        for name in [name for name in registered if name not in self.buffers]:
-            del registered[name]
+        _remove_new(registered, self.buffers)
         for name, buffer in self.buffers.items():
             registered[name] = buffer.restored()
+
+
+def _remove_new(now: MutableMapping[Any, Any], before: Container[Any]) -> None:
+    for key in [key for key in now if key not in before]:
+        del now[key]
 
 
 class _Buffer:
@@ -126,15 +126,24 @@ class _Buffer:
         tensor, content = self.tensor, self.content
         if tensor is None or content is None or tensor.is_meta:
             return tensor
-        # A write through `.data` or NumPy does not move the version.
-        if (
-            self.version is None
-            or tensor._version != self.version
-            or not torch.equal(tensor, content)
-        ):
+        if self._was_written(tensor, content):
             with torch.no_grad():
                 tensor.copy_(content)
         return tensor
+
+    def _was_written(self, tensor: torch.Tensor, content: torch.Tensor) -> bool:
+        if self.version is None or tensor._version != self.version:
+            return True
+        # a write through `.data` or NumPy does not move the version
+        return not torch.equal(tensor, content)
+
+
+def _gradients_of(
+    holders: Iterable[torch.Tensor],
+) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Each tensor once, tied ones too, with its gradient."""
+    once = {id(holder): holder for holder in holders}.values()
+    return [(holder, holder.grad) for holder in once]
 
 
 class Snapshot:
@@ -149,10 +158,7 @@ class Snapshot:
         self._model = model
         modules = _modules_of(model)
         self._modules = [_Module(module) for module in modules]
-        holders = [p for module in modules for p in module._parameters.values() if p is not None]
-        # tied parameters have one gradient
-        once = {id(holder): holder for holder in (*holders, *tensors)}.values()
-        self._gradients = [(holder, holder.grad) for holder in once]
+        self._gradients = _gradients_of([*_parameters_in(modules), *tensors])
         sharded = [kept for unit in units_of(model) for kept in unit.fsdp_params]
         self._unreduced = [(kept, unsharded_gradient(kept)) for kept in sharded]
         self._thresholds = gc.get_threshold()
@@ -161,14 +167,15 @@ class Snapshot:
         self._generators = Generators()
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The model's parameters, and the other `tensors`, each once."""
+        return [holder for holder, _ in self._gradients]
+
+    @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers' content, by the names of `model.named_buffers()`."""
-        copies = {
-            id(buffer.tensor): buffer.content
-            for module in self._modules
-            for buffer in module.buffers.values()
-            if buffer.content is not None
-        }
+        buffers = [buffer for module in self._modules for buffer in module.buffers.values()]
+        copies = {id(one.tensor): one.content for one in buffers if one.content is not None}
         return {name: copies[id(tensor)] for name, tensor in self._model.named_buffers()}
 
     def clear_gradients(self) -> None:
@@ -252,14 +259,14 @@ class untouched:  # noqa: N801  (as torch.no_grad)
                 self._before = None
 
 
-class _Open(threading.local):
+class _OpenTrials(threading.local):
     """The trials that this thread is in, outer ones first."""
 
     def __init__(self) -> None:
         self.trials: list[Snapshot] = []
 
 
-_open = _Open()
+_open = _OpenTrials()
 
 
 class trials_end:  # noqa: N801  (as torch.no_grad)
@@ -279,15 +286,24 @@ class trials_end:  # noqa: N801  (as torch.no_grad)
                     _open.trials.pop().restore()
 
 
+def parameters_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """As `model.parameters()`, in a tenth of its time; a tied one is there once for each module."""
+    return _parameters_in(_modules_of(model))
+
+
+def _parameters_in(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    return [p for module in modules for p in module._parameters.values() if p is not None]
+
+
 def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Each module once. `model.modules()` gives the same, and takes longer than all the rest of a
     snapshot.
     """
-    found: dict[int, torch.nn.Module] = {}
+    by_id: dict[int, torch.nn.Module] = {}
     left = [model]
     while left:
         module = left.pop()
-        if id(module) not in found:
-            found[id(module)] = module
+        if id(module) not in by_id:
+            by_id[id(module)] = module
             left.extend(child for child in module._modules.values() if child is not None)
-    return list(found.values())
+    return list(by_id.values())

@@ -92,21 +92,10 @@ class BatchWeights:
         if self._shares is None:
             return part
         share, read = self._shares[position], part.denominator
-        now = () if read is None else tuple(float(term.divisor) for term in read.terms)
-        if read is not None and read.is_nothing and not share.value and not any(share.divisors):
+        if read is None or not _is_as_counted(read, share):
+            raise _is_another(part, share)
+        if read.is_nothing:
             return part
-        if (
-            read is None
-            or len(now) != len(share.divisors)
-            or not all(map(is_close, now, share.divisors))
-        ):
-            was = ", ".join(f"{divisor:g}" for divisor in share.divisors)
-            raise UnreadableLoss(
-                f"This micro-batch's loss is {read_text(part)}; when it was counted it was divided"
-                f" by {was}, so nothing was updated. What a loss is divided by must not depend on"
-                " random numbers. Return gf.Loss(sum=…, count=…), or pass"
-                " fit(micro_batch='whole')."
-            )
         return dataclasses.replace(part, loss=scale_terms(part, share, read))
 
     def asks(self, part: PartLoss, *, is_empty: bool) -> bool:
@@ -159,54 +148,47 @@ class BatchWeights:
         if over == "sum":  # all weights together are 1, so that nothing is divided by
             return Weight(part.rows / self._rows / self._ranks, "sum")
         if divisors is not None and "adds" in roles:
-            number = divisors[roles.index("adds")]
-            if not isinstance(number, Tensor) and not number and bool(part.loss.detach().isinf()):
-                raise MisuseError(
-                    f"A micro-batch's loss is {read_text(part)}: what was divided by 0 is lost, so"
-                    " nothing was updated. Return gf.Loss(sum=…, count=…), whose sum is not"
-                    " divided."
-                )
-            return Weight(
-                int(number) if isinstance(number, float) and number.is_integer() else number, "mean"
-            )
+            return Weight(_whole_if_it_is(divisors[roles.index("adds")], part), "mean")
         return Weight(part.rows, "mean")
 
     def _may_be_clamped(self, part: PartLoss, divisors: tuple[Number, ...]) -> bool:
         """Whether the divisor that grows with the items may be the least that it can be, and not
         their number.
         """
-        roles, may_repeat = self._additivity.roles, self._may_repeat and self._additivity.by_hand
-        if (
-            not may_repeat
-            or part.count is not None
-            or part.rows == self._rows
-            or "adds" not in roles
-        ):
+        roles = self._additivity.roles
+        if not self._may_repeat or not self._additivity.by_hand or "adds" not in roles:
+            return False  # nobody could count it
+        if part.count is not None or part.rows == self._rows:
             return False
         number = float(divisors[roles.index("adds")])
-        return number > 0 and (float(part.loss.detach()) == 0.0 or number <= self._additivity.floor)
+        is_zero = float(part.loss.detach()) == 0.0
+        return number > 0 and (is_zero or number <= self._additivity.floor)
 
     def _read(self, part: PartLoss, denominator: Denominator | None) -> tuple[Number, ...] | None:
         """The divisors of the part's terms, if they are as they were measured to be."""
         read = part.denominator if denominator is None else denominator
-        roles = self._additivity.roles
-        if (
-            read is not None
-            and read.is_nothing
-            and part.rows < self._rows
-            and not float(part.loss.detach())
-        ):
+        roles, is_part = self._additivity.roles, part.rows < self._rows
+        if is_part and _was_multiplied_by_0(read, part):
             return ()
         if read is None or len(read.terms) != len(roles):
-            if self._exact and part.rows < self._rows:
-                raise UnreadableLoss(
-                    f"This micro-batch's loss is {read_text(part)}; the sample's was"
-                    f" {self._additivity.read}. {_NEXT}"
-                )
+            self._refuse_unreadable(part)
             return None
         if roles == ("adds",):  # nothing to compare, so it may stay on its device
             return (read.terms[0].divisor,)
         divisors = tuple(float(term.divisor) for term in read.terms)
+        self._compare_with_first(divisors, read)
+        return divisors
+
+    def _refuse_unreadable(self, part: PartLoss) -> None:
+        if self._exact and part.rows < self._rows:
+            raise UnreadableLoss(
+                f"This micro-batch's loss is {read_text(part)}; the sample's was"
+                f" {self._additivity.read}. {_NEXT}"
+            )
+
+    def _compare_with_first(self, divisors: tuple[float, ...], read: Denominator) -> None:
+        """Refuse what does not go together with the batch's first part."""
+        roles = self._additivity.roles
         if self._first is None:
             self._first, self._first_text = divisors, str(read)
         elif self._exact and not go_together(roles, self._first, divisors):
@@ -216,7 +198,40 @@ class BatchWeights:
                 "Two micro-batches of this batch are divided by numbers that do not go together:"
                 f" {self._first_text} and {read}. {_NEXT}"
             )
-        return divisors
+
+
+def _is_as_counted(read: Denominator, share: PartShare) -> bool:
+    if read.is_nothing:
+        return share.is_nothing
+    now = [float(term.divisor) for term in read.terms]
+    return len(now) == len(share.divisors) and all(map(is_close, now, share.divisors))
+
+
+def _is_another(part: PartLoss, share: PartShare) -> UnreadableLoss:
+    was = ", ".join(f"{divisor:g}" for divisor in share.divisors)
+    return UnreadableLoss(
+        f"This micro-batch's loss is {read_text(part)}; when it was counted it was divided"
+        f" by {was}, so nothing was updated. What a loss is divided by must not depend on"
+        " random numbers. Return gf.Loss(sum=…, count=…), or pass"
+        " fit(micro_batch='whole')."
+    )
+
+
+def _was_multiplied_by_0(read: Denominator | None, part: PartLoss) -> bool:
+    return read is not None and read.is_nothing and not float(part.loss.detach())
+
+
+def _whole_if_it_is(number: Number, part: PartLoss) -> Number:
+    """A divisor as a weight: an int where it is whole. One that stays on its device is not read."""
+    if isinstance(number, Tensor):
+        return number
+    if not number and bool(part.loss.detach().isinf()):
+        raise MisuseError(
+            f"A micro-batch's loss is {read_text(part)}: what was divided by 0 is lost, so"
+            " nothing was updated. Return gf.Loss(sum=…, count=…), whose sum is not"
+            " divided."
+        )
+    return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def _count_or_trace(count: int | Tensor, loss: Tensor) -> Number:

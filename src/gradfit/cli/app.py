@@ -120,10 +120,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def _explain(error: Exception, given: list[str]) -> int:
     """One line for an error, and its exit code."""
     if isinstance(error, _ClickException):
-        usage = getattr(error, "ctx", None)
-        command = usage.command_path if usage is not None else "gradfit"
-        said = error.format_message().rstrip(".")
-        return _fail(f"{said}. See '{command} --help'.", EXIT_USAGE, given) if said else EXIT_USAGE
+        return _explain_usage(error, given)
     if isinstance(error, BudgetInfeasible):
         details = {"min_bytes": error.min_bytes, "breakdown": error.breakdown}
         return _fail(str(error), EXIT_INFEASIBLE, given, **details)
@@ -133,6 +130,13 @@ def _explain(error: Exception, given: list[str]) -> int:
         return _fail(str(error), EXIT_FAILED, given)
     name = "" if isinstance(error, GradfitError) else f"{type(error).__name__}: "
     return _fail(f"{name}{error} (--debug shows where.)", EXIT_FAILED, given)
+
+
+def _explain_usage(error: Any, given: list[str]) -> int:
+    usage = getattr(error, "ctx", None)
+    command = usage.command_path if usage is not None else "gradfit"
+    said = error.format_message().rstrip(".")
+    return _fail(f"{said}. See '{command} --help'.", EXIT_USAGE, given) if said else EXIT_USAGE
 
 
 def _fail(message: str, code: int, given: list[str], **details: Any) -> int:

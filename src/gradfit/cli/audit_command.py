@@ -43,15 +43,15 @@ def audit(
     budget = None if memory is None else work.budget(memory)
     with warnings_as_notes():
         batch = work.batch()
-        found = work.profile(batch)
-        plan = work.plan(found, budget, fixed)
+        profile = work.profile(batch)
+        plan = work.plan(profile, budget, fixed)
         with working("running the batch plainly and as planned"):
             result = run_audit(
                 work.job.model, work.job.loss_fn, batch, plan=plan, split=work.job.split
             )
         print_result(result.to_json() if json else f"{str(plan).splitlines()[0]}\n{result}")
         if report is not None:
-            work.write(work.report(found, batch, plan, audit=result), report)
+            work.write(work.report(profile, batch, plan, audit=result), report)
             note(f"page: {report}")
     if not result:
         raise typer.Exit(EXIT_DIFFERENT)

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import typer
 from rich.console import Console
@@ -50,106 +50,111 @@ def demo(json: Json = False, report: Page = None, debug: Debug = False) -> None:
     """
     started = time.perf_counter()
     page = report if report is not None else _PAGE
+    _make_folder(page)
+    note(
+        "A GPT on 44 kB of prose, twice the same batches, twice the same process with the same cap"
+        " on its memory."
+    )
+    plain = _run_plain()
+    trained = _run_gradfit()
+    plan, profile = Plan.from_json(trained["plan"]), Profile.from_json(trained["profile"])
+    result, machine = _audit(plan)
+    needed = plain_peak_bytes(profile, plan.batch_size)
+    with working("planning for other budgets, for the page"):
+        size = plan.batch_size
+        plans = frontier(profile, batch_size=size, points=10)
+        alike = frontier(profile, batch_size=size, points=6, micro_batch=plan.micro_batch)
+    write_page(
+        Report(
+            "gradfit demo",
+            profile,
+            plan,
+            measured=Measured(
+                trained["peak_bytes"],
+                statistics.median(trained["seconds"]),
+                len(trained["seconds"]),
+            ),
+            frontier=tuple(plans),
+            same_size=tuple(alike),
+            plain_curve=[(s, b) for s, b in plain["curve"]],
+            plain_label=(
+                "plain PyTorch, measured"
+                f" ({'ends where it died' if plain['died'] else 'it survived'})"
+            ),
+            planned_curve=[(s, b) for s, b in trained["curve"]],
+            planned_label="gradfit, its first step, measured",
+            limit_bytes=BUDGET_BYTES,
+            losses=tuple(trained["losses"]),
+            audit=result,
+            environment=machine,
+            notes=(_said(plain, needed),),
+        ),
+        page,
+    )
+    if json:
+        print_result(json_module.dumps(_summary(plain, trained, result, page)))
+    else:
+        print_result(str(result))
+        _print_table(plain, trained, needed)
+        print_result(f"page: {page}   ({format_seconds(time.perf_counter() - started)})")
+    if not result:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _make_folder(page: Path) -> None:
     try:
         page.absolute().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise MisuseError(
             f"Cannot make {str(page.parent)!r}: {error.strerror}. Pass --report with another path."
         ) from None
-    note(
-        "A GPT on 44 kB of prose, twice the same batches, twice the same process with the same cap"
-        " on its memory."
-    )
-    plain = _plain()
-    fitted = _fitted()
-    plan, found = Plan.from_json(fitted["plan"]), Profile.from_json(fitted["profile"])
-    result, known = _audit(plan)
-    needed = plain_peak_bytes(found, plan.batch_size)
-    with working("planning for other budgets, for the page"):
-        plans = tuple(frontier(found, batch_size=plan.batch_size, points=10))
-        alike = tuple(
-            frontier(found, batch_size=plan.batch_size, points=6, micro_batch=plan.micro_batch)
-        )
-    write_page(
-        Report(
-            "gradfit demo",
-            found,
-            plan,
-            measured=Measured(
-                fitted["peak_bytes"], statistics.median(fitted["seconds"]), len(fitted["seconds"])
-            ),
-            frontier=plans,
-            same_size=alike,
-            plain_curve=[(s, b) for s, b in plain["curve"]],
-            plain_label=(
-                "plain PyTorch, measured"
-                f" ({'ends where it died' if plain['died'] else 'it survived'})"
-            ),
-            planned_curve=[(s, b) for s, b in fitted["curve"]],
-            planned_label="gradfit, its first step, measured",
-            limit_bytes=BUDGET_BYTES,
-            losses=tuple(fitted["losses"]),
-            audit=result,
-            environment=known,
-            notes=(_said(plain, needed),),
-        ),
-        page,
-    )
-    if json:
-        print_result(json_module.dumps(_summary(plain, fitted, result, page)))
-    else:
-        print_result(str(result))
-        _print_table(plain, fitted, needed)
-        print_result(f"page: {page}   ({format_seconds(time.perf_counter() - started)})")
-    if not result:
-        raise typer.Exit(EXIT_DIFFERENT)
 
 
-def _plain() -> dict[str, Any]:
+def _run_plain() -> dict[str, Any]:
     cap: int | None = None
     with working("plain PyTorch"):
         for event in _events("plain"):
             if event["event"] == "capped":
                 cap = event["cap_bytes"]
             else:
-                found = {**event, "died": event["event"] == "died", "cap_bytes": cap}
+                outcome = {**event, "died": event["event"] == "died", "cap_bytes": cap}
     if cap is None:
         note("This system has no RLIMIT_DATA: nothing is capped here, the peaks are the meter's.")
-    if found["died"]:
+    if outcome["died"]:
         note(
-            f"plain PyTorch died at {format_bytes(found['peak_bytes'])} of tensors, with its own"
+            f"plain PyTorch died at {format_bytes(outcome['peak_bytes'])} of tensors, with its own"
             " words:"
         )
-        note(f"  {found['error']}")
+        note(f"  {outcome['error']}")
     else:
-        note(f"plain PyTorch survived, with a peak of {format_bytes(found['peak_bytes'])}.")
-    return found
+        note(f"plain PyTorch survived, with a peak of {format_bytes(outcome['peak_bytes'])}.")
+    return outcome
 
 
-def _fitted() -> dict[str, Any]:
-    found: dict[str, Any] = {"losses": [], "seconds": [], "peak_bytes": 0}
+def _run_gradfit() -> dict[str, Any]:
+    outcome: dict[str, Any] = {"losses": [], "seconds": [], "peak_bytes": 0}
     with working("gradfit: measuring and planning", total=STEPS) as bar:
         task = bar.task_ids[0]
         for event in _events("fitted"):
             kind = event.pop("event")
             if kind == "stepped":
-                found["losses"].append(event["loss"])
-                found["seconds"].append(event["seconds"])
-                found["peak_bytes"] = max(found["peak_bytes"], event["peak_bytes"])
+                outcome["losses"].append(event["loss"])
+                outcome["seconds"].append(event["seconds"])
+                outcome["peak_bytes"] = max(outcome["peak_bytes"], event["peak_bytes"])
                 bar.update(
                     task,
                     completed=event["step"],
                     description=f"gradfit: training, loss {event['loss']:.3f}",
                 )
                 continue
-            found.update(event)
+            outcome.update(event)
             if kind == "planned":
                 note(f"gradfit: {str(Plan.from_json(event['plan'])).splitlines()[0]}")
     note(
-        f"gradfit: loss {found['losses'][0]:.3f} → {found['losses'][-1]:.3f} in"
-        f" {len(found['losses'])} steps"
+        f"gradfit: loss {outcome['losses'][0]:.3f} → {outcome['losses'][-1]:.3f} in"
+        f" {len(outcome['losses'])} steps"
     )
-    return found
+    return outcome
 
 
 def _audit(plan: Plan) -> tuple[AuditReport, dict[str, str]]:
@@ -183,9 +188,14 @@ def _events(kind: str, told: str = "") -> Iterator[dict[str, Any]]:
                 child.stdout.close()
             code = child.wait()
         if code != 0:
-            errors.seek(0)
-            last = (errors.read().strip().splitlines() or ["no message"])[-1]
-            raise GradfitError(f"The demo's process for {kind!r} ended with code {code}: {last}")
+            raise GradfitError(
+                f"The demo's process for {kind!r} ended with code {code}: {_last_line(errors)}"
+            )
+
+
+def _last_line(file: IO[str]) -> str:
+    file.seek(0)
+    return (file.read().strip().splitlines() or ["no message"])[-1]
 
 
 def _said(plain: dict[str, Any], needed: int) -> str:
@@ -201,24 +211,24 @@ def _said(plain: dict[str, Any], needed: int) -> str:
 
 
 def _summary(
-    plain: dict[str, Any], fitted: dict[str, Any], result: AuditReport, page: Path
+    plain: dict[str, Any], trained: dict[str, Any], result: AuditReport, page: Path
 ) -> dict[str, Any]:
     return {
         "cap_bytes": plain["cap_bytes"],
         "budget_bytes": BUDGET_BYTES,
         "plain": {name: plain.get(name) for name in ("died", "error", "peak_bytes")},
-        "gradfit": {name: fitted[name] for name in ("losses", "seconds", "peak_bytes")},
+        "gradfit": {name: trained[name] for name in ("losses", "seconds", "peak_bytes")},
         "audit": json_module.loads(result.to_json()),
         "page": str(page),
     }
 
 
-def _print_table(plain: dict[str, Any], fitted: dict[str, Any], needed: int) -> None:
+def _print_table(plain: dict[str, Any], trained: dict[str, Any], needed: int) -> None:
     cap = plain["cap_bytes"]
     table = Table(title=f"the same cap for both: {format_bytes(cap)}" if cap else "without a cap")
     for name in ("", "plain PyTorch", "gradfit"):
         table.add_column(name)
-    peak = format_bytes(fitted["peak_bytes"])
+    peak = format_bytes(trained["peak_bytes"])
     table.add_row(
         "peak of tensors", f"needs {format_bytes(needed)} (predicted)", f"{peak} (measured)"
     )
@@ -226,12 +236,12 @@ def _print_table(plain: dict[str, Any], fitted: dict[str, Any], needed: int) -> 
     table.add_row(
         "outcome",
         "out of memory" if plain["died"] else "survived",
-        f"{len(fitted['losses'])} steps",
+        f"{len(trained['losses'])} steps",
     )
-    table.add_row("loss", "–", f"{fitted['losses'][0]:.3f} → {fitted['losses'][-1]:.3f}")
+    table.add_row("loss", "–", f"{trained['losses'][0]:.3f} → {trained['losses'][-1]:.3f}")
     table.add_row(
         "time per step",
         "–",
-        f"{format_seconds(statistics.median(fitted['seconds']))} (measured, median)",
+        f"{format_seconds(statistics.median(trained['seconds']))} (measured, median)",
     )
     Console(highlight=False).print(table)

@@ -44,7 +44,7 @@ def estimate(
     with warnings_as_notes():
         batch, job = work.batch(), work.job
         with working("following one step on shapes"):
-            found = make_estimate(
+            estimate_of_job = make_estimate(
                 job.model, job.loss_fn, batch, job.optimizer, named, split=job.split
             )
-        print_result(found.to_json() if json else str(found))
+        print_result(estimate_of_job.to_json() if json else str(estimate_of_job))

@@ -21,6 +21,7 @@ from gradfit.cli.work import Work
 from gradfit.errors import MisuseError
 from gradfit.planning.api import frontier
 from gradfit.planning.plan import Plan, percent
+from gradfit.profiling.profile import Profile
 from gradfit.profiling.profile_table import columns
 from gradfit.report.exactness import exactness_line
 from gradfit.units import format_bytes, format_seconds
@@ -49,39 +50,42 @@ def plan(
     budget = None if memory is None else work.budget(memory)
     with warnings_as_notes():
         batch = work.batch()
-        found = work.profile(batch, tile=tile)
-        made: Plan | None = None
+        profile = work.profile(batch, tile=tile)
+        chosen: Plan | None = None
         plans: list[Plan] = []
         if budget is not None:
-            made = work.plan(found, budget, fixed)
-            print_result(made.to_json() if json else f"{made}\n{exactness_line(found)}")
+            chosen = work.plan(profile, budget, fixed)
+            print_result(chosen.to_json() if json else f"{chosen}\n{exactness_line(profile)}")
         else:
-            with working("planning for every budget"):
-                plans = frontier(found, batch_size=work.batch_size if found.splittable else None)
-            print_result(
-                _as_json(plans) if json else f"{_as_table(plans)}\n{exactness_line(found)}"
-            )
+            plans = _trade_off(work, profile)
+            text = f"{_as_table(plans)}\n{exactness_line(profile)}"
+            print_result(_as_json(plans) if json else text)
         # without --memory nothing is chosen, and the page says so of no plan
         if report is not None:
-            work.write(work.report(found, batch, made, frontier=tuple(plans)), report)
+            work.write(work.report(profile, batch, chosen, frontier=tuple(plans)), report)
             note(f"page: {report}")
 
 
+def _trade_off(work: Work, profile: Profile) -> list[Plan]:
+    with working("planning for every budget"):
+        return frontier(profile, batch_size=work.batch_size if profile.splittable else None)
+
+
 def _as_json(plans: list[Plan]) -> str:
-    return json_module.dumps({"frontier": [json_module.loads(made.to_json()) for made in plans]})
+    return json_module.dumps({"frontier": [json_module.loads(one.to_json()) for one in plans]})
 
 
 def _as_table(plans: list[Plan]) -> str:
     rows = [("peak", "step", "recomputation", "micro-batch × count", "values kept")]
     rows += [
         (
-            format_bytes(made.peak_bytes),
-            format_seconds(made.step_seconds),
-            percent(made.extra_fraction),
-            made.split_text,
-            f"{made.kept_values} of {made.saved_values}",
+            format_bytes(one.peak_bytes),
+            format_seconds(one.step_seconds),
+            percent(one.extra_fraction),
+            one.split_text,
+            f"{one.kept_values} of {one.saved_values}",
         )
-        for made in plans
+        for one in plans
     ]
     return "\n".join(
         [

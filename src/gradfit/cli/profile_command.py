@@ -19,8 +19,8 @@ def profile(
     work = Work.load(target, batch_size=batch_size, seed=seed, page=report)
     with warnings_as_notes():
         batch = work.batch()
-        found = work.profile(batch)
-        print_result(found.to_json() if json else str(found))
+        measured = work.profile(batch)
+        print_result(measured.to_json() if json else str(measured))
         if report is not None:
-            work.write(work.report(found, batch), report)
+            work.write(work.report(measured, batch), report)
             note(f"page: {report}")

@@ -40,17 +40,21 @@ def selftest(
         raise MisuseError(
             f"There is no directory {str(out)!r} for --out. Make it, or pass another."
         )
+    where = None if device is None else _read_device(device)
+    with warnings_as_notes(), working("checking"):
+        results = run_selftest(where)
+    (out / "selftest.json").write_text(results.to_json())
+    (out / "selftest.html").write_text(results.page())
+    print_result(results.to_json() if json else str(results))
+    note(f"written: {out / 'selftest.json'}, {out / 'selftest.html'}")
+    if not results.passed:
+        raise typer.Exit(1)
+
+
+def _read_device(device: str) -> torch.device:
     try:
-        where = None if device is None else torch.device(device)
+        return torch.device(device)
     except RuntimeError as error:
         raise MisuseError(
             f"--device {device!r} is no device of torch: {error}. Pass cpu, or cuda:0."
         ) from None
-    with warnings_as_notes(), working("checking"):
-        found = run_selftest(where)
-    (out / "selftest.json").write_text(found.to_json())
-    (out / "selftest.html").write_text(found.page())
-    print_result(found.to_json() if json else str(found))
-    note(f"written: {out / 'selftest.json'}, {out / 'selftest.html'}")
-    if not found.passed:
-        raise typer.Exit(1)

@@ -9,7 +9,7 @@ import math
 import shlex
 import statistics
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -98,17 +98,8 @@ def train(
     folder = _RunFolder.find(target, out, resume, ranks)
     before = folder.settings
     seed = _first(seed, before.get("seed"), 0)
-    work = Work.load(
-        target, batch_size=_first(batch_size, before.get("batch_size")), seed=seed, page=report
-    )
-    ranks.share(work.job.model)
-    if report is not None and is_fully_sharded(work.job.model):
-        raise MisuseError(
-            "--report runs the model on one rank, and a fully_shard model needs all. Leave out"
-            " --report."
-        )
-    if ranks.rank > 0:
-        seed_everything(seed + ranks.rank)  # other rows, other dropout
+    size = _first(batch_size, before.get("batch_size"))
+    work = _load(target, size, seed, report, ranks)
     folder.store.prepare()
     if steps is None and epochs is None:
         steps, epochs = before.get("steps"), before.get("epochs", 1)
@@ -145,11 +136,27 @@ def train(
             _write_page(work, run.step, result, listener.seconds, report)
         print_result(_as_json(work, run, result, digest) if json else _in_words(result))
     if result.interrupted:
-        command = (
-            f"gradfit train {shlex.quote(target)} --out {shlex.quote(str(folder.path))} --resume"
+        _end_interrupted(target, folder.path)
+
+
+def _load(target: str, batch_size: int | None, seed: int, page: Path | None, ranks: Ranks) -> Work:
+    """The job, the same on all ranks but for its random numbers."""
+    work = Work.load(target, batch_size=batch_size, seed=seed, page=page)
+    ranks.share(work.job.model)
+    if page is not None and is_fully_sharded(work.job.model):
+        raise MisuseError(
+            "--report runs the model on one rank, and a fully_shard model needs all. Leave out"
+            " --report."
         )
-        note(f"Interrupted; the state is saved. Resume with: {command}")
-        raise typer.Exit(EXIT_INTERRUPTED)
+    if ranks.rank > 0:
+        seed_everything(seed + ranks.rank)  # other rows, other dropout
+    return work
+
+
+def _end_interrupted(target: str, path: Path) -> NoReturn:
+    command = f"gradfit train {shlex.quote(target)} --out {shlex.quote(str(path))} --resume"
+    note(f"Interrupted; the state is saved. Resume with: {command}")
+    raise typer.Exit(EXIT_INTERRUPTED)
 
 
 @dataclasses.dataclass
@@ -174,13 +181,10 @@ class _RunFolder:
         if states.store.names() or read_begun(path) is not None:
             states.store.prepare()  # before anything in it is read: another run may be writing
         saved = _saved(states, resume)
-        settings = (
-            saved.content["settings"]
-            if saved is not None
-            else _begun(path, ranks)
-            if resume
-            else {}
-        )
+        if saved is not None:
+            settings = saved.content["settings"]
+        else:
+            settings = _begun(path, ranks) if resume else {}
         if resume and not settings and not ranks.restarted:
             raise MisuseError(
                 f"There is no run in {str(path)!r} to resume. Check --out, or leave out --resume to"
@@ -234,16 +238,22 @@ class _Listener(Listener):
             self._bar.task_ids[0], completed=step, description=f"training, loss {result.loss:.4g}"
         )
         if step % self._log_every == 0 or step == self._total:
-            norm = "" if result.grad_norm is None else f"  gradient norm {result.grad_norm:.3g}"
-            of = "" if self._total is None else f"/{self._total}"
-            took = f"measured: peak {format_bytes(result.peak_bytes)}, {format_seconds(seconds)}"
-            note(f"step {step}{of}  loss {result.loss:.4f}{norm}  {took}")
+            self._print_line(step, result, seconds)
         if self._writer is not None:
-            self._writer.add_scalar("loss", result.loss, step)
-            if result.grad_norm is not None:
-                self._writer.add_scalar("gradient_norm", result.grad_norm, step)
-            self._writer.add_scalar("peak_bytes", result.peak_bytes, step)
-            self._writer.add_scalar("step_seconds", seconds, step)
+            self._write_scalars(step, result, seconds)
+
+    def _print_line(self, step: int, result: TrainResult, seconds: float) -> None:
+        norm = "" if result.grad_norm is None else f"  gradient norm {result.grad_norm:.3g}"
+        of = "" if self._total is None else f"/{self._total}"
+        took = f"measured: peak {format_bytes(result.peak_bytes)}, {format_seconds(seconds)}"
+        note(f"step {step}{of}  loss {result.loss:.4f}{norm}  {took}")
+
+    def _write_scalars(self, step: int, result: TrainResult, seconds: float) -> None:
+        self._writer.add_scalar("loss", result.loss, step)
+        if result.grad_norm is not None:
+            self._writer.add_scalar("gradient_norm", result.grad_norm, step)
+        self._writer.add_scalar("peak_bytes", result.peak_bytes, step)
+        self._writer.add_scalar("step_seconds", seconds, step)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -252,14 +262,12 @@ class _Listener(Listener):
 
 def _default_out(target: str, resume: bool) -> Path:
     """runs/NAME, or the next of runs/NAME-2, … that is free; to resume, the last that is not."""
-    base = Path("runs") / target_name(target)
-    number, found = 1, base
-    while StateStore(found).names() or read_begun(found) is not None:
+    last = path = Path("runs") / target_name(target)
+    first, number = path.name, 1
+    while StateStore(path).names() or read_begun(path) is not None:
         number += 1
-        found = base.with_name(f"{base.name}-{number}")
-    if resume and number > 1:
-        return base if number == 2 else base.with_name(f"{base.name}-{number - 1}")
-    return found
+        last, path = path, path.with_name(f"{first}-{number}")
+    return last if resume else path
 
 
 def _begun(base: Path, ranks: Ranks) -> dict[str, Any]:

@@ -80,9 +80,9 @@ class Work:
             raise MisuseError(
                 f"How much memory {self.device} has free is not known. Pass --memory."
             )
-        return int(
-            free * _SHARE / (1 if ranks is None or self.device.type != "cpu" else ranks.size_here)
-        )
+        # an accelerator is a rank's own, the host's memory is not
+        sharing = ranks.size_here if ranks is not None and self.device.type == "cpu" else 1
+        return int(free * _SHARE / sharing)
 
     def profile(self, batch: Any, *, tile: bool = True) -> Profile:
         """Measure, in no more memory than there is."""
@@ -100,67 +100,43 @@ class Work:
             )
 
     def plan(
-        self, found: Profile, budget: int | None, micro_batch: int | str | None = None
+        self, profile: Profile, budget: int | None, micro_batch: int | str | None = None
     ) -> Plan:
         """The plan for a budget, or the one of the smallest peak; at this micro-batch, if one was
         asked for.
         """
-        size = self.batch_size if found.splittable else None
-        fixed = (
-            micro_batch
-            if isinstance(micro_batch, int)
-            else None
-            if micro_batch is None
-            else self.batch_size
-        )
-        if fixed is not None and fixed < self.batch_size and not found.splittable:
-            reason = found.additivity.reason if found.additivity is not None else "it has one row"
+        fixed = self.batch_size if isinstance(micro_batch, str) else micro_batch
+        self._check_micro_batch(profile, fixed)
+        size = self.batch_size if profile.splittable else None
+        with working("planning"):
+            if budget is None and fixed is None:
+                plans = frontier(profile, batch_size=size, points=2)
+                return min(plans, key=lambda plan: plan.peak_bytes)
+            fixed = fixed if size else None
+            if budget is None:
+                budget = _least_bytes(profile, size, fixed)
+            return make_plan(profile, memory=budget, batch_size=size, micro_batch=fixed)
+
+    def _check_micro_batch(self, profile: Profile, fixed: int | None) -> None:
+        if fixed is not None and fixed < self.batch_size and not profile.splittable:
+            additivity = profile.additivity
+            reason = additivity.reason if additivity is not None else "it has one row"
             raise MisuseError(
                 f"--micro-batch {fixed} cuts the batch of {self.batch_size}, which does not add up:"
                 f" {reason}. Leave out --micro-batch."
             )
-        with working("planning"):
-            if budget is not None:
-                return make_plan(
-                    found, memory=budget, batch_size=size, micro_batch=fixed if size else None
-                )
-            if fixed is None:
-                return min(
-                    frontier(found, batch_size=size, points=2), key=lambda plan: plan.peak_bytes
-                )
-            try:
-                return make_plan(
-                    found, memory=1, batch_size=size, micro_batch=fixed if size else None
-                )
-            except BudgetInfeasible as smallest:
-                least = smallest.min_bytes
-            return make_plan(
-                found, memory=least, batch_size=size, micro_batch=fixed if size else None
-            )
 
-    def report(self, found: Profile, batch: Any, plan: Plan | None = None, **more: Any) -> Report:
+    def report(self, profile: Profile, batch: Any, plan: Plan | None = None, **more: Any) -> Report:
         """The page's content: curves are measured here, without a trace; plain is predicted where
         it would not fit.
         """
         job = self.job
         size = plan.batch_size if plan is not None else self.batch_size
-        needed, free = plain_peak_bytes(found, size), available_bytes(self.device)
         report = Report(
-            f"gradfit: {self.target}", found, plan, environment=environment(job.model), **more
+            f"gradfit: {self.target}", profile, plan, environment=environment(job.model), **more
         )
         if not report.plain_curve:
-            if free is None or needed < free * _SHARE:
-                with working("measuring memory with plain PyTorch"):
-                    live = measure_curve(job.model, job.optimizer, job.loss_fn, batch)
-                report = dataclasses.replace(report, plain_curve=live.timeline or [])
-            else:
-                label = (
-                    f"plain PyTorch (predicted: it needs {format_bytes(needed)},"
-                    f" {format_bytes(free)} are free)"
-                )
-                report = dataclasses.replace(
-                    report, plain_curve=predict_plain(found, size), plain_label=label
-                )
+            report = self._with_plain_curve(report, batch, size)
         if plan is None:
             return report
         with working("measuring memory as planned"):
@@ -171,13 +147,37 @@ class Work:
         if report.limit_bytes is None:
             report = dataclasses.replace(report, limit_bytes=plan.budget_bytes)
         with working("planning for other budgets"):
-            cut = size if found.splittable else None
-            plans = report.frontier or tuple(frontier(found, batch_size=cut, points=10))
-            alike = tuple(frontier(found, batch_size=size, points=6, micro_batch=plan.micro_batch))
-        return dataclasses.replace(report, frontier=plans, same_size=alike)
+            cut = size if profile.splittable else None
+            plans = report.frontier or tuple(frontier(profile, batch_size=cut, points=10))
+            alike = frontier(profile, batch_size=size, points=6, micro_batch=plan.micro_batch)
+        return dataclasses.replace(report, frontier=plans, same_size=tuple(alike))
+
+    def _with_plain_curve(self, report: Report, batch: Any, size: int) -> Report:
+        """With the memory of plain PyTorch, measured where it fits, or else predicted."""
+        job, profile = self.job, report.profile
+        needed, free = plain_peak_bytes(profile, size), available_bytes(self.device)
+        if free is None or needed < free * _SHARE:
+            with working("measuring memory with plain PyTorch"):
+                live = measure_curve(job.model, job.optimizer, job.loss_fn, batch)
+            return dataclasses.replace(report, plain_curve=live.timeline or [])
+        label = (
+            f"plain PyTorch (predicted: it needs {format_bytes(needed)},"
+            f" {format_bytes(free)} are free)"
+        )
+        curve = predict_plain(profile, size)
+        return dataclasses.replace(report, plain_curve=curve, plain_label=label)
 
     def write(self, report: Report, page: Path) -> None:
         write_page(report, page)
+
+
+def _least_bytes(profile: Profile, batch_size: int | None, micro_batch: int | None) -> int:
+    """The smallest budget that there is a plan for at this micro-batch."""
+    try:
+        plan = make_plan(profile, memory=1, batch_size=batch_size, micro_batch=micro_batch)
+    except BudgetInfeasible as smallest:
+        return smallest.min_bytes
+    return plan.budget_bytes
 
 
 def _check_page(page: Path) -> None:

@@ -1,5 +1,5 @@
 """DDP: every rank has all parameters, and sums of its own in `.grad`; one all-reduce per bucket
-makes them everybody's.
+makes them all ranks'.
 
 Each bucket is filled with `factor · gradient`, reduced while the next one is filled, and then *is*
 the gradient: the parameters' `.grad` become views of it, so that nothing is copied back, and at
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradfit import _torch_distributed as private
 from gradfit.accumulate.processes import Whole
-from gradfit.distributed.shared_window import Together
+from gradfit.distributed.shared_window import AllRanks
 
 BUCKET_BYTES = 25 * 2**20  # as DDP's own
 
@@ -28,7 +28,7 @@ _silent: weakref.WeakKeyDictionary[torch.nn.Module, list[dict[str, Any]]] = (
 )
 
 
-class Replicated(Together):
+class Replicated(AllRanks):
     """The processes of a DDP module.
 
     DDP reads its flags when a forward begins, so they are changed for the time of the forward

@@ -11,7 +11,9 @@ The units' parameters are gathered in every forward and backward, by all ranks t
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from gradfit.accumulate.scaling import gradient_norm
 from gradfit.distributed.fsdp_gathers import Gathers
 from gradfit.distributed.no_sync import modules_of
 from gradfit.distributed.process_group import Group
-from gradfit.distributed.shared_window import Together
+from gradfit.distributed.shared_window import AllRanks
 from gradfit.errors import MisuseError
 
 
@@ -63,7 +65,7 @@ class Unsharded:
         fsdp.set_unsharded_gradient(self._kept, gradient)
 
 
-class Sharded(Together):
+class Sharded(AllRanks):
     """The processes of a `fully_shard` module."""
 
     lockstep = True
@@ -84,7 +86,7 @@ class Sharded(Together):
                     " model.parameters()."
                 )
         super().__init__(modules, Group(fsdp.data_parallel_group(self.units[0])), window)
-        self._silenced: list[Any] = []
+        self._not_reducing: list[Any] = []
         self._depth = 0
         self._gathers = Gathers(self.group, modules, self.units)
 
@@ -113,7 +115,7 @@ class Sharded(Together):
         self._depth += 1
         if self._depth > 1 or not self.filling:
             return
-        self._silenced += [unit for unit in self.units if fsdp.set_reduces(unit, False)]
+        self._not_reducing += [unit for unit in self.units if fsdp.set_reduces(unit, False)]
         self._gathers.begin_pass()
 
     def after_forward(self, module: Any) -> None:
@@ -122,12 +124,16 @@ class Sharded(Together):
         if self._depth or window is None:
             return
         for tensor in window.tensors:
-            kept = self._kept[id(tensor)]
-            full = fsdp.unsharded_parameter(kept)
-            if full is not None and full.requires_grad:
-                window.plain.watch(full)  # backward passes reach this one, not the shard
-            if tensor.grad_dtype is not None and tensor.grad_dtype != tensor.dtype:
-                fsdp.accumulate_in(kept, tensor.grad_dtype)
+            self._follow_gathered(tensor, window)
+
+    def _follow_gathered(self, tensor: Tensor, window: Any) -> None:
+        """A parameter has been gathered: backward passes reach the whole one, not the shard."""
+        kept = self._kept[id(tensor)]
+        full = fsdp.unsharded_parameter(kept)
+        if full is not None and full.requires_grad:
+            window.plain.watch(full)
+        if tensor.grad_dtype is not None and tensor.grad_dtype != tensor.dtype:
+            fsdp.accumulate_in(kept, tensor.grad_dtype)
 
     def failed(self, error: BaseException) -> None:
         super().failed(error)
@@ -135,8 +141,8 @@ class Sharded(Together):
 
     def release(self) -> None:
         self._gathers.announces = False
-        while self._silenced:
-            fsdp.set_reduces(self._silenced.pop(), True)
+        while self._not_reducing:
+            fsdp.set_reduces(self._not_reducing.pop(), True)
 
     # -- at its end -------------------------------------------------------------------------------
 
@@ -150,29 +156,23 @@ class Sharded(Together):
         fsdp.initialise(self.modules)
         with torch.no_grad(), own_pass():
             for unit in reversed(self.units):
-                others, dtype = {}, None
-                wanted = any(id(tensor) in present for tensor, _ in fsdp.sharded_parameters(unit))
-                # on this rank, and so on no other: they gather together
-                if wanted and fsdp.never_gathered(unit):
-                    fsdp.take_part(unit)
-                for tensor, kept in fsdp.sharded_parameters(unit):
-                    gradient = fsdp.unsharded_gradient(kept)
-                    if id(tensor) not in present:
-                        others[kept] = gradient
-                        fsdp.set_unsharded_gradient(kept, None)
-                        continue
-                    dtype = tensor.grad_dtype or tensor.dtype
-                    if gradient is None:
-                        gradient = torch.zeros(
-                            fsdp.unsharded_size(kept), dtype=dtype, device=tensor.device
-                        )
-                    elif factor != 1.0:
-                        gradient.mul_(factor)
-                    fsdp.set_unsharded_gradient(kept, gradient)
-                if dtype is not None:
-                    fsdp.reduce_group(unit, dtype)
-                for kept, gradient in others.items():  # another optimizer's
-                    fsdp.set_unsharded_gradient(kept, gradient)
+                self._reduce_unit(unit, present, factor)
+
+    def _reduce_unit(self, unit: Any, present: set[int], factor: float) -> None:
+        """Add up the gradients of a unit's parameters that are `present`, by id, over the ranks."""
+        parameters = fsdp.sharded_parameters(unit)
+        mine = [(tensor, kept) for tensor, kept in parameters if id(tensor) in present]
+        if not mine:
+            return
+        # on this rank, and so on no other: they gather together
+        if fsdp.never_gathered(unit):
+            fsdp.take_part(unit)
+        another_optimizers = [kept for tensor, kept in parameters if id(tensor) not in present]
+        with _gradients_taken_out(another_optimizers):
+            for tensor, kept in mine:
+                fsdp.set_unsharded_gradient(kept, _scaled_or_zeros(tensor, kept, factor))
+            last = mine[-1][0]
+            fsdp.reduce_group(unit, last.grad_dtype or last.dtype)
 
     def norm(self, gradients: list[Tensor]) -> float:
         # By the ranks that share a gradient, not by the mesh: fully_shard makes one for each unit
@@ -184,13 +184,14 @@ class Sharded(Together):
             if id(mesh) not in ranks:
                 ranks[id(mesh)] = tuple(sorted(mesh.mesh.flatten().tolist()))
             shares.setdefault(ranks[id(mesh)], (mesh, []))[1].append(_squares(gradient))
-        squares = 0.0
-        for mesh, local in shares.values():
-            total = torch.tensor(math.fsum(local), dtype=torch.float64, device=self.group.device)
-            for dimension in range(mesh.ndim):
-                dist.all_reduce(total, group=mesh.get_group(dimension))
-            squares += total.item()
-        return math.sqrt(squares)
+        return math.sqrt(sum(self._sum_over(mesh, local) for mesh, local in shares.values()))
+
+    def _sum_over(self, mesh: Any, local: list[float]) -> float:
+        """The sum of these numbers over the ranks of a mesh."""
+        total = torch.tensor(math.fsum(local), dtype=torch.float64, device=self.group.device)
+        for dimension in range(mesh.ndim):
+            dist.all_reduce(total, group=mesh.get_group(dimension))
+        return float(total.item())
 
     def spread_nonfinite(self, gradients: list[Tensor]) -> None:
         if not math.isfinite(self.norm(gradients)):
@@ -199,6 +200,26 @@ class Sharded(Together):
                 if part.numel():
                     part.view(-1)[0] = math.inf
                     break
+
+
+@contextlib.contextmanager
+def _gradients_taken_out(parameters: list[Any]) -> Iterator[None]:
+    """Inside, these have no gradients to reduce."""
+    gradients = [fsdp.unsharded_gradient(kept) for kept in parameters]
+    for kept in parameters:
+        fsdp.set_unsharded_gradient(kept, None)
+    yield
+    for kept, gradient in zip(parameters, gradients, strict=True):
+        fsdp.set_unsharded_gradient(kept, gradient)
+
+
+def _scaled_or_zeros(tensor: Tensor, kept: Any, factor: float) -> Tensor:
+    """This rank's sum for a parameter, times a factor; zeros if nothing has come in."""
+    gradient = fsdp.unsharded_gradient(kept)
+    if gradient is None:
+        dtype = tensor.grad_dtype or tensor.dtype
+        return torch.zeros(fsdp.unsharded_size(kept), dtype=dtype, device=tensor.device)
+    return gradient if factor == 1.0 else gradient.mul_(factor)
 
 
 def _squares(gradient: Tensor) -> float:

@@ -76,18 +76,18 @@ class Gathers:
         (rule 2).
         """
         while self._group.size > 1:
-            everybody, work = self._say(word)
+            of_all_ranks, work = self._say(word)
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self._group.explain(error, "the end of a window") from error
-            words = set(everybody.tolist())
+            words = set(of_all_ranks.tolist())
             running = words - {_WAITS, self._follows}
             if words == {_WAITS} or (word == self._follows and running <= {self._begins}):
                 return
             if len(running) > 1:
                 raise RankFailed(
-                    f"The ranks gather different fully_shard units at once: {everybody.tolist()}"
+                    f"The ranks gather different fully_shard units at once: {of_all_ranks.tolist()}"
                     f" ({_WAITS} for a rank at the end of its window). Let all ranks run the same"
                     " modules in the same order."
                 )
@@ -97,8 +97,10 @@ class Gathers:
 
     def _say(self, word: int) -> tuple[Tensor, Any]:
         with unseen():
-            everybody = torch.empty(self._group.size, dtype=torch.int32, device=self._group.device)
+            of_all_ranks = torch.empty(
+                self._group.size, dtype=torch.int32, device=self._group.device
+            )
             mine = self._words[word : word + 1]
-            return everybody, private.all_gather_flat(
-                everybody, mine, self._group.handle, async_op=True
+            return of_all_ranks, private.all_gather_flat(
+                of_all_ranks, mine, self._group.handle, async_op=True
             )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradfit import _torch, _torch_distributed
 
-_known: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+_seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules that were looked up before
 
 
 def modules_of(kind: type, tensors: list[Tensor]) -> list[Any]:
@@ -25,18 +25,26 @@ def modules_of(kind: type, tensors: list[Tensor]) -> list[Any]:
     every rank.
     """
     wanted = {id(tensor): position for position, tensor in enumerate(tensors)}
-    found = _holding(list(_known), kind, wanted)
-    if wanted.keys() - {id(tensor) for module in found for tensor in module.parameters()}:
-        _known.update(_torch_distributed.live_modules((kind,)))
-        found = _holding(list(_known), kind, wanted)
-    inner = {id(one) for module in found for one in module.modules() if one is not module}
-    roots = [module for module in found if id(module) not in inner]
-    roots.sort(
-        key=lambda module: min(
-            wanted.get(id(tensor), len(wanted)) for tensor in module.parameters()
-        )
-    )
+    holders = _holding(list(_seen), kind, wanted)
+    if wanted.keys() - _parameter_ids(holders):
+        _seen.update(_torch_distributed.live_modules((kind,)))
+        holders = _holding(list(_seen), kind, wanted)
+    roots = sorted(_outermost(holders), key=lambda module: _first_position(module, wanted))
     return [module for root in roots for module in root.modules() if isinstance(module, kind)]
+
+
+def _parameter_ids(modules: list[torch.nn.Module]) -> set[int]:
+    return {id(tensor) for module in modules for tensor in module.parameters()}
+
+
+def _outermost(modules: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    inner = {id(one) for module in modules for one in module.modules() if one is not module}
+    return [module for module in modules if id(module) not in inner]
+
+
+def _first_position(module: torch.nn.Module, wanted: dict[int, int]) -> int:
+    """That of the first parameter that a module holds."""
+    return min(wanted.get(id(tensor), len(wanted)) for tensor in module.parameters())
 
 
 def _holding(
@@ -49,7 +57,7 @@ def _holding(
     ]
 
 
-class Hearer(Protocol):
+class ForwardListener(Protocol):
     """Who wants to know about a module's forwards."""
 
     def before_forward(self, module: torch.nn.Module) -> None:
@@ -63,51 +71,51 @@ class Hearer(Protocol):
 
 
 class _Running(threading.local):
-    """The forwards that are running in this thread: was each of them heard?"""
+    """The forwards that are running in this thread: was the listener told of each?"""
 
     def __init__(self) -> None:
         self.forwards: list[bool] = []
 
 
-class Ear:
-    """Hooks on modules' forwards that hold the hearer weakly and go with it; `inner` tells forwards
-    inside forwards.
-    """
+class ForwardHooks:
+    """Hooks on modules' forwards that hold the listener weakly and go with it."""
 
-    def __init__(self, modules: list[torch.nn.Module], hearer: Hearer) -> None:
-        reference = weakref.ref(hearer)
-        running = _Running()
-
-        def before(module: torch.nn.Module, _: Any) -> None:
-            alive = reference()
-            # Not in a forward that runs inside a backward: that one recomputes, and belongs to a
-            # forward before it.
-            heard = alive is not None and torch.is_grad_enabled() and _torch.graph_task_id() == -1
-            running.forwards.append(heard)
-            if heard and alive is not None:
-                alive.before_forward(module)
-
-        def after(module: torch.nn.Module, *_: Any) -> None:
-            alive = reference()
-            if running.forwards and running.forwards.pop() and alive is not None:
-                error = sys.exc_info()[1]
-                if error is not None:
-                    alive.failed(error)
-                alive.after_forward(module)
-
-        self._handles = [
-            handle
-            for module in modules
-            for handle in (
-                module.register_forward_pre_hook(before, prepend=True),
-                module.register_forward_hook(after, always_call=True),
-            )
-        ]
-        weakref.finalize(hearer, _remove_all, self._handles)
+    def __init__(self, modules: list[torch.nn.Module], listener: ForwardListener) -> None:
+        hooks = _Hooks(listener)
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        for module in modules:
+            self._handles += [
+                module.register_forward_pre_hook(hooks.before, prepend=True),
+                module.register_forward_hook(hooks.after, always_call=True),
+            ]
+        weakref.finalize(listener, _remove_all, self._handles)
 
     def close(self) -> None:
         """Stop listening."""
         _remove_all(self._handles)
+
+
+class _Hooks:
+    def __init__(self, listener: ForwardListener) -> None:
+        self._listener = weakref.ref(listener)
+        self._running = _Running()
+
+    def before(self, module: torch.nn.Module, _: Any) -> None:
+        listener = self._listener()
+        # Not in a forward that runs inside a backward: that one recomputes, and belongs to a
+        # forward before it.
+        is_of_window = torch.is_grad_enabled() and _torch.graph_task_id() == -1
+        self._running.forwards.append(listener is not None and is_of_window)
+        if listener is not None and is_of_window:
+            listener.before_forward(module)
+
+    def after(self, module: torch.nn.Module, *_: Any) -> None:
+        listener, forwards = self._listener(), self._running.forwards
+        if forwards and forwards.pop() and listener is not None:
+            error = sys.exc_info()[1]
+            if error is not None:
+                listener.failed(error)
+            listener.after_forward(module)
 
 
 def _remove_all(handles: list[torch.utils.hooks.RemovableHandle]) -> None:

@@ -85,9 +85,9 @@ class Group:
         mine = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8).to(
             self.device
         )
-        everybody = torch.empty(self.size * size, dtype=torch.uint8, device=self.device)
-        private.all_gather_flat(everybody, mine, self.handle)
-        data = everybody.cpu().numpy().tobytes()
+        of_all_ranks = torch.empty(self.size * size, dtype=torch.uint8, device=self.device)
+        private.all_gather_flat(of_all_ranks, mine, self.handle)
+        data = of_all_ranks.cpu().numpy().tobytes()
         return [data[at : at + size] for at in range(0, len(data), size)]
 
     # -- when somebody does not come --------------------------------------------------------------
@@ -127,7 +127,7 @@ class Group:
             store = private.default_store()
             key = self._key(rank)
             if store.check([key]):
-                before = store.timeout  # everybody's: it is the default store
+                before = store.timeout  # all ranks': it is the default store
                 store.set_timeout(datetime.timedelta(seconds=_PATIENCE_SECONDS))
                 try:
                     text: str = store.get(key).decode()

@@ -27,12 +27,12 @@ def replicate(model: torch.nn.Module, group: dist.ProcessGroup | None = None) ->
 
     Accumulators made for its parameters from then on add up over the ranks. Call it on all ranks.
     """
-    known = dist.group.WORLD if group is None else group
-    assert known is not None
+    handle = dist.group.WORLD if group is None else group
+    assert handle is not None
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor, group=known, group_src=0)
-    _groups[model] = known
+            dist.broadcast(tensor, group=handle, group_src=0)
+    _groups[model] = handle
     return model
 
 

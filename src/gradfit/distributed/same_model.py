@@ -23,7 +23,7 @@ def require_same_model(model: torch.nn.Module, exchange: Exchange) -> None:
 
     Args:
         model: This rank's model.
-        exchange: Tells all ranks a record, and gives everybody's.
+        exchange: Tells all ranks a record, and gives every rank's.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     lines = [
@@ -40,7 +40,7 @@ def require_same_update(optimizer: Any, options: Mapping[str, Any], exchange: Ex
     Args:
         optimizer: This rank's optimizer.
         options: What else the update depends on, by name.
-        exchange: Tells all ranks a record, and gives everybody's.
+        exchange: Tells all ranks a record, and gives every rank's.
     """
     lines = [f"optimizer {type(optimizer).__name__}"]
     for index, group in enumerate(optimizer.param_groups):
@@ -61,7 +61,7 @@ def require_same_settings(settings: Mapping[str, Any], exchange: Exchange) -> No
 
     Args:
         settings: By name.
-        exchange: Tells all ranks a record, and gives everybody's.
+        exchange: Tells all ranks a record, and gives every rank's.
     """
     lines = [f"{name}={_shown(value)}" for name, value in settings.items()]
     _require_same(
@@ -77,20 +77,22 @@ def _require_same(what: str, lines: list[str], exchange: Exchange, instead: str)
     digests = [one.get("digest") for one in exchange({"kind": what, "digest": digest})]
     if len(set(digests)) == 1:
         return
-    everybody = [
+    of_all_ranks = [
         one.get("lines", []) for one in exchange({"kind": f"{what}, in full", "lines": lines})
     ]
     rank = next(rank for rank, other in enumerate(digests) if other != digests[0])
-    first, other = everybody[0], everybody[rank]
-    at = next(
-        (n for n, (a, b) in enumerate(zip(first, other, strict=False)) if a != b),
-        min(len(first), len(other)),
-    )
+    first, other = of_all_ranks[0], of_all_ranks[rank]
+    at = _first_difference(first, other)
     here, there = (lines[at] if at < len(lines) else "no more" for lines in (first, other))
     raise MisuseError(
         f"The ranks have different {what}: rank 0 has {here!r}, rank {rank} has {there!r} (entry"
         f" {at} of {len(first)} and {len(other)}). {instead}"
     )
+
+
+def _first_difference(first: list[str], other: list[str]) -> int:
+    pairs = enumerate(zip(first, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(first), len(other)))
 
 
 def _shown(value: Any) -> str:

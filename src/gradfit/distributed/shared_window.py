@@ -1,5 +1,5 @@
-"""Windows that several processes fill together: DDP and FSDP2 modules found, silenced, and reduced
-once per window.
+"""Windows that several processes fill together: DDP and FSDP2 modules, kept from communicating and
+reduced once per window.
 
 Neither module communicates gradients by itself while a window fills: a forward under the
 accumulator is a forward under `no_sync`. At the window's end the processes meet once. Each then
@@ -18,38 +18,48 @@ from typing import Any
 from torch import Tensor
 
 from gradfit import _torch_distributed as private
-from gradfit.accumulate.numbers import Number
-from gradfit.accumulate.processes import ALONE, Alone, Part, Whole, Window
-from gradfit.distributed.no_sync import Ear, modules_of
+from gradfit.accumulate.processes import SINGLE_PROCESS, Part, SingleProcess, Whole, Window
+from gradfit.arguments import Number
+from gradfit.distributed.no_sync import ForwardHooks, modules_of
 from gradfit.distributed.process_group import Group
 from gradfit.errors import MisuseError, RankFailed
 
 
-def together(tensors: list[Tensor], window: Window) -> Alone:
+def all_ranks(tensors: list[Tensor], window: Window) -> SingleProcess:
     """The processes that share these parameters; nobody if no DDP or FSDP2 module holds them."""
-    from gradfit.distributed.ddp import Replicated
     from gradfit.distributed.fsdp import Sharded, is_sharded
     from gradfit.distributed.replicas import replicas_of
 
     sharded = [is_sharded(tensor) for tensor in tensors]
-    if any(sharded):
-        if not all(sharded):
-            at = sharded.index(False)
-            raise MisuseError(
-                f"The parameter at {at}, of shape {tuple(tensors[at].shape)}, is not sharded,"
-                " others are: nobody would add up its gradient over the ranks. Call"
-                " fully_shard(model) on the root module too."
-            )
+    if all(sharded) and sharded:
         return Sharded(tensors, window)
+    if any(sharded):
+        at = sharded.index(False)
+        raise MisuseError(
+            f"The parameter at {at}, of shape {tuple(tensors[at].shape)}, is not sharded,"
+            " others are: nobody would add up its gradient over the ranks. Call"
+            " fully_shard(model) on the root module too."
+        )
     modules = modules_of(private.DistributedDataParallel, tensors)
     if not modules:
-        return replicas_of(tensors, window) or ALONE
+        return replicas_of(tensors, window) or SINGLE_PROCESS
+    return _of_ddp_modules(modules, tensors, window)
+
+
+def _of_ddp_modules(modules: list[Any], tensors: list[Tensor], window: Window) -> SingleProcess:
+    from gradfit.distributed.ddp import Replicated
+
     groups = {id(private.ddp_group(module)): private.ddp_group(module) for module in modules}
     if len(groups) > 1:
         raise MisuseError(
             f"The parameters belong to {len(modules)} DDP modules with {len(groups)} different"
             " process groups. Pass each module's parameters to an accumulator of its own."
         )
+    _check_all_held(modules, tensors)
+    return Replicated(modules, Group(next(iter(groups.values()))), window)
+
+
+def _check_all_held(modules: list[Any], tensors: list[Tensor]) -> None:
     held = {id(tensor) for module in modules for tensor in module.parameters()}
     for at, tensor in enumerate(tensors):
         if id(tensor) not in held:
@@ -58,17 +68,16 @@ def together(tensors: list[Tensor], window: Window) -> Alone:
                 " that holds others: nobody would add up its gradient over the ranks. Wrap a"
                 " module that holds all of them."
             )
-    return Replicated(modules, Group(next(iter(groups.values()))), window)
 
 
-class Together(Alone):
+class AllRanks(SingleProcess):
     """What DDP and FSDP2 have in common: the meeting."""
 
     def __init__(self, modules: list[Any], group: Group, window: Window) -> None:
         self.modules, self.group, self.size = modules, group, group.size
         self._window = weakref.ref(window)  # which holds this
         self._rehearsing = False
-        self._ear = Ear(modules, self)
+        self._forward_hooks = ForwardHooks(modules, self)
 
     def warm_up(self) -> None:
         """Do what only the first pass does, so that all passes are alike; by all ranks together."""
@@ -80,41 +89,9 @@ class Together(Alone):
         self.settle()
         window = self._window()
         count = 0 if window is None else len(window.tensors)
-        record = {
-            "kind": "end of a window",
-            "weights": part.weights,
-            "notes": part.notes,
-            "counts": [part.micro_batches, part.skipped],
-            "scales": [part.base, part.scale],
-            "flags": [int(part.flushing), int(part.joined), int(part.broken)],
-            "present": _pack(part.present, count),
-            "sparse": _pack(part.sparse, count),
-            "parameters": count,
-        }
-        records = self.group.exchange(record)
+        records = self.group.exchange(_record_of(part, count))
         self.check(records)
-        active = [rank for rank, one in enumerate(records) if sum(one["counts"])]
-        names = dict.fromkeys(name for one in records for name in one["weights"])
-        leading = [rank for rank, one in enumerate(records) if not one["flags"][1]]
-        return Whole(
-            weights={
-                name: add_weights([one["weights"].get(name, 0) for one in records])
-                for name in names
-            },
-            notes={
-                name: math.fsum(one["notes"].get(name, 0.0) for one in records)
-                for name in part.notes
-            },
-            micro_batches=sum(one["counts"][0] for one in records),
-            skipped=sum(one["counts"][1] for one in records),
-            base=records[active[0]]["scales"][0] if active else part.base,
-            scale=min(one["scales"][1] for one in records),
-            flushing=all(one["flags"][0] for one in records),
-            present=_unpack([one["present"] for one in records], count),
-            sparse=_unpack([one["sparse"] for one in records], count),
-            leader=leading[0] if leading and len(leading) < len(records) else None,
-            active=tuple(active),
-        )
+        return _add_up_records(records, part, count)
 
     def reduce(self, window: Any, whole: Whole, factor: float) -> float:
         if self.size == 1 and not self.lockstep:
@@ -134,38 +111,28 @@ class Together(Alone):
         """The sum over the ranks of other tensors than the window's, laid out as the parameters'
         gradients are.
         """
-        slots = [*window.tensors, *window.sources]
-        kept = [slot.grad for slot in slots]
-        try:
-            for slot in slots:
-                slot.grad = None
+        with _gradients_aside([*window.tensors, *window.sources]):
             for at, gradient in gradients.items():
-                window.sources[at].grad = (
-                    gradient.to_dense() if gradient.is_sparse else gradient
-                ).clone()
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                window.sources[at].grad = dense.clone()
             self.add_up(window, tuple(range(len(window.tensors))), (), factor)
             return [tensor.grad for tensor in window.tensors]
-        finally:
-            for slot in slots:
-                slot.grad = None
-            for slot, gradient in zip(slots, kept, strict=True):
-                if gradient is not None:
-                    slot.grad = gradient
 
     def check(self, records: list[dict[str, Any]]) -> None:
         """Refuse to go on unless all ranks do the same, and can."""
-        kinds = {one["kind"] for one in records}
-        if len(kinds) > 1:
+        kinds = [one["kind"] for one in records]
+        if len(set(kinds)) > 1:
             raise RankFailed(
-                f"The ranks do different things: {', '.join(one['kind'] for one in records)}. Call"
+                f"The ranks do different things: {', '.join(kinds)}. Call"
                 " step(), flush() and state_dict() on all ranks in the same order."
             )
-        broken = [rank for rank, one in enumerate(records) if one["flags"][2]]
-        if broken and broken != [self.group.rank]:
-            others = ", ".join(str(rank) for rank in broken if rank != self.group.rank)
+        broken = {rank for rank, one in enumerate(records) if one["flags"][2]}
+        others = sorted(broken - {self.group.rank})
+        if others:
             raise RankFailed(
-                f"On rank {others} a backward pass failed half-way, so the window holds part of a"
-                " micro-batch. Call reset() on every rank and repeat the window."
+                f"On rank {', '.join(map(str, others))} a backward pass failed half-way, so the"
+                " window holds part of a micro-batch. Call reset() on every rank and repeat the"
+                " window."
             )
         counts = [one["parameters"] for one in records]
         if len(set(counts)) > 1:
@@ -180,23 +147,15 @@ class Together(Alone):
         self.settle()
         said = "" if error is None else f"{type(error).__name__}: {error}"
         records = self.group.exchange({"kind": "fit", "failed": said})
-        failed = [
-            f"rank {rank} raised {one['failed']}"
-            for rank, one in enumerate(records)
-            if one.get("failed")
-        ]
+        failed = {rank: one["failed"] for rank, one in enumerate(records) if one.get("failed")}
         if failed and error is None:
-            raise RankFailed("; ".join(failed))
+            raise RankFailed("; ".join(f"rank {rank} raised {why}" for rank, why in failed.items()))
 
     def share_options(self, optimizer: Any, whole: Whole, joined: bool) -> None:
         groups = getattr(optimizer, "param_groups", None)
         if whole.leader is None or groups is None:
             return
-        numbers = [
-            {name: value for name, value in group.items() if type(value) in (int, float, bool)}
-            for group in groups
-        ]
-        records = self.group.exchange({"groups": numbers})
+        records = self.group.exchange({"groups": list(map(_numbers_in, groups))})
         if joined:
             for group, current in zip(groups, records[whole.leader]["groups"], strict=True):
                 group.update(current)
@@ -206,7 +165,7 @@ class Together(Alone):
 
     def close(self) -> None:
         self.release()
-        self._ear.close()
+        self._forward_hooks.close()
 
     @property
     def filling(self) -> bool:
@@ -227,11 +186,83 @@ class Together(Alone):
             self.release()
 
     def before_forward(self, module: Any) -> None:
-        """Keep the module silent in this forward and its backward."""
+        """Keep the module from communicating in this forward and its backward."""
         raise NotImplementedError
 
     def after_forward(self, module: Any) -> None:
         """A forward has ended."""
+
+
+def _numbers_in(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group's options that are numbers, as a learning rate."""
+    return {name: value for name, value in group.items() if type(value) in (int, float, bool)}
+
+
+def _record_of(part: Part, count: int) -> dict[str, Any]:
+    """What a rank tells the others at the end of a window of so many parameters."""
+    return {
+        "kind": "end of a window",
+        "weights": part.weights,
+        "notes": part.notes,
+        "counts": [part.micro_batches, part.skipped],
+        "scales": [part.base, part.scale],
+        "flags": [int(part.flushing), int(part.joined), int(part.broken)],
+        "present": _pack(part.present, count),
+        "sparse": _pack(part.sparse, count),
+        "parameters": count,
+    }
+
+
+def _add_up_records(records: list[dict[str, Any]], part: Part, count: int) -> Whole:
+    """The window as all ranks hold it."""
+    all_of = {name: [one[name] for one in records] for name in records[0]}
+    micro_batches, skipped = zip(*all_of["counts"], strict=True)
+    bases, scales = zip(*all_of["scales"], strict=True)
+    flushing, joined, _ = zip(*all_of["flags"], strict=True)
+    active = [rank for rank, counts in enumerate(all_of["counts"]) if sum(counts)]
+    return Whole(
+        weights=_add_by_name(all_of["weights"]),
+        notes={name: _sum_of_notes(name, all_of["notes"]) for name in part.notes},
+        micro_batches=sum(micro_batches),
+        skipped=sum(skipped),
+        base=bases[active[0]] if active else part.base,
+        scale=min(scales),
+        flushing=all(flushing),
+        present=_unpack(all_of["present"], count),
+        sparse=_unpack(all_of["sparse"], count),
+        leader=_leader(list(joined)),
+        active=tuple(active),
+    )
+
+
+def _sum_of_notes(name: str, notes: list[dict[str, float]]) -> float:
+    return math.fsum(one.get(name, 0.0) for one in notes)
+
+
+def _leader(joined: list[int]) -> int | None:
+    """The first rank that has not joined since (0); None if all have, or nobody."""
+    return joined.index(0) if len(set(joined)) == 2 else None
+
+
+def _add_by_name(weights: list[dict[str, Number]]) -> dict[str, Number]:
+    names = dict.fromkeys(name for one in weights for name in one)
+    return {name: add_weights([one.get(name, 0) for one in weights]) for name in names}
+
+
+@contextlib.contextmanager
+def _gradients_aside(slots: list[Any]) -> Iterator[None]:
+    """Inside, nobody has a gradient; afterwards all have theirs."""
+    kept = [slot.grad for slot in slots]
+    try:
+        for slot in slots:
+            slot.grad = None
+        yield
+    finally:
+        for slot in slots:
+            slot.grad = None
+        for slot, gradient in zip(slots, kept, strict=True):
+            if gradient is not None:
+                slot.grad = gradient
 
 
 def add_weights(weights: list[Number]) -> Number:

@@ -18,7 +18,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from gradfit.accumulate import accumulator_state as local
 from gradfit.accumulate.window_state import Total
-from gradfit.distributed.shared_window import Together, add_weights
+from gradfit.distributed.shared_window import AllRanks, add_weights
 from gradfit.distributed.window_files import Exchange, WindowFiles, file_of, write_window
 from gradfit.errors import RankFailed, StateError
 
@@ -75,33 +75,41 @@ def load(
         StateError: It is another model's, damaged, or not all of it is there. Nothing is changed.
     """
     like = share(accumulator)["tensors"]  # by all ranks together, as all that follows
+    if trust_pickles and _is_checkpoint(Path(path)):
+        _load_checkpoint(accumulator, path, like)
+        return
     problem: StateError | None = None
     content: dict[str, Any] = {}
-    if (Path(path) / ".metadata").exists() and not file_of(Path(path), 0).exists():
-        if trust_pickles:
-            _load_checkpoint(accumulator, path, like)
-            return
-        problem = StateError(
-            f"{str(path)!r} was written by torch.distributed.checkpoint, whose index is a pickle:"
-            " reading it runs what is in it. Pass trust_pickles=True if nobody else could have"
-            " changed it."
-        )
-    else:
-        try:
-            content = _read(path, like)
-        except StateError as error:
-            problem = error
+    try:
+        content = _read(Path(path), like)
+    except StateError as error:
+        problem = error
     _, exchange = _ranks(accumulator)
     said = exchange({"kind": "load", "failed": "" if problem is None else str(problem)})
     if problem is not None:
         raise problem
-    failed = [f"rank {rank}: {one['failed']}" for rank, one in enumerate(said) if one["failed"]]
-    if failed:
-        raise RankFailed(f"Not every rank could read {str(path)!r} ({'; '.join(failed)}).")
+    _check_all_read(said, path)
     restore(accumulator, content)
 
 
-def _read(path: str | os.PathLike[str], like: dict[str, Tensor]) -> dict[str, Any]:
+def _check_all_read(said: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
+    failed = [f"rank {rank}: {one['failed']}" for rank, one in enumerate(said) if one["failed"]]
+    if failed:
+        raise RankFailed(f"Not every rank could read {str(path)!r} ({'; '.join(failed)}).")
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    """Whether `torch.distributed.checkpoint` has written there, and not `save`."""
+    return (folder / ".metadata").exists() and not file_of(folder, 0).exists()
+
+
+def _read(path: Path, like: dict[str, Tensor]) -> dict[str, Any]:
+    if _is_checkpoint(path):
+        raise StateError(
+            f"{str(path)!r} was written by torch.distributed.checkpoint, whose index is a pickle:"
+            " reading it runs what is in it. Pass trust_pickles=True if nobody else could have"
+            " changed it."
+        )
     files = WindowFiles(path)
     tensors: dict[str, Any] = {}
     for name, parts in files.parts.items():
@@ -129,16 +137,16 @@ def _load_checkpoint(accumulator: GradientAccumulator, path: Any, like: dict[str
         (key.removesuffix("window") for key in index if key.endswith(".window")), "accumulator."
     )
     template: dict[str, Any] = {}
-    for key, found in index.items():
-        if key.startswith(f"{prefix}tensors.") and isinstance(found, TensorStorageMetadata):
+    for key, entry in index.items():
+        if key.startswith(f"{prefix}tensors.") and isinstance(entry, TensorStorageMetadata):
             name = key.removeprefix(f"{prefix}tensors.")
-            template[name] = _template(like, name, tuple(found.size), found.properties.dtype)
+            template[name] = _template(like, name, tuple(entry.size), entry.properties.dtype)
     content: dict[str, Any] = {prefix[:-1]: {"tensors": template, "window": ""}}
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
         )
-        alone = not isinstance(accumulator.ranks, Together)
+        alone = not isinstance(accumulator.ranks, AllRanks)
         state_dict_loader.load(content, checkpoint_id=path, no_dist=alone)
     restore(accumulator, content[prefix[:-1]])
 
@@ -146,11 +154,9 @@ def _load_checkpoint(accumulator: GradientAccumulator, path: Any, like: dict[str
 def _ranks(accumulator: GradientAccumulator) -> tuple[int, Exchange]:
     """Which rank this is, and how it tells the others something."""
     ranks = accumulator.ranks
-    return (
-        (ranks.group.rank, ranks.group.exchange)
-        if isinstance(ranks, Together)
-        else (0, lambda record: [record])
-    )
+    if isinstance(ranks, AllRanks):
+        return ranks.group.rank, ranks.group.exchange
+    return 0, lambda record: [record]
 
 
 def share(accumulator: GradientAccumulator) -> dict[str, Any]:
@@ -165,80 +171,91 @@ def share(accumulator: GradientAccumulator) -> dict[str, Any]:
     shapes = numbers.pop("shapes")
     numbers["steps"] = window.accumulation_steps
     numbers["present"] = [at for at, slot in enumerate(_slots(window)) if slot.grad is not None]
-    if isinstance(ranks, Together):
-        ranks.settle()
-        records = ranks.group.exchange(
-            {"kind": "state", "flags": [0, 0, 0], "parameters": len(shapes), **numbers}
-        )
-        ranks.check(records)
-    else:
-        records = [numbers]
-    whole = {**_add(records), "shapes": shapes}
-    # nothing to add up
-    apart = not isinstance(ranks, Together) or window.is_final or not whole["steps"]
-    tensors = _total(window, ranks, window.state.main, whole["divisor"], "grad", apart)
+    whole = {**_add(_exchanged(ranks, numbers, len(shapes))), "shapes": shapes}
+    adding = _Adding(window, None)  # nothing to add up
+    if isinstance(ranks, AllRanks) and not window.is_final and whole["steps"]:
+        adding = _Adding(window, ranks)
+    tensors = adding.total("grad", window.state.main, whole["divisor"])
     for name, (_, divisor) in whole["terms"].items():
-        tensors.update(
-            _total(
-                window, ranks, window.state.terms.get(name, Total()), divisor, f"term.{name}", apart
-            )
-        )
+        term = window.state.terms.get(name, Total())
+        tensors.update(adding.total(f"term.{name}", term, divisor))
     return {"tensors": tensors, "window": json.dumps(whole)}
+
+
+def _exchanged(ranks: Any, numbers: dict[str, Any], parameters: int) -> list[dict[str, Any]]:
+    """The windows of all ranks, as numbers."""
+    if not isinstance(ranks, AllRanks):
+        return [numbers]
+    ranks.settle()
+    record = {"kind": "state", "flags": [0, 0, 0], "parameters": parameters, **numbers}
+    records = ranks.group.exchange(record)
+    ranks.check(records)
+    return records
 
 
 def _slots(window: Any) -> Any:
     return window.tensors if window.is_final else window.sources
 
 
-def _total(
-    window: Any, ranks: Any, part: Total, divisor: float | None, name: str, apart: bool
-) -> dict[str, Tensor]:
-    """One denominator's sums over the ranks, brought to one divisor."""
-    if name == "grad":
-        sums = {at: slot.grad for at, slot in enumerate(_slots(window)) if slot.grad is not None}
-    else:
-        sums = dict(part.gradients)
-    factor = part.divisor / divisor if part.divisor is not None and divisor is not None else 1.0
-    with torch.no_grad():
-        if not apart:
-            totals = dict(enumerate(ranks.total(window, sums, factor)))
-        else:
-            totals = {
-                at: (one.to_dense() if one.is_sparse else one).clone() for at, one in sums.items()
-            }
-        for at, tensor in enumerate(window.tensors):
-            if totals.get(at) is None:
-                totals[at] = torch.zeros_like(
-                    tensor, dtype=tensor.grad_dtype or tensor.dtype, requires_grad=False
-                )
-    return {f"{name}.{at}": total.detach() for at, total in totals.items()}
+class _Adding(NamedTuple):
+    """Adds up a window's sums over the ranks; None: they are all here."""
+
+    window: Any
+    ranks: AllRanks | None
+
+    def total(self, name: str, part: Total, divisor: float | None) -> dict[str, Tensor]:
+        """One denominator's sums over the ranks, brought to one divisor."""
+        sums = _gradients_in(self.window) if name == "grad" else dict(part.gradients)
+        with torch.no_grad():
+            totals = self._added(sums, _factor_to(divisor, part.divisor))
+            for at, tensor in enumerate(self.window.tensors):
+                if totals.get(at) is None:
+                    totals[at] = torch.zeros_like(
+                        tensor, dtype=tensor.grad_dtype or tensor.dtype, requires_grad=False
+                    )
+        return {f"{name}.{at}": total.detach() for at, total in totals.items()}
+
+    def _added(self, sums: dict[int, Tensor], factor: float) -> dict[int, Tensor]:
+        if self.ranks is not None:
+            return dict(enumerate(self.ranks.total(self.window, sums, factor)))
+        return {at: (one.to_dense() if one.is_sparse else one).clone() for at, one in sums.items()}
+
+
+def _gradients_in(window: Any) -> dict[int, Tensor]:
+    return {at: slot.grad for at, slot in enumerate(_slots(window)) if slot.grad is not None}
+
+
+def _factor_to(divisor: float | None, own: float | None) -> float:
+    return own / divisor if own is not None and divisor is not None else 1.0
 
 
 def _add(records: list[dict[str, Any]]) -> dict[str, Any]:
     """What the ranks hold, as the numbers of one window."""
     holding = next((one for one in records if one["steps"]), records[0])
-    names = dict.fromkeys(name for one in records for name in one["terms"])
-    terms = {
-        name: [one["terms"][name] for one in records if name in one["terms"]] for name in names
-    }
+    all_of = {name: [one[name] for one in records] for name in records[0]}
     return {
         **{name: records[0][name] for name in ("version", "windows", "strategy", "final")},
         "scale": holding["scale"],
-        "rescaled": any(one["rescaled"] for one in records),
-        "steps": sum(one["steps"] for one in records),
-        "skipped": sum(one["skipped"] for one in records),
-        "delimited": any(one["delimited"] for one in records),
-        "weight": add_weights([one["weight"] for one in records]),
-        "divisor": _first([one["divisor"] for one in records]),
-        "terms": {
-            name: [
-                add_weights([weight for weight, _ in pairs]),
-                _first([divisor for _, divisor in pairs]),
-            ]
-            for name, pairs in terms.items()
-        },
-        "present": sorted({at for one in records for at in one["present"]}),
+        "rescaled": any(all_of["rescaled"]),
+        "steps": sum(all_of["steps"]),
+        "skipped": sum(all_of["skipped"]),
+        "delimited": any(all_of["delimited"]),
+        "weight": add_weights(all_of["weight"]),
+        "divisor": _first(all_of["divisor"]),
+        "terms": _add_terms(all_of["terms"]),
+        "present": sorted({at for present in all_of["present"] for at in present}),
     }
+
+
+def _add_terms(terms: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each term the sum of its weights, and the first divisor that there is."""
+    names = dict.fromkeys(name for one in terms for name in one)
+    return {name: _add_term([one[name] for one in terms if name in one]) for name in names}
+
+
+def _add_term(pairs: list[Any]) -> list[Any]:
+    weights, divisors = zip(*pairs, strict=True)
+    return [add_weights(list(weights)), _first(list(divisors))]
 
 
 def _first(divisors: list[float | None]) -> float | None:
@@ -250,37 +267,12 @@ def restore(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
     the first.
     """
     ranks = accumulator.ranks
-    rank, size = (ranks.group.rank, ranks.group.size) if isinstance(ranks, Together) else (0, 1)
+    rank, size = (ranks.group.rank, ranks.group.size) if isinstance(ranks, AllRanks) else (0, 1)
     try:
         whole = json.loads(state["window"])
-        steps, skipped = (
-            whole[name] // size + (rank < whole[name] % size) for name in ("steps", "skipped")
-        )
-        final, holds = whole["final"], rank == 0 or whole["final"]
-        names = [f"grad.{at}" for at in whole["present"]]
-        names += [
-            f"term.{name}.{at}" for name in whole["terms"] for at in range(len(whole["shapes"]))
-        ]
-        tensors = {}
-        for name in names:
-            tensor = state["tensors"][name]
-            if isinstance(tensor, DTensor) and not final:
-                tensor = tensor.full_tensor()  # by all ranks together
-            if holds:
-                tensors[name] = tensor
-        numbers = {
-            **{name: whole[name] for name in _SAME_ON_ALL},
-            "closed": steps,
-            "open": 0,
-            "open_plain": 0,
-            "skipped": min(skipped, steps),
-            "weight": whole["weight"] if holds else 0,
-            "terms": {
-                name: [weight if holds else 0, divisor]
-                for name, (weight, divisor) in whole["terms"].items()
-            },
-            "sparse": {},
-        }
+        holds = rank == 0 or whole["final"]
+        tensors = _tensors_to_load(state["tensors"], whole, holds=holds)
+        numbers = _numbers_to_load(whole, rank, size, holds=holds)
     except (
         KeyError,
         TypeError,
@@ -294,3 +286,43 @@ def restore(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
             "gradfit.distributed.state.load(accumulator, path)."
         ) from error
     local.load(accumulator, {"tensors": tensors, "window": numbers})
+
+
+def _tensors_to_load(
+    tensors: Mapping[str, Any], whole: dict[str, Any], *, holds: bool
+) -> dict[str, Tensor]:
+    """The sums that this rank goes on with: all, if it `holds` them, or none."""
+    parameters = range(len(whole["shapes"]))
+    names = [f"grad.{at}" for at in whole["present"]]
+    names += [f"term.{name}.{at}" for name in whole["terms"] for at in parameters]
+    loaded = {}
+    for name in names:
+        # by all ranks together; who does not hold it lets it go before the next
+        tensor = _whole_sum(tensors[name], final=whole["final"])
+        if holds:
+            loaded[name] = tensor
+    return loaded
+
+
+def _whole_sum(tensor: Any, *, final: bool) -> Any:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) and not final else tensor
+
+
+def _numbers_to_load(whole: dict[str, Any], rank: int, size: int, *, holds: bool) -> dict[str, Any]:
+    """This rank's share of the window's counts, and the weights of the sums that it holds."""
+    steps, skipped = (
+        whole[name] // size + (rank < whole[name] % size) for name in ("steps", "skipped")
+    )
+    return {
+        **{name: whole[name] for name in _SAME_ON_ALL},
+        "closed": steps,
+        "open": 0,
+        "open_plain": 0,
+        "skipped": min(skipped, steps),
+        "weight": whole["weight"] if holds else 0,
+        "terms": {
+            name: [weight if holds else 0, divisor]
+            for name, (weight, divisor) in whole["terms"].items()
+        },
+        "sparse": {},
+    }

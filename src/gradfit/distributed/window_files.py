@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from gradfit._torch_distributed import shard_of
 from gradfit.errors import RankFailed, StateError, StateNotWritten
 
 Exchange = Callable[[dict[str, Any]], list[dict[str, Any]]]
-"""ReadAllRanks's record, in the order of the ranks."""
+"""Tells all ranks a record, and gives every rank's, in the order of the ranks."""
 
 _FORMAT = "gradfit-window-1"
 _MOST_RANKS = 2**16
@@ -48,28 +48,33 @@ class WindowFiles:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._folder = Path(path)
-        first, header = self._open(0)
-        self.window = header["window"]
-        ranks, save = header["ranks"], header["save"]
-        files = [(first, header)]
-        for rank in range(1, ranks):
-            file, other = self._open(rank)
-            if (other["ranks"], other["save"]) != (ranks, save):
-                raise StateError(
-                    f"The files in {str(self._folder)!r} are of different saves: rank {rank}'s is"
-                    " not that of the first. Load one that was written to its end."
-                )
-            files.append((file, other))
+        files = self._open_all()
+        self.window = files[0][1]["window"]
         self.parts: dict[str, list[SavedPart]] = {}
-        for file, one in files:
-            for name, (shape, offset) in one["parts"].items():
+        for file, header in files:
+            for name, (shape, offset) in header["parts"].items():
                 self.parts.setdefault(name, []).append(_part(file, name, shape, offset))
+        self._check_alike()
+
+    def _check_alike(self) -> None:
         for name, parts in self.parts.items():
-            if any((part.shape, part.dtype) != (parts[0].shape, parts[0].dtype) for part in parts):
+            if len({(part.shape, part.dtype) for part in parts}) > 1:
                 raise StateError(
                     f"The ranks' parts of {name!r} are of different tensors. Load one state, not"
                     " two."
                 )
+
+    def _open_all(self) -> list[tuple[Any, dict[str, Any]]]:
+        """Each rank's file and its header, all of one save."""
+        first = self._open(0)
+        files = [first, *(self._open(rank) for rank in range(1, first[1]["ranks"]))]
+        for rank, (_, header) in enumerate(files):
+            if (header["ranks"], header["save"]) != (first[1]["ranks"], first[1]["save"]):
+                raise StateError(
+                    f"The files in {str(self._folder)!r} are of different saves: rank {rank}'s is"
+                    " not that of the first. Load one that was written to its end."
+                )
+        return files
 
     def read_into(self, name: str, target: Tensor) -> None:
         """Fill a tensor, or this rank's shard of one, with what the files have of it."""
@@ -77,14 +82,10 @@ class WindowFiles:
         local, start = (target, (0,) * target.dim()) if shard is None else shard
         missing = torch.ones(local.shape, dtype=torch.bool, device="cpu")
         for part in self.parts[name]:
-            ends = [
-                (a, a + n, b, b + m)
-                for a, n, b, m in zip(start, local.shape, part.offset, part.size, strict=True)
-            ]
-            if any(min(here, there) <= max(a, b) for a, here, b, there in ends):
-                continue  # they have nothing in common
-            mine = tuple(slice(max(a, b) - a, min(here, there) - a) for a, here, b, there in ends)
-            theirs = tuple(slice(max(a, b) - b, min(here, there) - b) for a, here, b, there in ends)
+            common = _in_common(start, local.shape, part)
+            if common is None:
+                continue
+            mine, theirs = common
             content = part.file.get_slice(part.name)
             local[mine] = (content[theirs] if theirs else content[...]).to(local.device)
             missing[mine] = False
@@ -105,37 +106,65 @@ class WindowFiles:
             raise StateError(
                 f"There is no state of rank {rank} in {str(self._folder)!r}: {error.strerror}."
             ) from None
+        except StateError:
+            raise
         except (SafetensorError, ValueError, RecursionError) as error:
-            if isinstance(error, StateError):
-                raise
             raise StateError(f"{str(path)!r} is not a window of gradfit ({error}).") from None
         _check_header(header, str(path))
         return file, header
 
 
+_Slices = tuple[slice, ...]
+
+
+def _in_common(
+    start: Sequence[int], size: Sequence[int], part: SavedPart
+) -> tuple[_Slices, _Slices] | None:
+    """Where a shard and a part of a file overlap, in each; None if they do not."""
+    mine, theirs = [], []
+    for a, n, b, m in zip(start, size, part.offset, part.size, strict=True):
+        low, high = max(a, b), min(a + n, b + m)
+        if high <= low:
+            return None
+        mine.append(slice(low - a, high - a))
+        theirs.append(slice(low - b, high - b))
+    return tuple(mine), tuple(theirs)
+
+
+_FIELDS = {"format": str, "ranks": int, "save": str, "window": str, "parts": dict}
+
+
+def _has_fields(header: Any) -> bool:
+    return isinstance(header, dict) and all(
+        type(header.get(name)) is kind for name, kind in _FIELDS.items()
+    )
+
+
+def _is_place(place: Any) -> bool:
+    """A shape, and where in it something begins."""
+    return isinstance(place, list) and len(place) == 2 and all(map(_are_counts, place))
+
+
+def _are_counts(numbers: Any) -> bool:
+    return isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
+
+
 def _check_header(header: Any, path: str) -> None:
-    kinds = {"format": str, "ranks": int, "save": str, "window": str, "parts": dict}
-    if not isinstance(header, dict) or any(
-        type(header.get(name)) is not kind for name, kind in kinds.items()
-    ):
+    if not _has_fields(header):
         raise StateError(f"{path!r} is not a window of gradfit: its header is another's.")
     if header["format"] != _FORMAT or not 1 <= header["ranks"] <= _MOST_RANKS:
         raise StateError(
             f"{path!r} is not a window of this gradfit: format {header['format']!r:.40}."
         )
     for name, place in header["parts"].items():
-        numbers = place if isinstance(place, list) and len(place) == 2 else [None, None]
-        if any(
-            not isinstance(one, list) or any(type(n) is not int or n < 0 for n in one)
-            for one in numbers
-        ):
+        if not _is_place(place):
             raise StateError(f"{path!r} does not say where {name!r:.60} belongs.")
 
 
 def _part(file: Any, name: str, shape: list[int], offset: list[int]) -> SavedPart:
     try:
-        found = file.get_slice(name)
-        size, dtype = tuple(found.get_shape()), _DTYPES[found.get_dtype()]
+        content = file.get_slice(name)
+        size, dtype = tuple(content.get_shape()), _DTYPES[content.get_dtype()]
     except (SafetensorError, KeyError):
         raise StateError(
             f"A file of the state has no gradient {name!r:.60}, though it says so."
@@ -165,14 +194,7 @@ def write_window(
     """Write a window, by all ranks together: no rank's file takes the place of an old one before
     all are written.
     """
-    mine: dict[str, Tensor] = {}
-    parts: dict[str, list[list[int]]] = {}
-    for name, tensor in tensors.items():
-        shard = shard_of(tensor)
-        if shard is None and rank == 0:
-            mine[name], parts[name] = tensor.detach(), [list(tensor.shape), [0] * tensor.dim()]
-        elif shard is not None:
-            mine[name], parts[name] = shard[0], [list(tensor.shape), list(shard[1])]
+    mine, parts = _held_here(tensors, rank)
     records = exchange({"kind": "save", "save": os.urandom(8).hex()})
     header = {
         "format": _FORMAT,
@@ -183,20 +205,9 @@ def write_window(
     }
     target = file_of(Path(path), rank)
     temporary = target.with_name(f".{target.name}.tmp")
-    failed = ""
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary.unlink(missing_ok=True)  # a link would be followed
-        # the format has no views
-        contents = {name: part.contiguous().clone() for name, part in mine.items()}
-        save_file(contents, temporary, metadata={"gradfit": json.dumps(header)})
-    except (OSError, SafetensorError) as error:
-        failed = str(error)
-    said = [
-        f"rank {at}: {one['failed']}"
-        for at, one in enumerate(exchange({"kind": "saved", "failed": failed}))
-    ]
-    wrong = [text for text in said if not text.endswith(": ")]
+    failed = _write(temporary, mine, header)
+    said = exchange({"kind": "saved", "failed": failed})
+    wrong = [f"rank {at}: {one['failed']}" for at, one in enumerate(said) if one["failed"]]
     if wrong:
         temporary.unlink(missing_ok=True)
         text = (
@@ -206,3 +217,33 @@ def write_window(
         raise StateNotWritten(text) if failed else RankFailed(text)
     os.replace(temporary, target)
     exchange({"kind": "in place"})
+
+
+def _held_here(
+    tensors: dict[str, Tensor], rank: int
+) -> tuple[dict[str, Tensor], dict[str, list[list[int]]]]:
+    """What this rank writes: its shards, and the first rank what all have alike; with the shape of
+    the whole, and where it begins there.
+    """
+    mine: dict[str, Tensor] = {}
+    parts: dict[str, list[list[int]]] = {}
+    for name, tensor in tensors.items():
+        shard = shard_of(tensor)
+        if shard is None and rank == 0:
+            mine[name], parts[name] = tensor.detach(), [list(tensor.shape), [0] * tensor.dim()]
+        elif shard is not None:
+            mine[name], parts[name] = shard[0], [list(tensor.shape), list(shard[1])]
+    return mine, parts
+
+
+def _write(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> str:
+    """Write a file; gives what went wrong, which the other ranks must hear of."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # a link would be followed
+        # the format has no views
+        contents = {name: part.contiguous().clone() for name, part in tensors.items()}
+        save_file(contents, path, metadata={"gradfit": json.dumps(header)})
+    except (OSError, SafetensorError) as error:
+        return str(error)
+    return ""

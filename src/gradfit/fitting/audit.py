@@ -26,11 +26,11 @@ from gradfit.fitting.audit_digests import Digests, as_bytes
 from gradfit.fitting.batch_norms import batch_norm_note
 from gradfit.fitting.full_batch import FullBatchError, compare_with_full_batch
 from gradfit.planning.plan import Plan
-from gradfit.recompute.planned import Script, recording
+from gradfit.recompute.follow_plan import Script, recording
 from gradfit.recompute.scope import suspended
-from gradfit.tape.graph import Handle, Operation, Segment
-from gradfit.tape.record import Recorder
-from gradfit.tape.save import unpack
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.saved_tensors import unpack
+from gradfit.tape.values import Handle, Segment, TapeOperation
 from gradfit.tiling.tile import with_tiles
 from gradfit.tree import leaves, split_batch
 
@@ -281,7 +281,9 @@ class _Checks:
         self.notes: list[str] = []
         self._index = sys.maxsize
 
-    def check(self, original: torch.Tensor, rebuilt: torch.Tensor, operation: Operation) -> None:
+    def check(
+        self, original: torch.Tensor, rebuilt: torch.Tensor, operation: TapeOperation
+    ) -> None:
         self.compared += 1
         if not _same(original, rebuilt) and operation.index < self._index:
             self._index = operation.index

@@ -11,7 +11,7 @@ import torch
 
 from gradfit._torch_listen import unseen
 from gradfit.tape.listener import OperationListener
-from gradfit.tape.ops import info_of
+from gradfit.tape.operators import info_of
 from gradfit.tape.storage import flatten
 
 
@@ -22,7 +22,7 @@ class Digests(OperationListener):
         super().__init__()
         self._noted: list[tuple[str, bytes]] = []
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and note what it returns."""
         out = func(*args, **kwargs)
         if not info_of(func).uninitialised:

@@ -273,7 +273,9 @@ def _optimizer_levers(
         return []
     single = copy.copy(optimizer)
     single.param_groups = [{**group, "foreach": False, "fused": None} for group in groups]
-    other = make_profile(model, loss_fn, batch, single, fake=True, hardware=machine, split=split)
+    other = make_profile(
+        model, loss_fn, batch, single, fake=True, hardware=machine, split=split, tile=False
+    )
     made = plain_plan(
         other, memory=NO_BUDGET, batch_size=found.batch_size, micro_batch=found.batch_size
     )

@@ -22,7 +22,7 @@ from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.runner import LossFunction, count_rows
 from gradfit.batches.snapshot import trials_end
 from gradfit.distributed.same_model import require_same_model, require_same_update
-from gradfit.distributed.shared_window import Together
+from gradfit.distributed.shared_window import AllRanks
 from gradfit.errors import MisuseError, RankFailed
 from gradfit.fitting.budget import read_budget
 from gradfit.fitting.cut_warning import warn_about_cutting
@@ -159,7 +159,7 @@ def fit(
     ranks = accumulator.ranks
     try:
         try:
-            if isinstance(ranks, Together):
+            if isinstance(ranks, AllRanks):
                 require_same_model(model, ranks.group.exchange)
                 options = {
                     "clip": clip,
@@ -173,10 +173,10 @@ def fit(
             with trials_end(), accumulator.rehearsal():
                 fitted = planner.fitted(sample_batch, batch_size)
         except Exception as error:
-            if isinstance(ranks, Together) and not isinstance(error, RankFailed):
+            if isinstance(ranks, AllRanks) and not isinstance(error, RankFailed):
                 ranks.agree(error)
             raise
-        if isinstance(ranks, Together):
+        if isinstance(ranks, AllRanks):
             ranks.agree(None)
             _check_same_weights(ranks, planner.additivity)
     except BaseException:
@@ -187,7 +187,7 @@ def fit(
     return TrainStep(model, optimizer, loss_fn, accumulator, planner, fitted, given=given)
 
 
-def _check_same_weights(ranks: Together, additivity: Additivity | None) -> None:
+def _check_same_weights(ranks: AllRanks, additivity: Additivity | None) -> None:
     """Ranks that weigh by different things cannot be added up."""
     over = "" if additivity is None else str(additivity.over)
     found = [one["over"] for one in ranks.group.exchange({"kind": "fit's weights", "over": over})]

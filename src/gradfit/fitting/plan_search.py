@@ -18,6 +18,7 @@ from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_distributed import local_part
 from gradfit._torch_fsdp import drop_gradients, units_of
+from gradfit.batches.additivity import has_count
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.runner import LossFunction, MicroBatchRunner, Part
 from gradfit.batches.snapshot import untouched
@@ -45,8 +46,8 @@ from gradfit.profiling.measure import additivity_within, choose_tiles, profile
 from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.profile import Profile
 from gradfit.profiling.tile_choices import TileChoices
+from gradfit.recompute.follow_plan import Diverged, LooksAtData
 from gradfit.recompute.offload import measure_bandwidth
-from gradfit.recompute.planned import Diverged, LooksAtData
 from gradfit.tiling.tile import with_tiles
 from gradfit.tiling.tiles import Tiles
 from gradfit.tree import repeat_rows
@@ -57,17 +58,24 @@ _TRIES_ONLINE = 3
 _ONLINE_MARGIN = 1.03  # above the smallest limit that was held online
 # passes: at least, at most, and until they took so long
 _TIMED, _MOST_TIMED, _TIMED_SECONDS = 3, 10, 1.5
+_PLENTY_SECONDS = 5.0  # where passes are as long as this, one is enough
+_NEARLY = 1.05  # of the budget: by how much a prediction may be above it, and a trial still tell
 _DOUBT = 1.3  # by how much a prediction may be slower, and the clock is still asked
-_LITTLE = 0.02  # more time than this, and tiles are looked at
 _NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
 
 
-class _PastLimit(Exception):
-    """A trial online could not stay below its limit; at some operation it needed so many bytes."""
-
+class _NeedsMore(Exception):
     def __init__(self, needed_bytes: int) -> None:
         super().__init__(needed_bytes)
         self.needed_bytes = needed_bytes
+
+
+class _PastLimit(_NeedsMore):
+    """A trial online could not stay below its limit; at some operation it needed so many bytes."""
+
+
+class _Hopeless(_NeedsMore):
+    """No plan can hold the budget, by arithmetic; nothing was tried out."""
 
 
 class Planner:
@@ -119,6 +127,8 @@ class Planner:
         self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
         self.time = PlanningTime(planning_share)
         self._left = ""  # where the last trial left its plan
+        self._sharded_choices: TileChoices | None = None
+        self._has_count: bool | None = None  # the loss of one row; None before it was asked
         self._counted: tuple[Any, int] | None = None  # a step's batch, and its rows
         self._fitted: list[Fitted] = []
         self._used: dict[int, int] = {}  # by a plan's address: when it was last used
@@ -169,7 +179,8 @@ class Planner:
         new one.
         """
         shape = self.shape(batch)
-        if self._fitted and self.additivity is None:  # plans from a version that did not measure it
+        # plans of single rows, or from a version that did not measure it
+        if self._fitted and self.additivity is None and max(batch_size, self.rows(batch)) > 1:
             with untouched(self._model):
                 self.additivity = additivity_within(
                     self._model, self._loss_fn, batch, self.runner.split, self.limit_bytes
@@ -301,12 +312,14 @@ class Planner:
         if not self._copy_pace:
             seconds = min(self._copy_seconds() for _ in range(2))
             self._copy_pace = seconds / (changed + _state_bytes(self._optimizer))
-        return dataclasses.replace(made, plan=made.plan.later(copied * self._copy_pace))
+        return dataclasses.replace(
+            made, plan=made.plan.with_extra_seconds(copied * self._copy_pace)
+        )
 
     def _copy_seconds(self) -> float:
         wait_for(self._devices)
         started = seconds_now()
-        with UpdateSnapshot(self._model, self._optimizer, taken=True):
+        with UpdateSnapshot(self._model.parameters(), self._optimizer, taken=True):
             wait_for(self._devices)
             return seconds_now() - started
 
@@ -324,21 +337,30 @@ class Planner:
     def _fit(self, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
         """The best tested plan of those without tiles and those with."""
         choices = self._tile_choices(batch) if self._tile else TileChoices()
-        ways: list[Fitted] = []
-        failures: list[BudgetInfeasible] = []
+        tried: list[Fitted] = []
+        failed: list[tuple[int, Profile, BudgetInfeasible | None]] = []
         for tiles in self._worth_trying(choices):
-            if ways and tiles is not None and tiles.modules:
+            if tried and tiles is not None and tiles.modules:
                 break  # these run again in each backward pass: where nothing else is enough
+            found = self._profile(batch, tiles=tiles, batch_size=batch_size)
             try:
-                ways.append(self._fit_as(tiles, batch, batch_size, shape, limit_bytes))
+                tried.append(self._fit_as(found, batch, batch_size, shape, limit_bytes))
+            except _Hopeless as least:
+                failed.append((least.needed_bytes, found, None))
             except BudgetInfeasible as error:
-                failures.append(error)
-            if ways and (self._reproducible or not _is_short(ways[-1].plan)):
+                failed.append((error.min_bytes, found, error))
+            if tried and (self._reproducible or not tried[-1].plan.is_short):
                 break
-        if not ways:
-            least = min(failures, key=lambda one: one.min_bytes)
-            raise least if self._tile else self._with_tiles_named(least, batch, batch_size)
-        return ways[0] if len(ways) == 1 else self._fastest(ways, batch)
+        if tried:
+            return tried[0] if len(tried) == 1 else self._fastest(tried, batch)
+        _, found, measured = min(failed, key=lambda one: one[0])
+        if measured is None:
+            # Only the smallest of all is tried out: what it takes is the smallest budget.
+            try:
+                return self._fit_smallest(found, batch, batch_size, shape, limit_bytes)
+            except BudgetInfeasible as error:
+                measured = error
+        raise measured if self._tile else self._with_tiles_named(measured, batch, batch_size)
 
     def _worth_trying(self, choices: TileChoices) -> list[Tiles | None]:
         """Without tiles first, unless one row's logits alone, of which three are there at once,
@@ -353,10 +375,14 @@ class Planner:
         )
 
     def _tile_choices(self, batch: Any) -> TileChoices:
-        if units_of(self._model):
-            # ranks would have to choose alike: their forwards wait for each other
-            return TileChoices()
-        return choose_tiles(self._model, self._loss_fn, batch, self.runner.split)
+        if not units_of(self._model):
+            return choose_tiles(self._model, self._loss_fn, batch, self.runner.split)
+        # FSDP2 gathers in every forward, from all ranks: looked for once, when all of them fit.
+        if self._sharded_choices is None:
+            self._sharded_choices = choose_tiles(
+                self._model, self._loss_fn, batch, self.runner.split
+            )
+        return self._sharded_choices
 
     def _with_tiles_named(
         self, error: BudgetInfeasible, batch: Any, batch_size: int
@@ -374,15 +400,22 @@ class Planner:
         return BudgetInfeasible(text, min_bytes=error.min_bytes, breakdown=error.breakdown)
 
     def _fit_as(
-        self, tiles: Tiles | None, batch: Any, batch_size: int, shape: Shape, limit_bytes: int
+        self, found: Profile, batch: Any, batch_size: int, shape: Shape, limit_bytes: int
     ) -> Fitted:
-        found = self._profile(batch, tiles=tiles)
+        """A tested plan from this profile.
+
+        Raises:
+            _Hopeless: there is none, by arithmetic.
+            BudgetInfeasible: there is none, as measured.
+        """
         timed = nominal(found) if self._reproducible else found
         target, size = limit_bytes, None
+        least = found.measuring_bytes
         for _ in range(_TRIES if found.measuring_bytes <= limit_bytes else 0):
             try:
                 plan = self._plan(timed, target, batch_size, size)
-            except BudgetInfeasible:
+            except BudgetInfeasible as error:
+                least = max(least, error.min_bytes)
                 break
             made = Fitted(plan, found, shape, 0, steady=True)
             tried = self._try_out(made, batch)
@@ -391,60 +424,87 @@ class Planner:
                     return self._fit_online(made, batch, limit_bytes)
                 # a batch of one row need not do what larger ones do: look at this very size
                 size = plan.micro_batch
-                found = self._profile(batch, rows=size, tiles=tiles)
+                found = self._profile(batch, rows=size, tiles=found.tiles, batch_size=batch_size)
                 timed = nominal(found) if self._reproducible else found
                 continue
-            if tried.peak_bytes <= limit_bytes and self._reproducible:
-                # The micro-batch is chosen; what to keep in it changes no bit, so that is chosen by
-                # the clock.
-                other = dataclasses.replace(
-                    made, plan=self._plan_at(found, target, batch_size, plan.micro_batch)
-                )
-                again = (
-                    self._try_out(other, batch)
-                    if other.plan.micro_batch == plan.micro_batch
-                    else None
-                )
-                return self._fastest(
-                    [tried if again is None or again.peak_bytes > limit_bytes else again], batch
-                )
-            if tried.peak_bytes <= limit_bytes and self._micro_batch is not None:
-                return self._fastest([tried], batch)
             if tried.peak_bytes <= limit_bytes:
-                rivals = self._recomputing if plan.keeps_everything else self._plain
-                return self._fastest([tried, *rivals(tried, batch, target, limit_bytes)], batch)
+                return self._improved(tried, batch, target, limit_bytes)
             target = min(target, plan.peak_bytes) - (tried.peak_bytes - limit_bytes)
             if target <= 0:
                 break
+        if least > _NEARLY * limit_bytes:
+            raise _Hopeless(least)
         return self._fit_smallest(found, batch, batch_size, shape, limit_bytes)
 
+    def _improved(self, tried: Fitted, batch: Any, target: int, limit_bytes: int) -> Fitted:
+        """The fastest of a plan that holds and its rivals."""
+        plan = tried.plan
+        if self._reproducible:
+            # The micro-batch is chosen; what to keep in it changes no bit, so that is chosen by
+            # the clock.
+            size = plan.micro_batch
+            other = self._plan_at(tried.profile, target, plan.batch_size, size)
+            again = (
+                self._try_out(dataclasses.replace(tried, plan=other), batch)
+                if other.micro_batch == size
+                else None
+            )
+            holds = again is not None and again.peak_bytes <= limit_bytes
+            return self._fastest([again if again is not None and holds else tried], batch)
+        if self._micro_batch is not None:
+            return self._fastest([tried], batch)
+        rivals = self._recomputing if plan.keeps_everything else self._plain
+        return self._fastest([tried, *rivals(tried, batch, target, limit_bytes)], batch)
+
     def _profile(
-        self, batch: Any, *, rows: int | None = None, tiles: Tiles | None = None
+        self,
+        batch: Any,
+        *,
+        rows: int | None = None,
+        tiles: Tiles | None = None,
+        batch_size: int = 0,
     ) -> Profile:
+        """What a step does, in these tiles; `batch_size` is how many rows a step has, 0 if that is
+        open.
+        """
         bandwidth = 0.0
         if self._offload:
             device = next(self._model.parameters()).device
             bandwidth = measure_bandwidth(device, min(16 << 20, 1024 + self.limit_bytes // 8))
+        loss_fn = with_tiles(self._loss_fn, tiles)
+        is_open = self.additivity is None and self._is_never_cut(batch, batch_size, loss_fn)
         found = profile(
             self._model,
-            with_tiles(self._loss_fn, tiles),
+            loss_fn,
             batch,
             self._optimizer,
             memory_bytes=self.limit_bytes,
             rows=rows,
             split=self.runner.split,
             host_bandwidth=bandwidth,
-            additivity=self.additivity,
+            additivity=Additivity(None) if is_open else self.additivity,
             tile=False,
         )
-        found = dataclasses.replace(found, tiles=tiles)
-        self.additivity = found.additivity
+        if not is_open:
+            self.additivity = found.additivity
+        found = dataclasses.replace(found, tiles=tiles, additivity=self.additivity)
         if self._whole:
             found = dataclasses.replace(found, splittable=False)
         elif not self.exact:
             found = dataclasses.replace(found, splittable=True)
         burst = max(found.optimizer_burst_bytes + self._widening_bytes(found), self.reduce_bytes)
         return dataclasses.replace(found, optimizer_burst_bytes=burst)
+
+    def _is_never_cut(self, batch: Any, batch_size: int, loss_fn: LossFunction) -> bool:
+        """Whether how parts add up need not be known, which takes many forwards to measure: the
+        step is one row, it is ours alone, and the loss says no count, which might be a wrong one.
+        """
+        if not self._copies or batch_size != 1 or distributed.is_running() or self.rows(batch) > 1:
+            return False
+        if self._has_count is None:
+            with untouched(self._model):
+                self._has_count = has_count(self._model, loss_fn, batch)
+        return not self._has_count
 
     def _plan(
         self, found: Profile, limit_bytes: int, batch_size: int, micro_batch: int | None = None
@@ -660,8 +720,9 @@ class Planner:
                 else:
                     mode = Planned(made, inside=looks)
                     loss = self.runner.forward(part, mode).loss
-                    tail = mode.followed.tail
-                    saved, asked = max(saved, tail.saved_bytes), max(asked, tail.asked)
+                    unrecorded = mode.followed.rest
+                    saved = max(saved, unrecorded.saved_bytes)
+                    asked = max(asked, unrecorded.last_rebuilt)
                     torch.autograd.backward(loss)
                     del loss, mode
             passes = max(passes, live.peak_bytes + rest)
@@ -676,7 +737,7 @@ class Planner:
             copied_reserved_bytes=record.reserved_bytes(sizes, copied=True),
             saved_bytes=saved,
             asked=asked,
-            looks=looks.found,
+            looks=looks.reads_data,
         )
 
     def _run_online(self, made: Fitted, part: Part, limit_bytes: int, *, beside: int) -> None:
@@ -756,16 +817,14 @@ class Planner:
         a machine that is slower for a while is so for all of them. What was measured before is only
         a hint."""
         taken: list[list[float]] = [[] for _ in ways]
-        while (rounds := len(taken[0])) < _TIMED or (
-            rounds < _MOST_TIMED and sum(map(sum, taken)) < len(ways) * _TIMED_SECONDS
-        ):
+        while not _is_enough(taken):
             for times, (made, part) in zip(taken, ways, strict=True):
                 times.append(self._pass_seconds(made, part))
         drop_gradients(self._model)
         for times, (made, part) in zip(taken, ways, strict=True):
             seconds = statistics.median(times) * made.plan.batch_size / self.runner.rows(part)
             yield dataclasses.replace(
-                made, plan=made.plan.taking(seconds + made.profile.optimizer_seconds)
+                made, plan=made.plan.with_step_seconds(seconds + made.profile.optimizer_seconds)
             )
 
     def _pass_seconds(self, made: Fitted, part: Any) -> float:
@@ -782,9 +841,12 @@ class Planner:
         return seconds_now() - started
 
 
-def _is_short(plan: Plan) -> bool:
-    """Whether memory is short: something is cut or recomputed, and that takes time."""
-    return plan.steps > 1 or plan.extra_fraction > _LITTLE
+def _is_enough(taken: list[list[float]]) -> bool:
+    """Whether these passes tell how long each way takes: single ones do if they are long."""
+    rounds, seconds = len(taken[0]), sum(map(sum, taken)) / len(taken)
+    if rounds < _TIMED:
+        return seconds >= _PLENTY_SECONDS
+    return rounds >= _MOST_TIMED or seconds >= _TIMED_SECONDS
 
 
 def _size(part: tuple[str, int]) -> int:

@@ -27,7 +27,7 @@ from gradfit.fitting.modes import WithinLimit
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.sequences import Sequences
 from gradfit.fitting.tested_plan import Fitted
-from gradfit.recompute.planned import Diverged
+from gradfit.recompute.follow_plan import Diverged
 
 # Of what the plan needed, what it may need each time that memory runs out again. What a cap on the
 # process, or a neighbour on the device, leaves free is not known, so it soon becomes much less.

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from gradfit._torch_listen import DispatchMode
-from gradfit.tape.ops import info_of
-from gradfit.tape.rng import draws
+from gradfit.tape.generators import draws
+from gradfit.tape.operators import info_of
 
 # Operators whose result is drawn, whatever their input holds: another draw can be written over it.
 _DRAWN = {

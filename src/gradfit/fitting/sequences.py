@@ -21,7 +21,7 @@ from gradfit.errors import BudgetInfeasible
 from gradfit.fitting.families import covering
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.tested_plan import Fitted, PartShape, part_shape
-from gradfit.recompute.planned import Diverged, Unrecorded, recording
+from gradfit.recompute.follow_plan import Diverged, Unrecorded, recording
 
 _MOST = 6  # sequences of one shape: what does another thing in each step would have a plan for each
 _MOST_REPEATS = 3  # of one step, for the sake of its plans

@@ -14,7 +14,7 @@ import torch
 
 from gradfit.planning.plan import Plan
 from gradfit.profiling.profile import Profile
-from gradfit.recompute.planned import Script, Tail, Unrecorded, recording
+from gradfit.recompute.follow_plan import Script, Unrecorded, UnrecordedRest, recording
 from gradfit.tiling.tile import with_tiles
 from gradfit.tree import leaves
 
@@ -68,13 +68,13 @@ class Fitted:
         return math.inf if self.saved_bytes is None else self.saved_bytes * self.slack
 
     @property
-    def tail(self) -> Tail | None:
+    def tail(self) -> UnrecordedRest | None:
         """What is known of the forward's rest, after the plan's last decision; None if it must be
         heard.
         """
         if self.looks or self.saved_bytes is None:
             return None
-        return Tail(int(self.saved_limit), asked=self.asked)
+        return UnrecordedRest(int(self.saved_limit), last_rebuilt=self.asked)
 
     def tiled(
         self, loss_fn: Callable[[torch.nn.Module, Any], Any]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from gradfit.arguments import read_callable, read_instance, read_mapping
 from gradfit.batches.late_weights import LateWeights
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.runner import LossFunction
-from gradfit.batches.snapshot import Snapshot, trials_end
+from gradfit.batches.snapshot import Snapshot, parameters_of, trials_end
 from gradfit.batches.totals import LossTotals, logs_of, means_of
 from gradfit.batches.weights import BatchWeights
 from gradfit.devices import free_cached_memory
@@ -258,7 +258,7 @@ class TrainStep(NotCopied):
         after_micro_batch: AfterMicroBatch | None,
     ) -> TrainResult:
         """Attempt by attempt, until the step has happened as a whole."""
-        self._clear_gradients()
+        clear_gradients(self.model, self._tensors())
         with trials_end(), self.accumulator.rehearsal():  # a new shape is profiled and tried out
             fitted = self._fitted = self._planner.fitted(batch, rows)
         before = self._snapshot()
@@ -268,7 +268,7 @@ class TrainStep(NotCopied):
 
         def attempt(tested: Fitted, number: int) -> TrainResult:
             self._fitted, self._changing = tested, None
-            with self._open_window():
+            with self._open_window(before.tensors):
                 return self._attempt(call, tested, number)
 
         def take_back() -> bool:
@@ -297,15 +297,9 @@ class TrainStep(NotCopied):
         free_cached_memory()
         return Snapshot(self.model, self.accumulator.window.tensors)
 
-    def _clear_gradients(self) -> None:
-        """A step's gradients are those of its batch alone, and its budget has no room for
-        others.
-        """
-        tensors = (*self.model.parameters(), *self.accumulator.window.tensors)
-        if any(tensor.grad is not None for tensor in tensors):
-            drop_gradients(self.model)
-            for tensor in tensors:
-                tensor.grad = None
+    def _tensors(self) -> list[torch.Tensor]:
+        """All that a backward pass of the model may leave a gradient in."""
+        return [*parameters_of(self.model), *self.accumulator.window.tensors]
 
     def _take_back(self, before: Snapshot) -> bool:
         """Make everything as it was before the attempt; False if the optimizer has stepped: then it
@@ -326,7 +320,7 @@ class TrainStep(NotCopied):
         ranks, additivity = self.accumulator.ranks.size, self._planner.additivity
         is_sum = ranks > 1 and additivity is not None and additivity.over == "sum"
         share = 1 / ranks if is_sum else 0.0  # of sums the weights of all ranks together are 1
-        with self._open_window():
+        with self._open_window(self._tensors()):
             self.accumulator.window.state.main.weight += share
             result, loss, logs = self._close_window(LossTotals(items=share))
         return TrainResult(
@@ -342,7 +336,7 @@ class TrainStep(NotCopied):
         )
 
     @contextlib.contextmanager
-    def _open_window(self) -> Iterator[None]:
+    def _open_window(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Only inside do DDP and FSDP2 wait with their communication, and is a step of the
         optimizer the window's.
         """
@@ -350,7 +344,8 @@ class TrainStep(NotCopied):
         window.enabled = True
         try:
             yield
-            self._clear_gradients()  # of what the optimizer does not hold: they would pile up
+            # of what the optimizer does not hold: they would pile up
+            clear_gradients(self.model, tensors)
         finally:
             window.enabled = False
 
@@ -386,7 +381,7 @@ class TrainStep(NotCopied):
     def _update(self, call: _Call, fitted: Fitted, attempt: int, live: Meter | None) -> TrainResult:
         accumulator, planner = self.accumulator, self._planner
         totals, weigh = self._run_parts(call, fitted)
-        self._changing = UpdateSnapshot(self.model, self.optimizer, taken=fitted.copied)
+        self._changing = UpdateSnapshot(call.before.tensors, self.optimizer, taken=fitted.copied)
         alone = accumulator.ranks.size == 1  # else it may have to wait for another rank
         # Without a copy to go back to, the optimizer is not interrupted.
         with (
@@ -513,3 +508,11 @@ class TrainStep(NotCopied):
         if progress.window is not None:
             self.accumulator.load_state_dict(progress.window)
         return LossTotals(progress.total, progress.items, progress.logs)
+
+
+def clear_gradients(model: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+    """A step's gradients are those of its batch alone, and its budget has no room for others."""
+    if any(tensor.grad is not None for tensor in tensors):
+        drop_gradients(model)
+        for tensor in tensors:
+            tensor.grad = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,16 +23,16 @@ class UpdateSnapshot:
     `StateError` says so: a step that has half happened must not be repeated.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: Any, *, taken: bool) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], optimizer: Any, *, taken: bool) -> None:
         self._optimizer, self._taken = optimizer, taken
         self._begun = False  # the copy is whole, and the optimizer may be at work
         self.done = False  # the optimizer has stepped: from here on nothing is taken back
         own = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
-        trained = [p for p in model.parameters() if p.requires_grad]
+        trained = [tensor for tensor in tensors if tensor.requires_grad]
         self._parameters = list({id(p): p for p in (*trained, *own)}.values())
         self._states = getattr(optimizer, "state", {})
         self._copies: list[torch.Tensor] = []
-        self._old_states: dict[Any, Any] = {}
+        self._old_states: list[tuple[Any, Any]] = []
         self._old_groups: list[dict[str, Any]] = []
         self._old_numbers: dict[str, Any] = {}
         self._watch: WriteWatch | None = None
@@ -50,12 +50,12 @@ class UpdateSnapshot:
             copies = copies_of([*self._parameters, *states])
             rest = iter(copies[len(self._parameters) :])
             self._copies = copies[: len(self._parameters)]
-            self._old_states = {
-                key: _with_tensors(state, rest) for key, state in self._states.items()
-            }
+            self._old_states = [
+                (key, _with_tensors(state, rest)) for key, state in self._states.items()
+            ]
             self._begun = True
             return
-        self._old_states = {key: _same_tensors(state) for key, state in self._states.items()}
+        self._old_states = [(key, _same_tensors(state)) for key, state in self._states.items()]
         # Not only what is in `state`: some optimizers hold tensors as attributes.
         held = leaves([self._old_states, dict(vars(self._optimizer))])
         self._watch = WriteWatch(
@@ -81,7 +81,7 @@ class UpdateSnapshot:
         if kind is not None:
             self._restore()
         self._begun = False
-        self._copies, self._old_states, self._old_groups = [], {}, []
+        self._copies, self._old_states, self._old_groups = [], [], []
 
     def undo(self) -> None:
         """Take back a step that was interrupted before it was `done`, wherever that was."""
@@ -92,11 +92,9 @@ class UpdateSnapshot:
         with torch.no_grad():
             for parameter, content in zip(self._parameters, self._copies, strict=self._taken):
                 parameter.copy_(content)
-        for key in list(self._states):
-            if key in self._old_states:
-                self._states[key] = self._old_states[key]
-            else:
-                del self._states[key]
+        # The dict stays the same object: an optimizer that has entries by default needs its own.
+        self._states.clear()
+        self._states.update(self._old_states)
         for group, old in zip(
             getattr(self._optimizer, "param_groups", ()), self._old_groups, strict=True
         ):
@@ -105,9 +103,11 @@ class UpdateSnapshot:
 
 
 def _clone(state: Any) -> Any:
+    if isinstance(state, torch.Tensor):
+        return state.clone()
     if isinstance(state, dict):
         return {name: _clone(item) for name, item in state.items()}
-    return state.clone() if isinstance(state, torch.Tensor) else copy.copy(state)
+    return copy.copy(state)
 
 
 def _tensors(state: Any) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from gradfit._torch import is_operator, is_out_of_memory, storage_key, version_o
 from gradfit._torch_distributed import local_part
 from gradfit._torch_listen import DispatchMode
 from gradfit.devices import free_cached_memory
-from gradfit.tape.ops import info_of
+from gradfit.tape.operators import info_of
 from gradfit.tape.storage import flatten, written_tensors
 
 

@@ -123,24 +123,7 @@ class Fit(Callback):  # type: ignore[misc]
         with _set_aside(parameters) as gradients:
             with self._trial():
                 self._passes.plan(batch)
-            mean, rows = MeanInProgress(), size_of_batch(batch)
-            outputs: list[dict[str, Any]] = []
-            additivity = self._passes.additivity
-            adds = additivity is not None and additivity.over == "sum"
-
-            def backward(part: PartLoss, weight: Weight) -> None:
-                logs.end_part(float(weight.number), adds=adds)
-                outputs.append(self._output)
-                share = mean.add(part.loss, weight, parts=rows / part.rows)
-                if share is not None:
-                    share.backward()  # type: ignore[no-untyped-call]
-
-            def begin() -> None:
-                mean.rewind()
-                outputs.clear()
-                logs.drop_all()
-
-            self._passes.run(batch, backward, begin)
+            mean, outputs = self._run(self._passes, logs, batch)
             loss = torch.as_tensor(mean.finish(parameters), device=module.device)
             gradients += [(p, p.grad) for p in parameters if p.grad is not None]
         logs.log_all()
@@ -148,6 +131,30 @@ class Fit(Callback):  # type: ignore[misc]
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
         later = _Later.apply(loss, anchor, gradients)  # type: ignore[no-untyped-call]
         return {**_joined(outputs), "loss": later}
+
+    def _run(
+        self, passes: Passes, logs: BatchLogs, batch: Any
+    ) -> tuple[MeanInProgress, list[dict[str, Any]]]:
+        """Both passes over all parts: their mean, and what they returned beside their losses."""
+        mean, rows = MeanInProgress(), size_of_batch(batch)
+        outputs: list[dict[str, Any]] = []
+        additivity = passes.additivity
+        adds = additivity is not None and additivity.over == "sum"
+
+        def backward(part: PartLoss, weight: Weight) -> None:
+            logs.end_part(float(weight.number), adds=adds)
+            outputs.append(self._output)
+            share = mean.add(part.loss, weight, parts=rows / part.rows)
+            if share is not None:
+                share.backward()  # type: ignore[no-untyped-call]
+
+        def begin() -> None:
+            mean.rewind()
+            outputs.clear()
+            logs.drop_all()
+
+        passes.run(batch, backward, begin)
+        return mean, outputs
 
     @contextlib.contextmanager
     def _trial(self) -> Iterator[None]:
@@ -179,15 +186,16 @@ def _joined(outputs: list[dict[str, Any]]) -> dict[str, Any]:
     """What the parts returned beside their losses, as of the whole batch."""
     if len(outputs) < 2:
         return outputs[0] if outputs else {}
-    together = {name: [part[name] for part in outputs if name in part] for name in outputs[0]}
     return {
-        name: (
-            torch.cat([item.detach() for item in items])
-            if all(isinstance(item, torch.Tensor) and item.dim() for item in items)
-            else items
-        )
-        for name, items in together.items()
+        name: _joined_items([part[name] for part in outputs if name in part]) for name in outputs[0]
     }
+
+
+def _joined_items(items: list[Any]) -> Any:
+    """Tensors with rows as one; anything else as a list."""
+    if all(isinstance(item, torch.Tensor) and item.dim() for item in items):
+        return torch.cat([item.detach() for item in items])
+    return items
 
 
 class _Later(torch.autograd.Function):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gradfit._torch_listen import unseen
-from gradfit.batches.denominator import Number, read_denominator
+from gradfit.batches.denominator import Denominator, Number, read_denominator
 
 _PICKED: dict[Any, Callable[[Any, Any], Any]] = {
     "max": max, torch.max: max, "min": min, torch.min: min,
@@ -79,14 +79,8 @@ class BatchLogs:
             rows = int(one.options.get("batch_size") or 0)
             total = self._totals.get(one.name)
             if total is None:
-                averaged = (
-                    _is_number(one.value)
-                    and not one.adds
-                    and one.options.get("reduce_fx") not in _PICKED
-                )
-                self._totals[one.name] = _Total(
-                    one.options, one.value, items if averaged else None, rows
-                )
+                weighs = items if _is_averaged(one) else None
+                self._totals[one.name] = _Total(one.options, one.value, weighs, rows)
             else:
                 self._totals[one.name] = _joined(total, one, items, rows)
         self._part = []
@@ -116,11 +110,23 @@ def _read_source(one: _Logged, adds: bool) -> None:
         return
     read = read_denominator(source)
     if read is not None and not read.unknown:
-        counts = {float(term.divisor) for term in read.terms}
-        one.adds = one.adds or read.is_sum
-        if one.weight is None and len(counts) == 1 and not read.is_sum:
-            one.weight = counts.pop()
+        _take_weight(one, read)
     one.adds = one.adds or adds
+
+
+def _take_weight(one: _Logged, read: Denominator) -> None:
+    """Weigh a mean by the one number that it was divided by; a sum is added up."""
+    if read.is_sum:
+        one.adds = True
+        return
+    counts = {float(term.divisor) for term in read.terms}
+    if one.weight is None and len(counts) == 1:
+        one.weight = counts.pop()
+
+
+def _is_averaged(one: _Logged) -> bool:
+    is_picked = one.options.get("reduce_fx") in _PICKED
+    return _is_number(one.value) and not one.adds and not is_picked
 
 
 def _joined(total: _Total, one: _Logged, items: float, rows: int) -> _Total:
@@ -128,16 +134,20 @@ def _joined(total: _Total, one: _Logged, items: float, rows: int) -> _Total:
     if not _is_number(value):  # a metric, which has seen all parts itself
         return _Total(one.options, value, None, total.rows + rows)
     if weight is not None:
-        if items:
-            value = (total.value * weight + value * items) / (weight + items) if weight else value
-        else:
-            value = total.value  # a mean over nothing, which may be NaN
+        value = _mean_of_two(total.value, weight, value, items)
         weight += items
     elif one.adds:
         value = total.value + value
     else:
         value = _PICKED[one.options["reduce_fx"]](total.value, value)
     return _Total(one.options, value, weight, total.rows + rows)
+
+
+def _mean_of_two(first: Any, weight: float, second: Any, items: float) -> Any:
+    """A mean over nothing, which may be NaN, does not count."""
+    if not items:
+        return first
+    return (first * weight + second * items) / (weight + items) if weight else second
 
 
 def _is_number(value: Any) -> bool:

@@ -119,23 +119,26 @@ class FitTrainer(transformers.Trainer):  # type: ignore[misc]
         inputs = self._prepare_inputs(inputs)
         self._items = num_items_in_batch
         if self._passes is None:
-            optimizer = unwrap_optimizer(self.optimizer)
-            # While batches accumulate, this one's gradients lie beside those of the others.
-            several = self.args.gradient_accumulation_steps > 1
-            beside = sum(p.nbytes for p in model.parameters() if p.requires_grad) if several else 0
-            self._passes = Passes(
-                model,
-                optimizer,
-                self._loss_of,
-                self._memory,
-                reserved_bytes=beside,
-                **self._cutting,
-            )
+            self._passes = self._make_passes(model)
         is_whole = self._passes.plan(inputs).steps == 1
         over = None if self._passes.additivity is None else self._passes.additivity.over
         if over == "sum" or (over is None and is_whole):
             return self._run_as_it_is(self._passes, inputs)
         return self._run_as_mean(self._passes, model, inputs)
+
+    def _make_passes(self, model: torch.nn.Module) -> Passes:
+        # While batches accumulate, this one's gradients lie beside those of the others.
+        beside = 0
+        if self.args.gradient_accumulation_steps > 1:
+            beside = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+        return Passes(
+            model,
+            unwrap_optimizer(self.optimizer),
+            self._loss_of,
+            self._memory,
+            reserved_bytes=beside,
+            **self._cutting,
+        )
 
     def _run_as_mean(self, passes: Passes, model: torch.nn.Module, inputs: Any) -> torch.Tensor:
         """Of a loss that is a mean over its items: the mean over all items of the batches of one

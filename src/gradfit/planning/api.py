@@ -5,11 +5,12 @@ touched.
 from __future__ import annotations
 
 import dataclasses
-import math
+from collections.abc import Sequence
+from itertools import takewhile
 
 from gradfit.arguments import invalid, read_count, read_flag, read_instance
 from gradfit.errors import BudgetInfeasible, MisuseError
-from gradfit.planning.microbatch import Choice, MicrobatchSearch
+from gradfit.planning.microbatch import MicrobatchSearch, SizedPlan
 from gradfit.planning.plan import Alternative, Decision, Plan
 from gradfit.planning.recording_extent import in_effect, last_write
 from gradfit.planning.simulate import ACTION_NAMES, KEEP, REBUILD, Segments, Simulation
@@ -63,41 +64,40 @@ def plan(
     """
     budget = parse_bytes(memory)
     size = _batch_size(profile, batch_size)
-    if micro_batch is not None:
-        read_count(micro_batch, "micro_batch")
-    is_exact = read_flag(exact, "exact")
     profiles = _variants(profile, read_flag(tile, "tile"))
-    if not is_exact:
+    if not read_flag(exact, "exact"):
         profiles = [dataclasses.replace(one, splittable=True) for one in profiles]
-    if micro_batch is not None and micro_batch < size and not profiles[0].splittable:
+    _check_micro_batch(profiles[0], size, micro_batch)
+    searches = [
+        MicrobatchSearch(one, size, split=batch_size is not None, micro_batch=micro_batch)
+        for one in profiles
+    ]
+    best = [(choice, search) for search in searches if (choice := search.best(budget)) is not None]
+    if not best:
+        error = _infeasible(_least_demanding(searches), budget, batch_size, micro_batch)
+        raise error if tile else _with_tiles_named(error, profile, size, batch_size)
+    plans = [(_plan(search, choice, budget), choice) for choice, search in best]
+    # tiles only where memory is short, whatever the clock said of them
+    untiled = [(made, choice) for made, choice in plans if made.tiles is None and not made.is_short]
+    return _with_alternatives(*min(untiled or plans, key=lambda one: one[1].step_seconds))
+
+
+def _check_micro_batch(profile: Profile, size: int, micro_batch: int | None) -> None:
+    """Refuse a micro-batch that is no count, larger than the batch, or cuts what must not be."""
+    if micro_batch is None:
+        return
+    read_count(micro_batch, "micro_batch")
+    if micro_batch < size and not profile.splittable:
         why = profile.additivity.reason if profile.additivity is not None else "its profile says so"
         raise MisuseError(
             f"micro_batch={micro_batch!r} cuts a batch of {size} whose loss does not add up: {why}."
             " Leave it out, or pass exact=False to cut all the same."
         )
-    if micro_batch is not None and micro_batch > size:
+    if micro_batch > size:
         raise MisuseError(
             f"micro_batch={micro_batch!r} must be from 1 to the batch size, {size}. Pass less, or"
             " None."
         )
-    searches = [
-        MicrobatchSearch(one, size, split=batch_size is not None, micro_batch=micro_batch)
-        for one in profiles
-    ]
-    found = [(choice, search) for search in searches if (choice := search.best(budget)) is not None]
-    if not found:
-        search = min(searches, key=lambda one: one.smallest().solution.peak_bytes)
-        error = _infeasible(
-            search, budget, split=batch_size is not None, fixed=micro_batch is not None
-        )
-        raise (
-            _with_tiles_named(error, profile, size, split=batch_size is not None)
-            if not tile
-            else error
-        )
-    choice, search = min(found, key=lambda one: one[0].step_seconds)
-    made = _plan(search.profile, search, choice, budget)
-    return _with_alternatives(made, choice)
 
 
 def _variants(profile: Profile, tile: bool) -> list[Profile]:
@@ -105,10 +105,15 @@ def _variants(profile: Profile, tile: bool) -> list[Profile]:
     return [profile, *profile.tiled] if tile else [profile]
 
 
+def _least_demanding(searches: Sequence[MicrobatchSearch]) -> MicrobatchSearch:
+    return min(searches, key=lambda one: one.smallest().solution.peak_bytes)
+
+
 def _with_tiles_named(
-    error: BudgetInfeasible, profile: Profile, size: int, *, split: bool
+    error: BudgetInfeasible, profile: Profile, size: int, batch_size: int | None
 ) -> BudgetInfeasible:
     """What the smallest budget would be with tiles, if that is less."""
+    split = batch_size is not None
     searches = [MicrobatchSearch(one, size, split=split) for one in profile.tiled]
     least = min((one.smallest().solution.peak_bytes for one in searches), default=error.min_bytes)
     if least >= error.min_bytes:
@@ -127,7 +132,7 @@ def plain_plan(
         profile, _batch_size(profile, batch_size), split=True, micro_batch=micro_batch
     )
     choice = search.plain(memory)
-    return None if choice is None else _plan(profile, search, choice, memory)
+    return None if choice is None else _plan(search, choice, memory)
 
 
 def recomputing_plan(
@@ -138,7 +143,7 @@ def recomputing_plan(
     """
     search = MicrobatchSearch(profile, _batch_size(profile, batch_size), split=True)
     choice = search.recomputing(above, memory, most_seconds)
-    return None if choice is None else _plan(profile, search, choice, memory)
+    return None if choice is None else _plan(search, choice, memory)
 
 
 def frontier(
@@ -171,35 +176,48 @@ def frontier(
         MicrobatchSearch(one, size, split=batch_size is not None, micro_batch=micro_batch)
         for one in _variants(profile, read_flag(tile, "tile"))
     ]
-    found = [pair for search in searches for pair in _points(search, points)]
-    front: list[tuple[Choice, MicrobatchSearch]] = []
-    for choice, search in sorted(
-        found, key=lambda pair: (pair[0].solution.peak_bytes, pair[0].step_seconds)
-    ):
-        # faster than everything smaller
-        if not front or choice.step_seconds < front[-1][0].step_seconds:
-            front.append((choice, search))
+    candidates = [pair for search in searches for pair in _points(search, points)]
     return [
-        _plan(search.profile, search, choice, choice.solution.peak_bytes)
-        for choice, search in reversed(front)
+        _plan(search, choice, choice.solution.peak_bytes)
+        for choice, search in reversed(_undominated(candidates))
     ]
 
 
-def _points(search: MicrobatchSearch, points: int) -> list[tuple[Choice, MicrobatchSearch]]:
+_Candidate = tuple[SizedPlan, MicrobatchSearch]
+
+
+def _undominated(candidates: list[_Candidate]) -> list[_Candidate]:
+    """Those that are faster than everything smaller, the smallest first."""
+    candidates = sorted(
+        candidates, key=lambda pair: (pair[0].solution.peak_bytes, pair[0].step_seconds)
+    )
+    front = candidates[:1]
+    for choice, search in candidates[1:]:
+        if choice.step_seconds < front[-1][0].step_seconds:
+            front.append((choice, search))
+    return front
+
+
+def _points(search: MicrobatchSearch, points: int) -> list[_Candidate]:
     """The best choices for so many budgets between the smallest and that of the fastest."""
     fastest = search.solver(search.largest).plain.peak_bytes
     smallest = search.smallest()
-    found = [(smallest, search)]
-    ratio = (fastest / smallest.solution.peak_bytes) if smallest.solution.peak_bytes else 1.0
-    for index in range(points):
-        # Even in memory at the top and in ratio at the bottom: the mean of both.
-        share = index / (points - 1)
-        even = smallest.solution.peak_bytes + share * (fastest - smallest.solution.peak_bytes)
-        budget = int((even + smallest.solution.peak_bytes * ratio**share) / 2)
-        choice = search.best(max(budget, smallest.solution.peak_bytes), effort="fill")
+    choices = [smallest]
+    for budget in _budgets(smallest.solution.peak_bytes, fastest, points):
+        choice = search.best(budget, effort="fill")
         if choice is not None:
-            found.append((choice, search))
-    return found
+            choices.append(choice)
+    return [(choice, search) for choice in choices]
+
+
+def _budgets(smallest: int, fastest: int, points: int) -> list[int]:
+    """Even in memory at the top and in ratio at the bottom: the mean of both."""
+    ratio = fastest / smallest if smallest else 1.0
+    shares = [index / (points - 1) for index in range(points)]
+    means = [
+        (smallest + share * (fastest - smallest) + smallest * ratio**share) / 2 for share in shares
+    ]
+    return [max(int(mean), smallest) for mean in means]
 
 
 def predicted(profile: Profile, plan: Plan) -> tuple[int, float]:
@@ -210,12 +228,15 @@ def predicted(profile: Profile, plan: Plan) -> tuple[int, float]:
     """
     profile = profile.in_tiles(plan.tiles)
     search = MicrobatchSearch(profile, plan.batch_size, split=True, micro_batch=plan.micro_batch)
-    numbers = {name: number for number, name in enumerate(ACTION_NAMES)}
-    actions = [numbers.get(action, KEEP) for action in plan.actions]
     choice = search.of_plan(
-        plan.micro_batch, actions, Segments(plan.segments, plan.segment_parents)
+        plan.micro_batch, _action_numbers(plan), Segments(plan.segments, plan.segment_parents)
     )
     return choice.solution.peak_bytes, choice.step_seconds
+
+
+def _action_numbers(plan: Plan) -> list[int]:
+    numbers = {name: number for number, name in enumerate(ACTION_NAMES)}
+    return [numbers.get(action, KEEP) for action in plan.actions]  # "external" is always there
 
 
 def beginning_like(profile: Profile, plan: Plan, other: Plan) -> Plan | None:
@@ -227,47 +248,40 @@ def beginning_like(profile: Profile, plan: Plan, other: Plan) -> Plan | None:
     pairs = _shared_values(profile, plan, other)
     if any(other.segments[theirs] for _, theirs in pairs):
         return None
-    numbers = {name: number for number, name in enumerate(ACTION_NAMES)}
-    actions = [numbers.get(action, KEEP) for action in plan.actions]
+    actions, theirs_by_number = _action_numbers(plan), _action_numbers(other)
     segments = list(plan.segments)
     for mine, theirs in pairs:
-        actions[mine], segments[mine] = numbers[other.actions[theirs]], 0
+        actions[mine], segments[mine] = theirs_by_number[theirs], 0
     search = MicrobatchSearch(profile, plan.batch_size, split=True, micro_batch=plan.micro_batch)
     choice = search.of_plan(plan.micro_batch, actions, Segments(segments, plan.segment_parents))
-    if (
-        not math.isfinite(choice.solution.extra_seconds)
-        or choice.solution.peak_bytes > plan.budget_bytes
-    ):
+    if not choice.solution.can_be_run or choice.solution.peak_bytes > plan.budget_bytes:
         return None
-    found = _plan(profile, search, choice, plan.budget_bytes)
+    alike = _plan(search, choice, plan.budget_bytes)
     # where nothing asks for a value it was made a kept one, which it need not be
-    names = list(found.actions)
+    names = list(alike.actions)
     for mine, theirs in pairs:
         names[mine] = other.actions[theirs]
-    return dataclasses.replace(found, actions=tuple(names))
+    return dataclasses.replace(alike, actions=tuple(names))
 
 
 def _shared_values(profile: Profile, plan: Plan, other: Plan) -> list[tuple[int, int]]:
     """The values of the operations that two plans begin with, by their numbers in each; the profile
     is the first's.
     """
-    names = zip(plan.operations, other.operations, strict=False)
-    length = min(len(plan.operations), len(other.operations))
-    operations = next(
-        (place for place, (mine, theirs) in enumerate(names) if mine != theirs), length
-    )
-    made = [
+    operations = _shared_operations(plan, other)
+    mine = [
         value
         for value, one in enumerate(profile.values)
         if one.operation is not None and one.operation < operations
     ]
-    return list(
-        zip(
-            made,
-            [v for v, action in enumerate(other.actions) if action != "external"],
-            strict=False,
-        )
-    )
+    theirs = [value for value, action in enumerate(other.actions) if action != "external"]
+    return list(zip(mine, theirs, strict=False))
+
+
+def _shared_operations(plan: Plan, other: Plan) -> int:
+    """How many operations two plans have in common, from the first."""
+    names = zip(plan.operations, other.operations, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], names))
 
 
 def _batch_size(profile: Profile, batch_size: int | None) -> int:
@@ -285,35 +299,35 @@ def _batch_size(profile: Profile, batch_size: int | None) -> int:
 
 
 def _infeasible(
-    search: MicrobatchSearch, budget: int, *, split: bool, fixed: bool
+    search: MicrobatchSearch, budget: int, batch_size: int | None, micro_batch: int | None
 ) -> BudgetInfeasible:
     choice = search.smallest()
     parts = _breakdown(choice.solver.graph, choice.solution.simulation)
-    listed = ", ".join(
-        f"{name} {format_bytes(count)}"
-        for name, count in sorted(parts.items(), key=lambda p: -p[1])
-        if count
-    )
+    largest_first = sorted(parts.items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{name} {format_bytes(count)}" for name, count in largest_first if count)
     smallest = choice.solution.peak_bytes
-    if fixed and search.profile.splittable and choice.micro_batch > search.profile.min_batch:
-        hint = "Leave out `micro_batch`, so that it can be smaller, or raise `memory`."
-    elif not split and search.batch_size > search.profile.min_batch and search.profile.splittable:
-        hint = (
-            f"Pass batch_size={search.batch_size} so that the batch may be split, or raise"
-            " `memory`."
-        )
-    elif search.batch_size > 1 and not search.profile.splittable:
-        hint = "Lower `batch_size` or raise `memory`; this batch cannot be split."
-    else:
-        hint = (
-            f"Raise `memory` to at least {smallest} bytes, or make the model or an item of the"
-            " batch smaller."
-        )
+    hint = _what_would_help(search, choice, batch_size, micro_batch)
     return BudgetInfeasible(
         f"Smallest feasible peak is {format_bytes(smallest)} ({listed}) at micro-batch"
         f" {choice.micro_batch}, the budget is {format_bytes(budget)}. {hint}",
         min_bytes=smallest,
         breakdown=parts,
+    )
+
+
+def _what_would_help(
+    search: MicrobatchSearch, choice: SizedPlan, batch_size: int | None, micro_batch: int | None
+) -> str:
+    profile, size = search.profile, search.batch_size
+    if not profile.splittable and size > 1:
+        return "Lower `batch_size` or raise `memory`; this batch cannot be split."
+    if profile.splittable and micro_batch is not None and choice.micro_batch > profile.min_batch:
+        return "Leave out `micro_batch`, so that it can be smaller, or raise `memory`."
+    if profile.splittable and batch_size is None and size > profile.min_batch:
+        return f"Pass batch_size={size} so that the batch may be split, or raise `memory`."
+    return (
+        f"Raise `memory` to at least {choice.solution.peak_bytes} bytes, or make the model or an"
+        " item of the batch smaller."
     )
 
 
@@ -328,52 +342,31 @@ def _breakdown(graph: Graph, result: Simulation) -> dict[str, int]:
     return parts
 
 
-def _plan(profile: Profile, search: MicrobatchSearch, choice: Choice, budget: int) -> Plan:
-    graph, solution = choice.solver.graph, choice.solution
-    result, actions = solution.simulation, solution.actions
-    until = choice.solver.simulator.alive_until(actions)
-    plain = graph.plain_needs if solution is choice.solver.plain else None
-    saved = {v for needs in plain or graph.node_needs for v in needs if graph.producer[v] >= 0}
-    kept = {
-        v for v, a in enumerate(actions) if graph.producer[v] >= 0 and a == KEEP and until[v] >= 0
-    }
-    kept = kept & saved if plain else kept
-    effective = in_effect(actions, until)
-    names = tuple(
-        "external" if p < 0 else ACTION_NAMES[a]
-        for p, a in zip(graph.producer, effective, strict=True)
-    )
-    operation = profile.operations[result.index] if result.phase == "forward" else None
-    node = profile.nodes[result.index] if result.phase in ("sweep", "backward") else None
-    where = {
-        "forward": (
-            f"in the forward pass, at {operation.name} in {operation.module or 'the model'}"
-            if operation
-            else ""
-        ),
-        "sweep": f"in the backward pass, rebuilding for {node.name}" if node else "",
-        "backward": f"in the backward pass, at {node.name}" if node else "",
-        "optimizer": "in the optimizer's step",
-    }[result.phase]
+def _plan(search: MicrobatchSearch, choice: SizedPlan, budget: int) -> Plan:
+    profile, graph, solution = search.profile, choice.solver.graph, choice.solution
+    result = solution.simulation
+    until = choice.solver.simulator.alive_until(solution.actions)
+    effective = in_effect(solution.actions, until)
+    saved, kept = _saved_and_kept(choice, until)
     return Plan(
         micro_batch=choice.micro_batch,
         steps=choice.steps,
         batch_size=search.batch_size,
-        actions=names,
+        actions=_action_names(graph, effective),
         segments=tuple(solution.segments.of),
         segment_parents=tuple(solution.segments.parent),
         operations=tuple(op.name for op in profile.operations),
         budget_bytes=budget,
         peak_bytes=result.peak_bytes,
         breakdown=_breakdown(graph, result),
-        peak_at=where,
+        peak_at=_where(profile, result),
         step_seconds=choice.step_seconds,
         plain_seconds=choice.plain_seconds,
         kept_values=len(kept),
         saved_values=len(saved),
         kept_bytes=result.saved_bytes,
         saved_bytes=sum(graph.held_bytes[v] for v in saved),
-        decisions=_decisions(profile, graph, actions, result),
+        decisions=_dearest_decisions(profile, graph, solution),
         heard=last_write(graph, effective) + 1,
         predicted=profile.predicted,
         versions=dict(profile.versions),
@@ -381,79 +374,98 @@ def _plan(profile: Profile, search: MicrobatchSearch, choice: Choice, budget: in
     )
 
 
-def _decisions(
-    profile: Profile, graph: Graph, actions: tuple[int, ...], result: Simulation
-) -> tuple[Decision, ...]:
-    found = []
-    for value, op in enumerate(graph.producer):
-        if op < 0 or actions[value] == KEEP:
-            continue
-        if actions[value] == REBUILD:
-            seconds = graph.op_seconds[op] * result.replays[op]
-            if graph.op_outputs[op][0] != value:
-                continue  # one decision per operation
-        else:
-            seconds = 2 * graph.nbytes[value] * graph.transfer_seconds_per_byte
-        operation = profile.operations[op]
-        size = (
-            sum(graph.nbytes[v] for v in graph.op_outputs[op])
-            if actions[value] == REBUILD
-            else graph.nbytes[value]
-        )
-        found.append(
-            Decision(
-                value,
-                ACTION_NAMES[actions[value]],
-                operation.name,
-                operation.module,
-                operation.source,
-                size,
-                seconds,
-            )
-        )
-    found.sort(key=lambda d: (-d.seconds, d.value))
-    return tuple(d for d in found[:_DECISIONS] if d.seconds > 0)
+def _saved_and_kept(choice: SizedPlan, until: Sequence[int]) -> tuple[set[int], set[int]]:
+    """The values that autograd saves, and those that the plan keeps between the passes."""
+    graph, actions = choice.solver.graph, choice.solution.actions
+    plain = graph.plain_needs if choice.solution is choice.solver.plain else None
+    needed = {value for needs in plain or graph.node_needs for value in needs}
+    saved = {value for value in needed if graph.producer[value] >= 0}
+    alive = {v for v, last in enumerate(until) if last >= 0 and graph.producer[v] >= 0}
+    kept = {value for value in alive if actions[value] == KEEP}
+    return saved, kept & saved if plain else kept
 
 
-def _with_alternatives(made: Plan, choice: Choice) -> Plan:
+def _action_names(graph: Graph, actions: Sequence[int]) -> tuple[str, ...]:
+    return tuple(
+        "external" if op < 0 else ACTION_NAMES[action]
+        for op, action in zip(graph.producer, actions, strict=True)
+    )
+
+
+def _where(profile: Profile, result: Simulation) -> str:
+    """When the peak comes, in words."""
+    if result.phase == "optimizer":
+        return "in the optimizer's step"
+    if result.phase == "forward":
+        operation = profile.operations[result.index]
+        return f"in the forward pass, at {operation.name} in {operation.module or 'the model'}"
+    doing = "rebuilding for" if result.phase == "sweep" else "at"
+    return f"in the backward pass, {doing} {profile.nodes[result.index].name}"
+
+
+def _dearest_decisions(profile: Profile, graph: Graph, solution: Solution) -> tuple[Decision, ...]:
+    decisions = [
+        _decision(profile, graph, solution, value)
+        for value, op in enumerate(graph.producer)
+        if op >= 0 and _is_decided(graph, solution.actions, value)
+    ]
+    decisions.sort(key=lambda d: (-d.seconds, d.value))
+    return tuple(d for d in decisions[:_DECISIONS] if d.seconds > 0)
+
+
+def _is_decided(graph: Graph, actions: Sequence[int], value: int) -> bool:
+    """Whether a value stands for a decision: of results rebuilt together the first."""
+    if actions[value] == REBUILD:
+        return graph.op_outputs[graph.producer[value]][0] == value
+    return actions[value] != KEEP
+
+
+def _decision(profile: Profile, graph: Graph, solution: Solution, value: int) -> Decision:
+    op, action = graph.producer[value], solution.actions[value]
+    if action == REBUILD:
+        seconds = graph.op_seconds[op] * solution.simulation.replays[op]
+        nbytes = sum(graph.nbytes[output] for output in graph.op_outputs[op])
+    else:
+        nbytes = graph.nbytes[value]
+        seconds = 2 * nbytes * graph.transfer_seconds_per_byte
+    by = profile.operations[op]
+    return Decision(value, ACTION_NAMES[action], by.name, by.module, by.source, nbytes, seconds)
+
+
+def _with_alternatives(plan: Plan, choice: SizedPlan) -> Plan:
     """Look one step of a twentieth of the way down and up the trade-off, at the same
     micro-batch.
     """
     solver, peak = choice.solver, choice.solution.peak_bytes
     step = max(1, (solver.plain.peak_bytes - solver.graph.static_bytes) // 20)
-    found: list[Alternative | None] = []
-    for target in (peak - step, peak + step):
-        other = _alternative(choice, target)
-        if other is None:
-            found.append(None)
-            continue
-        change = (
-            (other.extra_seconds - choice.solution.extra_seconds)
-            * made.batch_size
-            / choice.micro_batch
-        )
-        found.append(
-            Alternative(
-                choice.micro_batch, choice.steps, other.peak_bytes, choice.step_seconds + change
-            )
-        )
-    return dataclasses.replace(made, less_memory=found[0], more_memory=found[1])
+    return dataclasses.replace(
+        plan,
+        less_memory=_alternative(plan, choice, solver.solve(peak - step, effort="glance")),
+        more_memory=_alternative(plan, choice, _faster_within(choice, peak + step)),
+    )
 
 
-def _alternative(choice: Choice, budget: int) -> Solution | None:
-    """A plan for this budget that is no worse a bargain than the choice: with more memory it is
-    faster.
-    """
+def _alternative(plan: Plan, choice: SizedPlan, other: Solution | None) -> Alternative | None:
+    if other is None:
+        return None
+    more_seconds = other.extra_seconds - choice.solution.extra_seconds
+    change = more_seconds * plan.batch_size / choice.micro_batch
+    return Alternative(
+        choice.micro_batch, choice.steps, other.peak_bytes, choice.step_seconds + change
+    )
+
+
+def _faster_within(choice: SizedPlan, budget: int) -> Solution | None:
+    """A plan with more memory than the choice, if it is faster."""
     now = choice.solution
-    if budget < now.peak_bytes:
-        return choice.solver.solve(budget, effort="glance")
-    if now.extra_seconds:
-        for effort in _EFFORTS:
-            other = choice.solver.solve(budget, effort=effort)
-            if (
-                other is not None
-                and other.peak_bytes > now.peak_bytes
-                and other.extra_seconds < now.extra_seconds
-            ):
-                return other
+    if not now.extra_seconds:
+        return None
+    for effort in _EFFORTS:
+        other = choice.solver.solve(budget, effort=effort)
+        if other is not None and _buys_time(other, now):
+            return other
     return None
+
+
+def _buys_time(other: Solution, now: Solution) -> bool:
+    return other.peak_bytes > now.peak_bytes and other.extra_seconds < now.extra_seconds

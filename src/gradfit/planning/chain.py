@@ -1,15 +1,22 @@
 """The best choice of pieces and of their options: dynamic programming over the cuts.
 
+Beaumont, Eyraud-Dubois, Herrmann, Joly & Shilova, "Optimal checkpointing for heterogeneous chains"
+(rotor, 2019, https://arxiv.org/abs/1911.13214), the persistent schedules, with a menu per piece
+instead of all or nothing.
+
 State: bytes kept so far. A piece's own worst moment comes when everything before it is kept and
 everything after it is done, so `kept before + its peak ≤ limit` is the whole constraint, and the
-sum of seconds the objective: for given menus, the optimum (the persistent schedules of Beaumont et
-al.'s rotor, with a menu per piece instead of all or nothing). Bytes are rounded to 1/512 of the
-limit; the simulator has the last word.
+sum of seconds the objective.
+
+Bound reached: for given menus the optimum, up to bytes rounded to 1/512 of the limit. Weaknesses:
+the rounding, and that a piece knows nothing of gradients which its neighbours' recomputation
+leaves around; the simulator has the last word.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,12 +24,22 @@ from gradfit.planning.piece_options import Option
 
 SLOTS = 512
 
+Menu = Callable[[int, int], tuple[Sequence[Option], int]]
+
+
+class _Offer(NamedTuple):
+    """An option of a piece, in slots: it can follow `highest` kept ones or fewer, and keeps `shift`
+    more.
+    """
+
+    number: int
+    highest: int
+    shift: int
+    seconds: float
+
 
 def best_chain(
-    cuts: int,
-    spans: Callable[[int], Sequence[int]],
-    menu: Callable[[int, int], tuple[Sequence[Option], int]],
-    limit_bytes: float,
+    cuts: int, spans: Callable[[int], Sequence[int]], menu: Menu, limit_bytes: float
 ) -> list[tuple[int, int, Option]] | None:
     """The pieces (first cut, last cut, option) of least seconds under the limit; None if there are
     none.
@@ -32,54 +49,68 @@ def best_chain(
     """
     if limit_bytes <= 0:
         return None
-    slot = limit_bytes / SLOTS
-    cost = np.full((cuts, SLOTS + 1), np.inf)
-    # which cut, by which option, which slot
-    came_from = np.full((3, cuts, SLOTS + 1), -1, dtype=np.int64)
-    cost[0, 0] = 0.0
-    slots = np.arange(SLOTS + 1)
+    table = _Table(cuts, limit_bytes)
     for start in range(cuts - 1):
-        row = cost[start]
-        finite = np.flatnonzero(np.isfinite(row))
-        if not len(finite):
-            continue
-        lowest = int(finite[0])
-        for stop in spans(start):
-            options, around = menu(start, stop)
-            ways = [
-                (
-                    number,
-                    min(int((limit_bytes - around - option.peak_bytes) / slot), SLOTS - shift),
-                    shift,
-                    option,
-                )
-                for number, option in enumerate(options)
-                for shift in (round(option.kept_bytes / slot),)
-            ]
-            ways = [way for way in ways if way[1] >= lowest]
-            if not ways:
-                continue
-            offered = np.full((len(ways), SLOTS + 1), np.inf)
-            for place, (_, highest, shift, option) in enumerate(ways):
-                offered[place, lowest + shift : highest + shift + 1] = (
-                    row[lowest : highest + 1] + option.seconds
-                )
-            best = offered.argmin(axis=0)
-            least = offered[best, slots]
-            better = np.flatnonzero(least < cost[stop])
-            if len(better):
-                numbers, _, shifts, _ = zip(*ways, strict=True)
-                cost[stop, better] = least[better]
-                came_from[0, stop, better] = start
-                came_from[1, stop, better] = np.array(numbers)[best[better]]
-                came_from[2, stop, better] = better - np.array(shifts)[best[better]]
-    slot_index = int(np.argmin(cost[cuts - 1]))
-    if not np.isfinite(cost[cuts - 1, slot_index]):
-        return None
-    chain: list[tuple[int, int, Option]] = []
-    stop = cuts - 1
-    while stop > 0:
-        start, number, previous = (int(x) for x in came_from[:, stop, slot_index])
-        chain.append((start, stop, menu(start, stop)[0][number]))
-        stop, slot_index = start, previous
-    return chain[::-1]
+        if table.is_reached(start):
+            for stop in spans(start):
+                table.extend(start, stop, *menu(start, stop))
+    return table.chain_to(cuts - 1, menu) if table.is_reached(cuts - 1) else None
+
+
+class _Table:
+    """The least seconds in which each cut is reached with so many slots of bytes kept, and how."""
+
+    def __init__(self, cuts: int, limit_bytes: float) -> None:
+        self.limit_bytes, self.slot_bytes = limit_bytes, limit_bytes / SLOTS
+        self.seconds = np.full((cuts, SLOTS + 1), np.inf)
+        self.seconds[0, 0] = 0.0
+        # which cut, by which option, which slot
+        self.came_from = np.full((3, cuts, SLOTS + 1), -1, dtype=np.int64)
+
+    def is_reached(self, cut: int) -> bool:
+        return bool(np.isfinite(self.seconds[cut]).any())
+
+    def extend(self, start: int, stop: int, options: Sequence[Option], around: int) -> None:
+        """Go on from one cut to another by each of the options."""
+        row = self.seconds[start]
+        lowest = int(np.flatnonzero(np.isfinite(row))[0])
+        offers = [self.offer(number, option, around) for number, option in enumerate(options)]
+        offers = [offer for offer in offers if offer.highest >= lowest]
+        if offers:
+            self.take_better(start, stop, offers, _seconds_offered(offers, row, lowest))
+
+    def offer(self, number: int, option: Option, around: int) -> _Offer:
+        shift = round(option.kept_bytes / self.slot_bytes)
+        room = int((self.limit_bytes - around - option.peak_bytes) / self.slot_bytes)
+        return _Offer(number, min(room, SLOTS - shift), shift, option.seconds)
+
+    def take_better(
+        self, start: int, stop: int, offers: Sequence[_Offer], offered: np.ndarray
+    ) -> None:
+        """Note the best offer in each slot where it is faster than what there was."""
+        best = offered.argmin(axis=0)
+        least = offered[best, np.arange(SLOTS + 1)]
+        better = np.flatnonzero(least < self.seconds[stop])
+        numbers, _, shifts, _ = zip(*offers, strict=True)
+        self.seconds[stop, better] = least[better]
+        self.came_from[0, stop, better] = start
+        self.came_from[1, stop, better] = np.array(numbers)[best[better]]
+        self.came_from[2, stop, better] = better - np.array(shifts)[best[better]]
+
+    def chain_to(self, stop: int, menu: Menu) -> list[tuple[int, int, Option]]:
+        """The fastest way to a cut, walking back from it."""
+        slot = int(np.argmin(self.seconds[stop]))
+        chain: list[tuple[int, int, Option]] = []
+        while stop > 0:
+            start, number, previous = self.came_from[:, stop, slot].tolist()
+            chain.append((start, stop, menu(start, stop)[0][number]))
+            stop, slot = start, previous
+        return chain[::-1]
+
+
+def _seconds_offered(offers: Sequence[_Offer], row: np.ndarray, lowest: int) -> np.ndarray:
+    """For each offer the seconds in which it reaches each slot."""
+    offered = np.full((len(offers), SLOTS + 1), np.inf)
+    for place, (_, highest, shift, seconds) in enumerate(offers):
+        offered[place, lowest + shift : highest + shift + 1] = row[lowest : highest + 1] + seconds
+    return offered

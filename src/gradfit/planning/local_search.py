@@ -1,9 +1,12 @@
 """Local search on the simulator, from the chain's solution: fill the room that is left, then
 exchange and anneal.
 
-Kirkpatrick, Gelatt & Vecchi 1983, with bytes over the budget priced instead of forbidden, so that
-the search can pass through plans that do not fit. Its random numbers are its own: the same graph
-and budget give the same plan.
+Kirkpatrick, Gelatt & Vecchi, "Optimization by simulated annealing", 1983
+(https://doi.org/10.1126/science.220.4598.671), with bytes over the budget priced instead of
+forbidden, so that the search can pass through plans that do not fit. Its random numbers are its
+own: the same graph and budget give the same plan.
+
+Bound reached: none is proven; the plan is never slower than the one it began with.
 
 Weakness: it changes keep bits only, not the tree of segments, and one by one: on graphs of more
 than some hundred operations it finds little in the time there is, so these get the fill only.
@@ -40,17 +43,20 @@ def fill(
         before = result.extra_seconds
         for dropped in _worth_keeping(simulator.graph, groups, best, result)[:evaluations]:
             evaluations -= 1
-            for value in dropped:
-                best[value] = KEEP
+            _set_all(best, dropped, KEEP)
             trial = simulator.run(best, segments)
             if trial.peak_bytes <= budget_bytes and trial.extra_seconds < result.extra_seconds:
                 result = trial
             else:
-                for value in dropped:
-                    best[value] = REBUILD
+                _set_all(best, dropped, REBUILD)
         if result.extra_seconds == before:
             break
     return best
+
+
+def _set_all(actions: list[int], values: Iterable[int], action: int) -> None:
+    for value in values:
+        actions[value] = action
 
 
 def _worth_keeping(
@@ -198,17 +204,7 @@ def _groups(graph: Graph) -> dict[int, list[int]]:
     """By operation, the values whose keep bit can matter: needed or on the way to one that is, and
     not there anyway.
     """
-    needed = [last >= 0 for last in graph.last_need]
-    for op in range(len(graph.op_inputs) - 1, -1, -1):
-        if any(needed[value] for value in graph.op_outputs[op]):
-            for value in graph.op_inputs[op]:
-                needed[value] = True
-    there_anyway = [
-        survives or overwritten or not held_bytes
-        for survives, overwritten, held_bytes in zip(
-            graph.survives, graph.overwritten, graph.held_bytes, strict=True
-        )
-    ]
+    needed, there_anyway = _needed(graph), _there_anyway(graph)
     groups: dict[int, list[int]] = {}
     for value, op in enumerate(graph.producer):
         if op >= 0 and needed[value] and not there_anyway[value] and graph.op_replayable[op]:
@@ -216,17 +212,35 @@ def _groups(graph: Graph) -> dict[int, list[int]]:
     return groups
 
 
+def _needed(graph: Graph) -> list[bool]:
+    """Whether backward needs a value, or something that could be rebuilt from it."""
+    needed = [last >= 0 for last in graph.last_need]
+    for op in range(len(graph.op_inputs) - 1, -1, -1):
+        if any(needed[value] for value in graph.op_outputs[op]):
+            for value in graph.op_inputs[op]:
+                needed[value] = True
+    return needed
+
+
+def _there_anyway(graph: Graph) -> list[bool]:
+    """Whether there is no choice for a value: held by the caller, written over, or of no bytes."""
+    flags = zip(graph.survives, graph.overwritten, graph.held_bytes, strict=True)
+    return [survives or overwritten or not size for survives, overwritten, size in flags]
+
+
 def _neighbours(graph: Graph, ops: list[int]) -> list[tuple[list[int], list[int]]]:
     """For each group, the groups that are made from it, and those that it is made from."""
     place = {op: number for number, op in enumerate(ops)}
-    found = []
-    for op in ops:
-        after = {reader for value in graph.op_outputs[op] for reader in graph.consumers[value]}
-        before = {graph.producer[value] for value in graph.op_inputs[op]}
-        found.append(
-            tuple(
-                sorted(place[other] for other in others if other in place)
-                for others in (after, before)
-            )
-        )
-    return [(after, before) for after, before in found]
+
+    def groups(operations: Iterable[int]) -> list[int]:
+        return sorted(place[op] for op in {*operations} & place.keys())
+
+    return [(groups(_readers(graph, op)), groups(_makers(graph, op))) for op in ops]
+
+
+def _readers(graph: Graph, op: int) -> list[int]:
+    return [reader for value in graph.op_outputs[op] for reader in graph.consumers[value]]
+
+
+def _makers(graph: Graph, op: int) -> list[int]:
+    return [graph.producer[value] for value in graph.op_inputs[op]]

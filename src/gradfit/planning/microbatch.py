@@ -23,7 +23,7 @@ from gradfit.profiling.profile import Profile
 
 
 @dataclass(frozen=True)
-class Choice:
+class SizedPlan:
     """A micro-batch size, the plan for it, and the seconds of the whole step."""
 
     micro_batch: int
@@ -41,33 +41,19 @@ class MicrobatchSearch:
         self, profile: Profile, batch_size: int, *, split: bool, micro_batch: int | None = None
     ) -> None:
         self.profile, self.batch_size = profile, batch_size
-        smallest = (
-            max(1, min(profile.min_batch, batch_size))
-            if split and profile.splittable
-            else batch_size
-        )
-        self.least, self.largest = (
-            (smallest, batch_size) if micro_batch is None else (micro_batch, micro_batch)
-        )
+        if micro_batch is not None:
+            self.least, self.largest = micro_batch, micro_batch
+        elif split and profile.splittable:
+            self.least, self.largest = max(1, min(profile.min_batch, batch_size)), batch_size
+        else:
+            self.least, self.largest = batch_size, batch_size
         self._solvers: dict[int, FastSolver] = {}
         self._book: Book = {}
 
-    def best(self, budget_bytes: int, *, effort: Effort = "anneal") -> Choice | None:
+    def best(self, budget_bytes: int, *, effort: Effort = "anneal") -> SizedPlan | None:
         """The fastest step found, or None if nothing fits."""
-        sizes = _grid(self.batch_size, self.least) if self.least < self.largest else [self.least]
-        best: Choice | None = None
-        start = self._largest_plain(sizes, budget_bytes)
-        idle = 0
-        for size in sizes[start::-1]:
-            if idle == 2 or (
-                best is not None and self._plain_step_seconds(size) >= best.step_seconds
-            ):
-                break
-            found = self.at_size(size, budget_bytes, effort="chain")
-            if found is None and best is not None:
-                break  # larger ones need more
-            idle = idle + 1 if best is not None and _faster(best, found) is best else 0
-            best = _faster(best, found)
+        sizes = self._sizes()
+        best = self._best_on_grid(sizes, budget_bytes)
         if best is None and self.least < self.largest:
             # In one piece there are no gradients to hold during the forward, so it can fit where
             # two pieces do not.
@@ -79,14 +65,35 @@ class MicrobatchSearch:
                 best = _faster(best, self.at_size(size, budget_bytes, effort="chain")) or best
         return _faster(best, self.at_size(best.micro_batch, budget_bytes, effort=effort))
 
+    def _sizes(self) -> list[int]:
+        return _grid(self.batch_size, self.least) if self.least < self.largest else [self.least]
+
+    def _best_on_grid(self, sizes: list[int], budget_bytes: int) -> SizedPlan | None:
+        """From the largest size that needs no recomputation upwards, for as long as that pays."""
+        start = self._largest_plain(sizes, budget_bytes)
+        best = self.at_size(sizes[start], budget_bytes, effort="chain")
+        idle = 0  # sizes in a row that were not faster
+        for size in sizes[:start][::-1]:
+            if best is None:
+                best = self.at_size(size, budget_bytes, effort="chain")
+                continue
+            if idle == 2 or self._plain_step_seconds(size) >= best.step_seconds:
+                break
+            choice = self.at_size(size, budget_bytes, effort="chain")
+            if choice is None:
+                break  # larger ones need more
+            idle = idle + 1 if choice.step_seconds >= best.step_seconds else 0
+            best = _faster(best, choice)
+        return best
+
     def at_size(
         self, micro_batch: int, budget_bytes: int, *, effort: Effort = "anneal"
-    ) -> Choice | None:
+    ) -> SizedPlan | None:
         """The best plan for this very micro-batch."""
         solution = self.solver(micro_batch).solve(budget_bytes, effort=effort)
         return None if solution is None else self._choice(micro_batch, solution)
 
-    def plain(self, budget_bytes: int) -> Choice | None:
+    def plain(self, budget_bytes: int) -> SizedPlan | None:
         """The largest micro-batch that needs no recomputation."""
         low, high = self.least - 1, self.largest
         while low < high:
@@ -99,21 +106,21 @@ class MicrobatchSearch:
         size = even(self.batch_size, low) if self.least < self.largest else low
         return self._choice(size, self.solver(size).plain)
 
-    def recomputing(self, above: int, budget_bytes: int, most_seconds: float) -> Choice | None:
+    def recomputing(self, above: int, budget_bytes: int, most_seconds: float) -> SizedPlan | None:
         """The fastest step of micro-batches larger than this one, all of which need recomputation;
         None if too slow.
         """
-        best: Choice | None = None
+        best: SizedPlan | None = None
         for size in reversed([size for size in _grid(self.batch_size, self.least) if size > above]):
-            found = self.at_size(size, budget_bytes, effort="glance")
-            if found is None:
+            choice = self.at_size(size, budget_bytes, effort="glance")
+            if choice is None:
                 break  # larger ones need more
-            best = _faster(best, found)
+            best = _faster(best, choice)
         if best is None or best.step_seconds > most_seconds:
             return None
         return _faster(best, self.at_size(best.micro_batch, budget_bytes))
 
-    def of_plan(self, micro_batch: int, actions: Sequence[int], segments: Segments) -> Choice:
+    def of_plan(self, micro_batch: int, actions: Sequence[int], segments: Segments) -> SizedPlan:
         """What this profile says of a plan that exists already, whatever was measured of it
         since.
         """
@@ -126,12 +133,12 @@ class MicrobatchSearch:
     def _is_plain(self, micro_batch: int, budget_bytes: int) -> bool:
         return self.solver(micro_batch).plain.peak_bytes <= budget_bytes
 
-    def smallest(self) -> Choice:
+    def smallest(self) -> SizedPlan:
         """The plan of the smallest peak: at the smallest micro-batch, or in one piece."""
-        found = [
+        choices = [
             self._choice(size, self.solver(size).smallest()) for size in {self.least, self.largest}
         ]
-        return min(found, key=lambda choice: (choice.solution.peak_bytes, choice.step_seconds))
+        return min(choices, key=lambda choice: (choice.solution.peak_bytes, choice.step_seconds))
 
     def solver(self, micro_batch: int) -> FastSolver:
         if micro_batch not in self._solvers:
@@ -142,12 +149,12 @@ class MicrobatchSearch:
 
     def _largest_plain(self, sizes: list[int], budget_bytes: int) -> int:
         """The position of the largest size that needs no recomputation; the last if all do."""
-        if self.solver(sizes[0]).plain.peak_bytes <= budget_bytes:
+        if self._is_plain(sizes[0], budget_bytes):
             return 0
         low, high = 1, len(sizes) - 1
         while low < high:
             middle = (low + high) // 2
-            if self.solver(sizes[middle]).plain.peak_bytes <= budget_bytes:
+            if self._is_plain(sizes[middle], budget_bytes):
                 high = middle
             else:
                 low = middle + 1
@@ -165,9 +172,10 @@ class MicrobatchSearch:
         profile = self.profile
         full, rest = divmod(self.batch_size, micro_batch)
         seconds = profile.optimizer_seconds
-        for size, times in ((micro_batch, full), (rest, 1 if rest else 0)):
-            if times:
-                seconds += times * profile.plain_seconds(size)
+        if full:
+            seconds += full * profile.plain_seconds(micro_batch)
+        if rest:
+            seconds += profile.plain_seconds(rest)
         return seconds
 
     def _recording_seconds(self, micro_batch: int, solution: Solution) -> float:
@@ -177,7 +185,7 @@ class MicrobatchSearch:
         heard = operations_heard(solver.graph, in_effect(solution.actions, until))
         return -(-self.batch_size // micro_batch) * heard * self.profile.record_overhead_seconds
 
-    def _choice(self, micro_batch: int, solution: Solution) -> Choice:
+    def _choice(self, micro_batch: int, solution: Solution) -> SizedPlan:
         plain = self._plain_step_seconds(micro_batch)
         # The last micro-batch may be smaller; its recomputation is in proportion. What keeps all is
         # not recorded.
@@ -185,10 +193,12 @@ class MicrobatchSearch:
         if solution.extra_seconds:
             extra += self._recording_seconds(micro_batch, solution)
         steps = -(-self.batch_size // micro_batch)
-        return Choice(micro_batch, steps, solution, plain + extra, plain, self.solver(micro_batch))
+        return SizedPlan(
+            micro_batch, steps, solution, plain + extra, plain, self.solver(micro_batch)
+        )
 
 
-def _faster(first: Choice | None, second: Choice | None) -> Choice | None:
+def _faster(first: SizedPlan | None, second: SizedPlan | None) -> SizedPlan | None:
     if first is None or second is None:
         return first or second
     return second if second.step_seconds < first.step_seconds else first

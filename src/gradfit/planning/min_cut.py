@@ -4,16 +4,19 @@ For a price λ in seconds per byte, minimise Σ seconds of replayed operations +
 every value that backward needs is kept or rebuilt, and rebuilding needs the inputs in turn. With
 x(v) "v is there" and r(o) "o is replayed", v costs λ·bytes if x(v) and not r(o), o costs its
 seconds, and r(o) implies x(inputs): each term is an edge of an s-t cut, so the minimum is exact
-(project selection, Picard 1976; torch's min-cut partitioner is the same without seconds). Sweeping
-λ gives the lower convex hull of (bytes, seconds).
+(project selection: Picard, "Maximal closure of a graph", 1976,
+https://doi.org/10.1287/mnsc.22.11.1268; torch's min-cut partitioner is the same without seconds).
+Sweeping λ gives the lower convex hull of (bytes, seconds).
 
-Weak where: it prices bytes between the passes only; the burst of a sweep is not in it, and is left
-to the simulator. Points inside the hull are never found; local search has to.
+Bound reached: the optimum of that sum, for each price. Weak where: it prices bytes between the
+passes only; the burst of a sweep is not in it, and is left to the simulator. Points inside the hull
+are never found; local search has to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,142 +28,150 @@ _INFINITE = 4 * _TOTAL
 
 
 class PricedCut:
-    """The cut's network for one graph; only capacities change from price to price."""
+    """The cut's network for one graph; only capacities change from price to price.
+
+    Its nodes are the values, then the operations, the source and the sink.
+    """
 
     def __init__(self, graph: Graph, forced: Collection[int]) -> None:
         self.graph = graph
-        count, operations = len(graph.nbytes), len(graph.op_inputs)
-        self.kept = bytearray(count)
+        self.values, operations = len(graph.nbytes), len(graph.op_inputs)
+        self.source, self.sink = self.values + operations, self.values + operations + 1
+        self.free = [op >= 0 for op in graph.producer]  # values that there is a choice for
         for value in forced:
-            self.kept[value] = 1
-        total = sum(s for s, r in zip(graph.op_seconds, graph.op_replayable, strict=True) if r)
+            self.free[value] = False
+        replayable = zip(graph.op_seconds, graph.op_replayable, strict=True)
+        total = sum(seconds for seconds, can_be_replayed in replayable if can_be_replayed)
         self.scale = _TOTAL / total if total > 0 else 1.0
-        self.source, self.sink = count + operations, count + operations + 1
+        self.priced = [v for v, free in enumerate(self.free) if free and not graph.overwritten[v]]
+        self._lay_out(self._edges())
+
+    def _edges(self) -> dict[tuple[int, int], int]:
+        """The capacity of each edge; 0 where the price decides."""
         room: dict[tuple[int, int], int] = {}
-        for op in range(operations):
-            replay = (
-                int(graph.op_seconds[op] * self.scale) + 1 if graph.op_replayable[op] else _INFINITE
-            )
-            room[count + op, self.sink] = replay
-            for value in graph.op_inputs[op]:
-                if graph.producer[value] >= 0 and not self.kept[value]:
-                    room[count + op, value] = _INFINITE
-        self.priced: list[int] = []
-        for value, op in enumerate(graph.producer):
-            if op < 0 or self.kept[value]:
-                continue
-            room[value, count + op] = _INFINITE if graph.overwritten[value] else 0
-            if not graph.overwritten[value]:
-                self.priced.append(value)
-            if graph.last_need[value] >= 0:
-                room[self.source, value] = _INFINITE
-        edges = np.array(sorted(room), dtype=np.int32)
-        self.capacities = np.array(
-            [room[tail, head] for tail, head in edges.tolist()], dtype=np.int32
-        )
-        self.heads = edges[:, 1].copy()
-        size = count + operations + 2
-        self.starts = np.searchsorted(edges[:, 0], np.arange(size + 1)).astype(np.int32)
-        where = {edge: index for index, edge in enumerate(map(tuple, edges.tolist()))}
+        for op in range(len(self.graph.op_inputs)):
+            room[self.values + op, self.sink] = self._replay_cost(op)
+            for value in self.graph.op_inputs[op]:
+                if self.free[value]:
+                    room[self.values + op, value] = _INFINITE
+        for value, op in enumerate(self.graph.producer):
+            if self.free[value]:
+                # what is written over cannot be kept: it is there only if its operation ran again
+                room[value, self.values + op] = _INFINITE if self.graph.overwritten[value] else 0
+                if self.graph.last_need[value] >= 0:
+                    room[self.source, value] = _INFINITE
+        return room
+
+    def _replay_cost(self, op: int) -> int:
+        if not self.graph.op_replayable[op]:
+            return _INFINITE
+        return int(self.graph.op_seconds[op] * self.scale) + 1
+
+    def _lay_out(self, room: dict[tuple[int, int], int]) -> None:
+        """The edges as a sparse matrix, and where in it the capacities are that a price decides."""
+        edges = sorted(room)
+        self.capacities = np.array([room[edge] for edge in edges], dtype=np.int32)
+        tails, heads = np.array(edges, dtype=np.int32).T
+        self.heads = heads.copy()
+        self.starts = np.searchsorted(tails, np.arange(self.sink + 2)).astype(np.int32)
+        place = {edge: index for index, edge in enumerate(edges)}
+        producer = self.graph.producer
         self.slots = np.array(
-            [where[value, count + graph.producer[value]] for value in self.priced], dtype=np.int64
+            [place[value, self.values + producer[value]] for value in self.priced], dtype=np.int64
         )
 
     def at(self, seconds_per_byte: float) -> list[int]:
         """The actions that minimise replay seconds plus `seconds_per_byte` times the bytes kept."""
+        offloaded = self._set_price(seconds_per_byte)
+        there = self._on_the_sources_side()
+        actions = []
+        for value, op in enumerate(self.graph.producer):
+            if not self.free[value]:
+                actions.append(KEEP)
+            elif not there[value] or there[self.values + op] or self.graph.overwritten[value]:
+                actions.append(REBUILD)
+            else:
+                actions.append(OFFLOAD if value in offloaded else KEEP)
+        return actions
+
+    def _set_price(self, seconds_per_byte: float) -> set[int]:
+        """What it costs to have each value without replaying: keeping it, or moving it where that
+        is cheaper; gives the values to move.
+        """
+        graph = self.graph
+        offloaded, costs = set(), []
+        for value in self.priced:
+            keep = seconds_per_byte * graph.held_bytes[value]
+            move = 2 * graph.transfer_seconds_per_byte * graph.nbytes[value]
+            if 0 < move < keep:
+                offloaded.add(value)
+            costs.append(move if value in offloaded else keep)
+        if costs:
+            units = np.minimum(np.array(costs) * self.scale, _INFINITE)
+            self.capacities[self.slots] = units.astype(np.int32)
+        return offloaded
+
+    def _on_the_sources_side(self) -> np.ndarray:
+        """Which nodes of the network a minimum cut leaves with the source."""
         from scipy.sparse import csr_matrix
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-        graph, count = self.graph, len(self.graph.nbytes)
-        held = [seconds_per_byte * graph.held_bytes[value] for value in self.priced]
-        moved = [2 * graph.transfer_seconds_per_byte * graph.nbytes[value] for value in self.priced]
-        offload = {
-            v for v, keep, move in zip(self.priced, held, moved, strict=True) if 0 < move < keep
-        }
-        costs = [
-            move if v in offload else keep
-            for v, keep, move in zip(self.priced, held, moved, strict=True)
-        ]
-        if len(self.slots):
-            self.capacities[self.slots] = np.minimum(
-                np.array(costs) * self.scale, _INFINITE
-            ).astype(np.int32)
-        shape = (self.sink + 1, self.sink + 1)
-        network = csr_matrix((self.capacities, self.heads, self.starts), shape=shape)
-        flow = maximum_flow(network, self.source, self.sink).flow
-        left = network - flow
+        nodes = self.sink + 1
+        network = csr_matrix((self.capacities, self.heads, self.starts), shape=(nodes, nodes))
+        left = network - maximum_flow(network, self.source, self.sink).flow
         left.eliminate_zeros()
-        reached = np.zeros(self.sink + 1, dtype=bool)
+        reached = np.zeros(nodes, dtype=bool)
         reached[breadth_first_order(left, self.source, return_predecessors=False)] = True
-        actions = []
-        for value, op in enumerate(graph.producer):
-            if op < 0 or self.kept[value]:
-                actions.append(KEEP)
-            elif reached[value] and not reached[count + op]:
-                actions.append(OFFLOAD if value in offload else KEEP)
-            else:
-                actions.append(REBUILD)
-        return actions
+        return reached
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A keep-set, and where it is on the trade-off."""
+
+    held_bytes: int
+    seconds: float
+    actions: list[int] = field(repr=False)
+
+
+def _point(graph: Graph, actions: list[int]) -> _Point:
+    held = sum(b for a, b in zip(actions, graph.held_bytes, strict=True) if a == KEEP)
+    moved = sum(b for a, b in zip(actions, graph.nbytes, strict=True) if a == OFFLOAD)
+    seconds = replay_seconds(graph, actions) + 2 * moved * graph.transfer_seconds_per_byte
+    return _Point(held, seconds, actions)
 
 
 def hull(graph: Graph, forced: Collection[int], *, most: int = 24) -> list[list[int]]:
     """Every keep-set on the lower convex hull of (bytes kept, seconds replayed), from keeping all
     to dropping all.
-
-    Between two neighbours the price that makes them equal either finds a point below the line, or
-    proves there is none.
     """
-
-    def measure(actions: list[int]) -> tuple[float, float]:
-        held = sum(b for a, b in zip(actions, graph.held_bytes, strict=True) if a == KEEP)
-        moved = sum(b for a, b in zip(actions, graph.nbytes, strict=True) if a == OFFLOAD)
-        return held, replay_seconds(graph, actions) + 2 * moved * graph.transfer_seconds_per_byte
-
     everything = sum(graph.op_seconds) + 2 * graph.transfer_seconds_per_byte * sum(graph.nbytes)
     cut = PricedCut(graph, forced)
-    first, last = cut.at(0.0), cut.at(everything + 1.0)
-    found = [(measure(first), first), (measure(last), last)]
-    gaps = [(0, 1)]
-    while gaps and len(found) < most:
+    points = [_point(graph, cut.at(price)) for price in (0.0, everything + 1.0)]
+    gaps = [(points[0], points[1])]
+    while gaps and len(points) < most:
         left, right = gaps.pop(0)
-        (more, faster), (less, slower) = found[left][0], found[right][0]
-        if more <= less or slower <= faster:
-            continue
-        price = (slower - faster) / (more - less)
-        middle = cut.at(price)
-        held, seconds = measure(middle)
-        if (
-            seconds + price * held < faster + price * more - 1e-6 * (slower - faster)
-            and less < held < more
-        ):
-            found.append(((held, seconds), middle))
-            gaps += [(left, len(found) - 1), (len(found) - 1, right)]
-    return [actions for _, actions in sorted(found, key=lambda point: (-point[0][0], point[0][1]))]
+        between = _point_below(cut, left, right)
+        if between is not None:
+            points.append(between)
+            gaps += [(left, between), (between, right)]
+    points.sort(key=lambda point: (-point.held_bytes, point.seconds))
+    return [point.actions for point in points]
 
 
-def least_seconds(graph: Graph, budget_bytes: int) -> float:
-    """Seconds of recomputation below which no keep-set can come under this budget (one level,
-    nothing offloaded).
-
-    When the backward pass begins, what is kept and what its first node takes must fit: a knapsack
-    with a min-cut for its terms, whose Lagrangian bound is the best over all prices. Bursts are
-    left out, so small budgets cost more.
+def _point_below(cut: PricedCut, left: _Point, right: _Point) -> _Point | None:
+    """A keep-set below the line between two: the price that makes them equal either finds one, or
+    proves that there is none.
     """
-    room = budget_bytes - graph.static_bytes - (graph.node_peak[0] if graph.node_peak else 0)
-    cut = PricedCut(graph, [value for value, stays in enumerate(graph.survives) if stays])
-    best, price = 0.0, sum(graph.op_seconds) / max(1, sum(graph.held_bytes))
-    for power in range(-24, 25):
-        at = price * 2 ** (power / 2)
-        actions = cut.at(at)
-        needed = {v for v, last in enumerate(graph.last_need) if last >= 0}
-        for op in range(len(graph.op_inputs) - 1, -1, -1):
-            if any(v in needed and actions[v] == REBUILD for v in graph.op_outputs[op]):
-                needed.update(graph.op_inputs[op])
-        held = sum(
-            graph.held_bytes[v] for v in needed if graph.producer[v] >= 0 and actions[v] == KEEP
-        )
-        best = max(best, replay_seconds(graph, actions) + at * (held - room))
-    return best
+    saved, slower = left.held_bytes - right.held_bytes, right.seconds - left.seconds
+    if saved <= 0 or slower <= 0:
+        return None
+    price = slower / saved
+    point = _point(cut.graph, cut.at(price))
+    if not right.held_bytes < point.held_bytes < left.held_bytes:
+        return None
+    line = left.seconds + price * left.held_bytes - 1e-6 * slower  # less what is rounding
+    return point if point.seconds + price * point.held_bytes < line else None
 
 
 def replay_seconds(graph: Graph, actions: Sequence[int]) -> float:

@@ -37,47 +37,55 @@ def ways(piece: Piece, units: Sequence[int], *, nested: bool, hull_units: int) -
     `units` are the piece's cuts, as positions in it. A piece of more than `hull_units` units only
     serves to drop everything in it.
     """
-    graph = piece.graph
-    forced = set(piece.forced)
-    nothing = [KEEP if p < 0 or v in forced else REBUILD for v, p in enumerate(graph.producer)]
-    many = len(units) - 1
-    flat = (
-        hull(graph, piece.forced, most=12 if many == 1 else 8) if many <= hull_units else [nothing]
-    )
-    found: list[Way] = [(actions, None) for actions in flat]
+    graph, many = piece.graph, len(units) - 1
+    nothing = _keeping_nothing(piece)
+    flat = [nothing]
+    if many <= hull_units:
+        flat = hull(graph, piece.forced, most=12 if many == 1 else 8)
+    ways: list[Way] = [(actions, None) for actions in flat]
     if nested:
         last = last_readers(graph)
-        found += [
-            (nothing, nest(graph, last, levels)) for levels in nestings(units, len(graph.op_inputs))
-        ]
-    return found
+        splits = nestings(units, len(graph.op_inputs))
+        ways += [(nothing, nest(graph, last, levels)) for levels in splits]
+    return ways
 
 
-def menu(piece: Piece, found: Sequence[Way]) -> list[Option]:
+def _keeping_nothing(piece: Piece) -> list[int]:
+    forced = set(piece.forced)
+    return [
+        KEEP if op < 0 or value in forced else REBUILD
+        for value, op in enumerate(piece.graph.producer)
+    ]
+
+
+def menu(piece: Piece, ways: Sequence[Way]) -> list[Option]:
     """The ways that are worth having, with what they cost."""
     simulator = Simulator(piece.graph)
-    return prune([evaluate(piece, simulator, actions, segments) for actions, segments in found])
+    return prune([evaluate(piece, simulator, actions, segments) for actions, segments in ways])
 
 
 def evaluate(
     piece: Piece, simulator: Simulator, actions: Sequence[int], segments: Segments | None
 ) -> Option:
-    graph = piece.graph
     result = simulator.run(actions, segments)
-    leaving = set(piece.leaving)
-    kept = sum(
-        graph.held_bytes[value]
-        for value in range(len(piece.values))
-        if actions[value] == KEEP
-        and (value in leaving or graph.last_need[value] >= 0 or _feeds(piece, value, actions))
-    )
     return Option(
-        kept,
+        _kept_bytes(piece, actions),
         result.extra_seconds,
         result.peak_bytes,
         tuple(actions),
         segments,
         tuple(result.replays),
+    )
+
+
+def _kept_bytes(piece: Piece, actions: Sequence[int]) -> int:
+    """Of kept values that somebody will ask for: after the piece, in backward, or to rebuild."""
+    graph, leaving = piece.graph, set(piece.leaving)
+    kept = [value for value in range(len(piece.values)) if actions[value] == KEEP]
+    return sum(
+        graph.held_bytes[value]
+        for value in kept
+        if value in leaving or graph.last_need[value] >= 0 or _feeds(piece, value, actions)
     )
 
 
@@ -93,28 +101,35 @@ def _feeds(piece: Piece, value: int, actions: Sequence[int]) -> bool:
 def nestings(units: Sequence[int], operations: int) -> list[list[list[int]]]:
     """Ways to split a piece again and again: at its cuts, then between its operations, by twos and
     by roots.
+
+    Revolve (Griewank & Walther 2000, https://doi.org/10.1145/347837.347846) splits where its
+    recurrence says; halves and square roots come close with a few simulations.
     """
     inner = [position for position in units if 0 < position < operations]
     if operations > _LONG and inner:
-        finer = halvings_within(inner, operations)
-        return [halvings(inner), [*halvings(inner), *finer[:2]], [*halvings(inner), *finer]]
-    found: list[list[list[int]]] = []
-    if inner:
-        found.append([inner])
-        if len(inner) >= 3:
-            found.append(halvings(inner))
-            step = round((len(inner) + 1) ** 0.5)
-            found.append([inner[step - 1 :: step], inner])
-    if operations > 2:
-        coarse = halvings(inner) if inner else []
-        finer = halvings_within(inner, operations)
-        depths = (
-            range(1, len(finer) + 1) if len(inner) < 4 else sorted({min(2, len(finer)), len(finer)})
-        )
-        found += [[*coarse, *finer[:depth]] for depth in depths]
-        if not inner:
-            found.append([list(range(1, operations))])
-    return found
+        finer, coarse = halvings_within(inner, operations), halvings(inner)
+        return [coarse, [*coarse, *finer[:2]], [*coarse, *finer]]
+    at_cuts = _nestings_at_cuts(inner) if inner else []
+    return at_cuts + (_nestings_between(inner, operations) if operations > 2 else [])
+
+
+def _nestings_at_cuts(inner: list[int]) -> list[list[list[int]]]:
+    if len(inner) < 3:
+        return [[inner]]
+    step = round((len(inner) + 1) ** 0.5)
+    return [[inner], halvings(inner), [inner[step - 1 :: step], inner]]
+
+
+def _nestings_between(inner: list[int], operations: int) -> list[list[list[int]]]:
+    """Splits between any two operations, below those at the cuts."""
+    finer = halvings_within(inner, operations)
+    if not inner:
+        depths = [finer[:depth] for depth in range(1, len(finer) + 1)]
+        return [*depths, [list(range(1, operations))]]
+    # of many units, each simulated, the extremes will do
+    few = len(inner) < 4
+    depths_tried = range(1, len(finer) + 1) if few else sorted({min(2, len(finer)), len(finer)})
+    return [[*halvings(inner), *finer[:depth]] for depth in depths_tried]
 
 
 def halvings(positions: Sequence[int]) -> list[list[int]]:
@@ -140,22 +155,24 @@ def halvings(positions: Sequence[int]) -> list[list[int]]:
 def halvings_within(units: Sequence[int], operations: int) -> list[list[int]]:
     """Halve every unit on its own, keeping the units' bounds at each level."""
     bounds = [0, *units, operations]
-    parts = [
-        halvings(range(low + 1, high)) if high - low > 1 else [] for low, high in pairwise(bounds)
-    ]
-    depth = max(len(part) for part in parts)
-    return [
-        sorted({*units, *(p for part in parts if part for p in part[min(level, len(part) - 1)])})
-        for level in range(depth)
-    ]
+    parts = [halvings(range(low + 1, high)) for low, high in pairwise(bounds) if high - low > 1]
+    depth = max((len(part) for part in parts), default=0)
+    return [sorted({*units, *_at_level(parts, level)}) for level in range(depth)]
+
+
+def _at_level(parts: Sequence[Sequence[list[int]]], level: int) -> list[int]:
+    """Where the parts are split at this level, each at its deepest if it has fewer."""
+    return [place for part in parts for place in part[min(level, len(part) - 1)]]
 
 
 def prune(options: Sequence[Option]) -> list[Option]:
     """Without those that another one beats in all three numbers."""
     chosen: list[Option] = []
     for option in sorted(options, key=lambda o: (o.seconds, o.kept_bytes, o.peak_bytes)):
-        if not any(
-            o.kept_bytes <= option.kept_bytes and o.peak_bytes <= option.peak_bytes for o in chosen
-        ):
+        if not any(_is_smaller(other, option) for other in chosen):
             chosen.append(option)
     return chosen
+
+
+def _is_smaller(one: Option, other: Option) -> bool:
+    return one.kept_bytes <= other.kept_bytes and one.peak_bytes <= other.peak_bytes

@@ -7,13 +7,15 @@ after them can be rebuilt without going back further.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 from gradfit.planning.simulate import KEEP, REBUILD, Segments
 from gradfit.profiling.step_graph import Graph
 
+_T = TypeVar("_T")
 _FEW_CUTS = 40
 # operations; what is read from further back is the same for all blocks, such as an attention mask
 _NEAR = 64
@@ -70,14 +72,12 @@ def _what_crosses(graph: Graph) -> tuple[list[int], list[int]]:
     last = last_readers(graph)
     crossing, overwritten = [0] * (operations + 1), [0] * (operations + 1)
     for value, op in enumerate(graph.producer):
-        if op < 0 or last[value] <= op:
-            continue
-        for counts, amount in (
-            (crossing, graph.held_bytes[value]),
-            (overwritten, int(graph.overwritten[value])),
-        ):
-            counts[op + 1] += amount
-            counts[last[value] + 1] -= amount
+        if 0 <= op < last[value]:
+            first, beyond = op + 1, last[value] + 1
+            crossing[first] += graph.held_bytes[value]
+            crossing[beyond] -= graph.held_bytes[value]
+            overwritten[first] += graph.overwritten[value]
+            overwritten[beyond] -= graph.overwritten[value]
     return list(accumulate(crossing)), list(accumulate(overwritten))
 
 
@@ -118,16 +118,7 @@ class Anatomy:
         self.graph = graph
         self.last = last_readers(graph)
         self.survives = graph.survives
-        operations = len(graph.op_inputs)
-        # The nodes in whose time each operation's values are used: those that need them, and those
-        # next to these.
-        self.nodes_of: list[list[int]] = [[] for _ in range(operations)]
-        owner = operations - 1
-        for node, needs in enumerate(graph.node_needs):
-            made = {graph.producer[value] for value in needs if graph.producer[value] >= 0}
-            owner = max(made) if made else owner
-            for op in made | {owner}:
-                self.nodes_of[op].append(node)
+        self.nodes_of = _nodes_of_operations(graph)
         self._position = [0] * len(graph.nbytes)
         for outputs in graph.op_outputs:
             for place, value in enumerate(outputs):
@@ -143,56 +134,62 @@ class Anatomy:
         The base is the least of the bytes of gradients around, which is left out of the comparison:
         a step that starts without gradients has more of them in every block.
         """
-        graph, position = self.graph, self._position
         nodes = self.nodes(start, end)
-        base = min((graph.node_before[node] for node in nodes), default=0)
-        low = start
+        base = self._bytes_around(nodes)
+        ops = tuple([self._operation_kind(op, start) for op in range(start, end)])
+        return hash((ops, tuple([self._node_kind(node, start, base) for node in nodes]))), base
 
-        def near(value: int) -> tuple[int, int]:
-            op = graph.producer[value]
-            if op >= 0 and low - op <= _NEAR:
-                return op - low, position[value]
-            return -_NEAR - 1, 0 if op < 0 else 1
+    def _bytes_around(self, nodes: Sequence[int]) -> int:
+        """The least of the bytes of gradients that are around in the time of these nodes."""
+        return min((self.graph.node_before[node] for node in nodes), default=0)
 
-        ops = tuple(
-            (
-                tuple(near(v) for v in graph.op_inputs[op]),
-                tuple(near(v) for v in graph.op_overwrites[op]),
-                graph.op_workspace[op],
-                graph.op_gathered[op],
-                graph.op_replayable[op],
-                tuple(
-                    (
-                        graph.nbytes[v],
-                        graph.held_bytes[v],
-                        graph.overwritten[v],
-                        self.last[v] - op,
-                        self.survives[v] or min(graph.dies[v] - op, _NEAR),
-                    )
-                    for v in graph.op_outputs[op]
-                ),
-            )
-            for op in range(start, end)
+    def _operation_kind(self, op: int, start: int) -> tuple[object, ...]:
+        graph = self.graph
+        return (
+            self._places(graph.op_inputs[op], start),
+            self._places(graph.op_overwrites[op], start),
+            graph.op_workspace[op],
+            graph.op_gathered[op],
+            graph.op_replayable[op],
+            tuple([self._value_kind(value, op) for value in graph.op_outputs[op]]),
         )
-        needs = tuple(
-            (
-                tuple(near(v) for v in graph.node_needs[n]),
-                graph.node_before[n] - base,
-                graph.node_peak[n] - base,
-            )
-            for n in nodes
+
+    def _value_kind(self, value: int, op: int) -> tuple[object, ...]:
+        graph = self.graph
+        return (
+            graph.nbytes[value],
+            graph.held_bytes[value],
+            graph.overwritten[value],
+            self.last[value] - op,
+            self.survives[value] or min(graph.dies[value] - op, _NEAR),
         )
-        return hash((ops, needs)), base
+
+    def _node_kind(self, node: int, start: int, base: int) -> tuple[object, ...]:
+        graph = self.graph
+        places = self._places(graph.node_needs[node], start)
+        return places, graph.node_before[node] - base, graph.node_peak[node] - base
+
+    def _places(self, values: Sequence[int], start: int) -> tuple[tuple[int, int], ...]:
+        return tuple([self._place(value, start) for value in values])
+
+    def _place(self, value: int, start: int) -> tuple[int, int]:
+        """Which result of which operation a value is, seen from the start of a piece; all that is
+        far away is alike.
+        """
+        op = self.graph.producer[value]
+        if op >= 0 and start - op <= _NEAR:
+            return op - start, self._position[value]
+        return -_NEAR - 1, int(op >= 0)
 
     def piece(self, start: int, end: int, op_seconds: list[float]) -> Piece:
         """The operations `start` to `end` (not included) as a graph of their own, with these
         seconds.
         """
-        made = [value for op in range(start, end) for value in self.graph.op_outputs[op]]
-        forced = [index for index, value in enumerate(made) if self._is_forced(value, end)]
-        leaving = [index for index, value in enumerate(made) if self.last[value] >= end]
+        values = [value for op in range(start, end) for value in self.graph.op_outputs[op]]
+        forced = [index for index, value in enumerate(values) if self._is_forced(value, end)]
+        leaving = [index for index, value in enumerate(values) if self.last[value] >= end]
         return Piece(
-            self._graph_of(start, end, made, op_seconds), start, end, made, forced, leaving
+            self._graph_of(start, end, values, op_seconds), start, end, values, forced, leaving
         )
 
     def _is_forced(self, value: int, end: int) -> bool:
@@ -205,44 +202,34 @@ class Anatomy:
             or not graph.op_replayable[graph.producer[value]]
         )
 
-    def _graph_of(self, start: int, end: int, made: list[int], op_seconds: list[float]) -> Graph:
-        """The piece as a graph: its first values are `made`, then come those that it reads from
-        before, of no bytes.
+    def _graph_of(self, start: int, end: int, inner: list[int], op_seconds: list[float]) -> Graph:
+        """The piece as a graph: first the values made in it (`inner`), then those that it reads
+        from before, of no bytes.
         """
-        graph, size, inner = self.graph, end - start, len(made)
-        read = [
-            v for op in range(start, end) for v in (*graph.op_inputs[op], *graph.op_overwrites[op])
-        ]
-        values = list(dict.fromkeys([*made, *read]))
+        graph, nodes = self.graph, self.nodes(start, end)
+        values = list(dict.fromkeys([*inner, *self._values_read(start, end)]))
         local = {value: index for index, value in enumerate(values)}
-        from_before = [0] * (len(values) - inner)
-        nodes = self.nodes(start, end)
-        base = min((graph.node_before[node] for node in nodes), default=0)
-
-        def renumbered(lists: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-            return [tuple([local[value] for value in one]) for one in lists[start:end]]
-
-        def dies(value: int) -> int:
-            return (
-                size if self.survives[value] else min(max(graph.dies[value] - start, 0), size - 1)
-            )
-
+        from_before = [0] * (len(values) - len(inner))
+        base = self._bytes_around(nodes)
         return Graph(
-            nbytes=[graph.nbytes[v] for v in made] + from_before,
-            held_bytes=[graph.held_bytes[v] for v in made] + from_before,
-            producer=[graph.producer[v] - start for v in made] + [-1] * len(from_before),
-            dies=[dies(v) for v in values],
-            overwritten=[graph.overwritten[v] for v in values],
-            op_inputs=renumbered(graph.op_inputs),
-            op_outputs=renumbered(graph.op_outputs),
-            op_overwrites=renumbered(graph.op_overwrites),
+            nbytes=_at(graph.nbytes, inner) + from_before,
+            held_bytes=_at(graph.held_bytes, inner) + from_before,
+            producer=[graph.producer[v] - start for v in inner] + [-1] * len(from_before),
+            dies=[self._dies_in_piece(v, start, end) for v in values],
+            overwritten=_at(graph.overwritten, values),
+            op_inputs=_renumbered(graph.op_inputs[start:end], local),
+            op_outputs=_renumbered(graph.op_outputs[start:end], local),
+            op_overwrites=_renumbered(graph.op_overwrites[start:end], local),
             op_seconds=op_seconds,
             op_workspace=graph.op_workspace[start:end],
             op_replayable=graph.op_replayable[start:end],
-            node_needs=[
-                tuple([local[v] for v in graph.node_needs[node] if local.get(v, inner) < inner])
-                for node in nodes
-            ],
+            node_needs=_renumbered(
+                [
+                    [v for v in graph.node_needs[node] if local.get(v, len(inner)) < len(inner)]
+                    for node in nodes
+                ],
+                local,
+            ),
             node_before=[graph.node_before[node] - base for node in nodes],
             node_peak=[graph.node_peak[node] - base for node in nodes],
             node_after=[graph.node_after[node] - base for node in nodes],
@@ -252,6 +239,38 @@ class Anatomy:
             transfer_seconds_per_byte=graph.transfer_seconds_per_byte,
             op_gathered=graph.op_gathered[start:end],
         )
+
+    def _values_read(self, start: int, end: int) -> list[int]:
+        graph = self.graph
+        both = zip(graph.op_inputs[start:end], graph.op_overwrites[start:end], strict=True)
+        return [value for inputs, written in both for value in (*inputs, *written)]
+
+    def _dies_in_piece(self, value: int, start: int, end: int) -> int:
+        if self.survives[value]:
+            return end - start
+        return min(max(self.graph.dies[value] - start, 0), end - start - 1)
+
+
+def _at(numbers: Sequence[_T], places: Sequence[int]) -> list[_T]:
+    return [numbers[place] for place in places]
+
+
+def _renumbered(lists: Sequence[Sequence[int]], local: Mapping[int, int]) -> list[tuple[int, ...]]:
+    return [tuple([local[value] for value in values]) for values in lists]
+
+
+def _nodes_of_operations(graph: Graph) -> list[list[int]]:
+    """For each operation the nodes in whose time its values are used: those that need them, and
+    those next to these.
+    """
+    nodes: list[list[int]] = [[] for _ in graph.op_inputs]
+    owner = len(graph.op_inputs) - 1  # of nodes that need nothing: the operation of the node before
+    for node, needs in enumerate(graph.node_needs):
+        producers = {graph.producer[value] for value in needs} - {-1}
+        owner = max(producers, default=owner)
+        for op in producers | {owner}:
+            nodes[op].append(node)
+    return nodes
 
 
 def nest(graph: Graph, last: Sequence[int], levels: Sequence[Sequence[int]]) -> Segments:
@@ -266,16 +285,22 @@ def nest(graph: Graph, last: Sequence[int], levels: Sequence[Sequence[int]]) -> 
     segment_of_op = [[0] * operations]  # per depth, the root's first
     for level in levels:
         starts = sorted({0, *(position for position in level if 0 < position < operations)})
-        numbers = [0] * operations
-        for start, stop in pairwise([*starts, operations]):
-            parent.append(segment_of_op[-1][start] if operations else 0)
-            numbers[start:stop] = [len(parent) - 1] * (stop - start)
-        segment_of_op.append(numbers)
+        segment_of_op.append(_split(segment_of_op[-1], starts, parent))
     of = [0] * len(graph.nbytes)
     for value, op in enumerate(graph.producer):
         if op >= 0:
             of[value] = _innermost(segment_of_op, op, min(last[value], operations - 1))
     return Segments(of, parent)
+
+
+def _split(around: list[int], starts: list[int], parent: list[int]) -> list[int]:
+    """The segment of each operation one level below `around`; adds each new one's parent."""
+    operations = len(around)
+    numbers = [0] * operations
+    for start, stop in pairwise([*starts, operations]):
+        parent.append(around[start] if operations else 0)
+        numbers[start:stop] = [len(parent) - 1] * (stop - start)
+    return numbers
 
 
 def _innermost(segment_of_op: list[list[int]], op: int, reader: int) -> int:

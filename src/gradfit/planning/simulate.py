@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from operator import add
 
@@ -53,10 +54,9 @@ class Segments:
     def intervals(self) -> tuple[list[int], list[int]]:
         """For each segment the half-open range of its descendants in depth-first order."""
         children: list[list[int]] = [[] for _ in self.parent]
-        for segment in range(len(self.parent) - 1, 0, -1):
-            children[self.parent[segment]].append(segment)
         size = [1] * len(self.parent)
-        for segment in range(len(self.parent) - 1, 0, -1):
+        for segment in range(len(self.parent) - 1, 0, -1):  # children come before their parent
+            children[self.parent[segment]].append(segment)
             size[self.parent[segment]] += size[segment]
         start = [0] * len(self.parent)
         for segment, below in enumerate(children):
@@ -64,7 +64,7 @@ class Segments:
             for child in below:
                 start[child] = position
                 position += size[child]
-        return start, [first + count for first, count in zip(start, size, strict=True)]
+        return start, list(map(add, start, size))
 
 
 @dataclass(frozen=True)
@@ -110,35 +110,25 @@ class Simulator:
     """
 
     def __init__(self, graph: Graph) -> None:
+        producer = graph.producer
         self.graph = graph
-        operations, producer = len(graph.op_inputs), graph.producer
-        self.pending = [0] * len(graph.nbytes)  # handles not yet unpacked
-        for needs in graph.node_needs:
-            for value in needs:
-                self.pending[value] += 1
+        self.handles = _handle_counts(graph)
         self.needs = [tuple([v for v in needs if producer[v] >= 0]) for needs in graph.node_needs]
         self.external = [value for value, op in enumerate(producer) if op < 0]
         self.latest_first = sorted(
             (v for v, op in enumerate(producer) if op >= 0), key=lambda v: -producer[v]
         )
-        # Forward: the curve if nothing is kept, and after which operation each value would go.
+        # after which operation a value that is not kept goes; -1: no operation makes it
         self.dies = [
             max(dies, op) if op >= 0 else -1 for dies, op in zip(graph.dies, producer, strict=True)
         ]
-        dying = [0] * (operations + 1)
-        for value, op in enumerate(producer):
-            # an overwritten value's bytes pass to its next version
-            if op >= 0 and not graph.overwritten[value]:
-                dying[min(self.dies[value], operations)] += graph.held_bytes[value]
-        self.curve: list[int] = []
-        live = graph.static_bytes
-        for op, outputs in enumerate(graph.op_outputs):
-            live += sum([graph.held_bytes[v] for v in outputs]) - sum(
-                [graph.held_bytes[v] for v in graph.op_overwrites[op]]
-            )
-            self.curve.append(live + graph.op_workspace[op] + graph.op_gathered[op])
-            live -= dying[op]
-        self.surviving = live - graph.static_bytes
+        self.curve, self.surviving = _curve_of_keeping_nothing(graph, self.dies)
+
+    @cached_property
+    def made_from(self) -> list[list[int]]:
+        """For each value the results of the operations that read it."""
+        outputs = self.graph.op_outputs
+        return [[v for op in readers for v in outputs[op]] for readers in self.graph.consumers]
 
     def alive_until(self, actions: Sequence[int]) -> list[int]:
         graph = self.graph
@@ -181,11 +171,48 @@ class Simulator:
         )
 
 
+def _handle_counts(graph: Graph) -> list[int]:
+    """How often the backward pass unpacks each value."""
+    counts = [0] * len(graph.nbytes)
+    for needs in graph.node_needs:
+        for value in needs:
+            counts[value] += 1
+    return counts
+
+
+def _curve_of_keeping_nothing(graph: Graph, dies: Sequence[int]) -> tuple[list[int], int]:
+    """Bytes while each operation of the forward runs, and those that are left after the last."""
+    held, freed = graph.held_bytes, _bytes_freed_after(graph, dies)
+    curve = []
+    live = graph.static_bytes
+    for op, outputs in enumerate(graph.op_outputs):
+        live += sum([held[v] for v in outputs]) - sum([held[v] for v in graph.op_overwrites[op]])
+        curve.append(live + graph.op_workspace[op] + graph.op_gathered[op])
+        live -= freed[op]
+    return curve, live - graph.static_bytes
+
+
+def _bytes_freed_after(graph: Graph, dies: Sequence[int]) -> list[int]:
+    """By operation, and after the last: the bytes of values that go. What is written over does not:
+    its bytes pass to its next version.
+    """
+    operations = len(graph.op_inputs)
+    freed = [0] * (operations + 1)
+    for value, overwritten in enumerate(graph.overwritten):
+        if dies[value] >= 0 and not overwritten:
+            freed[min(dies[value], operations)] += graph.held_bytes[value]
+    return freed
+
+
 _IS_KEPT = bytes([1]) + bytes(255)  # for bytes.translate
 
 
 class _Run:
-    """The state of one simulation. All byte counts but `peak` leave out the static bytes."""
+    """The state of one simulation. All byte counts but `peak` leave out the static bytes.
+
+    Solvers spend most of their time here, so the loops over operations stay in one function each,
+    with attributes bound to local names: a call costs as much as the arithmetic of an operation.
+    """
 
     def __init__(
         self,
@@ -208,21 +235,17 @@ class _Run:
         self.present = bytearray(bytes(actions).translate(_IS_KEPT))
         for value in of.external:
             self.present[value] = 1
-        self.pending = list(of.pending)
-        # values not alive after this node
-        self.drops: list[list[int]] = [[] for _ in graph.node_needs]
-        self.first: list[int] | None = None
-        self.end: list[int] = []
-        if segments is not None and len(segments.parent) > 1:
-            starts, ends = segments.intervals()
-            self.first = [starts[segment] for segment in segments.of]
-            self.end = [ends[segment] for segment in segments.of]
+        self.pending = list(of.handles)  # handles not yet unpacked
+        nodes = len(graph.node_needs)
+        self.kept_until = [0] * nodes  # bytes of kept values that are not alive after this node
+        self.drops: list[list[int]] = [[] for _ in range(nodes)]  # the same, other values
+        self.first, self.end = _segment_intervals(segments)
         # Stamps, so that nothing is cleared between sweeps.
         self.sweep = 0
         self.op_mark = [0] * len(graph.op_inputs)
-        self.made = [0] * count  # the sweep that makes this value
+        self.made_in = [0] * count  # the sweep that makes this value
         self.last_use = [-1] * count  # the last operation of that sweep that reads it
-        self.known = [0] * count  # sweep: known to be wanted; -sweep: known not to be
+        self.decided = [0] * count  # the sweep in which it is wanted; negative: is not wanted
 
     def see(
         self,
@@ -243,54 +266,54 @@ class _Run:
         """Rule 1: the curve of keeping nothing, plus each kept value from where it would have
         gone.
         """
-        graph, actions, until, held, dies = (
-            self.graph,
-            self.actions,
-            self.until,
-            self.graph.held_bytes,
-            self.of.dies,
-        )
-        operations, drops = len(graph.op_inputs), self.drops
-        longer = [0] * (operations + 1)
+        actions, until, overwritten = self.actions, self.until, self.graph.overwritten
+        seconds_per_byte = self.graph.transfer_seconds_per_byte
         stays = []
-        kept, surviving = 0, self.of.surviving
         for value in self.of.latest_first:
             if (last := until[value]) < 0:
                 continue
-            drops[last].append(value)
-            if graph.overwritten[value]:
-                continue
-            if actions[value] == KEEP:
+            action = actions[value]
+            if action != KEEP:
+                self.drops[last].append(value)
+                if action == OFFLOAD and not overwritten[value]:
+                    self.extra_seconds += self.graph.nbytes[value] * seconds_per_byte
+            elif not overwritten[value]:
                 stays.append(value)
-                kept += held[value]
-                if dies[value] < operations:
-                    longer[dies[value] + 1] += held[value]
-                else:
-                    surviving -= held[value]
-            elif actions[value] == OFFLOAD:
-                self.extra_seconds += graph.nbytes[value] * graph.transfer_seconds_per_byte
-        curve = list(map(add, self.of.curve, accumulate(longer)))
-        moments = (
-            range(operations)
-            if self.timeline is not None
-            else [curve.index(max(curve))]
-            if curve
-            else []
-        )
+        self.see_forward(stays, list(map(add, self.of.curve, accumulate(self.hold(stays)))))
+
+    def hold(self, stays: Sequence[int]) -> list[int]:
+        """Hold kept values to their last use; gives the bytes that come on top of the curve of
+        keeping nothing, from each operation on.
+        """
+        held, dies, until = self.graph.held_bytes, self.of.dies, self.until
+        operations = len(self.graph.op_inputs)
+        longer = [0] * (operations + 1)
+        surviving = self.of.surviving
+        for value in stays:
+            size = held[value]
+            self.kept += size
+            if dies[value] < operations:
+                longer[dies[value] + 1] += size
+                self.kept_until[until[value]] += size
+            else:  # the caller holds it anyway
+                surviving -= size
+        self.surviving = surviving
+        return longer
+
+    def see_forward(self, stays: Sequence[int], curve: list[int]) -> None:
+        """The forward's highest moment, or all of them for a timeline."""
+        held, producer = self.graph.held_bytes, self.graph.producer
+        if self.timeline is not None:
+            moments: Iterable[int] = range(len(self.graph.op_inputs))
+        else:
+            moments = [curve.index(max(curve))] if curve else []
         for op in moments:
-            self.see(
-                "forward",
-                op,
-                curve[op],
-                sum([held[v] for v in stays if graph.producer[v] <= op]),
-                0,
-            )
-        self.kept, self.surviving = kept, surviving
+            kept = sum([held[v] for v in stays if producer[v] <= op])
+            self.see("forward", op, curve[op], kept, 0)
 
     def backward(self) -> None:
         """Rules 3 to 5, node by node."""
-        graph, present, actions, nbytes = self.graph, self.present, self.actions, self.graph.nbytes
-        pending, survivor = self.pending, len(graph.op_inputs)
+        graph, actions, present, pending = self.graph, self.actions, self.present, self.pending
         always = graph.static_bytes + self.surviving
         unpacked: dict[int, None] = {}  # these live while the node runs, cached or not
         for node, needs in enumerate(self.of.needs):
@@ -308,43 +331,54 @@ class _Run:
             if now > self.peak or self.timeline is not None:
                 self.see("backward", node, now, self.kept, self.cached)
             if unpacked:
-                for value in unpacked:
-                    if not present[value]:
-                        self.cached -= nbytes[value]
-                unpacked.clear()
-            for value in self.drops[node]:
-                if actions[value] == KEEP:
-                    if graph.dies[value] < survivor:
-                        self.kept -= graph.held_bytes[value]
-                elif present[value]:
-                    present[value] = 0
-                    self.cached -= nbytes[value]
+                self.let_go(unpacked)
+            self.kept -= self.kept_until[node]
+            if self.drops[node]:
+                self.drop(self.drops[node])
+
+    def let_go(self, unpacked: dict[int, None]) -> None:
+        """At a node's end, forget what it unpacked and nothing else wants (rule 5)."""
+        for value in unpacked:
+            if not self.present[value]:
+                self.cached -= self.graph.nbytes[value]
+        unpacked.clear()
+
+    def drop(self, values: Iterable[int]) -> None:
+        """Forget cached values that are no longer alive (rule 5)."""
+        for value in values:
+            if self.present[value]:
+                self.present[value] = 0
+                self.cached -= self.graph.nbytes[value]
 
     def wanted(self, value: int, node: int) -> bool:
         """Rule 4: can a handle that is not yet unpacked be reached through rebuilt values that are
         not there?
         """
-        pending, known, sweep = self.pending, self.known, self.sweep
+        pending, decided, sweep = self.pending, self.decided, self.sweep
         if pending[value] > 0:
             return True
-        graph, present, actions, until = self.graph, self.present, self.actions, self.until
+        made_from, present, actions, until = (
+            self.of.made_from,
+            self.present,
+            self.actions,
+            self.until,
+        )
         stack: list[int] = [value]
         seen: list[int] = []
         while stack:
-            for op in graph.consumers[stack.pop()]:
-                for output in graph.op_outputs[op]:
-                    if present[output] or actions[output] != REBUILD or until[output] < node:
-                        continue
-                    if pending[output] > 0 or known[output] == sweep:
-                        for other in seen:
-                            known[other] = 0  # not decided after all
-                        known[value] = sweep
-                        return True
-                    if known[output] != -sweep:
-                        known[output] = -sweep
-                        seen.append(output)
-                        stack.append(output)
-        known[value] = -sweep
+            for output in made_from[stack.pop()]:
+                if present[output] or actions[output] != REBUILD or until[output] < node:
+                    continue
+                if pending[output] > 0 or decided[output] == sweep:
+                    for other in seen:
+                        decided[other] = 0  # not decided after all
+                    decided[value] = sweep
+                    return True
+                if decided[output] != -sweep:
+                    decided[output] = -sweep
+                    seen.append(output)
+                    stack.append(output)
+        decided[value] = -sweep
         return False
 
     def rebuild(self, value: int, node: int, unpacked: Container[int]) -> bool:
@@ -367,8 +401,13 @@ class _Run:
         Gives the operations in forward order, the offloaded values to copy back by the operation
         that made them (at whose place they come back), and the cached values that are read.
         """
-        op_inputs, producer, actions = self.graph.op_inputs, self.graph.producer, self.actions
-        present, made, last_use, sweep = self.present, self.made, self.last_use, self.sweep
+        op_inputs, op_outputs, producer = (
+            self.graph.op_inputs,
+            self.graph.op_outputs,
+            self.graph.producer,
+        )
+        actions, present, op_mark, sweep = self.actions, self.present, self.op_mark, self.sweep
+        made_in, last_use = self.made_in, self.last_use
         ops: list[int] = []
         read: list[int] = []
         loads: dict[int, list[int]] = {}
@@ -377,27 +416,29 @@ class _Run:
             target = stack.pop()
             op = producer[target]
             if actions[target] == OFFLOAD:
-                if made[target] != sweep:
-                    made[target], last_use[target] = sweep, -1
-                    loads.setdefault(op, []).append(target)
-                continue
-            if self.op_mark[op] == sweep:
-                continue
-            self.op_mark[op] = sweep
-            ops.append(op)
-            for output in self.graph.op_outputs[op]:
-                if not present[output] and actions[output] == REBUILD:
-                    made[output], last_use[output] = sweep, -1
-            for source in op_inputs[op]:
-                if not present[source]:
-                    stack.append(source)
-                elif actions[source] != KEEP and producer[source] >= 0:
-                    read.append(source)
+                self.copy_back(target, loads)
+            elif op_mark[op] != sweep:
+                op_mark[op] = sweep
+                ops.append(op)
+                for output in op_outputs[op]:
+                    if not present[output] and actions[output] == REBUILD:
+                        made_in[output], last_use[output] = sweep, -1
+                for source in op_inputs[op]:
+                    if not present[source]:
+                        stack.append(source)
+                    elif actions[source] != KEEP and producer[source] >= 0:
+                        read.append(source)
         ops.sort()
         for op in ops:
             for source in op_inputs[op]:
                 last_use[source] = op
         return (sorted({*ops, *loads}) if loads else ops), loads, read
+
+    def copy_back(self, value: int, loads: dict[int, list[int]]) -> None:
+        """Mark an offloaded value as one that this sweep copies back (rule 7)."""
+        if self.made_in[value] != self.sweep:
+            self.made_in[value], self.last_use[value] = self.sweep, -1
+            loads.setdefault(self.graph.producer[value], []).append(value)
 
     def choose_cached(
         self, value: int, node: int, steps: list[int], loads: dict[int, list[int]]
@@ -407,74 +448,79 @@ class _Run:
         It is asked from the last operation to the first, so that whatever a value could be wanted
         for is decided.
         """
-        op_outputs, present, made, sweep = (
-            self.graph.op_outputs,
-            self.present,
-            self.made,
-            self.sweep,
-        )
-        first, end = self.first, self.end
+        op_outputs, present, until = self.graph.op_outputs, self.present, self.until
+        made_in, sweep, first, end = self.made_in, self.sweep, self.first, self.end
         inside = first[value] if first is not None else 0
         for op in reversed(steps):
             for output in (*op_outputs[op], *loads[op]) if op in loads else op_outputs[op]:
-                if made[output] != sweep or present[output] or self.until[output] < node:
+                if made_in[output] != sweep or present[output] or until[output] < node:
                     continue
+                # a value's segment is the sweep's, or above it
                 if self.wanted(output, node) and (
                     first is None or first[output] <= inside < end[output]
                 ):
                     present[output] = 1
 
     def replay(self, value: int, node: int, steps: list[int], loads: dict[int, list[int]]) -> None:
-        """Run the steps of a sweep. `present` says by now what stays afterwards, `made` what is
+        """Run the steps of a sweep. `present` says by now what stays afterwards, `made_in` what is
         new.
         """
-        graph, nbytes = self.graph, self.graph.nbytes
-        now = self.cached
+        graph, nbytes, replays = self.graph, self.graph.nbytes, self.replays
+        op_outputs, op_seconds, workspace = graph.op_outputs, graph.op_seconds, graph.op_workspace
+        now, seconds = self.cached, self.extra_seconds
         highest, widest = 0, -1  # bytes, and the operation that runs then
         for op in steps:
             if op in loads:
                 loaded = sum([nbytes[target] for target in loads[op]])
-                self.extra_seconds += loaded * graph.transfer_seconds_per_byte
+                seconds += loaded * graph.transfer_seconds_per_byte
                 now += loaded
                 if now > highest:
                     highest, widest = now, op
                 if self.op_mark[op] != self.sweep:
                     continue  # copied back only, not run again
-            self.extra_seconds += graph.op_seconds[op] if graph.op_replayable[op] else math.inf
-            self.replays[op] += 1
-            for output in graph.op_outputs[op]:
+            seconds += op_seconds[op] if graph.op_replayable[op] else math.inf
+            replays[op] += 1
+            for output in op_outputs[op]:
                 now += nbytes[output]
             if overwritten := graph.op_overwrites[op]:
                 now -= self.free_after(op, overwritten)  # rule 6
-            if now + graph.op_workspace[op] > highest:
-                highest, widest = now + graph.op_workspace[op], op
+            if now + workspace[op] > highest:
+                highest, widest = now + workspace[op], op
             now -= self.free_after(op, graph.op_inputs[op]) + self.free_unused_outputs(op)
         bytes_around = graph.static_bytes + self.surviving + self.kept + graph.node_before[node]
         if bytes_around + highest > self.peak or self.timeline is not None:
             self.see("sweep", node, bytes_around + highest, self.kept, highest, value, widest)
-        self.cached = now
+        self.cached, self.extra_seconds = now, seconds
 
     def free_after(self, op: int, values: Iterable[int]) -> int:
         """Bytes of those of the values that this sweep made, needs for the last time here, and does
         not keep.
         """
-        freed, made, last_use = 0, self.made, self.last_use
+        freed, made_in, last_use = 0, self.made_in, self.last_use
         for value in values:
-            if last_use[value] == op and made[value] == self.sweep and not self.present[value]:
+            if last_use[value] == op and made_in[value] == self.sweep and not self.present[value]:
                 freed += self.graph.nbytes[value]
-                made[value] = 0
+                made_in[value] = 0
         return freed
 
     def free_unused_outputs(self, op: int) -> int:
         """Bytes of results that are a second copy of what is there, or that this sweep has no use
         for.
         """
-        freed, made, actions = 0, self.made, self.actions
+        freed, made_in, actions = 0, self.made_in, self.actions
         for output in self.graph.op_outputs[op]:
             used = self.last_use[output] >= 0 or self.present[output]
-            if used and made[output] == self.sweep and actions[output] != OFFLOAD:
+            if used and made_in[output] == self.sweep and actions[output] != OFFLOAD:
                 continue
             freed += self.graph.nbytes[output]
             if actions[output] == REBUILD:
-                made[output] = 0
+                made_in[output] = 0
         return freed
+
+
+def _segment_intervals(segments: Segments | None) -> tuple[list[int] | None, list[int]]:
+    """For each value where its segment's descendants begin and end; None if all are in the root."""
+    if segments is None or len(segments.parent) == 1:
+        return None, []
+    starts, ends = segments.intervals()
+    return [starts[segment] for segment in segments.of], [ends[segment] for segment in segments.of]

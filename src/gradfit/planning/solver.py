@@ -2,9 +2,10 @@
 the simulator.
 
 Papers: Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous
-chains" (rotor, 2019) for the chain; Picard 1976 for the min-cut inside a piece; Griewank & Walther,
-"Revolve" (2000) for segments inside segments; Jain et al., "Checkmate" (2020) for what the exact
-optimum is.
+chains" (rotor, 2019, https://arxiv.org/abs/1911.13214) for the chain; Picard 1976
+(https://doi.org/10.1287/mnsc.22.11.1268) for the min-cut inside a piece; Griewank & Walther,
+"Revolve" (2000, https://doi.org/10.1145/347837.347846) for segments inside segments; Jain et al.,
+"Checkmate" (2020, https://arxiv.org/abs/1910.02653) for what the exact optimum is.
 
 Bound reached: on random and real graphs of up to 60 operations within a few per cent of the exact
 optimum on average (tests/planning/test_exact.py asserts 1.05 on average and 1.2 at worst). Every
@@ -67,6 +68,11 @@ class Solution:
     def extra_seconds(self) -> float:
         return self.simulation.extra_seconds
 
+    @property
+    def can_be_run(self) -> bool:
+        """Whether it replays only what can be replayed."""
+        return math.isfinite(self.simulation.extra_seconds)
+
 
 class FastSolver:
     """Plans for one graph; menus are made once, so that many budgets cost little more than one.
@@ -105,29 +111,42 @@ class FastSolver:
         if self.plain.peak_bytes <= budget_bytes:
             return self.plain
         if effort == "glance":
-            found = _fastest(
-                [self._fitted(budget_bytes, nested=False, tries=2), *self._priced(budget_bytes)]
-            )
-            return found or self._fitted(budget_bytes, nested=True, tries=2)
-        starts = [self._fitted(budget_bytes, nested=False), _fastest(self._priced(budget_bytes))]
-        # Segments inside segments replay more than once: not worth looking at while little is
-        # replayed at all.
-        best = _fastest(starts)
-        share = 0.6 if len(self.graph.op_inputs) <= _MEDIUM else 0.95
-        if best is None or best.extra_seconds > share * sum(self.graph.op_seconds):
-            starts.append(self._fitted(budget_bytes, nested=True))
-            if _fastest(starts) is None and self.smallest().peak_bytes <= budget_bytes:
-                starts.append(self.smallest())
+            return self._at_a_glance(budget_bytes)
+        starts = self._starts(budget_bytes)
         if effort == "chain":
             return _fastest(starts)
-        filled = _fastest(
-            [self._filled(start, budget_bytes) for start in starts if start is not None]
-        )
-        return (
-            self._annealed(filled, budget_bytes)
-            if filled is not None and effort == "anneal"
-            else filled
-        )
+        filled = _fastest([self._filled(start, budget_bytes) for start in starts])
+        if filled is None or effort == "fill":
+            return filled
+        return self._annealed(filled, budget_bytes)
+
+    def _at_a_glance(self, budget_bytes: int) -> Solution | None:
+        flat = self._fitted(budget_bytes, nested=False, tries=2)
+        fastest = _fastest([*_there(flat), *self._priced(budget_bytes)])
+        return fastest or self._fitted(budget_bytes, nested=True, tries=2)
+
+    def _starts(self, budget_bytes: int) -> list[Solution]:
+        """Plans to begin a local search with: the chain's, the best at one price, and where these
+        replay much, nested ones.
+        """
+        starts = [
+            *_there(self._fitted(budget_bytes, nested=False)),
+            *_there(_fastest(self._priced(budget_bytes))),
+        ]
+        if self._may_replay_more(_fastest(starts)):
+            starts += _there(self._fitted(budget_bytes, nested=True))
+            if not starts and self.smallest().peak_bytes <= budget_bytes:
+                return [self.smallest()]
+        return starts
+
+    def _may_replay_more(self, best: Solution | None) -> bool:
+        """Segments inside segments replay more than once: not worth looking at while little is
+        replayed at all.
+        """
+        if best is None:
+            return True
+        share = 0.6 if len(self.graph.op_inputs) <= _MEDIUM else 0.95
+        return best.extra_seconds > share * sum(self.graph.op_seconds)
 
     def _plain(self) -> Solution:
         """Everything kept, which is not recorded: where plain autograd needs less than a recording
@@ -144,165 +163,145 @@ class FastSolver:
         """One price per byte for the whole graph, with what crosses every n-th cut kept to bound
         the burst.
         """
-        found = []
-        for every in _KEPT_CUTS:
-            low, high = self._cheapest_price, self._dearest_price
-            for _ in range(8):
-                price = math.sqrt(low * high)
-                trial = self._at_price(every, price)
-                if trial.peak_bytes <= budget_bytes and math.isfinite(trial.extra_seconds):
-                    found.append(trial)
-                    high = price
-                else:
-                    low = price
-        return found
+        return [fit for every in _KEPT_CUTS for fit in self._near_the_price(every, budget_bytes)]
+
+    def _near_the_price(self, every: int, budget_bytes: int) -> list[Solution]:
+        """Plans that fit, at prices closer and closer to the least at which one does."""
+        fits = []
+        low, high = self._cheapest_price, self._dearest_price
+        for _ in range(8):
+            price = math.sqrt(low * high)
+            trial = self._at_price(every, price)
+            if trial.peak_bytes <= budget_bytes and trial.can_be_run:
+                fits.append(trial)
+                high = price
+            else:
+                low = price
+        return fits
 
     def _at_price(self, every: int, price: float) -> Solution:
         # budgets close to each other ask for the same prices
         if (every, price) not in self._at_prices:
-            if every not in self._networks:
-                self._networks[every] = PricedCut(self.graph, self._crossing(every))
-            actions = self._networks[every].at(price)
+            actions = self._network(every).at(price)
             self._at_prices[every, price] = self._simulated(actions, Segments([0] * len(actions)))
         return self._at_prices[every, price]
 
+    def _network(self, every: int) -> PricedCut:
+        if every not in self._networks:
+            self._networks[every] = PricedCut(self.graph, self._crossing(every))
+        return self._networks[every]
+
     def _crossing(self, every: int) -> set[int]:
         """What crosses every n-th cut (0: none), and what is there anyway."""
-        graph, last = self.graph, self._anatomy.last
+        graph, last, survives = self.graph, self._anatomy.last, self._anatomy.survives
         cuts = self._cuts[every:-1:every] if every else []
-        return {
-            value
-            for value, op in enumerate(graph.producer)
-            if op >= 0
-            and not graph.overwritten[value]
-            and (
-                self._anatomy.survives[value]
-                or bisect_right(cuts, op) < bisect_right(cuts, last[value])
-            )
-        }
+
+        def crosses(value: int) -> bool:
+            return bisect_right(cuts, graph.producer[value]) < bisect_right(cuts, last[value])
+
+        can_be_kept = [value for value, keepable in enumerate(graph.keepable) if keepable]
+        return {value for value in can_be_kept if survives[value] or crosses(value)}
 
     def _fitted(self, budget_bytes: int, *, nested: bool, tries: int = 6) -> Solution | None:
         """Move the chain's limit, which is not quite the simulator's peak, until the plan just
         fits.
         """
         best: Solution | None = None
-        limit = float(budget_bytes - self.graph.static_bytes)
-        low, high = 0.0, math.inf
+        limit = _ChainLimit(float(budget_bytes - self.graph.static_bytes))
         for _ in range(tries):
-            found = self._chain(limit, nested=nested)
-            if found is None:
-                if math.isinf(high):
+            trial = self._chain(limit.now, nested=nested)
+            spare = None if trial is None else budget_bytes - trial.peak_bytes
+            if trial is None or spare is None:
+                if limit.never_broken:
                     # nothing at the budget itself: more room on paper will not help the simulator
                     return best
-                low = limit
-            elif found.peak_bytes <= budget_bytes:
-                low = limit
-                if best is None or found.extra_seconds < best.extra_seconds:
-                    best = found
-                if budget_bytes - found.peak_bytes < 0.005 * limit:
-                    break
-            else:
-                high = limit
-            if not math.isinf(high):
-                limit = (low + high) / 2
-            elif found is not None:
-                limit += max(1.0, budget_bytes - found.peak_bytes)
+            elif spare >= 0:
+                best = _fastest([*_there(best), trial])
+                if spare < 0.005 * limit.now:
+                    return best
+            limit.move(spare)
         return best
 
     def smallest(self) -> Solution:
         """The plan of the smallest peak found, whatever its seconds."""
         if self._smallest is None:
-            best = self.plain
-            low, high = 0.0, float(best.peak_bytes - self.graph.static_bytes)
-            while high - low > 0.01 * high:
-                limit = (low + high) / 2
-                found = self._chain(limit, nested=True)
-                if found is None:
-                    low = limit
-                    continue
-                high = limit
-                best = min(best, found, key=lambda s: (s.peak_bytes, s.extra_seconds))
-            self._smallest = best
+            self._smallest = self._search_smallest()
         return self._smallest
+
+    def _search_smallest(self) -> Solution:
+        best = self.plain
+        low, high = 0.0, float(best.peak_bytes - self.graph.static_bytes)
+        while high - low > 0.01 * high:
+            limit = (low + high) / 2
+            trial = self._chain(limit, nested=True)
+            if trial is None:
+                low = limit
+                continue
+            high = limit
+            best = min(best, trial, key=lambda s: (s.peak_bytes, s.extra_seconds))
+        return best
 
     def _spans(self, start: int, *, nested: bool) -> list[int]:
         last = len(self._cuts) - 1
-        ends = {
-            start + length
-            for length in (_NESTED_SPANS if nested else _FLAT_SPANS)
-            if start + length <= last
-        }
+        lengths = _NESTED_SPANS if nested else _FLAT_SPANS
+        ends = {start + length for length in lengths if start + length <= last}
         if nested:
-            ends = {
-                end
-                for end in ends
-                if end == start + 1 or self._cuts[end] - self._cuts[start] <= _LONGEST_NESTED
-            }
+            ends = {end for end in ends if self._may_be_nested(start, end)}
         return sorted(ends | {last}) if start == 0 else sorted(ends)
+
+    def _may_be_nested(self, start: int, end: int) -> bool:
+        return end == start + 1 or self._cuts[end] - self._cuts[start] <= _LONGEST_NESTED
 
     def _menu(self, start: int, stop: int, *, nested: bool) -> tuple[list[Option], int]:
         key = (start, stop, nested)
         if key not in self._menus:
-            units = self._units[start:stop]
-            base = min(around for _, around in units)
-            alike = (nested, *((kind, around - base) for kind, around in units))
-            first, end = self._cuts[start], self._cuts[stop]
-            usual = [seconds for kind, _ in units for seconds in self._mean_seconds[kind]]
-            if alike not in self._alike:
-                piece = self._anatomy.piece(first, end, usual)
-                place = (nested, *self._cuts[start : stop + 1])
-                if place not in self._book:
-                    cuts = [cut - first for cut in place[1:]]
-                    self._book[place] = ways(
-                        piece, cuts, nested=nested, hull_units=self._hull_units
-                    )
-                options = self._alike[alike] = menu(piece, self._book[place])
-                self._book[place] = [(option.actions, option.segments) for option in options]
-            # The menu is for all pieces alike; the seconds are this one's.
-            differs = np.array(self.graph.op_seconds[first:end]) - usual
-            self._menus[key] = (
-                [
-                    replace(o, seconds=o.seconds + float(differs @ o.replays))
-                    for o in self._alike[alike]
-                ],
-                base,
-            )
+            self._menus[key] = self._make_menu(start, stop, nested=nested)
         return self._menus[key]
+
+    def _make_menu(self, start: int, stop: int, *, nested: bool) -> tuple[list[Option], int]:
+        """The menu for all pieces alike, with the seconds of this one."""
+        units = self._units[start:stop]
+        base = min(around for _, around in units)
+        alike = (nested, *((kind, around - base) for kind, around in units))
+        usual = [seconds for kind, _ in units for seconds in self._mean_seconds[kind]]
+        if alike not in self._alike:
+            self._alike[alike] = self._options(start, stop, usual, nested=nested)
+        own = self.graph.op_seconds[self._cuts[start] : self._cuts[stop]]
+        differs = np.array(own) - usual
+        menu = [
+            replace(option, seconds=option.seconds + float(differs @ option.replays))
+            for option in self._alike[alike]
+        ]
+        return menu, base
+
+    def _options(self, start: int, stop: int, usual: list[float], *, nested: bool) -> list[Option]:
+        cuts = self._cuts[start : stop + 1]
+        piece = self._anatomy.piece(cuts[0], cuts[-1], usual)
+        place = (nested, *cuts)
+        if place not in self._book:
+            units = [cut - cuts[0] for cut in cuts]
+            self._book[place] = ways(piece, units, nested=nested, hull_units=self._hull_units)
+        options = menu(piece, self._book[place])
+        self._book[place] = [(option.actions, option.segments) for option in options]
+        return options
 
     def _chain(self, limit_bytes: float, *, nested: bool) -> Solution | None:
         spans, menu_of = partial(self._spans, nested=nested), partial(self._menu, nested=nested)
         chain = best_chain(len(self._cuts), spans, menu_of, limit_bytes)
         if chain is None:
             return None
-        actions = [KEEP] * len(self.graph.nbytes)
-        segment_of = [0] * len(actions)
-        parent = [-1]
+        whole = _Joined(self.graph)
         for start, stop, option in chain:
-            values = [
-                v
-                for op in range(self._cuts[start], self._cuts[stop])
-                for v in self.graph.op_outputs[op]
-            ]
-            for index, value in enumerate(values):
-                actions[value] = option.actions[index]
-            if option.segments is not None:
-                shift = len(parent) - 1
-                for index, value in enumerate(values):
-                    segment = option.segments.of[index]
-                    segment_of[value] = segment + shift if segment else 0
-                parent += [p + shift if p > 0 else 0 for p in option.segments.parent[1:]]
-        found = self._simulated(actions, Segments(segment_of, parent))
-        # it would replay what cannot be replayed
-        return found if math.isfinite(found.extra_seconds) else None
+            whole.add(self._cuts[start], self._cuts[stop], option)
+        joined = self._simulated(whole.actions, Segments(whole.segment_of, whole.parent))
+        return joined if joined.can_be_run else None
 
     def _seconds_by_kind(self) -> dict[int, list[float]]:
         """The mean over the units of a kind: one measurement of a short operation says little."""
-        found: dict[int, list[list[float]]] = {}
+        units: dict[int, list[list[float]]] = {}
         for (kind, _), (start, end) in zip(self._units, pairwise(self._cuts), strict=True):
-            found.setdefault(kind, []).append(self.graph.op_seconds[start:end])
-        return {
-            kind: [float(mean) for mean in np.mean(rows, axis=0)] for kind, rows in found.items()
-        }
+            units.setdefault(kind, []).append(self.graph.op_seconds[start:end])
+        return {kind: np.mean(seconds, axis=0).tolist() for kind, seconds in units.items()}
 
     def _seconds_and_bytes(self) -> list[tuple[float, int]]:
         graph = self.graph
@@ -334,29 +333,74 @@ class FastSolver:
         # fits at all.
         tries, chosen = min(2000, 100_000 // operations), best.segments
         for seed, tree in enumerate((chosen, Segments([0] * len(best.actions)), chosen)):
-            found = anneal(
+            actions = anneal(
                 self.simulator, best.actions, tree, budget_bytes, evaluations=tries, seed=seed
             )
-            if found is not None:
-                found = fill(self.simulator, found, tree, budget_bytes, evaluations=100)
-                best = min(
-                    best,
-                    self._simulated(found, tree),
-                    key=lambda s: (s.extra_seconds, s.peak_bytes),
-                )
+            if actions is not None:
+                actions = fill(self.simulator, actions, tree, budget_bytes, evaluations=100)
+                best = min(best, self._simulated(actions, tree), key=_order)
         return best
 
 
-def _fastest(solutions: Sequence[Solution | None]) -> Solution | None:
-    found = [solution for solution in solutions if solution is not None]
-    return min(found, key=lambda s: (s.extra_seconds, s.peak_bytes), default=None)
+class _ChainLimit:
+    """Bisection for the limit at which the chain's plan just fits, upwards for as long as all
+    fit.
+    """
+
+    def __init__(self, bytes_: float) -> None:
+        self.now, self._low, self._high = bytes_, 0.0, math.inf
+
+    @property
+    def never_broken(self) -> bool:
+        """No limit so far was too much."""
+        return math.isinf(self._high)
+
+    def move(self, spare: int | None) -> None:
+        """Go on from a limit whose plan leaves so many bytes of the budget; None: it has no
+        plan.
+        """
+        if spare is not None and spare < 0:
+            self._high = self.now
+        else:
+            self._low = self.now
+        if not self.never_broken:
+            self.now = (self._low + self._high) / 2
+        elif spare is not None:
+            self.now += max(1.0, spare)
 
 
-def solve_fast(graph: Graph, budget_bytes: int) -> Solution | None:
-    """The fastest plan found for this budget, or None if none was."""
-    return FastSolver(graph).solve(budget_bytes)
+class _Joined:
+    """Options of pieces side by side, as one plan for the whole graph."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.actions = [KEEP] * len(graph.nbytes)
+        self.segment_of = [0] * len(graph.nbytes)
+        self.parent = [-1]
+
+    def add(self, first: int, end: int, option: Option) -> None:
+        values = [v for outputs in self.graph.op_outputs[first:end] for v in outputs]
+        for index, value in enumerate(values):
+            self.actions[value] = option.actions[index]
+        if option.segments is not None:
+            self._add_segments(values, option.segments)
+
+    def _add_segments(self, values: list[int], segments: Segments) -> None:
+        """A piece's segments get numbers of their own; its root is everybody's."""
+        shift = len(self.parent) - 1
+        for index, value in enumerate(values):
+            segment = segments.of[index]
+            self.segment_of[value] = segment + shift if segment else 0
+        self.parent += [p + shift if p > 0 else 0 for p in segments.parent[1:]]
 
 
-def min_peak(graph: Graph) -> Solution:
-    """The plan with the smallest peak that can be reached."""
-    return FastSolver(graph).smallest()
+def _order(solution: Solution) -> tuple[float, int]:
+    return solution.extra_seconds, solution.peak_bytes
+
+
+def _fastest(solutions: Sequence[Solution]) -> Solution | None:
+    return min(solutions, key=_order, default=None)
+
+
+def _there(solution: Solution | None) -> list[Solution]:
+    return [] if solution is None else [solution]

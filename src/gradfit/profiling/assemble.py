@@ -16,7 +16,7 @@ from gradfit.profiling.optimizer_bytes import OptimizerCost
 from gradfit.profiling.overhead import tape_overhead
 from gradfit.profiling.profile import BackwardNode, Linear, Operation, Profile, Value
 from gradfit.profiling.resident_bytes import gradient_bytes, storage_bytes
-from gradfit.profiling.trace import Trace, TracedOp
+from gradfit.profiling.trace import Trace, TracedNode, TracedOp, TracedValue
 from gradfit.tree import leaves
 
 
@@ -28,7 +28,7 @@ class Sample:
     trace: Trace
     plain_seconds: float | None
     refused_one: bool = False  # a single row cannot be run alone
-    foreseen: bool = False  # on shapes, not run
+    extrapolated: bool = False  # on shapes, not run
     peak_bytes: int = 0  # of all tensors while it was watched, if that was measured
 
     @property
@@ -55,92 +55,115 @@ def assemble(
     `static` are the storages of parameters, buffers and the batch: what else the forward read
     without having made it are constants.
     """
-    big = samples[-1]
-    small = (
-        samples[-2] if len(samples) > 1 and same_structure(samples[-2].trace, big.trace) else None
+    lines = _Lines(samples)
+    trace = lines.big.trace
+    constants = Linear()
+    if static is not None:
+        constants = _constant_line(lines, static)
+    overhead = tape_overhead()
+    return Profile(
+        values=tuple(lines.value(i, value) for i, value in enumerate(trace.values)),
+        operations=tuple(lines.operation(i, op) for i, op in enumerate(trace.operations)),
+        nodes=tuple(lines.node(i, node) for i, node in enumerate(trace.nodes)),
+        parameter_bytes=storage_bytes(model.parameters()),
+        gradient_bytes=gradient_bytes(model),
+        buffer_bytes=storage_bytes(model.buffers()),
+        optimizer_bytes=cost.state_bytes,
+        optimizer_burst_bytes=cost.burst_bytes,
+        batch_bytes=Linear(0.0, _batch_bytes(model, batch) / rows),
+        constant_bytes=constants,
+        optimizer_seconds=cost.seconds,
+        overhead_seconds=_overhead(samples, len(trace.operations) + len(trace.nodes)),
+        plain_points=_plain_points(samples),
+        runs_plain=static is not None and any(one.plain_seconds is not None for one in samples),
+        record_overhead_seconds=overhead.record,
+        replay_overhead_seconds=overhead.replay,
+        batch_size=lines.big.size,
+        min_batch=min_batch,
+        host_bandwidth=host_bandwidth,
+        device=str(next(iter(model.parameters())).device),
+        versions={"torch": torch.__version__, "python": platform.python_version()},
     )
 
-    def line(get: Callable[[Trace], float]) -> Linear:
-        if small is not None:
-            return Linear.through((small.size, get(small.trace)), (big.size, get(big.trace)))
-        return Linear(0.0, get(big.trace) / big.size)
 
-    trace = big.trace
-    values = tuple(
-        Value(
-            line(lambda t, i=i: t.values[i].nbytes),  # type: ignore[misc]
-            value.operation,
-            value.storage,
-            value.dies,
-            value.overwritten,
-        )
-        for i, value in enumerate(trace.values)
-    )
-    operations = tuple(
-        Operation(
+class _Lines:
+    """Lines over the rows: through the last two measurements, if these did the same, or through
+    nothing and the last.
+    """
+
+    def __init__(self, samples: list[Sample]) -> None:
+        self.big = samples[-1]
+        self.small: Sample | None = None
+        if len(samples) > 1 and same_structure(samples[-2].trace, self.big.trace):
+            self.small = samples[-2]
+
+    def line(self, get: Callable[[Trace], float]) -> Linear:
+        big, small = self.big, self.small
+        if small is None:
+            return Linear(0.0, get(big.trace) / big.size)
+        return Linear.through((small.size, get(small.trace)), (big.size, get(big.trace)))
+
+    def seconds(self, get: Callable[[Trace], float]) -> Linear:
+        """A time cannot shrink as the micro-batch grows: where noise says so, take it as
+        constant.
+        """
+        line, seconds = self.line(get), get(self.big.trace)
+        if line.per_item < 0:
+            return Linear(seconds, 0.0)
+        return line if line.fixed >= 0 else Linear(0.0, seconds / self.big.size)
+
+    def value(self, index: int, value: TracedValue) -> Value:
+        nbytes = self.line(lambda trace: trace.values[index].nbytes)
+        return Value(nbytes, value.operation, value.storage, value.dies, value.overwritten)
+
+    def operation(self, index: int, op: TracedOp) -> Operation:
+        return Operation(
             op.name,
             op.inputs,
             op.outputs,
             op.overwrites,
-            _slope(line(lambda t, i=i: t.operations[i].seconds), op.seconds, big.size),  # type: ignore[misc]
-            line(lambda t, i=i: t.operations[i].workspace_bytes),  # type: ignore[misc]
+            self.seconds(lambda trace: trace.operations[index].seconds),
+            self.line(lambda trace: trace.operations[index].workspace_bytes),
             op.replayable,
             op.random,
             op.module,
             op.source,
             op.gathered_bytes,
         )
-        for i, op in enumerate(trace.operations)
-    )
-    nodes = tuple(
-        BackwardNode(
+
+    def node(self, index: int, node: TracedNode) -> BackwardNode:
+        return BackwardNode(
             node.name,
             tuple(node.needs),
-            _slope(line(lambda t, i=i: t.nodes[i].seconds), node.seconds, big.size),  # type: ignore[misc]
-            line(lambda t, i=i: t.nodes[i].before_bytes),  # type: ignore[misc]
-            line(lambda t, i=i: t.nodes[i].peak_bytes),  # type: ignore[misc]
-            line(lambda t, i=i: t.nodes[i].after_bytes),  # type: ignore[misc]
-            _module_of(trace, node.needs),
+            self.seconds(lambda trace: trace.nodes[index].seconds),
+            self.line(lambda trace: trace.nodes[index].before_bytes),
+            self.line(lambda trace: trace.nodes[index].peak_bytes),
+            self.line(lambda trace: trace.nodes[index].after_bytes),
+            _module_of(self.big.trace, node.needs),
             node.gradient_bytes,
         )
-        for i, node in enumerate(trace.nodes)
-    )
-    if static is not None and small is not None and small.foreseen:
-        constants = Linear(float(_constant_bytes(trace, static)))
-    elif static is not None:
-        constants = line(lambda t: _constant_bytes(t, static))
+
+
+def _constant_line(lines: _Lines, static: set[int]) -> Linear:
+    if lines.small is not None and lines.small.extrapolated:
+        # shapes have no storages to be told from parameters and the batch
+        return Linear(float(_constant_bytes(lines.big.trace, static)))
+    return lines.line(lambda trace: _constant_bytes(trace, static))
+
+
+def _batch_bytes(model: torch.nn.Module, batch: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_there(model, batch))
+
+
+def tensors_there(model: torch.nn.Module, batch: Any) -> list[torch.Tensor]:
+    """The tensors of a batch that are on the device whose memory is counted."""
     device = counted_device(model)
-    there = [
+    return [
         tensor
         for tensor in leaves(batch)
         # what has only a shape yet will be where the model is
         if device is None or tensor.device.type in (device.type, "meta")
     ]
-    batch_bytes = sum(tensor.nbytes for tensor in there)
-    overhead = tape_overhead()
-    return Profile(
-        values=values,
-        operations=operations,
-        nodes=nodes,
-        parameter_bytes=storage_bytes(model.parameters()),
-        gradient_bytes=gradient_bytes(model),
-        buffer_bytes=storage_bytes(model.buffers()),
-        optimizer_bytes=cost.state_bytes,
-        optimizer_burst_bytes=cost.burst_bytes,
-        batch_bytes=Linear(0.0, batch_bytes / rows),
-        constant_bytes=Linear() if static is None else constants,
-        optimizer_seconds=cost.seconds,
-        overhead_seconds=_overhead(samples, len(operations) + len(nodes)),
-        plain_points=_plain_points(samples),
-        runs_plain=static is not None and any(one.plain_seconds is not None for one in samples),
-        record_overhead_seconds=overhead.record,
-        replay_overhead_seconds=overhead.replay,
-        batch_size=big.size,
-        min_batch=min_batch,
-        host_bandwidth=host_bandwidth,
-        device=str(next(iter(model.parameters())).device),
-        versions={"torch": torch.__version__, "python": platform.python_version()},
-    )
 
 
 def _plain_points(samples: list[Sample]) -> tuple[tuple[int, float], ...]:
@@ -164,24 +187,17 @@ def _overhead(samples: list[Sample], parts: int) -> float:
     return min(beside[-1], 1e-4 * parts) if beside else 0.0
 
 
-def _slope(line: Linear, seconds: float, size: int) -> Linear:
-    """A time cannot shrink as the micro-batch grows: where noise says so, take it as constant."""
-    if line.per_item < 0:
-        return Linear(seconds, 0.0)
-    return line if line.fixed >= 0 else Linear(0.0, seconds / size)
-
-
 def same_structure(a: Trace, b: Trace) -> bool:
     """Whether two runs did the same, up to sizes, and up to what was written in place.
 
     Some of torch's own code writes in place, but not to fake tensors (`areAnyTensorSubclassLike`).
     """
-    return (
-        len(a.values) == len(b.values)
-        and len(a.nodes) == len(b.nodes)
-        and [(_plain_name(op), op.inputs, op.outputs) for op in a.operations]
-        == [(_plain_name(op), op.inputs, op.outputs) for op in b.operations]
-    )
+    return _structure(a) == _structure(b)
+
+
+def _structure(trace: Trace) -> tuple[object, ...]:
+    operations = [(_plain_name(op), op.inputs, op.outputs) for op in trace.operations]
+    return len(trace.values), len(trace.nodes), operations
 
 
 def _plain_name(op: TracedOp) -> str:
@@ -189,10 +205,9 @@ def _plain_name(op: TracedOp) -> str:
 
 
 def _constant_bytes(trace: Trace, static: set[int]) -> int:
-    known = static | trace.gathered.keys()
-    return sum(
-        value.nbytes for value in trace.values if value.operation is None and value.key not in known
-    )
+    counted_elsewhere = static | trace.gathered.keys()
+    external = [value for value in trace.values if value.operation is None]
+    return sum(value.nbytes for value in external if value.key not in counted_elsewhere)
 
 
 def _module_of(trace: Trace, needs: list[int]) -> str:

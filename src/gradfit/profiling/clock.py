@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 _LONG_SECONDS = 2e-4  # what takes less was not interrupted for long
+_SHORTEST_SECONDS = 1e-6  # no operation of torch takes less
 
 
 def seconds_now() -> float:
@@ -61,7 +62,9 @@ class OperationClock:
             return seconds
         wall, own = self._wall, self._own
         self._look()
-        return seconds - min(seconds, max(0.0, (self._wall - wall) - (self._own - own)))
+        waited = max(0.0, (self._wall - wall) - (self._own - own))
+        # some of that may have been before it, so that more than all of its time would go
+        return max(seconds - waited, _SHORTEST_SECONDS)
 
 
 class Timed(Protocol):

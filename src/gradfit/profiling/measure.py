@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,22 +28,24 @@ from gradfit.batches.runner import LossFunction, count_rows, run_part
 from gradfit.batches.snapshot import Generators, trials_end, untouched
 from gradfit.devices import counted_device, devices_of, wait_for
 from gradfit.errors import MisuseError, UnsupportedOp
-from gradfit.profiling.assemble import Sample, assemble
+from gradfit.profiling.assemble import Sample, assemble, tensors_there
 from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.meter import meter, tensors_in
 from gradfit.profiling.optimizer_bytes import OptimizerCost, optimizer_cost
 from gradfit.profiling.profile import Hardware, Profile
 from gradfit.profiling.resident_bytes import gradient_bytes, storage_bytes
 from gradfit.profiling.tile_choices import TileChoices, tile_choices
-from gradfit.profiling.trace import Trace, watching
+from gradfit.profiling.trace import Trace, TracedNode, TracedOp, watching
 from gradfit.tiling.tile import with_tiles
 from gradfit.tiling.tiles import Tiles
 from gradfit.tree import leaves, split_batch, unmarked
 
 _Cut = Callable[[Any, int], Iterable[Any]]
+_Timed = TracedOp | TracedNode
 _ROUNDS, _MORE_ROUNDS = 2, 5  # the least of so many measurements: a machine is never alone
 _SHORT_SECONDS = 0.1  # what takes less than this is measured more often
 _LONG_SECONDS = 0.25  # passes that take so long are timed twice
+_PLENTY_SECONDS = 2.0  # a forward that takes so long is watched once
 # in all those measurements; where there are more, operations alike measure each other
 _FEW_OPERATIONS = 1000
 
@@ -92,11 +93,40 @@ def profile(
             vocabulary.
 
     >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
-    >>> found = profile(model, lambda m, x: m(x).square().mean(), torch.ones(4, 8))
-    >>> [operation.name for operation in found.operations][:2]
+    >>> measured = profile(model, lambda m, x: m(x).square().mean(), torch.ones(4, 8))
+    >>> [operation.name for operation in measured.operations][:2]
     ['aten.addmm.default', 'aten.gelu.default']
     """
     check_arguments(model, loss_fn, split=split, fake=fake)
+    _check_records(optimizer, hardware, additivity)
+    if fake or hardware is not None:
+        from gradfit.profiling.predict import predict
+
+        return predict(
+            model,
+            loss_fn,
+            sample_batch,
+            optimizer,
+            hardware=hardware,
+            split=split,
+            tile=read_flag(tile, "tile"),
+        )
+    total = count_rows(sample_batch, split, "sample_batch")
+    _check_numbers(total, memory_bytes, rows, host_bandwidth)
+    check_model(model)
+    limits = _Limits(memory_bytes, rows, host_bandwidth)
+    step = _Step(model, loss_fn, sample_batch, optimizer, split)
+    whole = _measure(step, limits, additivity)
+    if not read_flag(tile, "tile"):
+        return whole
+    choices = choose_tiles(model, loss_fn, sample_batch, split, whole.min_batch)
+    tiled = [_measure_in_tiles(step, limits, whole.additivity, one) for one in choices.tiles]
+    return dataclasses.replace(whole, tiled=tuple(tiled))
+
+
+def _check_records(
+    optimizer: Any, hardware: Hardware | None, additivity: Additivity | None
+) -> None:
     if optimizer is not None:
         check_optimizer(optimizer)
     if hardware is not None:
@@ -108,11 +138,11 @@ def profile(
             Additivity,
             "what another profile measured, profile.additivity",
         )
-    if fake or hardware is not None:
-        from gradfit.profiling.predict import predict
 
-        return predict(model, loss_fn, sample_batch, optimizer, hardware=hardware, split=split)
-    total = count_rows(sample_batch, split, "sample_batch")
+
+def _check_numbers(
+    total: int, memory_bytes: int | None, rows: int | None, host_bandwidth: float
+) -> None:
     if memory_bytes is not None:
         read_count(memory_bytes, "memory_bytes")
     if rows is not None and read_count(rows, "rows") > total:
@@ -123,29 +153,24 @@ def profile(
             f"1 to {total}, or leave it out",
         )
     read_number(host_bandwidth, "host_bandwidth", minimum=0, like=25e9)
-    check_model(model)
 
-    def measured(tiles: Tiles | None, known: Additivity | None) -> Profile:
-        found = _measure(
-            model,
-            with_tiles(loss_fn, tiles),
-            sample_batch,
-            optimizer,
-            memory_bytes,
-            rows,
-            split,
-            host_bandwidth,
-            known,
-        )
-        return dataclasses.replace(found, tiles=tiles)
 
-    found = measured(None, additivity)
-    if read_flag(tile, "tile"):
-        choices = choose_tiles(model, loss_fn, sample_batch, split, found.min_batch)
-        found = dataclasses.replace(
-            found, tiled=tuple(measured(one, found.additivity) for one in choices.tiles)
-        )
-    return found
+class _Limits(NamedTuple):
+    """What measuring may take."""
+
+    memory_bytes: int | None
+    rows: int | None
+    host_bandwidth: float
+
+
+class _Step(NamedTuple):
+    """What is measured."""
+
+    model: torch.nn.Module
+    loss_fn: LossFunction
+    batch: Any
+    optimizer: Any
+    split: _Cut | None
 
 
 def choose_tiles(
@@ -159,67 +184,57 @@ def choose_tiles(
         return tile_choices(model, loss_fn, part)
 
 
-def _measure(
-    model: torch.nn.Module,
-    loss_fn: LossFunction,
-    sample_batch: Any,
-    optimizer: Any,
-    memory_bytes: int | None,
-    rows: int | None,
-    split: _Cut | None,
-    host_bandwidth: float,
-    additivity: Additivity | None,
+def _measure_in_tiles(
+    step: _Step, limits: _Limits, additivity: Additivity | None, tiles: Tiles
 ) -> Profile:
-    total = count_rows(sample_batch, split, "sample_batch")
-    cut = split or split_batch
+    step = step._replace(loss_fn=with_tiles(step.loss_fn, tiles))
+    return dataclasses.replace(_measure(step, limits, additivity), tiles=tiles)
+
+
+def _measure(step: _Step, limits: _Limits, additivity: Additivity | None) -> Profile:
+    model, batch = step.model, step.batch
+    total = count_rows(batch, step.split, "sample_batch")
+    measuring_bytes = 0
     # the optimizer's probe too: Ctrl-C could leave its `no_grad` on
     with trials_end(), untouched(model):
-        cost = optimizer_cost(optimizer) if optimizer is not None else OptimizerCost(0, 0, 0.0)
-        resident = (model, optimizer, sample_batch)
-        measuring_bytes = 0
+        cost = OptimizerCost(0, 0, 0.0)
+        if step.optimizer is not None:
+            cost = optimizer_cost(step.optimizer)
         if additivity is None:
-            with meter(*resident) as live:
-                additivity = additivity_within(model, loss_fn, sample_batch, split, memory_bytes)
-            measuring_bytes = live.peak_bytes
-        room = _room(model, sample_batch, memory_bytes, cost)
-        if rows is not None:
-            samples = _sample_of(model, loss_fn, sample_batch, rows, cut, room)
-        else:
-            try:
-                samples = _samples(
-                    model, loss_fn, sample_batch, total, cut, memory_bytes, cost, resident
+            with meter(model, step.optimizer, batch) as live:
+                additivity = additivity_within(
+                    model, step.loss_fn, batch, step.split, limits.memory_bytes
                 )
-            except Exception as error:
-                if (
-                    additivity.runs_parts
-                    or isinstance(error, MisuseError)
-                    or is_out_of_memory(error)
-                ):
-                    raise
-                # the whole batch or nothing
-                samples = _sample_of(model, loss_fn, sample_batch, total, cut, room)
-        least = 2 if samples[-1].refused_one else 1
+            measuring_bytes = live.peak_bytes
+        sampler = _Sampler(step, total, _room(model, batch, limits.memory_bytes, cost))
+        samples = sampler.samples(limits, additivity)
+    if distributed.is_running():
+        # ranks measure together, whatever each one's budget is: it is held by the steps alone
+        measuring_bytes = 0
+    else:
         measuring_bytes = max(measuring_bytes, *(one.peak_bytes for one in samples))
-        if distributed.is_running():
-            # ranks measure together, whatever each one's budget is: it is held by the steps alone
-            measuring_bytes = 0
-    known = {
-        storage_key(t)
-        for t in tensors_in([*model.parameters(), *model.buffers(), *leaves(sample_batch)])
-    }
-    found = assemble(
+    measured = assemble(
         model,
-        sample_batch,
+        batch,
         total,
         samples,
         cost,
-        host_bandwidth=host_bandwidth,
-        static=known,
-        min_batch=least,
+        host_bandwidth=limits.host_bandwidth,
+        static=_static_storages(model, batch),
+        min_batch=2 if samples[-1].refused_one else 1,
     )
     return dataclasses.replace(
-        found, additivity=additivity, splittable=additivity.adds_up, measuring_bytes=measuring_bytes
+        measured,
+        additivity=additivity,
+        splittable=additivity.adds_up,
+        measuring_bytes=measuring_bytes,
     )
+
+
+def _static_storages(model: torch.nn.Module, batch: Any) -> set[int]:
+    """The addresses of parameters, buffers and the batch."""
+    static = [*model.parameters(), *model.buffers(), *leaves(batch)]
+    return {storage_key(tensor) for tensor in tensors_in(static)}
 
 
 def additivity_within(
@@ -239,11 +254,9 @@ def additivity_within(
 
     # FSDP2 lets go of its parameters in the backward pass: a forward alone would hold them.
     finish = backward if distributed.is_running() else None
-    rows = (
-        MOST_ROWS
-        if memory_bytes is None
-        else _rows_within(model, loss_fn, batch, split, memory_bytes)
-    )
+    rows = MOST_ROWS
+    if memory_bytes is not None:
+        rows = _rows_within(model, loss_fn, batch, split, memory_bytes)
     return measure_additivity(
         model, loss_fn, batch, split=split, rows=rows, rewind=Generators().restore, finish=finish
     )
@@ -261,9 +274,8 @@ def _rows_within(
         with meter(model, batch, device=counted_device(model)) as live, torch.no_grad():
             before = live.current_bytes
             loss_fn(model, unmarked(part))
-    except (
-        Exception
-    ):  # the user's code, which may need gradients or more rows: measured it will be said
+    # the user's code, which may need gradients or more rows: measured it will be said
+    except Exception:
         return 2
     taken = max(1, live.peak_bytes - before)
     room = 0.9 * (memory_bytes - before - storage_bytes(model.parameters()) / 16)
@@ -284,121 +296,199 @@ def check_model(model: torch.nn.Module) -> None:
         )
 
 
-def _sample_of(
-    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, rows: int, cut: _Cut, room: float
-) -> list[Sample]:
-    samples = [_sample(model, loss_fn, next(iter(cut(batch, rows))), rows, room / 6, room)]
-    return _watched_again(model, loss_fn, batch, cut, samples, room / 6)
-
-
-def _samples(
-    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, total: int, cut: _Cut,
-    memory_bytes: int | None, cost: OptimizerCost, resident: Any,
-) -> list[Sample]:  # fmt: skip
-    if total == 1:
-        room = _room(model, batch, memory_bytes, cost)
-        return _watched_again(
-            model,
-            loss_fn,
-            batch,
-            cut,
-            [_sample(model, loss_fn, batch, 1, room / 6, room, resident)],
-            room / 6,
-        )
-    if memory_bytes is None:
-        samples = _several(model, loss_fn, batch, total, cut)
-    else:
-        samples = _growing(model, loss_fn, batch, total, cut, memory_bytes, cost, resident)
-    return _timed_in_turn(model, loss_fn, batch, cut, samples)
-
-
-def _timed_in_turn(
-    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, cut: _Cut, samples: list[Sample]
-) -> list[Sample]:
-    """Plain passes once more, of all sizes in turn: what disturbed one must not make it look the
-    slower size.
+class _Sampler:
+    """Runs parts of the batch, watched and timed. A sixth of the room is for what a watched run
+    rebuilds.
     """
-    for turn in range(_ROUNDS):
-        for place, one in enumerate(samples):
-            if one.plain_seconds is not None and (turn == 0 or one.plain_seconds < _LONG_SECONDS):
-                again = _time_plain(model, loss_fn, next(iter(cut(batch, one.size))))
-                samples[place] = dataclasses.replace(
-                    one, plain_seconds=min(one.plain_seconds, again)
-                )
-    return samples
 
+    def __init__(self, step: _Step, total: int, room_bytes: float) -> None:
+        self.step, self.total, self.room_bytes = step, total, room_bytes
+        self._cut = step.split or split_batch
 
-def _several(
-    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, total: int, cut: _Cut
-) -> list[Sample]:
-    """The batch and half of it; and little of it, for what a pass takes whatever its size, which
-    those do not show.
-    """
-    samples: list[Sample] = []
-    refused = False
-    little = max(1, total // 8)
-    for size in sorted({1, little, total // 2, total}):
+    def samples(self, limits: _Limits, additivity: Additivity) -> list[Sample]:
+        """The parts that a profile is made of, the largest last."""
+        if limits.rows is not None:
+            return self.only(limits.rows)
         try:
-            sample = _sample(model, loss_fn, next(iter(cut(batch, size))), size, math.inf)
+            return self.several_sizes(limits.memory_bytes)
         except Exception as error:
-            if not _is_too_little(error, size, little):
+            if additivity.runs_parts or _is_certain(error):
                 raise
-            refused |= size == 1
-            continue
-        samples.append(dataclasses.replace(sample, refused_one=refused))
-    return _watched_again(model, loss_fn, batch, cut, samples, math.inf)
+            return self.only(self.total)  # the whole batch or nothing
 
+    def only(self, rows: int) -> list[Sample]:
+        return self.watched_again([self.sample(rows)])
 
-def _is_too_little(error: Exception, size: int, little: int = 1) -> bool:
-    """Whether so few rows may be all that is wrong, as BatchNorm says of one. Other faults are met
-    again with more.
-    """
-    return size <= little and not isinstance(error, MisuseError) and not is_out_of_memory(error)
+    def several_sizes(self, memory_bytes: int | None) -> list[Sample]:
+        if self.total == 1:
+            return self.watched_again([self.sample(1, self.step.batch, metered=True)])
+        if memory_bytes is None:
+            return self.timed_in_turn(self.large_and_small())
+        return self.timed_in_turn(self.growing())
 
+    def part(self, rows: int) -> Any:
+        return next(iter(self._cut(self.step.batch, rows)))
 
-def _growing(
-    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, total: int, cut: _Cut,
-    memory_bytes: int, cost: OptimizerCost, resident: Any,
-) -> list[Sample]:  # fmt: skip
-    """Double the micro-batch while the next one surely fits, so that measuring stays below the
-    budget too.
-    """
-    room = _room(model, batch, memory_bytes, cost)
-    samples: list[Sample] = []
-    size, refused = 1, False
-    while size <= total:
-        part = next(iter(cut(batch, size)))
-        try:
-            sample = _sample(
-                model, loss_fn, part, size, room / 6, room, resident if not samples else None
-            )
-        except Exception as error:
-            if samples and is_out_of_memory(error):
+    def large_and_small(self) -> list[Sample]:
+        """The batch and half of it; and little of it, for what a pass takes whatever its size,
+        which those do not show.
+        """
+        samples: list[Sample] = []
+        refused = False
+        little = max(1, self.total // 8)
+        for size in sorted({1, little, self.total // 2, self.total}):
+            try:
+                sample = self.sample(size)
+            except Exception as error:
+                if size > little or _is_certain(error):
+                    raise
+                refused |= size == 1
+                continue
+            samples.append(dataclasses.replace(sample, refused_one=refused))
+        return self.watched_again(samples)
+
+    def growing(self) -> list[Sample]:
+        """Double the micro-batch while the next one surely fits, so that measuring stays below the
+        budget too.
+        """
+        samples = self.doubling()
+        size = samples[-1].size
+        # where forwards wait for each other, all ranks must run the same
+        if len(samples) == 1 and size < self.total and not distributed.is_running():
+            from gradfit.profiling.predict import extrapolated
+
+            parts = [(rows, self.part(rows)) for rows in (size, self.total)]
+            step = self.step
+            samples = [*extrapolated(step.model, step.loss_fn, parts, samples[0]), *samples]
+        return samples
+
+    def doubling(self) -> list[Sample]:
+        samples: list[Sample] = []
+        size, refused = 1, False
+        while size <= self.total:
+            try:
+                sample = self.sample(size, metered=not samples)
+            except Exception as error:
+                if samples and is_out_of_memory(error):
+                    break
+                if size > 1 or _is_certain(error):
+                    raise
+                refused, size = True, 2
+                continue
+            samples.append(dataclasses.replace(sample, refused_one=refused))
+            if size == self.total or self.is_enough(samples):
                 break
-            if not _is_too_little(error, size):
-                raise
-            refused, size = True, 2
-            continue
-        samples.append(dataclasses.replace(sample, refused_one=refused))
-        trace = samples[-1].trace
-        spent = sum(op.seconds for op in trace.operations)
-        free = room - trace.gathered_peak_bytes
-        # Beside the working set there is a sixth for what is rebuilt. Two sizes must be seen to
-        # tell what grows.
-        enough = len(samples) > 1
-        if _working_bytes(trace) * 2 > (free / 2 if enough else free * 5 / 6):
-            break
-        if size == total or (enough and spent > 1.0):
-            break
-        size = min(total, size * 2)
-    samples = _watched_again(model, loss_fn, batch, cut, samples, room / 6)
-    # where forwards wait for each other
-    if len(samples) == 1 and size < total and not distributed.is_running():
-        from gradfit.profiling.predict import foreseen
+            size = min(self.total, size * 2)
+        return self.watched_again(samples)
 
-        parts = [(rows, next(iter(cut(batch, rows)))) for rows in (samples[0].size, total)]
-        samples = [*foreseen(model, loss_fn, parts, samples[0]), *samples]
-    return samples
+    def is_enough(self, samples: list[Sample]) -> bool:
+        """Whether to stop doubling: the next size may not fit, or takes long. Two sizes must be
+        seen to tell what grows.
+        """
+        trace, enough = samples[-1].trace, len(samples) > 1
+        free = self.room_bytes - trace.gathered_peak_bytes
+        # Beside the working set there is a sixth for what is rebuilt.
+        if _working_bytes(trace) * 2 > (free / 2 if enough else free * 5 / 6):
+            return True
+        return enough and _forward_seconds(trace) > 1.0
+
+    def timed_in_turn(self, samples: list[Sample]) -> list[Sample]:
+        """Plain passes once more, of all sizes in turn: what disturbed one must not make it look
+        the slower size.
+        """
+        for turn in range(_ROUNDS):
+            longest = math.inf if turn == 0 else _LONG_SECONDS
+            samples = [self.timed_again(one, longest) for one in samples]
+        return samples
+
+    def timed_again(self, sample: Sample, longest: float) -> Sample:
+        seconds = sample.plain_seconds
+        if seconds is None or seconds >= longest:
+            return sample
+        least = min(seconds, self.time_plain(self.part(sample.size)))
+        return dataclasses.replace(sample, plain_seconds=least)
+
+    def sample(self, size: int, part: Any = None, *, metered: bool = False) -> Sample:
+        """One micro-batch, watched and timed; `metered`: with the peak of it and all there is."""
+        peak_bytes = 0
+        if part is None:
+            part = self.part(size)
+        if metered:
+            with meter(self.step.model, self.step.optimizer, self.step.batch) as live:
+                trace = self.watch(part)
+            peak_bytes = live.peak_bytes
+        else:
+            trace = self.watch(part)
+        plain = None
+        if _plain_bytes(trace) < 0.95 * self.room_bytes:
+            plain = self.least_plain_seconds(part, _rounds(trace))
+        return Sample(size, trace, plain, peak_bytes=peak_bytes)
+
+    def least_plain_seconds(self, part: Any, rounds: int) -> float:
+        seconds = self.time_plain(part)
+        # What is long is timed once more in turn with the other sizes, and that is enough.
+        if seconds < _LONG_SECONDS:
+            seconds = min([seconds, *(self.time_plain(part) for _ in range(rounds - 1))])
+        return seconds
+
+    def watched_again(self, samples: list[Sample]) -> list[Sample]:
+        """With the least seconds of several runs, for the two sizes whose operations a profile is
+        made of.
+        """
+        for place in range(max(0, len(samples) - 2), len(samples)):
+            trace = self.least_of_rounds(samples[place])
+            _pool(trace)
+            samples[place] = dataclasses.replace(samples[place], trace=trace)
+        return samples
+
+    def least_of_rounds(self, sample: Sample) -> Trace:
+        trace = sample.trace
+        try:
+            for _ in range(_rounds(trace) - 1):
+                trace = _least(trace, self.watch(self.part(sample.size)))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise  # else one run must do
+        return trace
+
+    def watch(self, part: Any) -> Trace:
+        model = self.step.model
+        with watching(model, self.room_bytes / 6) as trace:
+            loss = _loss_without_functorch(self.step, part)
+            trace.finish_forward()
+            torch.autograd.backward(loss)
+        trace.finish_backward()
+        drop_gradients(model)
+        return trace
+
+    def time_plain(self, part: Any) -> float:
+        model = self.step.model
+        started = seconds_now()
+        loss = run_part(self.step.loss_fn, model, part).loss
+        torch.autograd.backward(loss)
+        wait_for(devices_of(model.parameters()))
+        seconds = seconds_now() - started
+        drop_gradients(model)
+        return seconds
+
+
+def _loss_without_functorch(step: _Step, part: Any) -> torch.Tensor:
+    try:
+        return run_part(step.loss_fn, step.model, part).loss
+    except RuntimeError as error:
+        if not raised_by_functorch(error.__traceback__):
+            raise
+        raise UnsupportedOp(
+            "loss_fn uses torch.func, which does not let anybody see what autograd saves:"
+            f" {error} Use torch.autograd.grad(..., create_graph=True) there."
+        ) from error
+
+
+def _is_certain(error: Exception) -> bool:
+    """Whether more rows would meet the fault again. Others may be of too few rows, as BatchNorm
+    says of one.
+    """
+    return isinstance(error, MisuseError) or is_out_of_memory(error)
 
 
 def _room(
@@ -408,10 +498,7 @@ def _room(
     if memory_bytes is None:
         return math.inf
     static = storage_bytes(model.parameters()) + gradient_bytes(model)
-    device = counted_device(model)
-    there = [
-        tensor for tensor in leaves(batch) if device is None or tensor.device.type == device.type
-    ]
+    there = tensors_there(model, batch)
     static += sum(tensor.untyped_storage().nbytes() for tensor in there) + cost.state_bytes
     return max(1.0, float(memory_bytes - static))
 
@@ -421,149 +508,88 @@ def _plain_bytes(trace: Trace) -> int:
     it.
     """
     forward = len(trace.operations) + 1
-    last = {
-        value: forward + index for index, node in enumerate(trace.nodes) for value in node.needs
-    }
-    lives: dict[int, tuple[int, int, int]] = {}  # storage → first and last step, bytes
-    for number, value in enumerate(trace.values):
-        if value.operation is not None:
-            first, end, size = lives.get(value.storage, (value.operation, 0, 0))
-            lives[value.storage] = (
-                first,
-                max(end, value.dies, last.get(number, 0)),
-                max(size, value.nbytes),
-            )
     change = [0] * (forward + len(trace.nodes) + 1)
-    for first, end, size in lives.values():
+    for first, end, size in _plain_lives(trace, forward):
         change[first] += size
         change[end + 1] -= size
     beside = [0] * forward + [node.peak_bytes for node in trace.nodes]
     return max(live + other for live, other in zip(accumulate(change), beside, strict=False))
 
 
+def _plain_lives(trace: Trace, forward: int) -> Iterable[tuple[int, int, int]]:
+    """The first and the last step of each storage's life, and its bytes."""
+    last = {
+        value: forward + index for index, node in enumerate(trace.nodes) for value in node.needs
+    }
+    lives: dict[int, tuple[int, int, int]] = {}
+    for number, value in enumerate(trace.values):
+        if value.operation is not None:
+            first, end, size = lives.get(value.storage, (value.operation, 0, 0))
+            end = max(end, value.dies, last.get(number, 0))
+            lives[value.storage] = (first, end, max(size, value.nbytes))
+    return lives.values()
+
+
 def _working_bytes(trace: Trace) -> int:
     """The most that was live at once when everything was dropped: forward working set, and
     gradients in flight.
     """
+    in_flight = max((node.peak_bytes for node in trace.nodes), default=0)
+    return _forward_working_bytes(trace) + max(0, in_flight - trace.gathered_peak_bytes)
+
+
+def _forward_working_bytes(trace: Trace) -> int:
     change = [0] * (len(trace.operations) + 2)
     external = {value.storage for value in trace.values if value.operation is None}
     for value in trace.values:
         if value.operation is not None and value.storage not in external:
             change[value.operation] += value.nbytes
             change[value.dies + 1] -= value.nbytes
-    live = peak = 0
-    for step in change:
-        live += step
-        peak = max(peak, live)
-    return peak + max(
-        0, max((node.peak_bytes for node in trace.nodes), default=0) - trace.gathered_peak_bytes
-    )
+    return max(0, *accumulate(change))
 
 
-def _sample(
-    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, size: int,
-    quota_bytes: float, room_bytes: float = math.inf, resident: Any = None,
-) -> Sample:  # fmt: skip
-    """One micro-batch, watched and timed; `resident` is what there is beside it, to measure the
-    peak of both.
-    """
-    with meter(*resident) if resident is not None else contextlib.nullcontext() as live:
-        trace = _watch(model, loss_fn, batch, quota_bytes)
-    peak = 0 if live is None else live.peak_bytes
-    plain = None
-    if _plain_bytes(trace) < 0.95 * room_bytes:
-        # What is long is timed once more in turn with the other sizes, and that is enough.
-        plain = _time_plain(model, loss_fn, batch)
-        for _ in range(_rounds(trace) - 1 if plain < _LONG_SECONDS else 0):
-            plain = min(plain, _time_plain(model, loss_fn, batch))
-    return Sample(size, trace, plain, peak_bytes=peak)
-
-
-def _watched_again(
-    model: torch.nn.Module,
-    loss_fn: LossFunction,
-    batch: Any,
-    cut: _Cut,
-    samples: list[Sample],
-    quota_bytes: float,
-) -> list[Sample]:
-    """With the least seconds of several runs, for the two sizes whose operations a profile is made
-    of.
-    """
-    for place in range(max(0, len(samples) - 2), len(samples)):
-        one = samples[place]
-        trace = one.trace
-        try:
-            for _ in range(_rounds(trace) - 1):
-                trace = _least(
-                    trace, _watch(model, loss_fn, next(iter(cut(batch, one.size))), quota_bytes)
-                )
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise  # else one run must do
-        _pool(trace)
-        samples[place] = dataclasses.replace(one, trace=trace)
-    return samples
+def _forward_seconds(trace: Trace) -> float:
+    return sum(op.seconds for op in trace.operations)
 
 
 def _rounds(trace: Trace) -> int:
-    if sum(op.seconds for op in trace.operations) >= _SHORT_SECONDS:
-        return _ROUNDS
+    spent = _forward_seconds(trace)
+    if spent >= _SHORT_SECONDS:
+        return _ROUNDS if spent < _PLENTY_SECONDS else 1
     return max(_ROUNDS, min(_MORE_ROUNDS, _FEW_OPERATIONS // max(1, len(trace.operations))))
-
-
-def _watch(model: torch.nn.Module, loss_fn: LossFunction, batch: Any, quota_bytes: float) -> Trace:
-    with watching(model, quota_bytes) as trace:
-        try:
-            loss = run_part(loss_fn, model, batch).loss
-        except RuntimeError as error:
-            if not raised_by_functorch(error.__traceback__):
-                raise
-            raise UnsupportedOp(
-                "loss_fn uses torch.func, which does not let anybody see what autograd saves:"
-                f" {error} Use torch.autograd.grad(..., create_graph=True) there."
-            ) from error
-        trace.finish_forward()
-        torch.autograd.backward(loss)
-    trace.finish_backward()
-    drop_gradients(model)
-    return trace
-
-
-def _time_plain(model: torch.nn.Module, loss_fn: LossFunction, batch: Any) -> float:
-    started = seconds_now()
-    loss = run_part(loss_fn, model, batch).loss
-    torch.autograd.backward(loss)
-    wait_for(devices_of(model.parameters()))
-    seconds = seconds_now() - started
-    drop_gradients(model)
-    return seconds
 
 
 def _least(first: Trace, second: Trace) -> Trace:
     """The shorter of two measurements, operation by operation, where the two runs did the same."""
-    if [op.name for op in first.operations] == [op.name for op in second.operations]:
-        for a, b in zip(second.operations, first.operations, strict=True):
-            a.seconds = min(a.seconds, b.seconds)
-    if [node.name for node in first.nodes] == [node.name for node in second.nodes]:
-        for c, d in zip(second.nodes, first.nodes, strict=True):
-            c.seconds = min(c.seconds, d.seconds)
+    _keep_shorter(first.operations, second.operations)
+    _keep_shorter(first.nodes, second.nodes)
     return second
+
+
+def _keep_shorter(first: Sequence[_Timed], second: Sequence[_Timed]) -> None:
+    if [one.name for one in first] == [one.name for one in second]:
+        for old, new in zip(first, second, strict=True):
+            new.seconds = min(new.seconds, old.seconds)
 
 
 def _pool(trace: Trace) -> None:
     """Give operations that do the same on the same sizes the same seconds: the blocks of a model
     measure each other.
     """
-    sizes = [value.nbytes for value in trace.values]
-    alike: dict[Any, list[Any]] = {}
-    for op in trace.operations:
-        alike.setdefault((op.name, *(sizes[v] for v in (*op.inputs, *op.outputs))), []).append(op)
-    for node in trace.nodes:
-        taken = node.peak_bytes - node.before_bytes
-        alike.setdefault((node.name, taken, *(sizes[v] for v in node.needs)), []).append(node)
-    for group in alike.values():
+    for group in _alike(trace):
         # The lower quartile: what disturbs a measurement makes it longer, never shorter.
         usual = sorted(item.seconds for item in group)[(len(group) - 1) // 4]
         for item in group:
             item.seconds = usual
+
+
+def _alike(trace: Trace) -> Iterable[list[_Timed]]:
+    sizes = [value.nbytes for value in trace.values]
+    groups: dict[Any, list[_Timed]] = {}
+    for op in trace.operations:
+        key = (op.name, *[sizes[v] for v in (*op.inputs, *op.outputs)])
+        groups.setdefault(key, []).append(op)
+    for node in trace.nodes:
+        taken = node.peak_bytes - node.before_bytes
+        groups.setdefault((node.name, taken, *[sizes[v] for v in node.needs]), []).append(node)
+    return groups.values()

@@ -24,7 +24,7 @@ from gradfit.tape.listener import OperationListener
 from gradfit.units import format_bytes
 
 
-class _Storage(StorageWatch):
+class _CountedStorage(StorageWatch):
     __slots__ = ("nbytes",)
     nbytes: int
 
@@ -50,13 +50,15 @@ class Meter(OperationListener):
             [] if read_flag(timeline, "timeline") else None
         )
         self.device = read_device(device, "device") if device is not None else None
-        self._live: dict[int, _Storage] = {}
+        self._live: dict[int, _CountedStorage] = {}
         self._started = time.perf_counter()
         self._stop_hearing: list[Callable[[], None]] = []
         live = self._live
         this = weakref.ref(self)
 
-        def dead(storage: _Storage) -> None:  # must not hold the meter: every live storage would
+        def dead(
+            storage: _CountedStorage,
+        ) -> None:  # must not hold the meter: every live storage would
             if live.get(storage.key) is storage:
                 del live[storage.key]
                 meter = this()
@@ -109,20 +111,19 @@ class Meter(OperationListener):
             return None
         return int(torch.accelerator.max_memory_allocated())
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and count what it returns."""
         out = func(*args, **kwargs)
+        self._see_all(out)
+        return out
+
+    def _see_all(self, out: Any) -> None:
+        """Count what an operation returned: a tensor, or lists of them."""
         if isinstance(out, torch.Tensor):
             self._see(out)
         elif isinstance(out, list | tuple):
             for item in out:
-                if isinstance(item, torch.Tensor):
-                    self._see(item)
-                elif isinstance(item, list | tuple):
-                    for inner in item:
-                        if isinstance(inner, torch.Tensor):
-                            self._see(inner)
-        return out
+                self._see_all(item)
 
     def _see(self, tensor: torch.Tensor) -> None:
         if type(tensor) is not torch.Tensor:
@@ -132,27 +133,33 @@ class Meter(OperationListener):
         try:
             key = storage_key(tensor)
         except (RuntimeError, NotImplementedError):
-            for part in _parts(tensor):
-                self._see(part)
+            self._see_all(_parts(tensor))
             return
-        known = self._live.get(key)
-        if known is not None:
-            if known.nbytes != (now := tensor.untyped_storage().nbytes()):  # resized in place
-                self._change(now - known.nbytes)
-                known.nbytes = now
-                if self.events is not None:
-                    self.events += [(key, -1, -1), (key, now, _index(tensor))]
-            return
-        if self.device is not None and tensor.device.type != self.device.type:
-            return
+        counted = self._live.get(key)
+        if counted is not None:
+            self._resize(counted, tensor)
+        elif self.device is None or tensor.device.type == self.device.type:
+            self._count(key, tensor)
+
+    def _resize(self, counted: _CountedStorage, tensor: torch.Tensor) -> None:
+        """Count a storage that was resized in place with its new size."""
+        nbytes = tensor.untyped_storage().nbytes()
+        if counted.nbytes != nbytes:
+            self._change(nbytes - counted.nbytes)
+            counted.nbytes = nbytes
+            if self.events is not None:
+                key = counted.key
+                self.events += [(key, -1, -1), (key, nbytes, tensor.get_device())]
+
+    def _count(self, key: int, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        entry = watch_storage(storage, self._dead, _Storage)
+        entry = watch_storage(storage, self._dead, _CountedStorage)
         entry.key = key
         entry.nbytes = storage.nbytes()
         self._live[key] = entry
         self._change(entry.nbytes)
         if self.events is not None:
-            self.events.append((key, entry.nbytes, _index(tensor)))
+            self.events.append((key, entry.nbytes, tensor.get_device()))
 
     def _change(self, nbytes: int) -> None:
         self.current_bytes += nbytes
@@ -160,10 +167,6 @@ class Meter(OperationListener):
             self.peak_bytes = self.current_bytes
         if self.timeline is not None:
             self.timeline.append((time.perf_counter() - self._started, self.current_bytes))
-
-
-def _index(tensor: torch.Tensor) -> int:
-    return tensor.get_device()
 
 
 def meter(*watch: Any, timeline: bool = False, device: str | torch.device | None = None) -> Meter:
@@ -185,9 +188,9 @@ def meter(*watch: Any, timeline: bool = False, device: str | torch.device | None
     (4096, 8192)
     """
     _check_device(device)
-    made = Meter(timeline=timeline, device=device)
-    made.watch(*watch)
-    return made
+    live = Meter(timeline=timeline, device=device)
+    live.watch(*watch)
+    return live
 
 
 def _check_device(device: str | torch.device | None) -> None:
@@ -200,12 +203,10 @@ def _check_device(device: str | torch.device | None) -> None:
         raise MisuseError(
             f"device={device!r} is not a device ({error}). Pass for example device='cpu'."
         ) from None
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if (
-        kind not in ("cpu", "meta")
-        and not inside_fake_mode()
-        and (here is None or here.type != kind)
-    ):
+    if kind in ("cpu", "meta") or inside_fake_mode():
+        return
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if here is None or here.type != kind:
         there = "the CPU alone" if here is None else f"the CPU and {here.type}"
         raise MisuseError(
             f"device={device!r} is not on this machine, which has {there}. Leave device out, or"
@@ -225,31 +226,29 @@ def tensors_in(nest: Any) -> Iterable[torch.Tensor]:
         if nest.is_leaf and nest.grad is not None:
             yield distributed.local_part(nest.grad)
     elif isinstance(nest, torch.nn.Module):
-        for parameter in nest.parameters():
-            yield from tensors_in(parameter)
+        yield from tensors_in(list(nest.parameters()))
         yield from nest.buffers()
         yield from fsdp.gathered_tensors(fsdp.units_of(nest))
     elif isinstance(nest, torch.optim.Optimizer):
-        for group in nest.param_groups:
-            for parameter in group["params"]:
-                yield from tensors_in(parameter)
+        yield from tensors_in([group["params"] for group in nest.param_groups])
         yield from tensors_in(list(nest.state.values()))
-    elif isinstance(nest, dict) or (hasattr(nest, "values") and hasattr(nest, "keys")):
-        for item in nest.values():
+    elif not isinstance(nest, str | bytes | int | float | complex | bool | None):
+        for item in _items_of(nest):
             yield from tensors_in(item)
-    elif isinstance(nest, list | tuple | set | frozenset):
-        for item in nest:
-            yield from tensors_in(item)
-    elif nest is not None and not isinstance(nest, str | bytes | int | float | complex | bool):
-        fields = getattr(nest, "__dict__", None)
-        if fields is None:
-            raise MisuseError(
-                f"watch: meter() cannot look for tensors in {type(nest).__name__}. Pass its"
-                " tensors."
-            )
-        yield from tensors_in(
-            [v for v in fields.values() if isinstance(v, torch.Tensor | list | tuple | dict)]
+
+
+def _items_of(nest: Any) -> Iterable[Any]:
+    """What a collection holds, or the fields of any other object that may hold tensors."""
+    if isinstance(nest, dict) or (hasattr(nest, "values") and hasattr(nest, "keys")):
+        return list(nest.values())
+    if isinstance(nest, list | tuple | set | frozenset):
+        return nest
+    fields = getattr(nest, "__dict__", None)
+    if fields is None:
+        raise MisuseError(
+            f"watch: meter() cannot look for tensors in {type(nest).__name__}. Pass its tensors."
         )
+    return [v for v in fields.values() if isinstance(v, torch.Tensor | list | tuple | dict)]
 
 
 def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

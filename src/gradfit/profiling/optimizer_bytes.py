@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,14 @@ class OptimizerCost(NamedTuple):
     burst_bytes: int  # temporaries of one step()
     seconds: float
 
+    def and_then(self, other: OptimizerCost) -> OptimizerCost:
+        """Of two groups that are stepped one after the other."""
+        return OptimizerCost(
+            self.state_bytes + other.state_bytes,
+            max(self.burst_bytes, other.burst_bytes),
+            self.seconds + other.seconds,
+        )
+
 
 def optimizer_cost(
     optimizer: Any,
@@ -39,44 +47,66 @@ def optimizer_cost(
     a shard, a fake one. The state that the optimizer has already is then not what is asked for.
     """
     make = stand_in or torch.zeros_like
-    state = burst = 0
-    seconds = 0.0
+    existing = {} if stand_in is not None else getattr(optimizer, "state", {})
+    cost = OptimizerCost(0, 0, 0.0)
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.requires_grad]
-        seen: dict[Any, OptimizerCost] = {}
-        costs = []
-        for parameter in trained:
-            kind = (parameter.shape, parameter.dtype, parameter.device)
-            if kind not in seen:
-                seen[kind] = _step_alone(optimizer, group, [make(parameter)], clock)
-            costs.append(seen[kind])
-            existing = (
-                optimizer.state.get(parameter)
-                if stand_in is None and hasattr(optimizer, "state")
-                else None
-            )
-            state += _bytes(existing) if existing else seen[kind].state_bytes
-        if not trained:
-            continue
-        bursts = [cost.burst_bytes for cost in costs]
-        small = min(
-            range(len(trained)), key=lambda at: (not bursts[at], bursts[at], trained[at].numel())
-        )
-        alike = [make(trained[small]) for _ in range(6)]
-        few, many = (_step_alone(optimizer, group, some, clock) for some in (alike[::2], alike))
-        # what a step takes that is not any parameter's
-        call = max(0.0, 2 * few.seconds - many.seconds)
-        seconds += call + sum(max(0.0, cost.seconds - call) for cost in costs)
-        if not bursts[small]:
-            continue
-        if _is_together(group, few, many, elsewhere=trained[0].device.type != "cpu"):
-            burst = max(burst, sum(bursts))
-            continue
-        for row in _worst_rows(trained, bursts):
-            burst = max(
-                burst, _step_alone(optimizer, group, [make(one) for one in row], clock).burst_bytes
-            )
+        if trained:
+            probe = _Probe(optimizer, group, make, clock)
+            cost = cost.and_then(_cost_of_group(probe, trained, existing))
+    return cost
+
+
+class _Probe(NamedTuple):
+    """Steps a copy of the optimizer, with stand-ins for parameters of one group."""
+
+    optimizer: Any
+    group: dict[str, Any]
+    make: Callable[[torch.Tensor], torch.Tensor]
+    clock: Callable[[], float]
+
+    def step(self, parameters: list[torch.Tensor]) -> OptimizerCost:
+        contents = [self.make(parameter) for parameter in parameters]
+        return _step_alone(self.optimizer, self.group, contents, self.clock)
+
+
+def _cost_of_group(
+    probe: _Probe, trained: list[torch.Tensor], existing: Mapping[torch.Tensor, Any]
+) -> OptimizerCost:
+    costs = _cost_of_each(probe, trained)
+    state = sum(
+        _bytes(existing.get(parameter)) or cost.state_bytes
+        for parameter, cost in zip(trained, costs, strict=True)
+    )
+    bursts = [cost.burst_bytes for cost in costs]
+    small = trained[_least_that_bursts(trained, bursts)]
+    few, many = probe.step([small] * 3), probe.step([small] * 6)
+    # what a step takes that is not any parameter's
+    call = max(0.0, 2 * few.seconds - many.seconds)
+    seconds = call + sum(max(0.0, cost.seconds - call) for cost in costs)
+    if not any(bursts):
+        return OptimizerCost(state, 0, seconds)
+    if _is_together(probe.group, few, many, elsewhere=trained[0].device.type != "cpu"):
+        return OptimizerCost(state, sum(bursts), seconds)
+    burst = max(probe.step(row).burst_bytes for row in _worst_rows(trained, bursts))
     return OptimizerCost(state, burst, seconds)
+
+
+def _cost_of_each(probe: _Probe, trained: list[torch.Tensor]) -> list[OptimizerCost]:
+    """Of each parameter alone; those of one kind cost the same."""
+    kinds = [(parameter.shape, parameter.dtype, parameter.device) for parameter in trained]
+    costs: dict[Any, OptimizerCost] = {}
+    for kind, parameter in zip(kinds, trained, strict=True):
+        if kind not in costs:
+            costs[kind] = probe.step([parameter])
+    return [costs[kind] for kind in kinds]
+
+
+def _least_that_bursts(trained: list[torch.Tensor], bursts: list[int]) -> int:
+    """The parameter that takes the fewest bytes for a moment, and some if any does."""
+    return min(
+        range(len(trained)), key=lambda at: (not bursts[at], bursts[at], trained[at].numel())
+    )
 
 
 def _is_together(
@@ -110,9 +140,8 @@ def probe_of(optimizer: Any, group: dict[str, Any], stand_ins: list[torch.nn.Par
     stepped yet.
     """
     probe = copy.copy(optimizer)  # by what a checkpoint has of it
-    shared = {
-        id(parameter): parameter for one in optimizer.param_groups for parameter in one["params"]
-    }
+    trained = [parameter for one in optimizer.param_groups for parameter in one["params"]]
+    shared = {id(parameter): parameter for parameter in trained}
     for name, own in vars(optimizer).items():
         # a model, or the `step` that a scheduler puts there
         if name not in vars(probe) and not callable(own):

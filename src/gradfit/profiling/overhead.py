@@ -15,9 +15,9 @@ import torch
 
 from gradfit.choices import KEEP, REBUILD, Choice
 from gradfit.profiling.clock import seconds_now
-from gradfit.tape.graph import Segment
-from gradfit.tape.policy import ALL_KEPT, Decision
-from gradfit.tape.record import Recorder
+from gradfit.tape.decisions import ALL_KEPT, TapeDecision
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.values import Segment
 
 _LINKS, _OPERATIONS_PER_LINK, _ROUNDS = 30, 3, 9
 
@@ -35,8 +35,8 @@ class _Always:
     def __init__(self, choice: Choice) -> None:
         self._choice = choice
 
-    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
-        return ALL_KEPT if self._choice is KEEP else Decision((self._choice,) * len(results))
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> TapeDecision:
+        return ALL_KEPT if self._choice is KEEP else TapeDecision((self._choice,) * len(results))
 
 
 @functools.cache

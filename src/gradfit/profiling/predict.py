@@ -39,11 +39,15 @@ from gradfit.profiling.optimizer_bytes import OptimizerCost, optimizer_cost
 from gradfit.profiling.profile import Hardware, Profile
 from gradfit.profiling.roofline import Roofline, Stopwatch, this_machine
 from gradfit.profiling.shapes import Shapes, emptied
+from gradfit.profiling.tile_choices import tile_choices
 from gradfit.profiling.trace import Trace
-from gradfit.tree import map_tensors
+from gradfit.tiling.tile import with_tiles
+from gradfit.tiling.tiles import Tiles
+from gradfit.tree import map_tensors, split_batch
 from gradfit.units import format_bytes
 
 _TIMES = 8
+_CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential)
 # a core's, where seconds are only compared with each other
 _SOME = Hardware(memory=1, flops=5e10, bandwidth=1e10)
 
@@ -56,20 +60,22 @@ def predict(
     *,
     hardware: Hardware | None = None,
     split: Callable[[Any, int], Iterable[Any]] | None = None,
+    tile: bool = True,
 ) -> Profile:
     """What one step would do on `hardware`, found without running it; without `hardware`, on this
     machine.
 
     The model may be on the meta device, or be a real one, which is neither copied nor changed.
     Parameters on the meta device are taken to be on the accelerator, where torch sees one, and on
-    the CPU otherwise.
+    the CPU otherwise. With `tile`, the step with lazy logits is predicted, too (`Profile.tiled`);
+    whether a module treats each token by itself cannot be told from shapes.
 
     >>> from torch import nn
     >>> with torch.device("meta"):
     ...     model = nn.Sequential(nn.Linear(50_000, 50_000), nn.GELU(), nn.Linear(50_000, 1))
     >>> batch, machine = torch.ones(4, 50_000), Hardware("80 GiB")
-    >>> found = predict(model, lambda m, x: m(x).square().mean(), batch, hardware=machine)
-    >>> found.predicted, found.parameter_bytes
+    >>> expected = predict(model, lambda m, x: m(x).square().mean(), batch, hardware=machine)
+    >>> expected.predicted, expected.parameter_bytes
     (True, 10000400004)
     """
     rows = count_rows(sample_batch, split, "sample_batch", fake=True)
@@ -80,26 +86,37 @@ def predict(
     roofline = Roofline(hardware)
     shapes = Shapes()
     generators = Generators()
+    profiles: list[Profile] = []
     try:
         cost = _optimizer_cost(optimizer, shapes.fake, roofline, device, hardware.devices)
         with outside_fake_mode(), emptied(model, shapes, device) as empty:
-            samples = [
-                _sample(model, loss_fn, batch, size, shapes, roofline)
-                for size, batch in _batches(sample_batch, rows, split, empty)
-            ]
+            batches = list(_batches(sample_batch, rows, split, empty))
+            choices: tuple[Tiles, ...] = ()
+            if tile:
+                row = next(iter((split or split_batch)(sample_batch, 1)))
+                with shapes:
+                    row = map_tensors(row, lambda tensor: empty(tensor, 1))
+                    choices = tile_choices(model, loss_fn, row).tiles
+            for tiles in (None, *choices):
+                samples = [
+                    _sample(model, with_tiles(loss_fn, tiles), batch, size, shapes, roofline)
+                    for size, batch in batches
+                ]
+                one = assemble(
+                    model, sample_batch, rows, samples, cost, host_bandwidth=hardware.host_bandwidth
+                )
+                profiles.append(replace(one, tiles=tiles))
     finally:
         generators.restore()
-    made = assemble(
-        model, sample_batch, rows, samples, cost, host_bandwidth=hardware.host_bandwidth
-    )
-    return replace(
-        _sharded(made, model, hardware.devices),
-        device=hardware.name or _describe(hardware),
-        predicted=True,
-    )
+    name = hardware.name or _describe(hardware)
+    profiles = [
+        replace(_sharded(one, model, hardware.devices), device=name, predicted=True)
+        for one in profiles
+    ]
+    return replace(profiles[0], tiled=tuple(profiles[1:]))
 
 
-def foreseen(
+def extrapolated(
     model: torch.nn.Module, loss_fn: LossFunction, parts: list[tuple[int, Any]], run: Sample
 ) -> list[Sample]:
     """The second of two micro-batches, each with its rows, of which there was room to run the first
@@ -115,27 +132,37 @@ def foreseen(
         # where the data decide what is done, the user's own code fails on shapes, in any way it
         # likes
         return []
-    made = [[v.nbytes for v in one.trace.values if v.operation is not None] for one in (small, run)]
-    if made[0] != made[1] or not all(
-        same_structure(one.trace, large.trace) for one in (small, run)
-    ):
+    if not _did_the_same(small, run, large):
         return []
-    for ran, little, much in zip(
-        run.trace.operations, small.trace.operations, large.trace.operations, strict=True
-    ):
+    _grow(run.trace, small.trace, large.trace)
+    return [replace(large, plain_seconds=None, extrapolated=True)]
+
+
+def _did_the_same(small: Sample, run: Sample, large: Sample) -> bool:
+    """Whether shapes of the rows that were run tell of the same values, and more rows do the
+    same.
+    """
+    return (
+        _sizes(small.trace) == _sizes(run.trace)
+        and same_structure(small.trace, large.trace)
+        and same_structure(run.trace, large.trace)
+    )
+
+
+def _sizes(trace: Trace) -> list[int]:
+    return [value.nbytes for value in trace.values if value.operation is not None]
+
+
+def _grow(run: Trace, small: Trace, large: Trace) -> None:
+    """Seconds of the large one from those that were measured, and what only a real run shows."""
+    for ran, little, much in zip(run.operations, small.operations, large.operations, strict=True):
         much.seconds = ran.seconds * _growth(little.seconds, much.seconds)
-    for node, before, after in zip(
-        run.trace.nodes, small.trace.nodes, large.trace.nodes, strict=True
-    ):
+    for node, before, after in zip(run.nodes, small.nodes, large.nodes, strict=True):
         after.seconds = node.seconds * _growth(before.seconds, after.seconds)
         # what only a real run shows does not grow
-        for name in ("before_bytes", "peak_bytes", "after_bytes"):
-            setattr(
-                after,
-                name,
-                getattr(after, name) + max(0, getattr(node, name) - getattr(before, name)),
-            )
-    return [replace(large, plain_seconds=None, foreseen=True)]
+        after.before_bytes += max(0, node.before_bytes - before.before_bytes)
+        after.peak_bytes += max(0, node.peak_bytes - before.peak_bytes)
+        after.after_bytes += max(0, node.after_bytes - before.after_bytes)
 
 
 def _on_shapes(
@@ -171,14 +198,14 @@ class _FakeTrace(Trace):
         self._roofline = roofline
         self._aside = False
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """As for a trace of a real run."""
         # a fake tensor asks for its device like this, again and again
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
         if self._aside:
             return func(*args, **kwargs)
-        return super()._hear(func, args, kwargs)
+        return super()._observe(func, args, kwargs)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, float]:
         out = func(*args, **kwargs)
@@ -271,42 +298,48 @@ def _optimizer_cost(
         return optimizer_cost(optimizer, stand_in=shard, clock=lambda: watch.seconds)
 
 
-def _sharded(made: Profile, model: torch.nn.Module, devices: int) -> Profile:
+def _sharded(whole: Profile, model: torch.nn.Module, devices: int) -> Profile:
     if devices == 1:
-        return made
+        return whole
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     units = _units(model)
-    largest = max(sum(p.nbytes for p in unit) for unit in units)
-    gathered = min(2 * largest, sum(p.nbytes for p in parameters))
-    reduced = max(sum(p.nbytes for p in unit if p.requires_grad) for unit in units)
+    gathered = min(2 * max(map(_nbytes, units)), _nbytes(parameters))
+    reduced = max(_nbytes([p for p in unit if p.requires_grad]) for unit in units)
     return replace(
-        made,
-        parameter_bytes=sum(_shard_bytes(p, devices) for p in parameters) + gathered,
-        gradient_bytes=sum(_shard_bytes(p, devices) for p in trained) + reduced,
+        whole,
+        parameter_bytes=_shard_bytes(parameters, devices) + gathered,
+        gradient_bytes=_shard_bytes(trained, devices) + reduced,
         nodes=tuple(
-            replace(node, gradient_bytes=node.gradient_bytes // devices) for node in made.nodes
+            replace(node, gradient_bytes=node.gradient_bytes // devices) for node in whole.nodes
         ),
     )
 
 
+def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 def _units(model: torch.nn.Module) -> list[list[torch.Tensor]]:
     """The parameters in the groups in which they would be gathered; see the top of this file."""
-    containers = (torch.nn.ModuleList, torch.nn.Sequential)
+    containers = [(n, m) for n, m in model.named_modules() if isinstance(m, _CONTAINERS)]
     items = {
         f"{name}.{key}" if name else key
-        for name, module in model.named_modules()
-        if isinstance(module, containers)
-        for key, child in module.named_children()
-        if not isinstance(child, containers)
+        for name, container in containers
+        for key, child in container.named_children()
+        if not isinstance(child, _CONTAINERS)
     }
     units: dict[str, list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
-        unit = next((prefix for prefix in prefixes if prefix in items), name.rpartition(".")[0])
-        units.setdefault(unit, []).append(parameter)
+        units.setdefault(_unit_of(name, items), []).append(parameter)
     return list(units.values())
+
+
+def _unit_of(name: str, items: set[str]) -> str:
+    """The item of a container that a parameter is in, or else its module."""
+    parts = name.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
+    return next((prefix for prefix in prefixes if prefix in items), name.rpartition(".")[0])
 
 
 def _shard_shape(parameter: torch.Tensor, devices: int) -> tuple[int, ...]:
@@ -315,8 +348,8 @@ def _shard_shape(parameter: torch.Tensor, devices: int) -> tuple[int, ...]:
     return (math.ceil(parameter.size(0) / devices), *parameter.shape[1:])
 
 
-def _shard_bytes(parameter: torch.Tensor, devices: int) -> int:
-    return math.prod(_shard_shape(parameter, devices)) * parameter.element_size()
+def _shard_bytes(parameters: Iterable[torch.Tensor], devices: int) -> int:
+    return sum(math.prod(_shard_shape(p, devices)) * p.element_size() for p in parameters)
 
 
 def _describe(hardware: Hardware) -> str:

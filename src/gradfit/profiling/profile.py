@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
+from operator import add
 
 from gradfit import records
 from gradfit.arguments import read_count, read_instance, read_number
@@ -218,26 +220,30 @@ class Profile:
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        known = len(self.values)
         for index, op in enumerate(self.operations):
-            if any(not 0 <= v < known for v in (*op.inputs, *op.outputs, *op.overwrites)):
-                raise StateError(
-                    f"Operation {index} ({op.name}) names a value that is not in the profile's"
-                    f" {known}."
-                )
-            if any(self.values[v].operation != index for v in op.outputs):
-                raise StateError(
-                    f"Operation {index} ({op.name}) has an output that says another operation"
-                    " made it."
-                )
-            if any(_made_at(self.values[v]) >= index for v in (*op.inputs, *op.overwrites)):
-                raise StateError(f"Operation {index} ({op.name}) reads a value before it is made.")
+            self._check_operation(index, op)
         for index, node in enumerate(self.nodes):
-            if any(not 0 <= v < known for v in node.needs):
+            if not self._has_values(node.needs):
                 raise StateError(
                     f"Node {index} ({node.name}) needs a value that is not in the profile's"
-                    f" {known}."
+                    f" {len(self.values)}."
                 )
+
+    def _check_operation(self, index: int, op: Operation) -> None:
+        if not self._has_values((*op.inputs, *op.outputs, *op.overwrites)):
+            raise StateError(
+                f"Operation {index} ({op.name}) names a value that is not in the profile's"
+                f" {len(self.values)}."
+            )
+        if any(self.values[v].operation != index for v in op.outputs):
+            raise StateError(
+                f"Operation {index} ({op.name}) has an output that says another operation made it."
+            )
+        if any(_made_at(self.values[v]) >= index for v in (*op.inputs, *op.overwrites)):
+            raise StateError(f"Operation {index} ({op.name}) reads a value before it is made.")
+
+    def _has_values(self, numbers: tuple[int, ...]) -> bool:
+        return all(0 <= number < len(self.values) for number in numbers)
 
     def at(self, batch_size: int, *, accumulates: bool = True, rows: int | None = None) -> Graph:
         """Every number at this micro-batch size, for the solvers; `rows` is the whole batch, all of
@@ -251,33 +257,9 @@ class Profile:
             accumulates: whether the update has several micro-batches.
             rows: rows of the whole batch; None: of one micro-batch.
         """
-        external = {value.storage for value in self.values if value.operation is None}
-        nbytes = [0 if v.operation is None else round(v.nbytes.at(batch_size)) for v in self.values]
-        held = [
-            0 if v.storage in external else size
-            for v, size in zip(self.values, nbytes, strict=True)
-        ]
-        for op in self.operations:
-            storages: set[int] = set()
-            # one that writes to several parts of a storage: the storage is there once
-            for value in op.outputs:
-                held[value] = 0 if self.values[value].storage in storages else held[value]
-                storages.add(self.values[value].storage)
-        before, peak, after = (
-            [round(getattr(node, name).at(batch_size)) for node in self.nodes]
-            for name in ("before_bytes", "peak_bytes", "after_bytes")
-        )
-        # Of operations alike, the early ones are rebuilt: after the last that is, nothing need be
-        # recorded.
-        early = 0.1 * self.record_overhead_seconds / max(1, len(self.operations))
+        nbytes = [_own_bytes(value, batch_size) for value in self.values]
         late = 0 if accumulates else sum(node.gradient_bytes for node in self.nodes)
-        if late:
-            made = 0
-            for index, node in enumerate(self.nodes):
-                before[index] += made
-                peak[index] += made
-                made += node.gradient_bytes
-                after[index] += made
+        before, peak, after = self._bytes_of_nodes(batch_size, gradients_come=late > 0)
         static = {
             "parameters": self.parameter_bytes,
             "gradients": max(0, self.gradient_bytes - late),
@@ -288,17 +270,14 @@ class Profile:
         }
         return Graph(
             nbytes=nbytes,
-            held_bytes=held,
-            producer=[-1 if v.operation is None else v.operation for v in self.values],
+            held_bytes=self._held_bytes(nbytes),
+            producer=[_made_at(v) for v in self.values],
             dies=[v.dies for v in self.values],
             overwritten=[v.overwritten for v in self.values],
             op_inputs=[op.inputs for op in self.operations],
             op_outputs=[op.outputs for op in self.operations],
             op_overwrites=[op.overwrites for op in self.operations],
-            op_seconds=[
-                op.seconds.at(batch_size) + self.replay_overhead_seconds + early * index
-                for index, op in enumerate(self.operations)
-            ],
+            op_seconds=self._replay_seconds(batch_size),
             op_workspace=[round(op.workspace_bytes.at(batch_size)) for op in self.operations],
             op_replayable=[op.replayable for op in self.operations],
             node_needs=[node.needs for node in self.nodes],
@@ -313,6 +292,57 @@ class Profile:
             static_breakdown=static,
             op_gathered=[op.gathered_bytes for op in self.operations],
             plain_needs=self.plain_needs,
+        )
+
+    def _held_bytes(self, nbytes: list[int]) -> list[int]:
+        """What keeping each value costs: nothing where its storage is there anyway, or is counted
+        by another result of the same operation, which wrote to several parts of it.
+        """
+        held = list(nbytes)
+        external = {value.storage for value in self.values if value.operation is None}
+        for number, value in enumerate(self.values):
+            if value.storage in external:
+                held[number] = 0
+        for op in self.operations:
+            for number in self._further_parts(op):
+                held[number] = 0
+        return held
+
+    def _further_parts(self, op: Operation) -> list[int]:
+        """Results in a storage that an earlier result of the operation is in."""
+        first: dict[int, int] = {}
+        for number in op.outputs:
+            first.setdefault(self.values[number].storage, number)
+        return [number for number in op.outputs if number not in first.values()]
+
+    def _replay_seconds(self, batch_size: int) -> list[float]:
+        """Of each operation that is run again.
+
+        A tiny cost that grows with position makes the earlier of two equal operations be rebuilt,
+        so that recording stops sooner.
+        """
+        later = 0.1 * self.record_overhead_seconds / max(1, len(self.operations))
+        return [
+            op.seconds.at(batch_size) + self.replay_overhead_seconds + later * index
+            for index, op in enumerate(self.operations)
+        ]
+
+    def _bytes_of_nodes(
+        self, batch_size: int, *, gradients_come: bool
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Bytes in flight before, during and after each node; with the gradients made so far, if
+        these do not exist from the start.
+        """
+        before = [round(node.before_bytes.at(batch_size)) for node in self.nodes]
+        peak = [round(node.peak_bytes.at(batch_size)) for node in self.nodes]
+        after = [round(node.after_bytes.at(batch_size)) for node in self.nodes]
+        if not gradients_come:
+            return before, peak, after
+        gradients = [0, *accumulate(node.gradient_bytes for node in self.nodes)]
+        return (
+            list(map(add, before, gradients)),
+            list(map(add, peak, gradients)),
+            list(map(add, after, gradients[1:])),
         )
 
     def in_tiles(self, tiles: Tiles | None) -> Profile:
@@ -332,18 +362,15 @@ class Profile:
         write makes a new value of the whole, and the old one has to be rebuilt; plain autograd has
         the part that it needs in the last.
         """
-        if not self.runs_plain or not any(
-            self.values[v].overwritten for node in self.nodes for v in node.needs
-        ):
+        if not self.runs_plain or not self._nodes_need_what_is_written_over():
             return None
         last = {value.storage: number for number, value in enumerate(self.values)}
-        return [
-            tuple(
-                v if self.values[v].operation is None else last[self.values[v].storage]
-                for v in node.needs
-            )
-            for node in self.nodes
-        ]
+        own = [number for number, value in enumerate(self.values) if value.operation is not None]
+        newest = {number: last[self.values[number].storage] for number in own}
+        return [tuple([newest.get(number, number) for number in node.needs]) for node in self.nodes]
+
+    def _nodes_need_what_is_written_over(self) -> bool:
+        return any(self.values[v].overwritten for node in self.nodes for v in node.needs)
 
     def forward_seconds(self, batch_size: int) -> float:
         """Of all operations of the forward, one by one.
@@ -427,6 +454,10 @@ def _between(points: tuple[tuple[int, float], ...], size: int) -> float:
     line = Linear.through(low, high)
     is_sound = low != high and line.fixed >= 0 and line.per_item >= 0
     return line.at(size) if is_sound else near[1] * size / near[0]
+
+
+def _own_bytes(value: Value, batch_size: int) -> int:
+    return 0 if value.operation is None else round(value.nbytes.at(batch_size))
 
 
 def _made_at(value: Value) -> int:

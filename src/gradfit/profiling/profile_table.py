@@ -67,18 +67,19 @@ def describe(profile: Profile) -> str:
         "bytes: " + ", ".join(f"{name} {format_bytes(count)}" for name, count in totals.items()),
     ]
     for attribute, title in (("module", "module"), ("source", "source line")):
-        saved, seconds = saved_by(profile, attribute), seconds_by(profile, attribute)
-        names = sorted(saved.keys() | seconds.keys(), key=lambda name: (-saved.get(name, 0), name))
-        rows = [
-            (
-                name or "(none)",
-                format_bytes(saved.get(name, 0)),
-                format_seconds(seconds.get(name, 0.0)),
-            )
-            for name in names[:_ROWS]
-        ]
-        lines += ["", *columns([(title, "saved", "forward"), *rows])]
+        rows = [(title, "saved", "forward"), *_largest(profile, attribute)]
+        lines += ["", *columns(rows)]
     return "\n".join(lines)
+
+
+def _largest(profile: Profile, attribute: str) -> list[tuple[str, str, str]]:
+    """Where most is saved: the name, the bytes, and the seconds of the forward there."""
+    saved, seconds = saved_by(profile, attribute), seconds_by(profile, attribute)
+    names = sorted(saved.keys() | seconds.keys(), key=lambda name: (-saved.get(name, 0), name))
+    return [
+        (name or "(none)", format_bytes(saved.get(name, 0)), format_seconds(seconds.get(name, 0.0)))
+        for name in names[:_ROWS]
+    ]
 
 
 def columns(rows: Iterable[tuple[str, ...]]) -> list[str]:
@@ -88,11 +89,7 @@ def columns(rows: Iterable[tuple[str, ...]]) -> list[str]:
     ['a          bytes', 'long name      1']
     """
     table = list(rows)
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
+    first, *others = [max(map(len, column)) for column in zip(*table, strict=True)]
     return [
-        "  ".join(
-            cell.ljust(w) if i == 0 else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in table
+        "  ".join([name.ljust(first), *map(str.rjust, cells, others)]) for name, *cells in table
     ]

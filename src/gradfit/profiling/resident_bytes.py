@@ -20,9 +20,12 @@ def gradient_bytes(model: torch.nn.Module) -> int:
     """
     units = fsdp.units_of(model)
     sharded = {id(tensor) for unit in units for tensor, _ in fsdp.sharded_parameters(unit)}
-    plain = {id(p): p for p in model.parameters() if p.requires_grad and id(p) not in sharded}
-    sizes = [p.numel() * (p.grad_dtype or p.dtype).itemsize for p in plain.values()]
-    return sum(sizes) + sum(fsdp.gradient_bytes(unit) for unit in units)
+    whole = [p for p in model.parameters() if p.requires_grad and id(p) not in sharded]
+    return sum(map(_whole_gradient_bytes, whole)) + sum(map(fsdp.gradient_bytes, units))
+
+
+def _whole_gradient_bytes(parameter: torch.Tensor) -> int:
+    return parameter.numel() * (parameter.grad_dtype or parameter.dtype).itemsize
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from gradfit._torch import overloads_of
 from gradfit._torch_listen import DispatchMode
 from gradfit.profiling.profile import Hardware
-from gradfit.tape.ops import info_of
+from gradfit.tape.operators import info_of
 from gradfit.tape.storage import flatten
 
 LAUNCH_SECONDS = 5e-6  # between one operation and the next, when nothing else takes longer

@@ -19,7 +19,7 @@ from gradfit._torch_listen import DispatchMode
 from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.errors import UnsupportedOp
 from gradfit.source_line import source_line
-from gradfit.tape.ops import info_of
+from gradfit.tape.operators import info_of
 from gradfit.tape.storage import flatten, written_tensors
 
 _LARGEST_BYTES = 64 << 20  # of a tensor of whole numbers that is really made
@@ -35,28 +35,20 @@ class Shapes(DispatchMode):
         super().__init__()
         self.fake = fake_mode()
         # By address: storages of whole numbers into which something unknown was written.
-        self._lost: dict[int, StorageWatch] = {}
+        self._unknown: dict[int, StorageWatch] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [
-            item
-            for item in flatten([args, list(kwargs.values())])
-            if isinstance(item, torch.Tensor)
-        ]
-        if not all(map(self._is_known, tensors)):
-            return self._unknown(func, args, kwargs)
+        if not all(map(self._is_known, _tensors_in([args, list(kwargs.values())]))):
+            return self._on_shapes(func, args, kwargs)
         try:
             with self.fake:
                 out = func(*args, **kwargs)
         except NEEDS_CONTENT:
             return func(*args, **kwargs)
-        results = [item for item in flatten([out]) if isinstance(item, torch.Tensor)]
-        if all(_is_whole(item) and item.nbytes <= _LARGEST_BYTES for item in results):
-            return func(*args, **kwargs)
-        return out
+        return func(*args, **kwargs) if all(map(_can_be_made, _tensors_in([out]))) else out
 
-    def _unknown(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _on_shapes(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             with self.fake:
                 out = func(*args, **kwargs)
@@ -72,30 +64,33 @@ class Shapes(DispatchMode):
                 " known"
             )
             raise UnsupportedOp(_message(func, reason)) from None
-        except (
-            RuntimeError,
-            NotImplementedError,
-        ) as error:  # fake kernels are stricter than real ones here and there
+        # fake kernels are stricter than real ones here and there
+        except (RuntimeError, NotImplementedError) as error:
             reason = f"failed on fake tensors: {str(error).rstrip('.')}"
             raise UnsupportedOp(_message(func, reason, "If real ones pass, measure")) from error
+        return self._with_real_targets(func, args, kwargs, out)
+
+    def _with_real_targets(self, func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        """What an operation returned, where it wrote to whole numbers: these, whose content is
+        unknown from now on, and not the fake ones that stood in for them.
+        """
         info = info_of(func)
-        if info.writes:
-            for target in written_tensors(info, args, kwargs):
-                if not isinstance(target, FakeTensor):
-                    self._lose(target)
-                    # not the fake one that stood in for it
-                    out = target if isinstance(out, torch.Tensor) else out
+        targets = written_tensors(info, args, kwargs) if info.writes else []
+        for target in targets:
+            if not isinstance(target, FakeTensor):
+                self._forget(target)
+                out = target if isinstance(out, torch.Tensor) else out
         return out
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
-        return _has_content(tensor) and storage_key(tensor) not in self._lost
+        return _has_content(tensor) and storage_key(tensor) not in self._unknown
 
-    def _lose(self, tensor: torch.Tensor) -> None:
+    def _forget(self, tensor: torch.Tensor) -> None:
         watcher = watch_storage(
-            tensor.untyped_storage(), lambda dead: self._lost.pop(dead.key, None)
+            tensor.untyped_storage(), lambda dead: self._unknown.pop(dead.key, None)
         )
         watcher.key = storage_key(tensor)
-        self._lost[watcher.key] = watcher
+        self._unknown[watcher.key] = watcher
 
 
 @contextmanager
@@ -107,57 +102,84 @@ def emptied(
 
     Gives the function that does the same to a tensor of the batch, with so many times its rows.
     """
-    # a tied parameter is one tensor; the originals live, so the ids are theirs
-    made: dict[int, torch.Tensor] = {}
-    on_meta = next(model.parameters()).is_meta
-
-    def empty(tensor: torch.Tensor, rows: int = 1) -> torch.Tensor:
-        where = device if on_meta or tensor.is_meta else tensor.device
-        repeated = rows > 1 and tensor.dim() > 0
-        if _has_content(tensor) and tensor.nbytes * rows <= _LARGEST_BYTES:
-            return (torch.cat([tensor] * rows) if repeated else tensor.detach().clone()).to(where)
-        with shapes.fake:
-            if repeated:
-                return torch.empty(
-                    (tensor.size(0) * rows, *tensor.shape[1:]), dtype=tensor.dtype, device=where
-                )
-            return torch.empty_strided(
-                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=where
-            )
-
-    def swap(item: Any) -> Any:
-        if isinstance(item, torch.Tensor):
-            if id(item) not in made:
-                is_parameter = isinstance(item, torch.nn.Parameter)
-                made[id(item)] = (
-                    torch.nn.Parameter(empty(item), item.requires_grad)
-                    if is_parameter
-                    else empty(item)
-                )
-            return made[id(item)]
-        # parameters and buffers: a new dict, as the forward may register some
-        if type(item) is dict:
-            return {
-                key: swap(value) if isinstance(value, torch.Tensor) else value
-                for key, value in item.items()
-            }
-        # an LSTM's flat weights
-        if type(item) is list and any(isinstance(value, torch.Tensor) for value in item):
-            return [swap(value) if isinstance(value, torch.Tensor) else value for value in item]
-        return item
-
+    stand_ins = _StandIns(shapes, device if next(model.parameters()).is_meta else None, device)
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         for present, original in attributes:
-            present.update(
-                {name: swap(item) for name, item in original.items() if name != "_modules"}
-            )
-        yield empty
+            present.update(stand_ins.for_attributes(original))
+        yield stand_ins.empty
     finally:
         for present, original in attributes:  # a cache that the forward filled with shapes goes too
             present.clear()
             present.update(original)
-        made.clear()  # `swap` holds itself, and so this
+
+
+class _StandIns:
+    """Tensors of shapes alone in the place of others.
+
+    `device` is where all of them are to be, None: where the others are; `meta_device` where those
+    are to be that are nowhere.
+    """
+
+    def __init__(
+        self, shapes: Shapes, device: torch.device | None, meta_device: torch.device
+    ) -> None:
+        self._fake, self._device, self._meta_device = shapes.fake, device, meta_device
+        # A tied parameter is one tensor. By id: the originals live, so the ids are theirs.
+        self._by_id: dict[int, torch.Tensor] = {}
+
+    def for_attributes(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: self._for_attribute(item)
+            for name, item in attributes.items()
+            if name != "_modules"
+        }
+
+    def _for_attribute(self, item: Any) -> Any:
+        # parameters and buffers: a new dict, as the forward may register some
+        if type(item) is dict:
+            return {key: self._for_item(value) for key, value in item.items()}
+        # an LSTM's flat weights
+        if type(item) is list and any(isinstance(value, torch.Tensor) for value in item):
+            return [self._for_item(value) for value in item]
+        return self._for_item(item)
+
+    def _for_item(self, item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return item
+        if id(item) not in self._by_id:
+            empty = self.empty(item)
+            if isinstance(item, torch.nn.Parameter):
+                empty = torch.nn.Parameter(empty, item.requires_grad)
+            self._by_id[id(item)] = empty
+        return self._by_id[id(item)]
+
+    def empty(self, tensor: torch.Tensor, times: int = 1) -> torch.Tensor:
+        """The tensor's shape, or its whole numbers, with so many times its rows."""
+        where = self._where(tensor)
+        repeated = times > 1 and tensor.dim() > 0
+        if _has_content(tensor) and tensor.nbytes * times <= _LARGEST_BYTES:
+            copy = torch.cat([tensor] * times) if repeated else tensor.detach().clone()
+            return copy.to(where)
+        with self._fake:
+            if repeated:
+                size = (tensor.size(0) * times, *tensor.shape[1:])
+                return torch.empty(size, dtype=tensor.dtype, device=where)
+            return torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device=where
+            )
+
+    def _where(self, tensor: torch.Tensor) -> torch.device:
+        return self._device or (self._meta_device if tensor.is_meta else tensor.device)
+
+
+def _tensors_in(nest: Any) -> list[torch.Tensor]:
+    return [item for item in flatten(nest) if isinstance(item, torch.Tensor)]
+
+
+def _can_be_made(tensor: torch.Tensor) -> bool:
+    """Whether it is of whole numbers, and few enough."""
+    return _is_whole(tensor) and tensor.nbytes <= _LARGEST_BYTES
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

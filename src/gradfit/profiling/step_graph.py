@@ -53,16 +53,24 @@ class Graph:
     def __post_init__(self) -> None:
         if not self.op_gathered:
             object.__setattr__(self, "op_gathered", [0] * len(self.op_inputs))
+        object.__setattr__(self, "consumers", self._find_consumers())
+        object.__setattr__(self, "last_need", self._find_last_needs())
+
+    def _find_consumers(self) -> list[list[int]]:
+        """For each value the operations that read it."""
         consumers: list[list[int]] = [[] for _ in self.nbytes]
         for op, inputs in enumerate(self.op_inputs):
             for value in dict.fromkeys(inputs):
                 consumers[value].append(op)
+        return consumers
+
+    def _find_last_needs(self) -> list[int]:
+        """For each value the last node that needs it; -1 if none does."""
         last_need = [-1] * len(self.nbytes)
         for node, needs in enumerate(self.node_needs):
             for value in needs:
                 last_need[value] = node
-        object.__setattr__(self, "consumers", consumers)
-        object.__setattr__(self, "last_need", last_need)
+        return last_need
 
     @property
     def survives(self) -> list[bool]:

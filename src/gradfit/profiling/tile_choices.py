@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from gradfit.tiling.cut import MODULE_SIZE, Cut
 from gradfit.tiling.heads import find_heads
+from gradfit.tiling.lazy import Head
 from gradfit.tiling.tile import TiledModel, find_modules, is_tiled
 from gradfit.tiling.tiles import Tiles
 from gradfit.tree import unmarked
@@ -37,28 +39,49 @@ def tile_choices(model: torch.nn.Module, loss_fn: Any, part: Any) -> TileChoices
     modules = find_modules(model, [name for name, is_sure in names.items() if is_sure])
     if not (names or modules) or is_tiled(model):
         return TileChoices()
-    with TiledModel(model, dict.fromkeys(names, False), Cut()) as tiled, torch.no_grad():
+    cut = Cut(_rows_of(model, names))
+    with TiledModel(model, dict.fromkeys(names, False), cut) as tiled, torch.no_grad():
         tiled.add_modules(modules, Cut(MODULE_SIZE))
         try:
             loss_fn(model, unmarked(part))
-        except (
-            Exception
-        ):  # the user's code, which may need gradients or more rows: measured it will be said
+        # the user's code, which may need gradients or more rows: measured it will be said
+        except Exception:
             return TileChoices()
         modules, tokens = list(tiled.modules), tiled.tokens
-    heads = [head for head in tiled.heads.values() if head.reduced and not head.materialised]
-    heads = [head for head in heads if head.rows >= _FEW_ROWS]
-    tiles = Tiles()
-    if heads:
-        # A tile of at most the weights' own size: their gradient is there beside it.
-        rows = min(_LARGEST, max(_SMALLEST, min(_width(model, head.name) for head in heads) // 2))
-        parts = min(_MOST_PARTS, max(_FEWEST_PARTS, -(-max(head.rows for head in heads) // rows)))
-        tiles = Tiles(parts, tuple(head.name for head in heads))
-    found = [tiles] if heads else []
+    heads = [head for head in tiled.heads.values() if _is_worth_cutting(head)]
+    head_tiles = _head_tiles(model, heads)
+    choices = [head_tiles] if heads else []
     if modules and tokens >= _FEW_ROWS:
-        count = min(_MOST_MODULE_PARTS, max(_FEWEST_PARTS, -(-tokens // MODULE_SIZE)))
-        found.append(dataclasses.replace(tiles, module_parts=count, modules=tuple(modules)))
-    return TileChoices(tuple(found), sum(head.nbytes for head in heads))
+        choices.append(_with_modules(head_tiles, modules, tokens))
+    return TileChoices(tuple(choices), sum(head.nbytes for head in heads))
+
+
+def _with_modules(tiles: Tiles, modules: list[str], tokens: int) -> Tiles:
+    parts = _within(_FEWEST_PARTS, -(-tokens // MODULE_SIZE), _MOST_MODULE_PARTS)
+    return dataclasses.replace(tiles, module_parts=parts, modules=tuple(modules))
+
+
+def _is_worth_cutting(head: Head) -> bool:
+    """Whether its logits are of many tokens, and only reduced."""
+    return bool(head.reduced) and not head.materialised and head.rows >= _FEW_ROWS
+
+
+def _head_tiles(model: torch.nn.Module, heads: list[Head]) -> Tiles:
+    if not heads:
+        return Tiles()
+    rows = _rows_of(model, [head.name for head in heads])
+    parts = -(-max(head.rows for head in heads) // rows)
+    return Tiles(_within(_FEWEST_PARTS, parts, _MOST_PARTS), tuple(head.name for head in heads))
+
+
+def _within(least: int, number: int, most: int) -> int:
+    return min(most, max(least, number))
+
+
+def _rows_of(model: torch.nn.Module, heads: Iterable[str]) -> int:
+    """Of a tile: it takes half of the weights' own bytes, as their gradient is there beside it."""
+    widths = [_width(model, name) for name in heads]
+    return _within(_SMALLEST, min(widths, default=_LARGEST) // 2, _LARGEST)
 
 
 def _width(model: torch.nn.Module, name: str) -> int:

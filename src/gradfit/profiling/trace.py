@@ -1,14 +1,15 @@
 """Watches one micro-batch run: every operation, what it makes, when that dies, and what each
 backward node asks for.
 
-The run is made with everything dropped and replayed (`DropAll`), for two reasons: values die when
-Python lets go of them, which is what a planner must know, and a model can be watched in far less
-memory than it needs plainly.
+The run is made with everything dropped and replayed (`RebuildAll`), for two reasons: values die
+when Python lets go of them, which is what a planner must know, and a model can be watched in far
+less memory than it needs plainly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,14 +28,13 @@ from gradfit.interrupts import uninterrupted
 from gradfit.profiling.clock import EventClock, OperationClock, Timed
 from gradfit.source_line import source_line
 from gradfit.tape import replay
-from gradfit.tape.allocate import without_content
-from gradfit.tape.drop import DropAll
-from gradfit.tape.graph import Segment
+from gradfit.tape.dropout_mask import MASK, draws_mask, pack, packed_bytes, packing_bytes
 from gradfit.tape.listener import OperationListener
-from gradfit.tape.mask import MASK, draws_mask, pack, packed_bytes, packing_bytes
-from gradfit.tape.ops import info_of
-from gradfit.tape.record import Recorder
-from gradfit.tape.save import unpack
+from gradfit.tape.operators import info_of
+from gradfit.tape.rebuild_all import RebuildAll
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.saved_tensors import unpack
+from gradfit.tape.shape_only import without_content
 from gradfit.tape.storage import (
     Untrackable,
     copying,
@@ -44,6 +44,7 @@ from gradfit.tape.storage import (
     written_tensors,
 )
 from gradfit.tape.stream import results_of
+from gradfit.tape.values import Handle, Segment, Tape
 from gradfit.tree import leaves
 
 
@@ -83,7 +84,7 @@ class TracedNode:
     gradient_bytes: int = 0
 
 
-class _Storage(StorageWatch):
+class _WatchedStorage(StorageWatch):
     """Tells the trace when a storage dies."""
 
     __slots__ = ("nbytes", "storage")
@@ -104,11 +105,12 @@ class Trace(OperationListener):
         # by storage address: the value that is its present version
         self._newest: dict[int, int] = {}
         self._versions: dict[int, list[int]] = {}  # by storage number: its values
-        self._watchers: dict[int, _Storage] = {}
+        self._watchers: dict[int, _WatchedStorage] = {}
         self._storages = 0
         self._forward = True
         self._node: Any = None
-        self._other: dict[int, _Storage] = {}  # gradients in flight
+        self._backward_task: int | None = None  # autograd's number for the loss's backward pass
+        self._other: dict[int, _WatchedStorage] = {}  # gradients in flight
         self._other_bytes = 0  # of these, and of what FSDP2 has gathered
         self._units = fsdp.units_of(model)
         self._parameters = list(model.parameters()) if self._units else []
@@ -118,10 +120,11 @@ class Trace(OperationListener):
         self._boundaries: set[int] = set()  # values that enter or leave a unit
         self._devices = devices_of(model.parameters())
         self._clock, self._events = OperationClock(), EventClock.of(self._devices)
+        self.after_forward: Callable[[], None] | None = None  # called once, when it has ended
 
     # ----------------------------------------------------------------------------------- operations
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and note what it does."""
         if graph_task_id() != -1:
             return self._backward_op(func, args, kwargs)
@@ -137,35 +140,29 @@ class Trace(OperationListener):
             return out
         if info.shape_only and without_content(info, args, kwargs, out) is not None:
             inputs = ()
-        index, workspace = len(self.operations), 0
-        if trackable and draws_mask(info, targets):
-            bits, seconds = self._mask(targets[0], seconds)
-            inputs = (*inputs, bits)
-            index += 1
-            workspace = packing_bytes(targets[0])
-        known = None not in before and len(set(before)) == len(before)
-        op = TracedOp(
-            str(func),
-            inputs,
-            trackable and info.recordable and known,
-            info.random,
-            self._module(),
-            source_line(),
-        )
-        op.seconds = seconds
-        self._charge(op)
-        op.gathered_bytes = self._other_bytes
-        op.workspace_bytes = workspace
+        op = TracedOp(str(func), inputs, trackable, info.random, self._module(), source_line())
+        op.replayable = trackable and info.recordable and _are_told_apart(before)
+        op.seconds, op.gathered_bytes = seconds, self._other_bytes
         op.overwrites = tuple(dict.fromkeys(old for old in before if old is not None))
+        if trackable and draws_mask(info, targets):
+            self._add_bits(op, targets[0])
+        self._charge(op)
+        index = len(self.operations)
         written = [
             self._write(target, old, index) for target, old in zip(targets, before, strict=True)
         ]
-        op.outputs = (
-            *written,
-            *(self._result(result, index) for result in results[len(targets) :]),
-        )
+        new = [self._result(result, index) for result in results[len(targets) :]]
+        op.outputs = (*written, *new)
         self.operations.append(op)
         return out
+
+    def _add_bits(self, op: TracedOp, target: torch.Tensor) -> None:
+        """An operation that draws a mask is two: one makes its bits, and this one the mask of
+        them.
+        """
+        bits, op.seconds = self._mask(target, op.seconds)
+        op.inputs = (*op.inputs, bits)
+        op.workspace_bytes = packing_bytes(target)
 
     def _present(self, tensor: torch.Tensor) -> int | None:
         """The value that is in a tensor's storage now."""
@@ -241,7 +238,7 @@ class Trace(OperationListener):
 
     def _inputs(self, nests: Any) -> tuple[tuple[int, ...], bool]:
         """The values that an operation reads, and whether they are all that it reads."""
-        found: dict[int, None] = {}
+        values: dict[int, None] = {}
         trackable = True
         for tensor in flatten(nests):
             if isinstance(tensor, torch.Tensor):
@@ -252,8 +249,8 @@ class Trace(OperationListener):
                     continue
                 if key not in self._newest:
                     self._external(key, tensor)
-                found[self._newest[key]] = None
-        return tuple(found), trackable
+                values[self._newest[key]] = None
+        return tuple(values), trackable
 
     def _external(self, key: int, tensor: torch.Tensor) -> int:
         return self.values[self._new(key, tensor, None)].storage
@@ -266,12 +263,12 @@ class Trace(OperationListener):
         self.values.append(TracedValue(content.nbytes(), operation, storage, key=key))
         self._versions[storage] = [number]
         self._newest[key] = number
-        watcher = watch_storage(content, self._died, _Storage)
+        watcher = watch_storage(content, self._died, _WatchedStorage)
         watcher.key, watcher.nbytes, watcher.storage = key, content.nbytes(), storage
         self._watchers[key] = watcher
         return number
 
-    def _died(self, watcher: _Storage) -> None:
+    def _died(self, watcher: _WatchedStorage) -> None:
         if self._watchers.get(watcher.key) is watcher:
             del self._watchers[watcher.key]
             self._newest.pop(watcher.key, None)
@@ -282,6 +279,9 @@ class Trace(OperationListener):
     def finish_forward(self) -> None:
         """Whatever is still there survives the forward pass."""
         self._forward = False
+        if self.after_forward is not None:
+            self.after_forward()
+            self.after_forward = None
 
     def finish_backward(self) -> None:
         """Close the last node, and let go of everything that watches."""
@@ -294,7 +294,7 @@ class Trace(OperationListener):
             # after the last operation, which is backward's own: it makes the loss's gradient, 1
             if value.dies < 0:
                 value.dies = len(self.operations)
-        self._node = None
+        self._node = self.after_forward = None
         self._watchers.clear()
         self._other.clear()
         self._newest.clear()
@@ -309,7 +309,7 @@ class Trace(OperationListener):
         self.nodes[-1].seconds += seconds
         self._charge(self.nodes[-1])
         for _, tensor, key in fresh_results(out, args):
-            watcher = watch_storage(tensor.untyped_storage(), self._other_died, _Storage)
+            watcher = watch_storage(tensor.untyped_storage(), self._other_died, _WatchedStorage)
             watcher.key, watcher.nbytes = key, tensor.untyped_storage().nbytes()
             self._other[key] = watcher
             self._other_bytes += watcher.nbytes
@@ -317,17 +317,29 @@ class Trace(OperationListener):
         return out
 
     def _enter_node(self) -> None:
-        node = current_node()
+        node = self._node if self._is_nested() else current_node()
         if node is not self._node or not self.nodes:
             self._node = node
-            if self._units:
-                self._take_unit_gradients()
-            if self.nodes:
-                self.nodes[-1].after_bytes = self._other_bytes
-            name = node.name() if node is not None else ""
-            self.nodes.append(TracedNode(name, self._other_bytes, self._other_bytes))
+            self._begin_node("" if node is None else node.name())
 
-    def _other_died(self, watcher: _Storage) -> None:
+    def _begin_node(self, name: str) -> None:
+        if self._units:
+            self._take_unit_gradients()
+        if self.nodes:
+            self.nodes[-1].after_bytes = self._other_bytes
+        self.nodes.append(TracedNode(name, self._other_bytes, self._other_bytes))
+
+    def _is_nested(self) -> bool:
+        """Whether a node runs a backward pass of its own, as one that works in tiles does: what it
+        has unpacked is there until its end, so all of it is that one node.
+        """
+        if self._forward:
+            return False
+        if self._backward_task is None:
+            self._backward_task = graph_task_id()
+        return graph_task_id() != self._backward_task and self._node is not None
+
+    def _other_died(self, watcher: _WatchedStorage) -> None:
         if self._other.get(watcher.key) is watcher:
             del self._other[watcher.key]
             self._other_bytes -= watcher.nbytes
@@ -371,26 +383,26 @@ class Trace(OperationListener):
         there.
         """
         for tensor in leaves(nest):
-            value = (
-                self._newest.get(storage_key(tensor)) if tensor.layout is torch.strided else None
-            )
-            made = None if value is None else self.values[value].operation
-            if value is not None and made is not None:
-                self.operations[made].replayable = False
-                self._boundaries.add(value)
+            if tensor.layout is torch.strided:
+                self._keep_at_boundary(self._newest.get(storage_key(tensor)))
+
+    def _keep_at_boundary(self, value: int | None) -> None:
+        operation = None if value is None else self.values[value].operation
+        if value is not None and operation is not None:
+            self.operations[operation].replayable = False
+            self._boundaries.add(value)
 
     def _let_boundaries_go(self) -> None:
         """It is the tape that held these through the forward: reckon that Python drops them once
         they were read.
         """
-        last = dict.fromkeys(self._boundaries, -1)
-        for index, op in enumerate(self.operations if last else ()):
-            for value in op.inputs:
-                if value in last:
-                    last[value] = index
-        for value, index in last.items():
-            if self.values[value].dies < 0:
-                self.values[value].dies = max(index, self.values[value].operation or 0)
+        if not self._boundaries:
+            return
+        last = {value: at for at, op in enumerate(self.operations) for value in op.inputs}
+        for number in self._boundaries:
+            value = self.values[number]
+            if value.dies < 0:
+                value.dies = max(last.get(number, -1), value.operation or 0)
 
     # -------------------------------------------------------------------------------- saved tensors
 
@@ -413,15 +425,18 @@ class Trace(OperationListener):
         return self._modules[-1] if self._modules else ""
 
     def enter_module(self, module: torch.nn.Module, inputs: Any) -> None:
-        if self._units and graph_task_id() == -1 and fsdp.is_unit(module):
+        if self._is_unit_of_forward(module):
             self._keep_boundary(inputs)
         self._modules.append(self._names.get(id(module), type(module).__name__))
 
     def leave_module(self, module: torch.nn.Module, _: Any, results: Any) -> None:
-        if self._units and graph_task_id() == -1 and fsdp.is_unit(module):
+        if self._is_unit_of_forward(module):
             self._keep_boundary(results)
         if self._modules:
             self._modules.pop()
+
+    def _is_unit_of_forward(self, module: torch.nn.Module) -> bool:
+        return bool(self._units) and graph_task_id() == -1 and fsdp.is_unit(module)
 
     @contextmanager
     def listening(self, model: torch.nn.Module) -> Iterator[None]:
@@ -448,11 +463,19 @@ def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
     """Record what runs inside, forward and backward."""
     trace = Trace(model)
     around = Segment(None)
-    recorder = Recorder(Segment(around))
-    recorder.policy = DropAll(quota_bytes, recorder.tape, around)
+    tape = Tape()
+    policy = RebuildAll(quota_bytes, tape, around)
+    recorder = Recorder(Segment(around), policy, tape=tape)
+    handles: list[weakref.ref[Handle]] = []
+    trace.after_forward = lambda: policy.end_forward(
+        handle.value for reference in handles if (handle := reference()) is not None
+    )
 
     def pack(tensor: torch.Tensor) -> Any:
-        return trace.pack(tensor), recorder.pack(tensor)
+        packed = recorder.pack(tensor)
+        if type(packed) is Handle:
+            handles.append(weakref.ref(packed))
+        return trace.pack(tensor), packed
 
     def take(packed: Any) -> torch.Tensor:
         trace.unpack(packed[0])
@@ -466,3 +489,8 @@ def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
         # collector sees.
         trace.finish_backward()
         raise
+
+
+def _are_told_apart(values: list[int | None]) -> bool:
+    """Whether it is known which values these are, and each is another one."""
+    return None not in values and len(set(values)) == len(values)

@@ -12,7 +12,7 @@ from gradfit.arguments import read_instance
 from gradfit.errors import MisuseError, StateError
 from gradfit.not_copied import NotCopied
 from gradfit.planning.plan import Plan
-from gradfit.recompute.planned import Diverged, Script, recording
+from gradfit.recompute.follow_plan import Diverged, Script, recording
 from gradfit.tiling.tile import tile_as
 
 # of so many forwards one is watched after the plan's last decision, too: the others are as fast as
@@ -88,18 +88,18 @@ class _Following:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        # The first forward is heard to its end; what autograd saves after the last decision tells
-        # if others are alike.
+        # The first forward is observed to its end; what autograd saves after the last decision
+        # tells if others are alike.
         memo = plan.memo
         if "script" not in memo:
-            memo |= {"script": Script(plan), "tail": None, "forwards": 0}
+            memo |= {"script": Script(plan), "rest": None, "forwards": 0}
         memo["forwards"] += 1
         watched = memo["forwards"] % _WATCHED == 0
-        self._recorder, self._policy = recording(memo["script"], memo["tail"], watched=watched)
+        self._forward, self._policy = recording(memo["script"], memo["rest"], watched=watched)
 
     def __enter__(self) -> None:
         if not self._plan.keeps_everything:
-            self._recorder.__enter__()
+            self._forward.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self.end(*error)
@@ -109,7 +109,7 @@ class _Following:
         if self._plan.keeps_everything:
             return
         try:
-            self._recorder.__exit__(kind, *error)
+            self._forward.__exit__(kind, *error)
         except Diverged as left:
             raise StateError(
                 f"The forward pass does not follow its plan: {left}, and what that held cannot be"
@@ -126,7 +126,7 @@ class _Following:
             )
         elif whole:
             memo = self._plan.memo
-            memo["tail"] = memo["tail"] or self._recorder.tail
+            memo["rest"] = memo["rest"] or self._forward.rest
 
 
 def apply(model: torch.nn.Module, plan: Plan) -> AppliedPlan:

@@ -2,9 +2,10 @@
 
 Everything autograd saves is held, with the operations that could make it again. Before an operation
 would take live bytes past the limit, values are dropped, the cheapest first: least seconds to
-rebuild, per byte, per second since they were last used (the heuristic of Kirisame et al., Dynamic
-Tensor Rematerialization, ICLR 2021, where the cost of a value includes the dropped values it would
-be rebuilt from). The backward pass and its replays are held to the same limit.
+rebuild, per byte, per second since they were last used, where the seconds include those of the
+dropped values it would be rebuilt from. That is the heuristic of Kirisame et al., Dynamic Tensor
+Rematerialization, ICLR 2021 (https://arxiv.org/abs/2006.09616). The backward pass and its replays
+are held to the same limit.
 
 Weaknesses: what is cheapest now may be what the next operation needs; near the smallest possible
 budget the same operations are replayed many times. A plan is better where one can be made.
@@ -26,10 +27,10 @@ from gradfit.choices import HOLD
 from gradfit.errors import BudgetInfeasible
 from gradfit.interrupts import uninterrupted
 from gradfit.profiling.meter import Meter
-from gradfit.tape.graph import Operation, Segment, Tape, Value
-from gradfit.tape.ops import info_of
-from gradfit.tape.policy import Decision
-from gradfit.tape.record import Recorder
+from gradfit.tape.decisions import TapeDecision
+from gradfit.tape.operators import info_of
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.values import Segment, Tape, TapeOperation, TapeValue
 from gradfit.units import format_bytes
 
 _CHAIN = 32  # how many dropped ancestors are looked at to see what rebuilding costs
@@ -51,10 +52,10 @@ class Evictor(Meter):
         self.refused: BudgetInfeasible | None = None  # what was raised, if nothing has run since
         self._start = int(limit_bytes * threshold)
         # values that are there and can be made again
-        self._held: dict[int, weakref.ref[Value]] = {}
-        self._awaited: dict[int, weakref.ref[Value]] = {}  # those of the sweep that runs
+        self._held: dict[int, weakref.ref[TapeValue]] = {}
+        self._awaited: dict[int, weakref.ref[TapeValue]] = {}  # those of the sweep that runs
         # some of them, a heap by what dropping costs
-        self._queue: list[tuple[float, int, weakref.ref[Value]]] = []
+        self._queue: list[tuple[float, int, weakref.ref[TapeValue]]] = []
         self._before_scan = 0  # how many may be dropped before all are looked at again
         # the tape's: replays run in threads of the autograd engine
         self._lock: Any = contextlib.nullcontext()
@@ -66,22 +67,15 @@ class Evictor(Meter):
 
     def recorder(self) -> Recorder:
         """A recorder whose values this evictor may drop; enter the evictor first, then it."""
-        recorder = Recorder(Segment(Segment(None)), _HoldAll())
-        recorder.watching = self._note
-        recorder.tape.holding = self._hold
-        self._lock, self._tape = recorder.tape.lock, weakref.ref(recorder.tape)
-        return recorder
+        tape = Tape()
+        tape.on_held = self._hold
+        self._lock, self._tape = tape.lock, weakref.ref(tape)
+        return Recorder(Segment(Segment(None)), _HoldAll(), tape=tape, recorded=self._note)
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Make room for an operation, run it, and count what it returns."""
-        now = time.perf_counter()
         self.refused = None
-        for argument in _tensors_in(args):
-            self._see(argument)
-            try:
-                self._used[storage_key(argument)] = now
-            except (RuntimeError, NotImplementedError):
-                continue
+        self._note_use(args)
         info = info_of(func)
         key, need = (
             self._need(func, args, kwargs) if info.recordable and not info.view else (None, 0)
@@ -92,7 +86,7 @@ class Evictor(Meter):
                 raise self._infeasible(func, need)
         before = self.current_bytes
         started = time.perf_counter()
-        out = super()._hear(func, args, kwargs)
+        out = super()._observe(func, args, kwargs)
         self._last_seconds = time.perf_counter() - started
         if key is not None:  # it was a guess: now we know
             self._sizes[key] = max(0, self.current_bytes - before)
@@ -100,10 +94,18 @@ class Evictor(Meter):
                 raise self._infeasible(func, 0)
         return out
 
-    def _note(self, op: Operation) -> None:
+    def _note_use(self, args: Any) -> None:
+        """Count what an operation reads, and remember when it was read."""
+        now = time.perf_counter()
+        for argument in _tensors_in(args):
+            self._see(argument)
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # it has no storage
+                self._used[storage_key(argument)] = now
+
+    def _note(self, op: TapeOperation) -> None:
         self._seconds[op.index] = self._last_seconds
 
-    def _hold(self, values: Iterable[Value]) -> None:
+    def _hold(self, values: Iterable[TapeValue]) -> None:
         """These are there now, or will be in the sweep that begins."""
         held = {id(value): weakref.ref(value) for value in values}
         self._held.update(held)
@@ -119,16 +121,16 @@ class Evictor(Meter):
             tuple(_shape(item) for item in kwargs.values()),
         )
         try:
-            known = self._sizes.get(key)
+            nbytes = self._sizes.get(key)
         except TypeError:  # an argument that cannot be part of a key
-            known = _output_bytes(func, args, kwargs)
-            return None, _bound(args) if known is None else known
-        if known is None:
-            known = _output_bytes(func, args, kwargs)
-            if known is None:
+            nbytes = _output_bytes(func, args, kwargs)
+            return None, _bound(args) if nbytes is None else nbytes
+        if nbytes is None:
+            nbytes = _output_bytes(func, args, kwargs)
+            if nbytes is None:
                 return key, _bound(args)
-            self._sizes[key] = known
-        return None, known
+            self._sizes[key] = nbytes
+        return None, nbytes
 
     def _evict(self, need_bytes: int, args: Any) -> None:
         """Drop the cheapest first. What they cost is looked at again when half of those in the
@@ -169,17 +171,14 @@ class Evictor(Meter):
         while freed < need_bytes and self._queue and most > 0:
             price, identity, reference = heapq.heappop(self._queue)
             value = reference()
-            if value is None or value.tensor is None or value.op is None:
+            if value is None or not _is_droppable(value, busy):
                 continue
-            if storage_key(value.tensor) in busy or storage_owners(value.tensor) > 1:
-                continue  # somebody else holds it: nothing would be freed
             present = self._price(value, now)
-            # it was used since, or is dearer now
+            # It was used since, or is dearer now.
             if self._queue and present > max(price, self._queue[0][0]):
                 heapq.heappush(self._queue, (present, identity, reference))
                 continue
-            freed += value.tensor.untyped_storage().nbytes()
-            value.tensor = None
+            freed += _drop_tensor(value)
             self.evictions += 1
             self._before_scan -= 1
             most -= 1
@@ -188,7 +187,7 @@ class Evictor(Meter):
             tape.begin_epoch()
         return freed
 
-    def _price(self, value: Value, now: float) -> float:
+    def _price(self, value: TapeValue, now: float) -> float:
         """Seconds to rebuild a value that is there, for each byte and each second that it was not
         used.
         """
@@ -198,18 +197,18 @@ class Evictor(Meter):
         age = now - self._used.get(storage_key(tensor), 0.0) + 1e-6
         return self._cost(value) / (max(tensor.untyped_storage().nbytes(), 1) * age)
 
-    def _cost(self, value: Value) -> float:
+    def _cost(self, value: TapeValue) -> float:
         """Seconds to rebuild a value, with the dropped values on the way to it."""
         if value.op is None:
             return 0.0
         total = self._seconds.get(value.op.index, 0.0)
         stack = list(value.op.inputs)
-        seen: set[int] = set()
-        while stack and len(seen) < _CHAIN:
+        visited: set[int] = set()
+        while stack and len(visited) < _CHAIN:
             source = stack.pop()
-            if source.tensor is not None or source.op is None or source.op.index in seen:
+            if source.tensor is not None or source.op is None or source.op.index in visited:
                 continue
-            seen.add(source.op.index)
+            visited.add(source.op.index)
             total += self._seconds.get(source.op.index, 0.0)
             stack.extend(source.op.inputs)
         return total
@@ -265,14 +264,30 @@ class Online:
             self.evictor.watch(module)
 
 
+_HOLD_ONE = TapeDecision((HOLD,))  # made once: it is what nearly all operations get
+
+
 class _HoldAll:
     """Keep everything, for as long as there is room."""
 
-    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> Decision:
-        return Decision((HOLD,) * len(results))
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> TapeDecision:
+        count = len(results)
+        return _HOLD_ONE if count == 1 else TapeDecision((HOLD,) * count)
 
-    def offload(self, tensor: torch.Tensor) -> Any:
-        raise RuntimeError("gradfit: nothing is offloaded online")
+
+def _is_droppable(value: TapeValue, busy: set[int]) -> bool:
+    """Whether dropping a value frees memory now, and nobody needs it for what runs next."""
+    tensor = value.tensor
+    if tensor is None or value.op is None or storage_key(tensor) in busy:
+        return False
+    return storage_owners(tensor) <= 1  # else somebody else holds it: nothing would be freed
+
+
+def _drop_tensor(value: TapeValue) -> int:
+    """Drop what a value holds; returns how many bytes that is."""
+    nbytes = 0 if value.tensor is None else value.tensor.untyped_storage().nbytes()
+    value.tensor = None
+    return nbytes
 
 
 def _output_bytes(func: Any, args: Any, kwargs: Any) -> int | None:

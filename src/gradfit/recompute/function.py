@@ -66,9 +66,7 @@ def checkpoint(
     >>> x = torch.ones(3, requires_grad=True)
     >>> checkpoint(lambda t: (t * 2).exp(), x).sum().backward()
     """
-    read_callable(
-        function, "function", "the function to call", arguments=None if kwargs else len(args)
-    )
+    _check_function(function, None if kwargs else len(args))
     _check_switches(use_reentrant, preserve_rng_state, debug=debug, early_stop=early_stop)
     read_choice(determinism_check, "determinism_check", ("default", "none"))
     scope = CheckpointScope(getattr(function, "__name__", type(function).__name__))
@@ -230,6 +228,21 @@ _marked: dict[int, StorageWatch] = {}
 _CONTEXTS = "a function that returns two context managers"
 
 
+# By the address of a function's code, how many arguments it was found to take, and whether it is a
+# method: reading a signature takes longer than recording several operations.
+_accepted: dict[tuple[int, int | None, bool], Any] = {}
+
+
+def _check_function(function: Any, arguments: int | None) -> None:
+    """Refuse what cannot be called so; once for each function that is called in each layer."""
+    called = function.forward if isinstance(function, torch.nn.Module) else function
+    code = getattr(called, "__code__", None)
+    key = (id(code), arguments, hasattr(called, "__self__"))
+    if _accepted.get(key) is None or hasattr(called, "__wrapped__"):
+        read_callable(function, "function", "the function to call", arguments=arguments)
+        _accepted[key] = code  # held, so that the address is not used again
+
+
 def _contexts(context_fn: Callable[[], Any]) -> tuple[Any, Any]:
     pair = context_fn()
     if (
@@ -246,7 +259,8 @@ def _check_switches(use_reentrant: Any, preserve_rng_state: Any, **others: Any) 
     if use_reentrant is not None:
         read_flag(use_reentrant, "use_reentrant")
     for name, value in {"preserve_rng_state": preserve_rng_state, **others}.items():
-        read_flag(value, name)
+        if value is not True and value is not False:
+            read_flag(value, name)
 
 
 class _Around:

@@ -142,7 +142,7 @@ class CheckpointManager:
             scope: entered or not yet.
         """
         read_instance(scope, "scope", CheckpointScope, "a CheckpointScope")
-        if not any(known is scope for known in self._scopes):
+        if not any(registered is scope for registered in self._scopes):
             self._scopes.append(scope)
 
     def unregister_scope(self, scope: CheckpointScope) -> None:
@@ -151,9 +151,9 @@ class CheckpointManager:
         Args:
             scope: one that was registered.
         """
-        if not any(known is scope for known in self._scopes):
+        if not any(registered is scope for registered in self._scopes):
             raise MisuseError(f"scope: {scope!r} is not registered. Call register_scope() first.")
-        self._scopes = [known for known in self._scopes if known is not scope]
+        self._scopes = [each for each in self._scopes if each is not scope]
 
     def should_checkpoint(self, node: GraphNode) -> bool:
         """Whether to keep a node's result: it is marked, or it fits below the limit beside what is

@@ -14,8 +14,8 @@ from gradfit._torch import detached
 from gradfit.arguments import read_callable, read_flag, read_instance, read_tensor
 from gradfit.errors import MisuseError
 from gradfit.tape import replay
-from gradfit.tape.graph import Operation, Tape, Value
-from gradfit.tape.known import version_of
+from gradfit.tape.values import Tape, TapeOperation, TapeValue
+from gradfit.tape.version_counters import version_of
 
 RecomputeFunction = Callable[[], Sequence[torch.Tensor] | torch.Tensor]
 
@@ -83,10 +83,10 @@ class CheckpointNode(GraphNode):
         self.saved_activations: list[torch.Tensor] = []
         self.recompute_functions: list[RecomputeFunction] = []
         self._is_checkpoint = False
-        self._values: list[weakref.ref[Value]] = []
+        self._values: list[weakref.ref[TapeValue]] = []
 
     @classmethod
-    def of(cls, op: Operation, children: Iterable[CheckpointNode]) -> CheckpointNode:
+    def of(cls, op: TapeOperation, children: Iterable[CheckpointNode]) -> CheckpointNode:
         """The node of a recorded operation.
 
         Args:
@@ -145,7 +145,7 @@ class CheckpointNode(GraphNode):
                     if there is None
                     else detached(there)
                 )
-                value.tensor, value.version = tensor, tensor._version
+                value.tensor, value.held_version = tensor, tensor._version
 
     def save_activations(self, *activations: torch.Tensor) -> None:
         """Hold these until `clear_saved_activations()`.
@@ -175,11 +175,11 @@ class CheckpointNode(GraphNode):
         A node with neither gives what was saved.
         """
         if self.recompute_functions:
-            made: list[torch.Tensor] = []
+            activations: list[torch.Tensor] = []
             for function in self.recompute_functions:
                 result = function()
-                made.extend([result] if isinstance(result, torch.Tensor) else result)
-            return made
+                activations.extend([result] if isinstance(result, torch.Tensor) else result)
+            return activations
         values = self._live()
         if values:
             return [
@@ -201,27 +201,29 @@ class CheckpointNode(GraphNode):
         """Let go of what was saved."""
         self.saved_activations.clear()
 
-    def _live(self) -> list[Value]:
+    def _live(self) -> list[TapeValue]:
         return [value for reference in self._values if (value := reference()) is not None]
 
 
-def _unchanged(value: Value) -> torch.Tensor | None:
+def _unchanged(value: TapeValue) -> torch.Tensor | None:
     """The tensor that the forward saw, if nobody has written to it since."""
-    tensor = value.forward_tensor()
-    return tensor if tensor is not None and 0 <= value.seen == version_of(tensor) else None
+    tensor = value.unmoved_forward_tensor()
+    if tensor is None or value.write_pending or value.version < 0:
+        return None
+    return tensor if version_of(tensor) == value.version else None
 
 
-def nodes_from(values: Iterable[Value]) -> list[CheckpointNode]:
+def nodes_from(values: Iterable[TapeValue]) -> list[CheckpointNode]:
     """The nodes of everything that these values are made from, in the order of the forward pass."""
-    found: dict[Operation, None] = {}
+    operations: dict[TapeOperation, None] = {}
     stack = list(values)
     while stack:
         op = stack.pop().op
-        if op is not None and op not in found:
-            found[op] = None
+        if op is not None and op not in operations:
+            operations[op] = None
             stack.extend(op.inputs)
-    nodes: dict[Operation, CheckpointNode] = {}
-    for op in sorted(found, key=lambda op: op.index):
+    nodes: dict[TapeOperation, CheckpointNode] = {}
+    for op in sorted(operations, key=lambda op: op.index):
         makers = {value.op: None for value in op.inputs if value.op is not None}
         nodes[op] = CheckpointNode.of(op, [nodes[maker] for maker in makers if maker in nodes])
     return list(nodes.values())

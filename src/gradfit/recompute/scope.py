@@ -22,9 +22,9 @@ from gradfit._torch_listen import thread_settings, untraced
 from gradfit.arguments import read_callable, read_flag, read_text
 from gradfit.choices import KEEP, REBUILD
 from gradfit.errors import MisuseError, UnsupportedOp
-from gradfit.tape.graph import Segment, Value
-from gradfit.tape.policy import ALL_KEPT, Decision
-from gradfit.tape.record import Recorder
+from gradfit.tape.decisions import ALL_KEPT, TapeDecision
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.values import Segment, TapeValue
 from gradfit.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class CheckpointScope:
         # torch's kind of policy: asked once for all results
         self.keep_operation: KeepOperation | None = None
         self.stats = ScopeStats()
-        self._saved: list[weakref.ref[Value]] = []  # what autograd has handles on
+        self._saved: list[weakref.ref[TapeValue]] = []  # what autograd has handles on
         self._inner: list[weakref.ref[CheckpointScope]] = []
         self.replay_context: Callable[[], Any] | None = None  # entered around each replay
 
@@ -190,29 +190,38 @@ class CheckpointScope:
             return
         self._saved = [reference for reference in self._saved if reference() is not None]
         outer = _innermost()
-        if outer is None:
-            if not self.use_recomputation:
-                frames.append((self, None, None))
-                return
-            segment = Segment(Segment(None), self)
-            recorder = Recorder(segment, _Keep() if self._has_policy else None)
-            frames.append((self, segment, recorder))
-            recorder.__enter__()
+        if outer is not None:
+            self._open_inside(outer, frames)
+        elif self.use_recomputation:
+            self._open_outermost(frames)
         else:
-            recorder = outer
-            around = recorder.segment.scope
-            if around is not None and all(reference() is not self for reference in around._inner):
-                around._inner = [
-                    *(inner for inner in around._inner if inner() is not None),
-                    weakref.ref(self),
-                ]
-            segment = Segment(recorder.segment, self)
-            recorder.segment = segment
-            if recorder.policy is None and (self._has_policy or not self.use_recomputation):
-                recorder.policy = _Keep()
-            frames.append((self, segment, None))
-        if isinstance(recorder.policy, _Keep):
-            recorder.policy.scopes.append(self)
+            frames.append((self, None, None))
+
+    @untraced
+    def _open_outermost(self, frames: list[Any]) -> None:
+        segment = Segment(Segment(None), self)
+        recorder = Recorder(segment, _Keep() if self._has_policy else None)
+        frames.append((self, segment, recorder))
+        recorder.__enter__()
+        _ask_for(self, recorder)
+
+    @untraced
+    def _open_inside(self, recorder: Recorder, frames: list[Any]) -> None:
+        """Only a segment: the outermost scope records."""
+        around = recorder.segment.scope
+        if around is not None:
+            around._add_inner(self)
+        segment = Segment(recorder.segment, self)
+        recorder.segment = segment
+        if recorder.policy is None and (self._has_policy or not self.use_recomputation):
+            recorder.policy = _Keep()
+        frames.append((self, segment, None))
+        _ask_for(self, recorder)
+
+    def _add_inner(self, scope: CheckpointScope) -> None:
+        if all(reference() is not scope for reference in self._inner):
+            alive = [reference for reference in self._inner if reference() is not None]
+            self._inner = [*alive, weakref.ref(scope)]
 
     @property
     def _has_policy(self) -> bool:
@@ -222,27 +231,10 @@ class CheckpointScope:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         frames = _frames.open
         if frames and frames[-1][0] is self:
-            opened = frames[-1]
-            try:
-                _leave(kind, error, trace)
-            except KeyboardInterrupt:
-                if frames and frames[-1] is opened:  # not done with it yet
-                    _leave(kind, error, trace)
-                raise
+            _leave_for_sure(kind, error, trace)
         elif any(frame[0] is self for frame in frames):
-            inner = frames[-1][0].name
-            while frames[-1][0] is not self:
-                _close_innermost()
-            _leave(None, None, None)
-            if kind is not None and kind is not GeneratorExit:
-                # an interrupt kept the inner one from closing: that is what the caller has to hear
-                # of
-                return
-            raise MisuseError(
-                f"CheckpointScope({self.name!r}) is left while {inner!r}, entered after it, is"
-                " still open; both are closed now. Leave scopes in the reverse order of entering"
-                " them: use nested `with` blocks."
-            )
+            self._leave_before_inner(kind)
+            return
         elif self in (closed := [reference() for reference in _frames.closed]):
             del _frames.closed[closed.index(self)]
         else:
@@ -250,13 +242,34 @@ class CheckpointScope:
                 f"CheckpointScope({self.name!r}) is left but was not entered. Use it in a `with`"
                 " block."
             )
+        if kind is not None and issubclass(kind, RuntimeError):
+            self._explain(kind, error, trace)
+
+    def _leave_before_inner(self, kind: Any) -> None:
+        """One that was entered after this one is still open: close both, and say so."""
+        frames = _frames.open
+        inner = frames[-1][0].name
+        while frames[-1][0] is not self:
+            _close_innermost()
+        _leave(None, None, None)
+        if kind is not None and kind is not GeneratorExit:
+            # An interrupt kept the inner one from closing: that is what the caller has to hear of.
+            return
+        raise MisuseError(
+            f"CheckpointScope({self.name!r}) is left while {inner!r}, entered after it, is still"
+            " open; both are closed now. Leave scopes in the reverse order of entering them: use"
+            " nested `with` blocks."
+        )
+
+    def _explain(self, kind: Any, error: Any, trace: Any) -> None:
+        """Say what an error of torch's means where it comes from what a scope cannot do."""
         if kind is RuntimeError and raised_by_swap_tensors(trace):
             raise UnsupportedOp(
                 f"torch.utils.swap_tensors was called inside CheckpointScope({self.name!r}) on a"
                 f" tensor that the scope has recorded: {error} Swap before the scope, or after its"
                 " backward pass."
             ) from error
-        if kind is not None and issubclass(kind, RuntimeError) and raised_by_functorch(trace):
+        if raised_by_functorch(trace):
             raise UnsupportedOp(
                 f"torch.func was used inside CheckpointScope({self.name!r}), where saved tensors"
                 f" are replaced: {error} Move the transform out of the scope, or use"
@@ -288,15 +301,15 @@ class CheckpointScope:
 
         return nodes_from(self._saved_values())
 
-    def _saved_values(self) -> list[Value]:
-        found = [value for reference in self._saved if (value := reference()) is not None]
+    def _saved_values(self) -> list[TapeValue]:
+        values = [value for reference in self._saved if (value := reference()) is not None]
         for reference in self._inner:
             inner = reference()
             if inner is not None and inner is not self:
-                found += inner._saved_values()
-        return found
+                values += inner._saved_values()
+        return values
 
-    def note_freed(self, value: Value, nbytes: int) -> None:
+    def note_freed(self, value: TapeValue, nbytes: int) -> None:
         """Autograd got a handle on `value` in the place of so many bytes.
 
         Args:
@@ -331,26 +344,45 @@ def _close_innermost() -> CheckpointScope:
     return scope
 
 
-def _leave(kind: Any, error: Any, trace: Any) -> None:
+def _ask_for(scope: CheckpointScope, recorder: Recorder) -> None:
+    """Let a scope's policy be asked, from now on."""
+    if isinstance(recorder.policy, _Keep):
+        recorder.policy.scopes.append(scope)
+
+
+def _leave_for_sure(kind: Any, error: Any, trace: Any) -> None:
+    """Close the innermost scope, even if Ctrl-C comes while it is being closed."""
+    frames = _frames.open
+    opened = frames[-1]
+    try:
+        _leave(kind, error, trace)
+    except KeyboardInterrupt:
+        if frames and frames[-1] is opened:  # not done with it yet
+            _leave(kind, error, trace)
+        raise
+
+
+def _leave(*error: Any) -> None:
     """Close the innermost scope. It may be called again after an interrupt."""
     scope, segment, recorder = _frames.open[-1]
     active = recorder or _innermost()
     try:
         if segment is not None and active is not None:
-            if (
-                isinstance(active.policy, _Keep)
-                and active.policy.scopes
-                and active.policy.scopes[-1] is scope
-            ):
-                active.policy.scopes.pop()
+            _forget_policy(scope, active)
             if recorder is not None:
-                recorder.__exit__(kind, error, trace)
+                recorder.__exit__(*error)
             elif segment.parent is not None:
                 active.segment = segment.parent
     except Exception:
         _frames.open.pop()
         raise
     _frames.open.pop()
+
+
+def _forget_policy(scope: CheckpointScope, recorder: Recorder) -> None:
+    policy = recorder.policy
+    if isinstance(policy, _Keep) and policy.scopes and policy.scopes[-1] is scope:
+        policy.scopes.pop()
 
 
 def _open_scopes() -> Callable[[], None]:
@@ -387,7 +419,7 @@ class _Keep:
 
     def decide(
         self, func: Any, results: list[torch.Tensor], args: Any, kwargs: Any
-    ) -> Decision | None:
+    ) -> TapeDecision | None:
         for scope in reversed(self.scopes):
             if not scope.use_recomputation:
                 return ALL_KEPT
@@ -395,7 +427,7 @@ class _Keep:
                 return ALL_KEPT if scope.keep_operation(func, results, args, kwargs) else None
             if scope.keep is not None:
                 choices = tuple(KEEP if scope.keep(func, result) else REBUILD for result in results)
-                return Decision(choices) if REBUILD in choices else ALL_KEPT
+                return TapeDecision(choices) if REBUILD in choices else ALL_KEPT
         return None
 
 

@@ -66,22 +66,31 @@ class Chart:
 
 def draw(chart: Chart) -> str:
     """The chart as two SVG elements, one of which the page shows, and a legend."""
-    legend = "".join(
-        f'<li><span class="key {s.kind}"></span>{escape(s.name)}</li>'
-        for s in chart.series
-        if s.name
-    )
-    for kind in dict.fromkeys(p.kind for p in chart.points if p.kind):
-        name = "chosen, measured" if kind == "measured" else "chosen, predicted"
-        legend += f'<li><span class="key point {kind}"></span>{name}</li>'
-    if chart.limit is not None:
-        legend += f'<li><span class="key limit"></span>{escape(chart.limit[1])}</li>'
-    drawn = "".join(
-        "".join(_svg(chart, size, name)) for size, name in ((_WIDE, "wide"), (_NARROW, "narrow"))
-    )
+    sizes = ((_WIDE, "wide"), (_NARROW, "narrow"))
+    drawn = "".join("".join(_svg(chart, size, name)) for size, name in sizes)
+    legend = "".join(_legend(chart))
     return (
         f'<div class="chart" id="chart-{chart.name}">{drawn}<ul class="legend">{legend}</ul></div>'
     )
+
+
+def _legend(chart: Chart) -> Iterator[str]:
+    for series in chart.series:
+        if series.name:
+            yield f'<li><span class="key {series.kind}"></span>{escape(series.name)}</li>'
+    for kind in dict.fromkeys(p.kind for p in chart.points if p.kind):
+        name = "chosen, measured" if kind == "measured" else "chosen, predicted"
+        yield f'<li><span class="key point {kind}"></span>{name}</li>'
+    if chart.limit is not None:
+        yield f'<li><span class="key limit"></span>{escape(chart.limit[1])}</li>'
+
+
+def _numbers_on(chart: Chart) -> tuple[list[float], list[float]]:
+    """All that must be seen, along each axis."""
+    places = [place for series in chart.series for place in series.points]
+    places += [(point.x, point.y) for point in chart.points]
+    xs, ys = [x for x, _ in places], [y for _, y in places]
+    return xs, ys if chart.limit is None else [*ys, chart.limit[0]]
 
 
 class _Frame:
@@ -90,9 +99,7 @@ class _Frame:
     def __init__(self, chart: Chart, size: tuple[int, int], most_x_ticks: int) -> None:
         self.width, self.height = size
         self.left, self.right, self.top, self.bottom = 64, 14, 26, 44
-        xs = [x for s in chart.series for x, _ in s.points] + [p.x for p in chart.points]
-        ys = [y for s in chart.series for _, y in s.points] + [p.y for p in chart.points]
-        ys += [] if chart.limit is None else [chart.limit[0]]
+        xs, ys = _numbers_on(chart)
         low = 0.0 if chart.y_from_zero else min(ys)
         find = log_ticks if chart.log else ticks
         self.x_ticks = find(min(xs), max(xs), most_x_ticks, binary=chart.x_unit == "bytes")
@@ -127,6 +134,19 @@ def _svg(chart: Chart, size: tuple[int, int], variant: str) -> Iterator[str]:
         f' y="12">{escape(chart.y_label)}</text><text class="axis" x="{(at.left + edge) / 2:.0f}"'
         f' y="{at.height - 6}" text-anchor="middle">{escape(chart.x_label)}</text>'
     )
+    yield from _ticks(chart, at)
+    if chart.limit is not None:
+        y = at.y(chart.limit[0])
+        yield f'<line class="limit" x1="{at.left}" x2="{edge}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    for series in chart.series:
+        yield _line(series, at)
+    for p in sorted(chart.points, key=lambda point: bool(point.kind)):
+        yield _marker(p, at)
+    yield "</svg>"
+
+
+def _ticks(chart: Chart, at: _Frame) -> Iterator[str]:
+    edge = at.width - at.right
     for y in at.y_ticks:
         yield (
             f'<line class="grid" x1="{at.left}" x2="{edge}" y1="{at.y(y):.1f}" y2="{at.y(y):.1f}"/>'
@@ -138,14 +158,6 @@ def _svg(chart: Chart, size: tuple[int, int], variant: str) -> Iterator[str]:
             f'<text class="tick" x="{at.x(x):.1f}" y="{at.height - at.bottom + 18}"'
             f' text-anchor="middle">{escape(_FORMATS[chart.x_unit](x))}</text>'
         )
-    if chart.limit is not None:
-        y = at.y(chart.limit[0])
-        yield f'<line class="limit" x1="{at.left}" x2="{edge}" y1="{y:.1f}" y2="{y:.1f}"/>'
-    for series in chart.series:
-        yield _line(series, at)
-    for p in sorted(chart.points, key=lambda point: bool(point.kind)):
-        yield _marker(p, at)
-    yield "</svg>"
 
 
 def _marker(point: Point, at: _Frame) -> str:
@@ -186,14 +198,15 @@ def ticks(low: float, high: float, most: int, *, binary: bool = False) -> list[f
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low]
-    if binary:
-        step = 2.0 ** math.ceil(math.log2(span / most))
-    else:
-        rough = span / most
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next(power * f for f in (1, 2, 5, 10) if power * f >= rough * 0.999)
+    step = 2.0 ** math.ceil(math.log2(span / most)) if binary else _round_step(span / most)
     first = math.ceil(low / step - 1e-9)
     return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)] or [low]
+
+
+def _round_step(rough: float) -> float:
+    """1, 2 or 5 times a power of ten, at or above this."""
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * f for f in (1, 2, 5, 10) if power * f >= rough * 0.999)
 
 
 def log_ticks(low: float, high: float, most: int, *, binary: bool = False) -> list[float]:
@@ -203,15 +216,10 @@ def log_ticks(low: float, high: float, most: int, *, binary: bool = False) -> li
     >>> log_ticks(0.3, 30, 6)
     [0.5, 1.0, 2.0, 5.0, 10.0, 20.0]
     """
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    if binary:
-        found = [
-            2.0**power
-            for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)
-        ]
-    else:
-        found = [factor * 10.0**power for power in range(first, last + 1) for factor in (1, 2, 5)]
-    within = [number for number in found if low <= number <= high]
+    log, base, factors = (math.log2, 2.0, (1,)) if binary else (math.log10, 10.0, (1, 2, 5))
+    powers = range(math.floor(log(low)), math.ceil(log(high)) + 1)
+    numbers = [factor * base**power for power in powers for factor in factors]
+    within = [number for number in numbers if low <= number <= high]
     if len(within) < 2:
         return ticks(low, high, most, binary=binary)
     return within[:: -(-len(within) // most)]

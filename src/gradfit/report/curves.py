@@ -5,6 +5,7 @@ page then says.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from gradfit.planning.plan import Plan
 from gradfit.planning.simulate import KEEP, REBUILD, simulate
 from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.profile import Profile
+from gradfit.profiling.step_graph import Graph
 from gradfit.recompute.apply import apply
 from gradfit.report.report_record import Curve
 from gradfit.tree import split_batch
@@ -23,25 +25,25 @@ from gradfit.tree import split_batch
 def plain_peak_bytes(profile: Profile, batch_size: int) -> int:
     """What plain PyTorch would need for the whole batch in one piece, by the profile."""
     graph = profile.at(batch_size, accumulates=False)
-    return simulate(
-        graph, [KEEP if keepable else REBUILD for keepable in graph.keepable]
-    ).peak_bytes
+    return simulate(graph, _keeping_all(graph)).peak_bytes
+
+
+def _keeping_all(graph: Graph) -> list[int]:
+    return [KEEP if keepable else REBUILD for keepable in graph.keepable]
 
 
 def predict_plain(profile: Profile, batch_size: int) -> Curve:
     """The curve of plain PyTorch on paper, for a batch that does not fit."""
     graph = profile.at(batch_size, accumulates=False)
     moments: list[tuple[str, int, int]] = []
-    simulate(
-        graph, [KEEP if keepable else REBUILD for keepable in graph.keepable], timeline=moments
-    )
-    nodes = [node.seconds.at(batch_size) for node in profile.nodes]
-    forward = sum(graph.op_seconds)
-    starts = {"forward": _cumulated(graph.op_seconds, 0.0), "backward": _cumulated(nodes, forward)}
-    starts["sweep"] = starts["backward"]
-    end = forward + sum(nodes)
+    simulate(graph, _keeping_all(graph), timeline=moments)
+    forward = _starts(graph.op_seconds, 0.0)
+    backward = _starts([node.seconds.at(batch_size) for node in profile.nodes], forward[-1])
+    # what comes after the last node, as the optimizer's step, is at the end
+    starts = {"forward": forward, "sweep": backward, "backward": backward}
+    last = len(backward) - 1
     return [
-        (starts[phase][index] if phase in starts and index < len(starts[phase]) else end, count)
+        (starts.get(phase, backward)[index if phase in starts else last], count)
         for phase, index, count in moments
     ]
 
@@ -87,21 +89,18 @@ def thin(curve: Curve, most: int = 400) -> Curve:
     bins = max(1, most // 2)
     start, end = curve[0][0], curve[-1][0]
     width = (end - start) / bins or 1.0
-    kept: dict[int, list[int]] = {}
-    for index, (seconds, count) in enumerate(curve):
-        box = min(bins - 1, int((seconds - start) / width))
-        low_high = kept.setdefault(box, [index, index])
-        if count < curve[low_high[0]][1]:
-            low_high[0] = index
-        if count > curve[low_high[1]][1]:
-            low_high[1] = index
-    wanted = sorted({index for pair in kept.values() for index in pair} | {0, len(curve) - 1})
-    return [curve[index] for index in wanted]
+    stretches: dict[int, list[int]] = {}
+    for index, (seconds, _) in enumerate(curve):
+        stretches.setdefault(min(bins - 1, int((seconds - start) / width)), []).append(index)
+    wanted = {0, len(curve) - 1}
+    for stretch in stretches.values():
+        wanted |= {
+            min(stretch, key=lambda index: curve[index][1]),
+            max(stretch, key=lambda index: curve[index][1]),
+        }
+    return [curve[index] for index in sorted(wanted)]
 
 
-def _cumulated(seconds: list[float], start: float) -> list[float]:
-    found = []
-    for duration in seconds:
-        found.append(start)
-        start += duration
-    return found
+def _starts(seconds: list[float], start: float) -> list[float]:
+    """When each begins that takes so long, and when the last ends."""
+    return list(accumulate(seconds, initial=start))

@@ -10,11 +10,12 @@ from importlib import resources
 from pathlib import Path
 
 from gradfit.errors import MisuseError
-from gradfit.planning.plan import percent
+from gradfit.planning.plan import Plan, percent
+from gradfit.profiling.profile import Profile
 from gradfit.report.charts import Chart, Series, draw
 from gradfit.report.curves import plain_peak_bytes, thin
 from gradfit.report.exactness import exactness_tile
-from gradfit.report.report_record import Report
+from gradfit.report.report_record import Curve, Report
 from gradfit.report.tables import memory_bars, plan_table
 from gradfit.report.tradeoff import trade_off
 from gradfit.units import format_bytes
@@ -125,30 +126,7 @@ def _facts(pairs: Iterable[tuple[str, str]]) -> str:
 
 def _headline(report: Report) -> str:
     profile, plan = report.profile, report.plan
-    facts = []
-    if plan is not None:
-        if report.limit_bytes is not None:
-            facts.append(("budget", format_bytes(report.limit_bytes)))
-        facts.append(("peak, predicted", format_bytes(plan.peak_bytes)))
-        if report.measured is not None:
-            facts.append(("peak, measured", format_bytes(report.measured.peak_bytes)))
-        facts += [
-            ("plain PyTorch, predicted", format_bytes(plain_peak_bytes(profile, plan.batch_size))),
-            ("micro-batch × count", plan.split_text),
-            ("extra time, predicted", percent(plan.extra_fraction)),
-            ("values kept", f"{plan.kept_values} of {plan.saved_values}"),
-        ]
-        if plan.tiles is not None:
-            facts.append(("tiles", str(plan.tiles)))
-    else:
-        facts += [
-            ("activations saved, measured", format_bytes(profile.saved_bytes(profile.batch_size))),
-            (
-                "plain PyTorch, predicted",
-                format_bytes(plain_peak_bytes(profile, profile.batch_size)),
-            ),
-            ("batch", f"{profile.batch_size} rows"),
-        ]
+    facts = _facts_of_profile(profile) if plan is None else _facts_of_plan(report, plan)
     facts.append(("parameters", format_bytes(profile.parameter_bytes)))
     if report.audit is not None:
         facts += [
@@ -161,36 +139,58 @@ def _headline(report: Report) -> str:
     return f'<section aria-label="Summary"><dl class="facts">{_facts(facts)}</dl>{notes}</section>'
 
 
+def _facts_of_profile(profile: Profile) -> list[tuple[str, str]]:
+    size = profile.batch_size
+    return [
+        ("activations saved, measured", format_bytes(profile.saved_bytes(size))),
+        ("plain PyTorch, predicted", format_bytes(plain_peak_bytes(profile, size))),
+        ("batch", f"{size} rows"),
+    ]
+
+
+def _facts_of_plan(report: Report, plan: Plan) -> list[tuple[str, str]]:
+    facts = []
+    if report.limit_bytes is not None:
+        facts.append(("budget", format_bytes(report.limit_bytes)))
+    facts.append(("peak, predicted", format_bytes(plan.peak_bytes)))
+    if report.measured is not None:
+        facts.append(("peak, measured", format_bytes(report.measured.peak_bytes)))
+    plain = plain_peak_bytes(report.profile, plan.batch_size)
+    facts += [
+        ("plain PyTorch, predicted", format_bytes(plain)),
+        ("micro-batch × count", plan.split_text),
+        ("extra time, predicted", percent(plan.extra_fraction)),
+        ("values kept", f"{plan.kept_values} of {plan.saved_values}"),
+    ]
+    if plan.tiles is not None:
+        facts.append(("tiles", str(plan.tiles)))
+    return facts
+
+
+def _curve(name: str, kind: str, curve: Curve) -> Series:
+    return Series(name, kind, [(s, float(b)) for s, b in thin(curve)], steps=True)
+
+
 def _timeline(report: Report) -> str:
     curves = [
-        (report.plain_label, "plain", thin(report.plain_curve)),
-        (report.planned_label, "planned", thin(report.planned_curve)),
+        _curve(report.plain_label, "plain", report.plain_curve),
+        _curve(report.planned_label, "planned", report.planned_curve),
     ]
-    series = [
-        Series(name, kind, [(s, float(b)) for s, b in c], steps=True)
-        for name, kind, c in curves
-        if c
-    ]
+    series = [one for one in curves if one.points]
     if not series:
         return ""
     peaks = "; ".join(f"{s.name}: peak {format_bytes(max(y for _, y in s.points))}" for s in series)
+    limit = None
+    if report.limit_bytes:
+        limit = report.limit_bytes, f"{report.limit_label} {format_bytes(report.limit_bytes)}"
     chart = Chart(
         name="timeline",
         title="Bytes of live tensors during one step",
-        summary=peaks
-        + (
-            f"; {report.limit_label} {format_bytes(report.limit_bytes)}"
-            if report.limit_bytes
-            else ""
-        ),
+        summary=peaks if limit is None else f"{peaks}; {limit[1]}",
         x_label="time since the step began",
         y_label="live tensors",
         series=series,
-        limit=(
-            (report.limit_bytes, f"{report.limit_label} {format_bytes(report.limit_bytes)}")
-            if report.limit_bytes
-            else None
-        ),
+        limit=limit,
     )
     return _section("timeline", "Memory during one step", draw(chart), escape(peaks) + ".")
 

@@ -9,7 +9,7 @@ from html import escape
 
 from gradfit.planning.plan import Plan
 from gradfit.planning.simulate import ACTION_NAMES, KEEP, alive_until
-from gradfit.profiling.profile import Profile
+from gradfit.profiling.profile import Operation, Profile
 from gradfit.profiling.profile_table import saved_values
 from gradfit.units import format_bytes, format_seconds
 
@@ -42,15 +42,17 @@ def memory_bars(profile: Profile, plan: Plan | None, attribute: str) -> str:
     top = max((max(a, b) for _, a, b in rows), default=0) or 1
     title = "module" if attribute == "module" else "source line"
     head = f'<th scope="col">{title}</th><th scope="col">plain, batch {batch}</th>'
+    kinds = ["plain"]
     if plan is not None:
         head += f'<th scope="col">kept by the plan, micro-batch {plan.micro_batch}</th>'
-    body = "".join(
-        f'<tr><th scope="row">{escape(label)}</th>{_bar(a, top, "plain")}'
-        + (_bar(b, top, "planned") if plan is not None else "")
-        + "</tr>"
-        for label, a, b in rows
-    )
+        kinds.append("planned")
+    body = "".join(_bar_row(label, counts, kinds, top) for label, *counts in rows)
     return f'<table class="bars"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _bar_row(label: str, counts: Sequence[int], kinds: Sequence[str], top: int) -> str:
+    bars = "".join(_bar(count, top, kind) for count, kind in zip(counts, kinds, strict=False))
+    return f'<tr><th scope="row">{escape(label)}</th>{bars}</tr>'
 
 
 class _Places:
@@ -62,14 +64,14 @@ class _Places:
 
     def bytes_of(self, values: Iterable[int], batch_size: int) -> dict[str, int]:
         """Bytes by place of these values, at so many rows."""
-        found: dict[str, int] = defaultdict(int)
+        sums: dict[str, int] = defaultdict(int)
         for number in values:
             value = self._profile.values[number]
             place = getattr(self._profile.operations[value.operation or 0], self._attribute)
             name = fold(place) if self._attribute == "module" else place or "(no source line)"
-            found[name] += round(value.nbytes.at(batch_size))
+            sums[name] += round(value.nbytes.at(batch_size))
             self.members[name].add(place)
-        return found
+        return sums
 
     def label(self, name: str) -> str:
         count = len(self.members[name])
@@ -107,29 +109,12 @@ def plan_table(profile: Profile, plan: Plan) -> str:
     graph = profile.at(plan.micro_batch)
     actions = _actions(plan)
     until = alive_until(graph, actions)
-    saved = set(saved_values(profile))
-    body = []
-    for value, op in enumerate(graph.producer):
-        if op < 0 or (until[value] < 0 and value not in saved):
-            continue
-        operation = profile.operations[op]
-        cells = (
-            (str(op), op),
-            (operation.name.removeprefix("aten.").removesuffix(".default"), None),
-            (operation.module or "–", None),
-            (operation.source or "–", None),
-            (ACTION_NAMES[actions[value]], None),
-            ("yes" if value in saved else "no", None),
-            (format_bytes(graph.nbytes[value]), graph.nbytes[value]),
-            (
-                format_seconds(operation.seconds.at(plan.micro_batch)),
-                operation.seconds.at(plan.micro_batch),
-            ),
-        )
-        body.append(
-            f'<tr data-action="{ACTION_NAMES[actions[value]]}">'
-            f"{''.join(_cell(*cell) for cell in cells)}</tr>"
-        )
+    saved, nbytes = set(saved_values(profile)), graph.nbytes
+    rows = [
+        _plan_row(plan, profile.operations[op], op, actions[value], value in saved, nbytes[value])
+        for value, op in enumerate(graph.producer)
+        if op >= 0 and (until[value] >= 0 or value in saved)
+    ]
     heads = (
         "#",
         "operation",
@@ -140,7 +125,24 @@ def plan_table(profile: Profile, plan: Plan) -> str:
         "bytes",
         "seconds to make",
     )
-    return sortable("plan-table", heads, body)
+    return sortable("plan-table", heads, rows)
+
+
+def _plan_row(
+    plan: Plan, operation: Operation, number: int, action: int, is_saved: bool, nbytes: int
+) -> str:
+    seconds = operation.seconds.at(plan.micro_batch)
+    cells = (
+        (str(number), number),
+        (operation.name.removeprefix("aten.").removesuffix(".default"), None),
+        (operation.module or "–", None),
+        (operation.source or "–", None),
+        (ACTION_NAMES[action], None),
+        ("yes" if is_saved else "no", None),
+        (format_bytes(nbytes), nbytes),
+        (format_seconds(seconds), seconds),
+    )
+    return f'<tr data-action="{ACTION_NAMES[action]}">{"".join(_cell(*one) for one in cells)}</tr>'
 
 
 def sortable(name: str, heads: Sequence[str], rows: Iterable[str]) -> str:

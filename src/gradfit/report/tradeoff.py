@@ -11,7 +11,7 @@ from html import escape
 from gradfit.planning.api import predicted
 from gradfit.planning.plan import Plan, percent
 from gradfit.report.charts import Chart, Point, Series, draw
-from gradfit.report.report_record import Report
+from gradfit.report.report_record import Measured, Report
 from gradfit.units import format_bytes, format_seconds
 
 
@@ -78,18 +78,7 @@ def trade_off(report: Report) -> tuple[str, str] | None:
         return None
     chosen, front = chosen_of(report), line_of_all(report)
     own = [] if chosen is None or chosen in front else own_line(report)
-    points = [
-        Point(float(one.peak_bytes), one.step_seconds, str(one)) for one in front if not one.chosen
-    ]
-    if chosen is not None:
-        points.append(Point(float(chosen.peak_bytes), chosen.step_seconds, str(chosen), "chosen"))
-    if report.measured is not None:
-        took = report.measured
-        points.append(
-            Point(
-                float(took.peak_bytes), took.step_seconds, f"Chosen, measured: {took}", "measured"
-            )
-        )
+    points = _points(front, chosen, report.measured)
     series = [_series("fastest plan for each budget, predicted", "frontier", front)]
     if len(own) > 1:
         size = own[0].plan.micro_batch
@@ -109,9 +98,22 @@ def trade_off(report: Report) -> tuple[str, str] | None:
         log=True,
     )
     said = f'<output class="said" id="frontier-said">{escape(points[-1].text)}</output>'
-    return draw(chart) + said + _table(
-        [*front, chosen] if own and chosen is not None else front
-    ), _lead(report, own)
+    listed = [*front, chosen] if own and chosen is not None else front
+    return draw(chart) + said + _table(listed), _lead(report, own)
+
+
+def _points(
+    front: list[Prediction], chosen: Prediction | None, measured: Measured | None
+) -> list[Point]:
+    points = [
+        Point(float(one.peak_bytes), one.step_seconds, str(one)) for one in front if not one.chosen
+    ]
+    if chosen is not None:
+        points.append(Point(float(chosen.peak_bytes), chosen.step_seconds, str(chosen), "chosen"))
+    if measured is not None:
+        text = f"Chosen, measured: {measured}"
+        points.append(Point(float(measured.peak_bytes), measured.step_seconds, text, "measured"))
+    return points
 
 
 def _series(name: str, kind: str, plans: list[Prediction]) -> Series:

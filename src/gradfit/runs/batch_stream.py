@@ -102,30 +102,37 @@ class Batches:
             return self._fetch()
         parts: list[Any] = []
         missing = self.batch_size
-        while missing:
-            if self._pending is None:
-                self._before_pending = random_state(self._generators())
-                self._pending, self._offset = self._fetch(), 0
-                if self._pending is None:
-                    break
-            size = size_of_batch(self._pending)
-            taken = min(missing, size - self._offset)
-            whole = taken == size
-            parts.append(self._pending if whole else _cut(self._pending, self._offset, taken))
-            self._offset += taken
-            missing -= taken
-            if self._offset == size:
-                self._pending, self._before_pending = None, None
+        while missing and self._has_pending():
+            part, rows = self._take_pending(missing)
+            parts.append(part)
+            missing -= rows
         if len(parts) < 2:
             return parts[0] if parts else None
         self._check_alike(parts)
         return join_chunks(parts, sum(size_of_batch(part) for part in parts))
 
+    def _has_pending(self) -> bool:
+        """Whether there are rows left of a batch of the data, or of another one."""
+        if self._pending is None:
+            self._before_pending = random_state(self._generators())
+            self._pending, self._offset = self._fetch(), 0
+        return self._pending is not None
+
+    def _take_pending(self, most: int) -> tuple[Any, int]:
+        """At most so many rows of the batch of the data that is being used up, and their number."""
+        size = size_of_batch(self._pending)
+        rows = min(most, size - self._offset)
+        part = self._pending if rows == size else _cut(self._pending, self._offset, rows)
+        self._offset += rows
+        if self._offset == size:
+            self._pending, self._before_pending = None, None
+        return part, rows
+
     def _check_alike(self, parts: list[Any]) -> None:
         """Batches can be joined along their rows only if those are of one shape."""
-        first = [tuple(tensor.shape[1:]) for tensor in leaves(parts[0])]
+        first = _row_shapes(parts[0])
         for part in parts[1:]:
-            shapes = [tuple(tensor.shape[1:]) for tensor in leaves(part)]
+            shapes = _row_shapes(part)
             if shapes != first:
                 one, other = next((a, b) for a, b in zip_longest(first, shapes) if a != b)
                 raise MisuseError(
@@ -147,12 +154,9 @@ class Batches:
 
     def _generators(self) -> list[torch.Generator]:
         """Generators that a loader or its samplers hold, each once."""
-        holders = [
-            self.data,
-            *(getattr(self.data, name, None) for name in ("sampler", "batch_sampler")),
-        ]
-        found = [getattr(holder, "generator", None) for holder in holders]
-        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+        samplers = (getattr(self.data, name, None) for name in ("sampler", "batch_sampler"))
+        held = [getattr(holder, "generator", None) for holder in (self.data, *samplers)]
+        return list({id(g): g for g in held if isinstance(g, torch.Generator)}.values())
 
     # ---------------------------------------------------------------------------------------- state
 
@@ -218,6 +222,10 @@ class Batches:
                     f"The state is at row {self._offset} of a batch that the data do not have."
                     " Resume with the data the run began with."
                 )
+
+
+def _row_shapes(batch: Any) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape[1:]) for tensor in leaves(batch)]
 
 
 def number_of_rows(data: Any) -> int | None:

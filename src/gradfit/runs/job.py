@@ -68,10 +68,7 @@ class Job:
         check_arguments(self.model, self.loss_fn, split=self.split)
         read_instance(self.optimizer, "optimizer", torch.optim.Optimizer, "a torch.optim.Optimizer")
         read_count(self.batch_size, "batch_size")
-        steps = callable(getattr(self.scheduler, "step", None)) and not hasattr(
-            self.scheduler, "param_groups"
-        )
-        if self.scheduler is not None and not steps:
+        if self.scheduler is not None and not _is_scheduler(self.scheduler):
             raise invalid(
                 "scheduler",
                 self.scheduler,
@@ -80,10 +77,12 @@ class Job:
             )
         self._check_fit_options()
         check_model(self.model)
+        self._check_parameters()
+
+    def _check_parameters(self) -> None:
         mine = {id(parameter) for parameter in self.model.parameters()}
-        strangers = [
-            p for group in self.optimizer.param_groups for p in group["params"] if id(p) not in mine
-        ]
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
+        strangers = [parameter for parameter in stepped if id(parameter) not in mine]
         if strangers:
             raise MisuseError(
                 f"The optimizer holds {len(strangers)} parameters that are not the model's, the"
@@ -123,3 +122,8 @@ _FIT_OPTIONS: dict[str, Any] = {
     "offload": False,
     "exact": True,
 }
+
+
+def _is_scheduler(item: Any) -> bool:
+    """Whether it steps, and is no optimizer, which steps too."""
+    return callable(getattr(item, "step", None)) and not hasattr(item, "param_groups")

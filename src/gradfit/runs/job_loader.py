@@ -32,29 +32,8 @@ def load_target(target: str) -> Job:
     resnet, vit, or file.py:function.
     """
     if ":" not in target:
-        if target in JOBS:
-            return JOBS[target]()
-        names = ", ".join(sorted(JOBS))
-        if target.endswith(".py"):
-            raise TargetError(f"{target!r} does not say which function. Pass {target}:function.")
-        raise TargetError(
-            f"There is no built-in job {target!r}. Pass one of {names}, or file.py:function."
-        )
-    place, _, name = target.rpartition(":")
-    module = (
-        _module_from_file(place, target)
-        if place.endswith(".py")
-        else _module_by_name(place, target)
-    )
-    function = getattr(module, name, None)
-    if function is None:
-        found = [
-            n
-            for n, f in vars(module).items()
-            if callable(f) and getattr(f, "__module__", "") == module.__name__
-        ]
-        listed = f"It has {', '.join(sorted(found)[:8])}." if found else "It defines no function."
-        raise TargetError(f"{place} has no {name!r}. {listed}")
+        return _builtin_job(target)
+    function = _named_in_module(target)
     if isinstance(function, Job):
         return function
     if not callable(function):
@@ -66,6 +45,39 @@ def load_target(target: str) -> Job:
     if not isinstance(job, Job):
         raise TargetError(f"{target} returned a {type(job).__name__}. Return a gradfit.Job.")
     return job
+
+
+def _builtin_job(target: str) -> Job:
+    if target in JOBS:
+        return JOBS[target]()
+    if target.endswith(".py"):
+        raise TargetError(f"{target!r} does not say which function. Pass {target}:function.")
+    names = ", ".join(sorted(JOBS))
+    raise TargetError(
+        f"There is no built-in job {target!r}. Pass one of {names}, or file.py:function."
+    )
+
+
+def _named_in_module(target: str) -> Any:
+    """What a target names in its file or module."""
+    place, _, name = target.rpartition(":")
+    import_module = _module_from_file if place.endswith(".py") else _module_by_name
+    module = import_module(place, target)
+    function = getattr(module, name, None)
+    if function is None:
+        names = sorted(_functions_of(module))[:8]
+        listed = f"It has {', '.join(names)}." if names else "It defines no function."
+        raise TargetError(f"{place} has no {name!r}. {listed}")
+    return function
+
+
+def _functions_of(module: Any) -> list[str]:
+    own = module.__name__
+    return [
+        name
+        for name, item in vars(module).items()
+        if callable(item) and getattr(item, "__module__", "") == own
+    ]
 
 
 def target_name(target: str) -> str:
@@ -111,15 +123,12 @@ def _module_by_name(place: str, target: str) -> Any:
     try:
         return _guarded(target, "cannot be imported:", importlib.import_module, place)
     except TargetError as error:
-        missing = error.__cause__
-        if (
-            isinstance(missing, ModuleNotFoundError)
-            and missing.name
-            and place.startswith(missing.name)
-        ):
+        cause = error.__cause__
+        missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
+        if missing and place.startswith(missing):
             raise TargetError(
-                f"There is no module {missing.name!r}. Pass file.py:function for a file."
-            ) from missing
+                f"There is no module {missing!r}. Pass file.py:function for a file."
+            ) from cause
         raise
 
 
@@ -128,14 +137,7 @@ def _guarded(target: str, what: str, function: Callable[..., Any], *args: Any) -
     try:
         return function(*args)
     except (Exception, SystemExit) as error:
-        frames = [
-            f
-            for f in traceback.extract_tb(error.__traceback__)
-            if f.filename != __file__ and "<frozen" not in f.filename
-        ]
-        place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-        if isinstance(error, SyntaxError):
-            place = f" ({Path(error.filename or target).name}:{error.lineno})"
+        place = _place_of(error, target)
         text = " ".join(str(error).split()) or "no message"
         if isinstance(error, SystemExit):
             raise TargetError(
@@ -143,3 +145,15 @@ def _guarded(target: str, what: str, function: Callable[..., Any], *args: Any) -
                 " raise an exception."
             ) from error
         raise TargetError(f"{target} {what} {type(error).__name__}: {text}{place}") from error
+
+
+def _place_of(error: BaseException, target: str) -> str:
+    """The line of the user's code that raised, in brackets."""
+    if isinstance(error, SyntaxError):
+        return f" ({Path(error.filename or target).name}:{error.lineno})"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+
+
+def _is_users(filename: str) -> bool:
+    return filename != __file__ and "<frozen" not in filename

@@ -115,12 +115,12 @@ def whole_model(model: torch.nn.Module, keep: bool) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name, each one whole, for whoever wants to `keep` them; on all
     ranks together.
     """
-    found = {}
+    contents = {}
     for name, tensor in _tensors_of(model).items():
         content = whole(tensor)
         if keep:
-            found[name] = content.cpu() if content is not tensor else content
-    return found
+            contents[name] = content.cpu() if content is not tensor else content
+    return contents
 
 
 def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -129,10 +129,10 @@ def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _dict(state: dict[str, Any], name: str) -> dict[str, Any]:
-    found = state.get(name)
-    if not isinstance(found, dict):
+    part = state.get(name)
+    if not isinstance(part, dict):
         raise StateError(f"The state has no {name!r}. It was not written by gradfit train.")
-    return found
+    return part
 
 
 def _same_tensor(name: str, saved: Any, here: torch.Tensor) -> None:
@@ -150,13 +150,7 @@ def _same_tensor(name: str, saved: Any, here: torch.Tensor) -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    groups, states = saved.get("param_groups"), saved.get("state")
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-        raise StateError(
-            "The state's optimizer has no groups. It was not written by gradfit train."
-        )
-    if not isinstance(states, dict):
-        raise StateError("The state's optimizer has no state. It was not written by gradfit train.")
+    groups, states = _groups_and_states(saved)
     _check_groups(optimizer, groups)
     expected = _Expected(optimizer)
     for index, entries in states.items():
@@ -167,6 +161,19 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) ->
             )
         if entries:
             _check_entries(index, entries, expected.of(index))
+
+
+def _groups_and_states(
+    saved: dict[str, Any],
+) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
+    groups, states = saved.get("param_groups"), saved.get("state")
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise StateError(
+            "The state's optimizer has no groups. It was not written by gradfit train."
+        )
+    if not isinstance(states, dict):
+        raise StateError("The state's optimizer has no state. It was not written by gradfit train.")
+    return groups, states
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
@@ -191,7 +198,8 @@ _FRACTIONS = {"betas"}  # torch takes roots of what is left to 1
 
 
 def _check_fractions(name: str, values: Any) -> None:
-    for value in values if isinstance(values, tuple | list) else [values]:
+    several = values if isinstance(values, tuple | list) else [values]
+    for value in several:
         if isinstance(value, int | float) and not 0 <= value <= 1:
             raise StateError(
                 f"The state's optimizer has {name} {value!r}, which is not from 0 to 1."
@@ -200,17 +208,20 @@ def _check_fractions(name: str, values: Any) -> None:
 
 def _check_entries(index: Any, entries: dict[str, Any], expected: dict[str, Any]) -> None:
     """What the optimizer holds for one parameter, against what its first step makes for one."""
-    for name, made in expected.items():
+    for name, here in expected.items():
         what = f"optimizer's {name!r} of parameter {index}"
         if name not in entries:
             raise StateError(f"The state has no {what}. Resume with the same optimizer.")
-        entry = entries[name]
-        if isinstance(made, torch.Tensor) and isinstance(entry, torch.Tensor | Shard):
-            _same_tensor(what, entry, made)
-        elif entry is not None or not isinstance(made, torch.Tensor):  # some begin with None
-            same_kind(f"The state's {what}", entry, made)
+        _check_entry(what, entries[name], here)
         if name == "step":
-            _check_count(f"The state's {what}", entry)
+            _check_count(f"The state's {what}", entries[name])
+
+
+def _check_entry(what: str, entry: Any, here: Any) -> None:
+    if isinstance(here, torch.Tensor) and isinstance(entry, torch.Tensor | Shard):
+        _same_tensor(what, entry, here)
+    elif entry is not None or not isinstance(here, torch.Tensor):  # some begin with None
+        same_kind(f"The state's {what}", entry, here)
 
 
 def _check_count(where: str, value: Any) -> None:
@@ -238,12 +249,13 @@ def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     tensors of its own.
     """
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return {
-        name: value
-        for name, value in vars(optimizer).items()
-        if name not in _TORCHS_OWN
-        and (_is_plain(value) or (isinstance(value, torch.Tensor) and id(value) not in trained))
-    }
+    own = {name: value for name, value in vars(optimizer).items() if name not in _TORCHS_OWN}
+    return {name: value for name, value in own.items() if _can_be_saved(value, trained)}
+
+
+def _can_be_saved(value: Any, trained: set[int]) -> bool:
+    """Whether it is plain, or a tensor that is no parameter."""
+    return id(value) not in trained if isinstance(value, torch.Tensor) else _is_plain(value)
 
 
 # the last: schedulers'
@@ -274,15 +286,32 @@ class _Expected:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer, self._known = optimizer, dict[Any, dict[str, Any]]()
+        self._optimizer, self._by_kind = optimizer, dict[Any, dict[str, Any]]()
         self.by_index = _parameters_by_index(optimizer)
 
     def of(self, index: int) -> dict[str, Any]:
         group, parameter = self.by_index[index]
         kind = (id(group), parameter.shape, parameter.dtype, parameter.device)
-        if kind not in self._known:
-            self._known[kind] = _state_after_one_step(self._optimizer, group, parameter)
-        return self._known[kind]
+        if kind not in self._by_kind:
+            self._by_kind[kind] = _state_after_one_step(self._optimizer, group, parameter)
+        return self._by_kind[kind]
+
+    def spread(self, index: int, name: str, saved: Any) -> torch.Tensor | None:
+        """The job's own tensor for an entry that is spread over ranks, here or in the state; None
+        for others.
+        """
+        if not isinstance(saved, Shard) and not is_dtensor(self.by_index[index][1]):
+            return None
+        here = self.of(index).get(name)
+        if not isinstance(saved, Shard) and not is_dtensor(here):
+            return None
+        if not isinstance(here, torch.Tensor):
+            raise StateError(
+                f"The state's optimizer has a sharded {name!r} for parameter {index}, which"
+                f" {type(self._optimizer).__name__} does not make in its first step. Resume at the"
+                " world size it had."
+            )
+        return here
 
 
 def _gathered(
@@ -295,21 +324,11 @@ def _gathered(
     states: dict[Any, dict[str, Any]] = {}
     for index, entries in saved["state"].items():
         states[index] = dict(entries)
-        spread = is_dtensor(expected.by_index[index][1])
         for name, value in entries.items():
-            if not isinstance(value, Shard) and not spread:
-                continue
-            made = expected.of(index).get(name)
-            if not isinstance(value, Shard) and not is_dtensor(made):
-                continue
-            if not isinstance(made, torch.Tensor):
-                raise StateError(
-                    f"The state's optimizer has a sharded {name!r} for parameter {index}, which"
-                    f" {type(optimizer).__name__} does not make in its first step. Resume at the"
-                    " world size it had."
-                )
-            states[index][name] = torch.empty_like(made)
-            filler.fill(states[index][name], value, ("optimizer", "state", index, name))
+            here = expected.spread(index, name, value)
+            if here is not None:
+                states[index][name] = torch.empty_like(here)
+                filler.fill(states[index][name], value, ("optimizer", "state", index, name))
     return {**saved, "state": states}
 
 
@@ -332,12 +351,13 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) 
     for index, (_, parameter) in _parameters_by_index(optimizer).items():
         for name, value in saved["state"].get(index, {}).items():
             now = optimizer.state[parameter].get(name)
-            if (
-                isinstance(value, torch.Tensor)
-                and isinstance(now, torch.Tensor)
-                and now.dtype != value.dtype
-            ):
+            if _was_cast(value, now):
                 optimizer.state[parameter][name] = value.to(now.device)
+
+
+def _was_cast(value: Any, now: Any) -> bool:
+    are_tensors = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
+    return are_tensors and now.dtype != value.dtype
 
 
 def _parameters_by_index(

@@ -49,13 +49,7 @@ class RankStates:
         problems: list[str] = []
         steps = self._ranks.tell_all({"steps": self.store.steps()})[0]["steps"]
         for step in steps:
-            mine = self._load(step, problems)
-            told = self._ranks.tell_all({"ranks": 0 if mine is None else ranks_of(mine)})
-            count = told[0]["ranks"]
-            if not count or any(one["ranks"] != count for one in told[:count]):
-                continue
-            if self._ranks.rank >= count:
-                mine = self._store_of(0).load(step)
+            mine = self._load_with_others(step, problems)
             if mine is not None:
                 self.store.forget_after(step)
                 return dataclasses.replace(mine, passed_over=(*problems, *mine.passed_over))
@@ -66,24 +60,36 @@ class RankStates:
             )
         return None
 
+    def _load_with_others(self, step: int, problems: list[str]) -> SavedState | None:
+        """The state of a step, if all ranks that wrote one have it, on all ranks together."""
+        mine = self._load(step, problems)
+        told = self._ranks.tell_all({"ranks": 0 if mine is None else ranks_of(mine)})
+        count = told[0]["ranks"]
+        if not count or any(one["ranks"] != count for one in told[:count]):
+            return None
+        return self._store_of(0).load(step) if self._ranks.rank >= count else mine
+
     def _load(self, step: int, problems: list[str]) -> SavedState | None:
         try:
             mine = self.store.load(step)
             if mine is not None and self._ranks.rank == 0 and _is_sharded(mine):
-                # nobody is there to look at theirs
-                for rank in range(self._ranks.size, ranks_of(mine)):
-                    if step not in self._store_of(rank).steps():
-                        raise StateError(f"rank {rank} has no state of step {step}.")
+                self._check_absent_ranks(step, ranks_of(mine))
             return mine
         except StateError as error:
             problems.append(str(error))
             return None
 
+    def _check_absent_ranks(self, step: int, ranks: int) -> None:
+        """Those that the run had and has no more: nobody is there to look at theirs."""
+        for rank in range(self._ranks.size, ranks):
+            if step not in self._store_of(rank).steps():
+                raise StateError(f"rank {rank} has no state of step {step}.")
+
     def read_all_ranks(self, saved: SavedState) -> list[Mapping[str, Any]]:
         """The job's state as each rank wrote it together with this one; tensors are read where they
         are indexed.
         """
-        found = []
+        jobs = []
         for rank in range(ranks_of(saved)):
             state = self._store_of(rank).load(int(saved.content["step"]), lazily=True)
             if state is None:
@@ -92,8 +98,8 @@ class RankStates:
                     f" {str(self.out)!r}, and it is needed at another number of ranks. Put all"
                     " ranks' directories there."
                 )
-            found.append(state.content["job"])
-        return found
+            jobs.append(state.content["job"])
+        return jobs
 
 
 def ranks_of(saved: SavedState) -> int:

@@ -197,13 +197,13 @@ def _token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
-    found = [
+    gradients = [
         parameter.grad.detach().clone()
         for parameter in model.parameters()
         if parameter.grad is not None
     ]
     model.zero_grad(set_to_none=True)
-    return found
+    return gradients
 
 
 def _same(first: list[Tensor], second: list[Tensor]) -> None:
@@ -300,8 +300,8 @@ def _check_budgets(device: torch.device) -> dict[str, str]:
     for kind in (torch.optim.SGD, torch.optim.AdamW):
         model, tokens = _language_model(device)
         start = copy.deepcopy(model.state_dict())
-        found = gf.profile(model, _token_loss, tokens, kind(model.parameters(), lr=1e-3))
-        plans = gf.frontier(found, points=2, tile=False)
+        profile = gf.profile(model, _token_loss, tokens, kind(model.parameters(), lr=1e-3))
+        plans = gf.frontier(profile, points=2, tile=False)
         least, most = plans[-1].peak_bytes, plans[0].peak_bytes
         for share in (0.25, 0.6):
             budget = int(least + share * (most - least)) + 65536
@@ -418,8 +418,8 @@ def _check_offloading(device: torch.device) -> dict[str, str]:
     if device.type == "cpu":
         raise _Skip("there is no device to move them from")
     model, tokens = _language_model(device)
-    found = gf.profile(model, _token_loss, tokens, host_bandwidth=1e15)
-    plan = gf.frontier(found, points=2, tile=False)[-1]
+    profile = gf.profile(model, _token_loss, tokens, host_bandwidth=1e15)
+    plan = gf.frontier(profile, points=2, tile=False)[-1]
     if "offload" not in plan.actions:
         raise _Skip("no plan moves anything here")
 

@@ -1,7 +1,7 @@
-"""Tensors that ranks have written in pieces, put back together in whatever layout there is now.
+"""Tensors that ranks have written in shards, put back together in whatever layout there is now.
 
 At the same world size each rank's own file has what it needs. At another one,
-`torch.distributed.checkpoint` works out which parts of which pieces go where, and only those are
+`torch.distributed.checkpoint` works out which parts of which shards go where, and only those are
 read.
 """
 
@@ -26,7 +26,7 @@ ReadAllRanks = Callable[[], list[Mapping[str, Any]]]
 
 class Filler:
     """Copies saved content into tensors: from this rank's own state where that has it, else from
-    everybody's.
+    those of all ranks.
     """
 
     def __init__(self, read_all_ranks: ReadAllRanks) -> None:
@@ -37,38 +37,38 @@ class Filler:
         """Give a tensor its saved content, now or when `finish` is called; `path` leads to it in
         any rank's state.
         """
-        shard = shard_of(tensor)
-        local, offset = (tensor, (0,) * tensor.dim()) if shard is None else shard
-        piece = as_shard(saved)
+        own = shard_of(tensor)
+        local, offset = (tensor, (0,) * tensor.dim()) if own is None else own
+        shard = as_shard(saved)
         window = []
         for at, size, start, there in zip(
-            offset, local.shape, piece.offset, piece.content.shape, strict=True
+            offset, local.shape, shard.offset, shard.content.shape, strict=True
         ):
             window.append(slice(at - start, at - start + size))
             if local.numel() and not start <= at <= at + size <= start + there:
                 self._missing[path] = tensor
                 return
         if local.numel():
-            local.copy_(piece.content[tuple(window)])
+            local.copy_(shard.content[tuple(window)])
 
     def finish(self) -> None:
         """Read what this rank's own state did not have."""
         if not self._missing:
             return
         states = self._read_all_ranks()
-        pieces = {
+        shards = {
             path: [as_shard(_follow(state, path)) for state in states] for path in self._missing
         }
         name = "/".join  # unlike the nest's own names, these only have to be different
         reshard(
             {name(map(str, path)): tensor for path, tensor in self._missing.items()},
-            {name(map(str, path)): found for path, found in pieces.items()},
+            {name(map(str, path)): of_path for path, of_path in shards.items()},
         )
         self._missing = {}
 
 
 def as_shard(saved: Any) -> Shard:
-    """A whole tensor is the only piece of itself."""
+    """A whole tensor is the only shard of itself."""
     if isinstance(saved, Shard):
         return saved
     if not isinstance(saved, Tensor) and not hasattr(saved, "get_shape"):
@@ -85,12 +85,12 @@ def whole(tensor: Tensor) -> Tensor:
     return gathered
 
 
-def reshard(targets: dict[str, Tensor], pieces: Mapping[str, list[Shard]]) -> None:
-    """Fill tensors, sharded or not, from pieces of any layout, by name."""
+def reshard(targets: dict[str, Tensor], shards: Mapping[str, list[Shard]]) -> None:
+    """Fill tensors, sharded or not, from shards of any layout, by name."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    distinct = {name: _distinct(name, found) for name, found in pieces.items()}
+    distinct = {name: _distinct(name, of_name) for name, of_name in shards.items()}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         load(
@@ -101,21 +101,21 @@ def reshard(targets: dict[str, Tensor], pieces: Mapping[str, list[Shard]]) -> No
         )
 
 
-def _distinct(name: str, pieces: list[Shard]) -> list[Shard]:
+def _distinct(name: str, shards: list[Shard]) -> list[Shard]:
     """Each part once, however many ranks have it; all parts must be there."""
-    found = {piece.offset: piece for piece in pieces if math.prod(_size(piece))}
-    shape = pieces[0].shape
-    there = sum(math.prod(_size(piece)) for piece in found.values())
-    if any(piece.shape != shape for piece in pieces) or there != math.prod(shape):
+    by_offset = {shard.offset: shard for shard in shards if math.prod(_size(shard))}
+    shape = shards[0].shape
+    there = sum(math.prod(_size(shard)) for shard in by_offset.values())
+    if any(shard.shape != shape for shard in shards) or there != math.prod(shape):
         raise StateError(
             f"The ranks' states hold {there} of the {math.prod(shape)} elements of {name!r}. Resume"
             " with the directories of all ranks that the run had."
         )
-    return list(found.values())
+    return list(by_offset.values())
 
 
-def _size(piece: Shard) -> list[int]:
-    content = piece.content
+def _size(shard: Shard) -> list[int]:
+    content = shard.content
     return list(content.shape) if isinstance(content, Tensor) else content.get_shape()
 
 
@@ -130,8 +130,8 @@ def _follow(nest: Any, path: tuple[Any, ...]) -> Any:
     return nest
 
 
-def _reader(pieces: Mapping[str, list[Shard]]) -> Any:
-    """What `torch.distributed.checkpoint` reads from: it asks for parts of pieces, and is given
+def _reader(shards: Mapping[str, list[Shard]]) -> Any:
+    """What `torch.distributed.checkpoint` reads from: it asks for parts of shards, and is given
     them.
     """
     from torch.distributed.checkpoint.metadata import (
@@ -152,13 +152,13 @@ def _reader(pieces: Mapping[str, list[Shard]]) -> Any:
                 {
                     name: TensorStorageMetadata(
                         TensorProperties(),
-                        torch.Size(found[0].shape),
+                        torch.Size(of_name[0].shape),
                         [
                             ChunkStorageMetadata(torch.Size(p.offset), torch.Size(_size(p)))
-                            for p in found
+                            for p in of_name
                         ],
                     )
-                    for name, found in pieces.items()
+                    for name, of_name in shards.items()
                 }
             )
 
@@ -175,9 +175,9 @@ def _reader(pieces: Mapping[str, list[Shard]]) -> Any:
 
         def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
             for item in plan.items:
-                piece = pieces[item.storage_index.fqn][item.storage_index.index or 0]
+                shard = shards[item.storage_index.fqn][item.storage_index.index or 0]
                 ranges = zip(item.storage_offsets, item.lengths, strict=True)
-                part = piece.content[tuple(slice(at, at + count) for at, count in ranges)]
+                part = shard.content[tuple(slice(at, at + count) for at, count in ranges)]
                 planner.resolve_tensor(item).copy_(part)
             done: torch.futures.Future[None] = torch.futures.Future()
             done.set_result(None)

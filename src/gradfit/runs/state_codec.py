@@ -180,19 +180,23 @@ class _NamedTensors:
                 " dense."
             )
         address = tensor.untyped_storage().data_ptr()
-        known = self._by_storage.setdefault(address, []) if tensor.numel() else []
-        for other in known:
+        in_storage = self._by_storage.setdefault(address, []) if tensor.numel() else []
+        for other in in_storage:
             if _geometry(self.by_name[other]) == _geometry(tensor):
                 return other
+        unique = self._unique(name)
+        # the format has no views
+        self.by_name[unique] = tensor.detach().clone() if in_storage else tensor.detach()
+        in_storage.append(unique)
+        return unique
+
+    def _unique(self, name: str) -> str:
         # a name in the file must be text that can be written
         name = name.encode("utf-8", "backslashreplace").decode()
         unique, count = name, 1
         while unique in self.by_name:
             count += 1
             unique = f"{name}~{count}"
-        # the format has no views
-        self.by_name[unique] = tensor.detach().clone() if known else tensor.detach()
-        known.append(unique)
         return unique
 
 
@@ -218,8 +222,10 @@ class _Decoder:
             return [self.decode(item, depth + 1) for item in data]
         if type(data) is int:
             return _checked_integer(data, "A number of the state")
-        if not isinstance(data, dict):
-            return data
+        return self._dict(data, depth) if isinstance(data, dict) else data
+
+    def _dict(self, data: dict[str, Any], depth: int) -> Any:
+        """A dict, or what a dict with a mark for its only key stands for."""
         mark = next(iter(data), "")
         if len(data) != 1 or not mark.startswith("$"):
             return {key: self.decode(item, depth + 1) for key, item in data.items()}
@@ -245,22 +251,22 @@ class _Decoder:
         return tuple(self.decode(content, depth))
 
     def _items(self, content: list[Any], depth: int) -> dict[Any, Any]:
-        found = {}
+        items = {}
         for pair in content:
             if not isinstance(pair, list) or len(pair) != 2:
                 raise StateError("The state has a dict that is not a list of pairs.")
             key, value = (self.decode(one, depth + 1) for one in pair)
             try:
-                found[key] = value
+                items[key] = value
             except TypeError:
                 raise StateError("The state has a dict with a key that is none.") from None
-        return found
+        return items
 
     def _counter(self, content: list[Any], depth: int) -> collections.Counter[Any]:
-        found = self._items(content, depth)
-        if not all(type(count) is int for count in found.values()):
+        counts = self._items(content, depth)
+        if not all(type(count) is int for count in counts.values()):
             raise StateError("The state has a $counter that does not count.")
-        return collections.Counter(found)
+        return collections.Counter(counts)
 
     def _numbers(self, name: str, depth: int) -> list[Any]:
         content = self._tensor(name, depth)
@@ -268,8 +274,8 @@ class _Decoder:
         if numbers.dtype not in (torch.int64, torch.float64) or numbers.dim() != 1:
             shown = f"{tuple(numbers.shape)} of {numbers.dtype}"
             raise StateError(f"The state's {name!r} is no list of numbers: {shown}.")
-        found: list[Any] = numbers.tolist()
-        return found
+        values: list[Any] = numbers.tolist()
+        return values
 
     def _shard(self, data: list[Any], depth: int) -> Shard:
         if len(data) != 3 or not isinstance(data[0], str):

@@ -109,12 +109,12 @@ class StateStore:
             raise MisuseError(
                 f"{str(self.directory)[:80]!r} cannot be a directory: {why}. Pass another as --out."
             ) from None
-        found = [
+        matches = [
             _NAME.fullmatch(path.stem)
             for path in self.directory.iterdir()
             if path.suffix == ".json"
         ]
-        return [m.group() for m in sorted((m for m in found if m), key=_order, reverse=True)]
+        return [m.group() for m in sorted((m for m in matches if m), key=_order, reverse=True)]
 
     def save(self, content: dict[str, Any], *, step: int, micro: int = 0) -> Path:
         """Write one state, then remove those before the last (rule 2). Returns the JSON file's
@@ -296,10 +296,10 @@ def _sync_and_hash(path: Path) -> str:
 
 
 def _digest(file: Any) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     while block := file.read(1024**2):
-        found.update(block)
-    return found.hexdigest()
+        digest.update(block)
+    return digest.hexdigest()
 
 
 def _sync_directory(directory: Path) -> None:
@@ -370,16 +370,17 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise StateError(
             f"it has format version {body.get('version')!r}, this gradfit reads {_VERSION}."
         )
-    claimed = body.pop("checksum", None)
-    try:
-        right = (
-            claimed == _checksum(body) and isinstance(body.get("sha256"), str) and "content" in body
-        )
-    except (ValueError, RecursionError):
-        right = False
-    if not right:
+    if not _is_as_written(body, body.pop("checksum", None)):
         raise StateError("its JSON's checksum is wrong: the file was changed.")
     return body
+
+
+def _is_as_written(body: dict[str, Any], claimed: Any) -> bool:
+    try:
+        is_same = claimed == _checksum(body)
+    except (ValueError, RecursionError):
+        return False
+    return is_same and isinstance(body.get("sha256"), str) and "content" in body
 
 
 @contextlib.contextmanager

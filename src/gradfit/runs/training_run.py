@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,7 @@ class TrainingRun:
             _check_settings(state["settings"], self.settings)
             self.batches.check(state["place"]["data"])
             snapshot.check(self.job, state["job"])
-            fitted = [read_plan(saved_plan) for saved_plan in state["plans"]]
+            plans = [read_plan(saved_plan) for saved_plan in state["plans"]]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             if isinstance(error, StateError):
                 raise
@@ -177,7 +177,7 @@ class TrainingRun:
                 " step."
             )
             state = self._at_its_step(state, ranks_of(saved))
-            fitted = []
+            plans = []
         if state["settings"]["memory_bytes"] != self.settings.memory_bytes:
             if state["progress"] is not None:
                 raise StateError(
@@ -186,8 +186,8 @@ class TrainingRun:
                     " --memory, or pass that."
                 )
             self.listener.note("The budget is another than before, so the plan is made anew.")
-            fitted = []
-        self._state = {**state, "plans": fitted}
+            plans = []
+        self._state = {**state, "plans": plans}
         snapshot.restore(self.job, state["job"], read_all_ranks)
         self.step_number = state["step"]
 
@@ -206,44 +206,19 @@ class TrainingRun:
 
     def train(self) -> RunReport:
         """Train until the steps or epochs are done, or `stop()` says so."""
-        settings, batches = self.settings, self.batches
         started = time.perf_counter()
         step, progress = self._begin()
         report = RunReport(
-            step=self.step_number, epoch=batches.epoch, budget_bytes=step.budget_bytes
+            step=self.step_number, epoch=self.batches.epoch, budget_bytes=step.budget_bytes
         )
         place = self._place()
         try:
-            while settings.steps is None or self.step_number < settings.steps:
-                batch = batches.next()
-                if settings.epochs is not None and batches.epoch >= settings.epochs:
-                    break
+            while (batch := self._next_batch()) is not None:
                 if progress is not None:
                     restore_random(progress.pop("random"))
-                before = time.perf_counter()
-                part = self.ranks.part(batch)
-                result = (
-                    step.idle()
-                    if part is None
-                    else step(
-                        part,
-                        progress=None if progress is None else Progress(**progress),
-                        after_micro_batch=functools.partial(self._between, place),
-                    )
-                )
-                progress = None
-                self._schedule(result)
-                self.step_number += 1
-                report.losses.append(result.loss)
-                report.grad_norm = result.grad_norm
-                report.peak_bytes = max(report.peak_bytes, result.peak_bytes)
-                self.listener.stepped(self.step_number, result, time.perf_counter() - before)
-                place = self._place()
-                stop, due = self.ranks.any_of(self._stop(), self._is_due())
-                if stop or due:
-                    self._save(place)
-                if stop:
-                    raise Interrupted
+                self._train_on(batch, step, progress, place, report)
+                progress, place = None, self._place()
+                self._save_if_due(place)
             self._save(place)
             self._save_model()
         except Interrupted:
@@ -251,6 +226,48 @@ class TrainingRun:
         report.step, report.epoch = self.step_number, place["data"]["epoch"]
         report.seconds = time.perf_counter() - started
         return report
+
+    def _next_batch(self) -> Any:
+        """None if the steps or epochs are done."""
+        settings = self.settings
+        if settings.steps is not None and self.step_number >= settings.steps:
+            return None
+        batch = self.batches.next()
+        is_over = settings.epochs is not None and self.batches.epoch >= settings.epochs
+        return None if is_over else batch
+
+    def _train_on(
+        self,
+        batch: Any,
+        step: TrainStep,
+        progress: dict[str, Any] | None,
+        place: dict[str, Any],
+        report: RunReport,
+    ) -> None:
+        """One step, or what is left of one that was interrupted."""
+        before = time.perf_counter()
+        part = self.ranks.part(batch)
+        if part is None:
+            result = step.idle()
+        else:
+            result = step(
+                part,
+                progress=None if progress is None else Progress(**progress),
+                after_micro_batch=functools.partial(self._between, place),
+            )
+        self._schedule(result)
+        self.step_number += 1
+        report.losses.append(result.loss)
+        report.grad_norm = result.grad_norm
+        report.peak_bytes = max(report.peak_bytes, result.peak_bytes)
+        self.listener.stepped(self.step_number, result, time.perf_counter() - before)
+
+    def _save_if_due(self, place: dict[str, Any]) -> None:
+        stop, due = self.ranks.any_of(self._stop(), self._is_due())
+        if stop or due:
+            self._save(place)
+        if stop:
+            raise Interrupted
 
     def _begin(self) -> tuple[TrainStep, dict[str, Any] | None]:
         """The step, with the plans of the run so far, and the place in the data; the trial runs
@@ -260,26 +277,7 @@ class TrainingRun:
         place = self._place() if state is None else state["place"]
         if state is not None:
             self.batches.restore(place["data"])
-        batch = self.batches.next()
-        sample = self.ranks.part(batch)
-        if sample is None:
-            sample = next(iter(split_batch(batch, 1)))
-        rows = -(-self.settings.batch_size // self.ranks.size) if self.job.split is None else None
-        self.step = step = fit(
-            self.job.model,
-            self.job.optimizer,
-            self.job.loss_fn,
-            sample,
-            self.settings.memory_bytes,
-            rows,
-            split=self.job.split,
-            known=() if state is None else state["plans"],
-            reproducible=True,
-            micro_batch=self.settings.micro_batch,
-            tile=self.settings.tile,
-            **self.job.fit_options,
-        )
-        del sample, batch
+        self.step = step = self._fit(() if state is None else state["plans"])
         self.batches.restore(place["data"])
         restore_random(place["random"])
         if state is not None and state["progress"] is None and state["accumulator"] is not None:
@@ -291,6 +289,28 @@ class TrainingRun:
             return step, None
         progress = state["progress"]
         return step, None if progress is None else {**progress, "window": state["accumulator"]}
+
+    def _fit(self, plans: Sequence[Any]) -> TrainStep:
+        """A step for the next batch of the data, beginning with the plans of the run so far."""
+        batch = self.batches.next()
+        sample = self.ranks.part(batch)
+        if sample is None:
+            sample = next(iter(split_batch(batch, 1)))
+        rows = -(-self.settings.batch_size // self.ranks.size) if self.job.split is None else None
+        return fit(
+            self.job.model,
+            self.job.optimizer,
+            self.job.loss_fn,
+            sample,
+            self.settings.memory_bytes,
+            rows,
+            split=self.job.split,
+            known=plans,
+            reproducible=True,
+            micro_batch=self.settings.micro_batch,
+            tile=self.settings.tile,
+            **self.job.fit_options,
+        )
 
     def _total(self) -> int | None:
         """The step number at which the run will be done, where the data tell their length."""
@@ -343,7 +363,7 @@ class TrainingRun:
             "accumulator": window_state.save(self.step.accumulator),
             "ranks": self.ranks.size,
             "job": snapshot.capture(self.job),
-            "plans": [write_plan(fitted, self._text) for fitted in self.step.known],
+            "plans": [write_plan(tested, self._text) for tested in self.step.known],
         }
         path = self.store.save(
             content, step=self.step_number, micro=progress["done"] if progress else 0
@@ -354,10 +374,9 @@ class TrainingRun:
 
     def _text(self, record: Plan | Profile) -> str:
         """A record as JSON, made once: it is saved with every state."""
-        known = self._texts.get(id(record))
-        if known is None:
-            known = self._texts[id(record)] = (record, record.to_json())
-        return known[1]
+        if id(record) not in self._texts:
+            self._texts[id(record)] = (record, record.to_json())
+        return self._texts[id(record)][1]
 
     def _save_model(self) -> None:
         if self.store is None:

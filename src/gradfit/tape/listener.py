@@ -9,39 +9,41 @@ from collections.abc import Callable
 from typing import Any
 
 from gradfit._torch_listen import listening, thread_settings
-from gradfit.tape import process
-from gradfit.tape.ops import view_names
+from gradfit.tape import process_settings
+from gradfit.tape.operators import view_names
 
 
-class _Open(threading.local):
+class _EnteredListeners(threading.local):
     def __init__(self) -> None:
         self.contexts: list[Any] = []  # of all listeners that are entered in this thread
 
 
-_open = _Open()
+_entered = _EnteredListeners()
 
 
 class OperationListener:
-    """Hears this thread's operators, below autograd, while it is entered; in a backward pass, the
-    engine's threads too.
+    """Observes this thread's operators, below autograd, while it is entered; in a backward pass,
+    the engine's threads too.
 
-    Views need not be heard. What it runs itself is heard by those who were entered before.
+    Views need not be observed. What it runs itself is observed by those who were entered before.
     """
 
-    about_fakes = False  # whether it is about fake tensors, which only dispatch modes hear of
+    about_fakes = False  # whether it is about fake tensors, which only dispatch modes learn of
 
     def __init__(self) -> None:
         self._contexts: list[Any] = []
 
-    def _hear(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run `func(*args, **kwargs)`, and return what it returned."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:
-        context = listening(self._hear, view_names, in_engine=True, as_mode=self.about_fakes)
+        context = listening(self._observe, view_names, in_engine=True, as_mode=self.about_fakes)
         try:
-            process.recording_begins(context)  # generated code would not tell of its operations
-            _open.contexts.append(context)
+            process_settings.recording_begins(
+                context
+            )  # generated code would not tell of its operations
+            _entered.contexts.append(context)
             context.__enter__()
         except BaseException:
             _end(context)
@@ -58,16 +60,16 @@ class OperationListener:
 
 
 def _end(context: Any) -> None:
-    if context in _open.contexts:
-        _open.contexts.remove(context)
-    process.recording_ends(context)
+    if context in _entered.contexts:
+        _entered.contexts.remove(context)
+    process_settings.recording_ends(context)
 
 
 def _open_listeners() -> Callable[[], None]:
-    count = len(_open.contexts)
+    count = len(_entered.contexts)
 
     def end_later_ones() -> None:
-        for context in _open.contexts[count:]:
+        for context in _entered.contexts[count:]:
             _end(context)
 
     return end_later_ones

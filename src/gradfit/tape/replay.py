@@ -14,42 +14,33 @@ import contextlib
 import operator
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from gradfit._torch import below_autograd
 from gradfit.errors import ActivationOverwritten, UnsupportedOp
-from gradfit.tape.graph import (
-    Geometry,
+from gradfit.tape.generators import Rewound
+from gradfit.tape.overwritten import overwritten, shape_of
+from gradfit.tape.storage import copy_storage, flat_results
+from gradfit.tape.storage_table import ATOMS
+from gradfit.tape.unwatched import digest_of
+from gradfit.tape.values import (
     Handle,
-    Leaf,
-    Operation,
+    ParameterRef,
+    Scratch,
     Segment,
     Slice,
     Tape,
-    Value,
+    TapeOperation,
+    TapeValue,
     geometry_of,
     shaped,
 )
-from gradfit.tape.known import ATOMS
-from gradfit.tape.overwritten import overwritten, shape_of
-from gradfit.tape.parts import spread, whole_of
-from gradfit.tape.rng import Rewound
-from gradfit.tape.storage import copy_storage, flatten
-from gradfit.tape.unwatched import digest_of
-
-
-class Scratch:
-    """An argument whose content is not read but written to: replay gives it a throw-away tensor."""
-
-    __slots__ = ("geometry",)
-
-    def __init__(self, geometry: Geometry) -> None:
-        self.geometry = geometry
-
+from gradfit.tape.written_slices import CUT, spread
 
 _index = operator.attrgetter("index")
 _MANY = 16  # readers of one value
@@ -69,7 +60,7 @@ def replaying() -> bool:
     return _depth.sweeps > 0
 
 
-class _Sweep:
+class _InSweep:
     def __enter__(self) -> None:
         _depth.sweeps += 1
 
@@ -84,11 +75,14 @@ def take(handle: Handle) -> torch.Tensor:
         if handle.pass_number == tape.pass_number:
             tape.begin_pass()  # asked for a second time
         handle.pass_number = tape.pass_number
-        tensor = (
-            rebuild(value, tape, retain=tape.retains) if value.tensor is None else content(value)
-        )
-        release_if_done(value, tape)
-    return _as_saved(tensor, handle)
+        tensor = value.tensor
+        if tensor is None:
+            tensor = rebuild(value, tape, retain=tape.retains)
+        elif value.op is None or tensor._version != value.held_version:
+            tensor = content(value)  # which checks it at length
+        if value.tensor is not None and value.op is not None:
+            release_if_done(value, tape)
+    return tensor if handle.geometry is None else _as_saved(tensor, handle)
 
 
 def look(handle: Handle) -> torch.Tensor:
@@ -102,16 +96,16 @@ def look(handle: Handle) -> torch.Tensor:
 
 
 def _as_saved(tensor: torch.Tensor, handle: Handle) -> torch.Tensor:
+    """What was saved: a view of the value's tensor, or the slice that a part was."""
     if handle.geometry is None:
         return tensor
-    return (
-        shaped(tensor, handle.geometry)
-        if whole_of(handle.value) is None
-        else spread(tensor, handle.geometry)
-    )
+    op = handle.value.op
+    if op is not None and op.info is CUT:
+        return spread(tensor, handle.geometry)
+    return shaped(tensor, handle.geometry)
 
 
-def rebuild(target: Value, tape: Tape, *, retain: bool = True) -> torch.Tensor:
+def rebuild(target: TapeValue, tape: Tape, *, retain: bool = True) -> torch.Tensor:
     """Run the sweep for `target`, caching what the rest of this pass needs if it is to `retain`
     anything.
     """
@@ -121,37 +115,21 @@ def rebuild(target: Value, tape: Tape, *, retain: bool = True) -> torch.Tensor:
         _add_copies(needed, target, tape)
     operations = sorted(needed, key=_index)
     retained = _retained(operations, target, tape) if retain else set()
-    if tape.holding is not None:
-        tape.holding(retained)  # as soon as they are made
-    uses: dict[Value, int] = {}
-    for op in operations:
-        for value in op.inputs:
-            uses[value] = uses.get(value, 0) + 1
-    # What is cached and read here is pinned: memory may run short on the way, and whoever evicts
-    # must not take it.
-    made = {
-        value: content(value) for value in uses if value.tensor is not None and value.op is not None
-    }
-    with _context_of(target.segment), below_autograd(), Rewound() as rewound, _Sweep():
-        for op in operations:
-            if op.written:
-                _write_again(op, made, uses, retained, target, rewound)
-            else:
-                _run_again(op, made, uses, retained, target, rewound)
-            for value in op.inputs:
-                left = uses[value] = uses[value] - 1
-                if left == 0 and value is not target:
-                    made.pop(value, None)
-    if tape.holding is not None:
-        tape.holding(retained)
+    if tape.on_held is not None:
+        tape.on_held(retained)  # as soon as they are made
+    sweep = _Sweep(target, operations, retained)
+    with _context_of(target.segment), below_autograd(), sweep.rewound, _InSweep():
+        sweep.run(operations)
+    if tape.on_held is not None:
+        tape.on_held(retained)
     if retain:
-        for value in uses:
+        for value in sweep.reads_left:
             if value.tensor is not None and value.op is not None:
                 release_if_done(value, tape)
     scope = target.segment.scope
     if scope is not None:
         scope.note_recomputed(time.perf_counter() - started)
-    return made[target]
+    return sweep.tensors[target]
 
 
 def _context_of(segment: Segment | None) -> Any:
@@ -163,22 +141,22 @@ def _context_of(segment: Segment | None) -> Any:
     return contextlib.nullcontext()
 
 
-def release_if_done(value: Value, tape: Tape) -> None:
+def release_if_done(value: TapeValue, tape: Tape) -> None:
     """Drop a rebuilt value once nothing in this pass will ask for it."""
     if value.tensor is None or value.op is None or value.pending(tape.pass_number):
         return
-    if not _has_reader_to_run(value, tape):
+    if value.users is None or not _has_reader_to_run(value, tape):
         value.tensor = None
 
 
-def _has_reader_to_run(value: Value, tape: Tape) -> bool:
+def _has_reader_to_run(value: TapeValue, tape: Tape) -> bool:
     """Whether this pass will run an operation again that reads the value."""
     if value.users is not None and len(value.users) >= _MANY and not isinstance(value.users, deque):
         value.users = deque(value.users)
     return _any_wanted(value.users or (), _is_to_run, tape)
 
 
-def _is_to_run(op: Operation, tape: Tape) -> bool:
+def _is_to_run(op: TapeOperation, tape: Tape) -> bool:
     if op.unwanted == tape.epoch:
         return False
     if len(op.outputs) >= _MANY and not isinstance(op.outputs, deque):
@@ -189,7 +167,7 @@ def _is_to_run(op: Operation, tape: Tape) -> bool:
     return False
 
 
-def _is_to_be_made(value: Value, tape: Tape) -> bool:
+def _is_to_be_made(value: TapeValue, tape: Tape) -> bool:
     return value.tensor is None and _wanted(value, tape, set(), {})
 
 
@@ -198,11 +176,11 @@ def _any_wanted(references: Sequence[Any], wanted: Callable[[Any, Tape], bool], 
     stays the first.
     """
     if not isinstance(references, deque):
-        return any(
-            wanted(there, tape)
-            for reference in references
-            if reference is not None and (there := reference()) is not None
-        )
+        for reference in references:  # not `any(…)`, which makes a generator: it is hot
+            there = None if reference is None else reference()
+            if there is not None and wanted(there, tape):
+                return True
+        return False
     for _ in range(len(references)):
         there = references[-1]() if references[-1] is not None else None
         if there is not None and wanted(there, tape):
@@ -211,15 +189,15 @@ def _any_wanted(references: Sequence[Any], wanted: Callable[[Any, Tape], bool], 
     return False
 
 
-def content(value: Value) -> torch.Tensor:
+def content(value: TapeValue) -> torch.Tensor:
     """A value that is there, checked not to have changed since the forward."""
     tensor = value.tensor
     if tensor is None:
         raise RuntimeError("gradfit: a value was used before it was rebuilt")
-    if value.version >= 0:
-        if tensor._version != value.version:
+    if value.held_version >= 0:
+        if tensor._version != value.held_version:
             raise overwritten(
-                tensor, tensor._version, value.version, rebuilt_from=True, line=value.line
+                tensor, tensor._version, value.held_version, rebuilt_from=True, line=value.line
             )
         if value.op is None:
             _check_there(tensor)
@@ -233,13 +211,14 @@ def content(value: Value) -> torch.Tensor:
     return tensor
 
 
-def _content_of_leaf(leaf: Leaf) -> torch.Tensor:
+def _content_of_parameter(read: ParameterRef) -> torch.Tensor:
     """A parameter as it was read, checked likewise."""
-    if leaf.source is not None:
-        if leaf.source._version != leaf.version:
-            raise overwritten(leaf.source, leaf.source._version, leaf.version, rebuilt_from=True)
-        _check_there(leaf.content)
-    return leaf.content
+    if read.source is not None:
+        if read.source._version != read.version:
+            raise overwritten(read.source, read.source._version, read.version, rebuilt_from=True)
+        if type(read.content) is not torch.Tensor or not read.content.data_ptr():
+            _check_there(read.content)
+    return read.content
 
 
 def _check_there(tensor: torch.Tensor) -> None:
@@ -252,70 +231,94 @@ def _check_there(tensor: torch.Tensor) -> None:
         )
 
 
-def _needed(target: Value) -> set[Operation]:
+def _needed(target: TapeValue) -> set[TapeOperation]:
     """The operations to run."""
-    found: set[Operation] = set()
+    needed: set[TapeOperation] = set()
     stack = [target]
     while stack:
         op = stack.pop().op
-        if op is None or op in found:
+        if op is None or op in needed:
             continue
-        found.add(op)
-        stack.extend(value for value in op.inputs if value.tensor is None)
-    return found
+        needed.add(op)
+        stack += [value for value in op.inputs if value.tensor is None]
+    return needed
 
 
-def _add_copies(operations: set[Operation], target: Value, tape: Tape) -> None:
+def _add_copies(operations: set[TapeOperation], target: TapeValue, tape: Tape) -> None:
     """Take along copies, of what writes to slices make or write over, that this pass will ask for.
 
     Else a version of the whole storage would be retained, only to make them later.
     """
     for op in [op for op in operations if op.slices]:
-        versions = (
-            *op.written,
-            *(reference() for reference in op.outputs if reference is not None),
-        )
-        readers = [user() for value in versions if value is not None for user in value.users or ()]
         operations.update(
             reader
-            for reader in readers
-            if reader is not None
-            and reader.info.copies
-            and _is_asked_for(reader, target.segment, tape)
+            for version in (*op.written, *_alive(op.outputs))
+            for reader in _alive(version.users or ())
+            if reader.info.copies and _is_asked_for(reader, target.segment, tape)
         )
 
 
-def _is_asked_for(op: Operation, segment: Segment, tape: Tape) -> bool:
+def _alive(references: Iterable[weakref.ref[Any] | None]) -> list[Any]:
+    return [
+        there
+        for reference in references
+        if reference is not None and (there := reference()) is not None
+    ]
+
+
+def _is_asked_for(op: TapeOperation, segment: Segment, tape: Tape) -> bool:
     """Whether a result is not there, and backward itself asks for it, so that a sweep in the
     segment retains it.
     """
-    for reference in op.outputs:
-        value = reference() if reference is not None else None
-        if value is not None and value.tensor is None and value.pending(tape.pass_number):
-            return value.segment.encloses(segment)
+    for value in _alive(op.outputs):
+        if value.tensor is None and value.pending(tape.pass_number):
+            return bool(value.segment.encloses(segment))
     return False
 
 
 def _wanted(
-    value: Value, tape: Tape, there: set[Value], known: dict[Value | Operation, bool]
+    value: TapeValue,
+    tape: Tape,
+    there: set[TapeValue],
+    answers: dict[TapeValue | TapeOperation, bool],
 ) -> bool:
     """Will this pass still ask for this value, itself or to make others from that are not
-    `there`?
+    `there`? What was found out on the way is added to `answers`.
     """
-    decided = known.get(value)
-    if decided is not None:
-        return decided
+    answer = answers.get(value)
+    if answer is not None:
+        return answer
+    visited: list[TapeValue | TapeOperation] = [value]
+    wanted = value.pending(tape.pass_number) or _leads_to_wanted(
+        value, tape, there, answers, visited
+    )
+    if wanted:
+        for other in visited:
+            answers.pop(other, None)  # not decided after all
+    elif not there:
+        for other in visited:  # and nobody need look again
+            other.unwanted = tape.epoch
+    answers[value] = wanted
+    return wanted
+
+
+def _leads_to_wanted(
+    value: TapeValue,
+    tape: Tape,
+    there: set[TapeValue],
+    answers: dict[TapeValue | TapeOperation, bool],
+    visited: list[TapeValue | TapeOperation],
+) -> bool:
+    """Whether something that backward asks for is made from a value, over whatever steps."""
     number, epoch = tape.pass_number, tape.epoch
     stack = [value]
-    seen: list[Value | Operation] = [value]
-    wanted = value.pending(number)
-    while stack and not wanted:
+    while stack:
         for user in stack.pop().users or ():
             reader = user()
-            if reader is None or reader.unwanted == epoch or reader in known:
+            if reader is None or reader.unwanted == epoch or reader in answers:
                 continue
-            known[reader] = False
-            seen.append(reader)
+            answers[reader] = False
+            visited.append(reader)
             for reference in reader.outputs:
                 output = reference() if reference is not None else None
                 if (
@@ -325,32 +328,25 @@ def _wanted(
                     or output in there
                 ):
                     continue
-                decided = known.get(output)
-                if decided or output.pending(number):
-                    wanted = True
-                elif decided is None:
-                    known[output] = False
-                    seen.append(output)
+                answer = answers.get(output)
+                if answer or output.pending(number):
+                    return True
+                if answer is None:
+                    answers[output] = False
+                    visited.append(output)
                     stack.append(output)
-    if wanted:
-        for other in seen:
-            known.pop(other, None)  # not decided after all
-    elif not there:
-        for other in seen:  # and nobody need look again
-            other.unwanted = epoch
-    known[value] = wanted
-    return wanted
+    return False
 
 
-def _retained(operations: list[Operation], target: Value, tape: Tape) -> set[Value]:
+def _retained(operations: list[TapeOperation], target: TapeValue, tape: Tape) -> set[TapeValue]:
     """Which results of the sweep stay after it. Readers come after what they read, so one pass
     backwards decides.
     """
     number = tape.pass_number
-    retained: set[Value] = set()
-    known: dict[Value | Operation, bool] = {}
+    retained: set[TapeValue] = set()
+    answers: dict[TapeValue | TapeOperation, bool] = {}
     there = {target}
-    if _wanted(target, tape, retained, known):
+    if _wanted(target, tape, retained, answers):
         retained.add(target)
     segment = target.segment
     for op in reversed(operations):
@@ -359,156 +355,204 @@ def _retained(operations: list[Operation], target: Value, tape: Tape) -> set[Val
             if value is None or value.tensor is not None or value in there:
                 continue
             if (value.segment is segment or value.segment.encloses(segment)) and (
-                value.pending(number) or _wanted(value, tape, there, known)
+                value.pending(number) or _wanted(value, tape, there, answers)
             ):
                 retained.add(value)
                 there.add(value)
     return retained
 
 
-def _run_again(
-    op: Operation,
-    made: dict[Value, torch.Tensor],
-    uses: dict[Value, int],
-    retained: set[Value],
-    target: Value,
-    rewound: Rewound,
-) -> None:
-    """Run one operation again and put its results into `made`."""
-    args = []
-    for argument in op.args:
-        kind = type(argument)
-        if kind is Value:
-            found = made.get(argument)
-            args.append(content(argument) if found is None else found)
-        elif kind in ATOMS:
-            args.append(argument)
-        else:
-            args.append(_argument(argument, op, made))
-    out = _call(op, args, made, rewound)
-    results = (out,) if type(out) is torch.Tensor else None
-    for reference in op.outputs:
-        value = None if reference is None else reference()
-        if value is None or value.tensor is not None:
-            continue
-        stays, read = value in retained, value in uses
-        if not (stays or read or value is target):
-            continue
-        if results is None:
-            results = tuple(flatten((out,)))
-        result = results[value.position]
-        if (
-            result.size(),
-            result.stride(),
-            result.storage_offset(),
-            result.dtype,
-        ) != value.geometry:
-            _refuse(op, value, result)
-        if read or value is target:
-            made[value] = result
-        if stays:
-            value.tensor, value.version = result, result._version
-
-
-def _write_again(
-    op: Operation,
-    made: dict[Value, torch.Tensor],
-    uses: dict[Value, int],
-    retained: set[Value],
-    target: Value,
-    rewound: Rewound,
-) -> None:
-    """The same for one that writes: on a private copy, if somebody else wants what it writes
-    over.
+class _Sweep:
+    """One replay: it runs operations in the order of the forward, and lets go of each result after
+    its last use.
     """
-    private: dict[Value, torch.Tensor] = {}
-    covered: dict[Value, torch.Tensor | None] = {}
-    for old in op.written:
-        tensor = made.get(old)
-        if tensor is not None and uses[old] == 1 and old.tensor is None and old is not target:
-            private[old] = tensor  # nobody else wants the old version: write over it
+
+    __slots__ = ("_asked", "reads_left", "retained", "rewound", "target", "tensors")
+
+    def __init__(
+        self, target: TapeValue, operations: list[TapeOperation], retained: set[TapeValue]
+    ) -> None:
+        self.target, self.retained = target, retained
+        self.rewound = Rewound()
+        # By value: how many operations of the sweep have still to read it.
+        self.reads_left: dict[TapeValue, int] = {}
+        for op in operations:
+            for value in op.inputs:
+                self.reads_left[value] = self.reads_left.get(value, 0) + 1
+        self._asked = {target, *self.reads_left, *retained}
+        # What is there now. What was cached and is read here is pinned: memory may run short on the
+        # way, and whoever evicts must not take it.
+        self.tensors: dict[TapeValue, torch.Tensor] = {
+            value: content(value)
+            for value in self.reads_left
+            if value.tensor is not None and value.op is not None
+        }
+
+    def run(self, operations: list[TapeOperation]) -> None:
+        """Run the operations again, and let go of what nobody reads after each."""
+        reads_left, target, tensors = self.reads_left, self.target, self.tensors
+        for op in operations:
+            if op.written:
+                self._write(op)
+            else:
+                self._compute(op)
+            for value in op.inputs:
+                left = reads_left[value] = reads_left[value] - 1
+                if left == 0 and value is not target:
+                    tensors.pop(value, None)
+
+    def _compute(self, op: TapeOperation) -> None:
+        """One that only reads. Hot: the common arguments are written out."""
+        tensors = self.tensors
+        args = []
+        for argument in op.args:
+            kind = type(argument)
+            if kind is TapeValue:
+                tensor = tensors.get(argument)
+                args.append(content(argument) if tensor is None else tensor)
+            elif kind in ATOMS:
+                args.append(argument)
+            elif kind is ParameterRef:
+                args.append(_content_of_parameter(argument))
+            else:
+                args.append(self._argument(argument, op))
+        if op.kwargs or op.random_state is not None or op.info.grad_mode:
+            out = self._call(op, args)
         else:
-            private[old] = made[old] = copy_storage(
-                content(old) if tensor is None else tensor, old.geometry
-            )
-            covered[old] = tensor
-    args = [each if type(each) in ATOMS else _argument(each, op, made) for each in op.args]
-    out = _call(op, args, made, rewound)
-    del args
-    for old, tensor in covered.items():
+            out = (op.info.call or op.func)(*args)
+        results = (out,) if type(out) is torch.Tensor else flat_results(out)
+        for reference in op.outputs:
+            value = None if reference is None else reference()
+            if value is not None and value.tensor is None and value in self._asked:
+                result = results[value.position]
+                if (
+                    result.size(),
+                    result.stride(),
+                    result.storage_offset(),
+                    result.dtype,
+                ) != value.geometry:
+                    _refuse(op, value, result)
+                if value in self.reads_left or value is self.target:
+                    tensors[value] = result
+                if value in self.retained:
+                    value.tensor, value.held_version = result, result._version
+
+    def _write(self, op: TapeOperation) -> None:
+        """One that writes: on a private copy, if somebody else wants what it writes over."""
+        tensors = self.tensors
+        private: dict[TapeValue, torch.Tensor] = {}
+        covered: dict[TapeValue, torch.Tensor | None] = {}  # what lay under `tensors` before
+        for old in op.written:
+            tensor = tensors.get(old)
+            if tensor is None or not self._is_last_use(old):
+                covered[old] = tensor
+                tensor = tensors[old] = copy_storage(
+                    content(old) if tensor is None else tensor, old.geometry
+                )
+            private[old] = tensor
+        args = [each if type(each) in ATOMS else self._argument(each, op) for each in op.args]
+        out = self._call(op, args)
+        del args
+        _uncover(tensors, covered)
+        covered.clear()
+        for value in self._asked_results(op):
+            if value.position < 0:
+                self._put_written(value, op.written[-1 - value.position], private)
+            else:
+                result = flat_results(out)[value.position]
+                if geometry_of(result) != value.geometry:
+                    _refuse(op, value, result)
+                self._store(value, result)
+
+    def _is_last_use(self, old: TapeValue) -> bool:
+        """Whether nobody but the operation that now writes over it wants a value."""
+        return self.reads_left[old] == 1 and old.tensor is None and old is not self.target
+
+    def _asked_results(self, op: TapeOperation) -> list[TapeValue]:
+        """The results that somebody asks for, and that are not there."""
+        asked = self._asked
+        return [
+            value
+            for reference in op.outputs
+            if reference is not None
+            and (value := reference()) is not None
+            and value in asked
+            and value.tensor is None
+        ]
+
+    def _put_written(
+        self, value: TapeValue, old: TapeValue, private: dict[TapeValue, torch.Tensor]
+    ) -> None:
+        result = private[old]
+        if value.geometry != old.geometry:
+            result = shaped(result, value.geometry)
+        self._store(value, result)
+
+    def _store(self, value: TapeValue, result: torch.Tensor) -> None:
+        if value in self.reads_left or value is self.target:
+            self.tensors[value] = result
+        if value in self.retained:
+            value.tensor, value.held_version = result, result._version
+
+    def _call(self, op: TapeOperation, args: list[Any]) -> Any:
+        call = op.info.call or op.func
+        kwargs = {
+            name: argument if type(argument) in ATOMS else self._argument(argument, op)
+            for name, argument in op.kwargs.items()
+        }
+        if op.random_state is not None:
+            chosen = self.rewound.start(op.random_state, op.info.generator)
+            args, kwargs = _with_generator(args, kwargs, chosen)
+        if op.info.grad_mode:
+            with torch.enable_grad():
+                return call(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    def _argument(self, reference: Any, op: TapeOperation) -> Any:
+        """An argument as it was: what stands for a tensor becomes one."""
+        kind = type(reference)
+        if kind is TapeValue:
+            return self._tensor(reference)
+        if kind is ParameterRef:
+            return _content_of_parameter(reference)
+        if kind is Slice:
+            return shaped(self._tensor(reference.value), reference.geometry)
+        if kind is list:
+            return [self._argument(item, op) for item in reference]
+        if kind is Scratch:
+            size, _, _, dtype = reference.geometry
+            return torch.zeros(size, dtype=dtype, device=self._argument(op.args[0], op).device)
+        return reference
+
+    def _tensor(self, value: TapeValue) -> torch.Tensor:
+        tensor = self.tensors.get(value)
+        return content(value) if tensor is None else tensor
+
+
+def _uncover(
+    tensors: dict[TapeValue, torch.Tensor], covered: dict[TapeValue, torch.Tensor | None]
+) -> None:
+    """Put back what lay in a sweep before private copies were written to."""
+    for value, tensor in covered.items():
         if tensor is None:
-            del made[old]
+            del tensors[value]
         else:
-            made[old] = tensor
-    covered.clear()
-    results: list[Any] | None = None
-    for reference in op.outputs:
-        value = None if reference is None else reference()
-        if value is None or value.tensor is not None:
-            continue
-        stays, read = value in retained, value in uses
-        if not (stays or read or value is target):
-            continue
-        if value.position < 0:
-            written = op.written[-1 - value.position]
-            result = private[written]
-            if value.geometry != written.geometry:
-                result = shaped(result, value.geometry)
-        else:
-            if results is None:
-                results = list(flatten((out,)))
-            result = results[value.position]
-            if geometry_of(result) != value.geometry:
-                _refuse(op, value, result)
-        if read or value is target:
-            made[value] = result
-        if stays:
-            value.tensor, value.version = result, result._version
+            tensors[value] = tensor
 
 
-def _call(op: Operation, args: list[Any], made: dict[Value, torch.Tensor], rewound: Rewound) -> Any:
-    call = op.info.call or op.func
-    if not op.kwargs and op.rng is None and not op.info.grad_mode:
-        return call(*args)
-    kwargs = {
-        name: argument if type(argument) in ATOMS else _argument(argument, op, made)
-        for name, argument in op.kwargs.items()
-    }
-    if op.rng is not None:
-        chosen = rewound.start(op.rng, op.info.generator)
-        if any(isinstance(argument, torch.Generator) for argument in args):  # by position
-            args = [
-                chosen["generator"] if isinstance(argument, torch.Generator) else argument
-                for argument in args
-            ]
-        else:
-            kwargs.update(chosen)
-    if op.info.grad_mode:
-        with torch.enable_grad():
-            return call(*args, **kwargs)
-    return call(*args, **kwargs)
+def _with_generator(
+    args: list[Any], kwargs: dict[str, Any], chosen: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any]]:
+    """A call's arguments with the generator that replay has chosen, by position if it was passed
+    so.
+    """
+    for place, argument in enumerate(args):
+        if isinstance(argument, torch.Generator):
+            return [*args[:place], chosen["generator"], *args[place + 1 :]], kwargs
+    return args, kwargs | chosen
 
 
-def _argument(reference: Any, op: Operation, made: dict[Value, torch.Tensor]) -> Any:
-    """An argument as it was: what stands for a tensor becomes one."""
-    kind = type(reference)
-    if kind is Value:
-        tensor = made.get(reference)
-        return content(reference) if tensor is None else tensor
-    if kind is Leaf:
-        return _content_of_leaf(reference)
-    if kind is Slice:
-        tensor = made.get(reference.value)
-        return shaped(content(reference.value) if tensor is None else tensor, reference.geometry)
-    if kind is list:
-        return [_argument(item, op, made) for item in reference]
-    if kind is Scratch:
-        size, _, _, dtype = reference.geometry
-        return torch.zeros(size, dtype=dtype, device=_argument(op.args[0], op, made).device)
-    return reference
-
-
-def _refuse(op: Operation, value: Value, result: torch.Tensor) -> None:
+def _refuse(op: TapeOperation, value: TapeValue, result: torch.Tensor) -> None:
     raise UnsupportedOp(
         f"{op.name} gave {tuple(result.shape)} {result.dtype} in the forward pass's place of"
         f" {tuple(value.geometry[0])} {value.geometry[3]}: a setting (the default dtype, a"

@@ -5,15 +5,15 @@ own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from gradfit._torch import FakeTensor, storage_key
 from gradfit._torch_listen import unseen
-from gradfit.tape.graph import Geometry, geometry_of, shaped
-from gradfit.tape.ops import OpInfo
+from gradfit.tape.operators import OpInfo
+from gradfit.tape.values import Geometry, shaped
 
 # a fake one has a storage too
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
@@ -57,7 +57,7 @@ def place_of(tensor: torch.Tensor) -> Geometry:
     try:
         if tensor.is_conj() or tensor.is_neg():
             raise Untrackable
-        return geometry_of(tensor)
+        return (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
     except (RuntimeError, NotImplementedError):
         raise Untrackable from None
 
@@ -112,42 +112,43 @@ def flatten(nest: Any) -> Iterator[Any]:
             yield item
 
 
+def flat_results(out: Any) -> Sequence[Any]:
+    """What an operator returned, as one sequence; it mostly is one already."""
+    if type(out) is tuple and list not in map(type, out) and tuple not in map(type, out):
+        return out
+    return tuple(flatten((out,)))
+
+
 def fresh_results(out: Any, args: Any) -> list[tuple[int, torch.Tensor, int]]:
     """(position, tensor, storage) of results that do not lie in an argument's storage."""
-    if isinstance(out, torch.Tensor):
-        flat: Iterator[Any] | tuple[Any, ...] = (out,)
-    elif isinstance(out, list | tuple):
-        flat = flatten(out)
-    else:
-        return []
-    fresh = []
     try:
-        for position, tensor in enumerate(flat):
-            if isinstance(tensor, torch.Tensor):
-                key = key_of(tensor)
-                for argument in args:
-                    if isinstance(argument, torch.Tensor) and key_of(argument) == key:
-                        break
-                else:
-                    fresh.append((position, tensor, key))
+        results = [
+            (position, tensor, key_of(tensor))
+            for position, tensor in enumerate(flatten((out,)))
+            if isinstance(tensor, torch.Tensor)
+        ]
+        given = {key_of(each) for each in args if isinstance(each, torch.Tensor)} if results else ()
     except Untrackable:
         return []
-    return fresh
+    return [result for result in results if result[2] not in given]
 
 
 def written_tensors(info: OpInfo, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The arguments that an operation is about to change."""
     targets: list[torch.Tensor] = []
     for where in info.writes:
-        if isinstance(where, str):
-            argument = kwargs.get(where)
-        else:
-            argument = args[where] if where < len(args) else None
+        argument = _argument_at(where, args, kwargs)
         if isinstance(argument, torch.Tensor):
             targets.append(argument)
         elif isinstance(argument, list | tuple):
             targets.extend(item for item in argument if isinstance(item, torch.Tensor))
     return targets
+
+
+def _argument_at(where: int | str, args: Any, kwargs: Any) -> Any:
+    if isinstance(where, str):
+        return kwargs.get(where)
+    return args[where] if where < len(args) else None
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ An *operation* is a call of an operator, in a forward, that is no view by its sc
 or returns a tensor. Its *results* are the arguments that it writes, then the tensors that it
 returns, without those that are its arguments by its schema. Addresses play no part in it: a result
 that happens to lie in memory that was there before gets a number, too, and no bytes. The drawing of
-a dropout mask takes two numbers: see `mask.py`.
+a dropout mask takes two numbers: see `dropout_mask.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradfit.tape.ops import OpInfo
+from gradfit.tape.operators import OpInfo
 from gradfit.tape.storage import flatten, written_tensors
 
 _Tensor = torch.Tensor

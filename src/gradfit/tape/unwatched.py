@@ -1,4 +1,4 @@
-"""Memory that can be written to without torch knowing: rule 7 of `record.py`.
+"""Memory that can be written to without torch knowing: rule 7 of `recorder.py`.
 
 NumPy's, another library's that came by DLPack, a mapped file's, another process's: such memory has
 an owner beside torch. And tensors that were made under inference mode have no version counter.

@@ -20,8 +20,10 @@ class GradientSum:
         self._sum_dtype = torch.float32 if of.dtype in _NARROW else of.dtype
         self._sum: Tensor | None = None
 
-    def add(self, gradient: Tensor) -> None:
-        """Add what one tile gives."""
+    def add(self, gradient: Tensor | None) -> None:
+        """Add what one tile gives; None if it gives nothing."""
+        if gradient is None:
+            return
         if self._sum is None:
             self._sum = gradient.to(self._sum_dtype, copy=True)
         else:

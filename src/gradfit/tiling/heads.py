@@ -16,6 +16,7 @@ from gradfit.tiling.cut import Cut
 from gradfit.tiling.lazy import Head, LazyLogits
 from gradfit.tiling.module_tiles import inside_tile
 
+_PLAIN = (Tensor, nn.Parameter, FakeTensor, type(None))
 _WIDENING = 8  # a layer this much wider than its input makes numbers that are worth not having
 
 
@@ -86,19 +87,22 @@ def _may_be_lazy(module: Any, input: Tensor) -> bool:
     """Not where somebody else decides what a product is (sharded or quantised weights), or waits
     for a gradient.
     """
-    plain = (Tensor, nn.Parameter, FakeTensor)
     weight, bias = module.weight, module.bias
     return (
-        type(input) in plain
-        and type(weight) in plain
-        and type(bias) in (*plain, type(None))
-        and input.dim() >= 1
-        and input.shape[-1] == weight.shape[1]
-        and input.dtype.is_floating_point
-        and input.device == weight.device
+        all(type(each) in _PLAIN for each in (input, weight, bias))
+        and _may_be_multiplied(input, weight)
         and not (module._backward_hooks or module._backward_pre_hooks)
         and not is_unit(module)  # FSDP2 frees its weights right after its forward
         and not torch.compiler.is_compiling()
+    )
+
+
+def _may_be_multiplied(input: Tensor, weight: Tensor) -> bool:
+    return (
+        input.dim() >= 1
+        and input.shape[-1] == weight.shape[1]
+        and input.dtype.is_floating_point
+        and input.device == weight.device
     )
 
 

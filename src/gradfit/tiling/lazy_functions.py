@@ -86,23 +86,22 @@ def _may_arrange(lazy: LazyLogits) -> bool:
 def _view(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
     sizes: Any = () if kwargs else args[1:]
     sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
-    if (
-        not sizes
-        or not all(isinstance(size, int) for size in sizes)
-        or not _may_arrange(lazy)
-        or not lazy.numel()
-    ):
-        return NotImplemented
-    words = lazy.shape[-1]
-    keeps_words = sizes[-1] == words
-    if sizes[-1] == -1:
-        keeps_words = math.prod(sizes[:-1]) * words == lazy.numel()
-    if not keeps_words:
+    if not _may_arrange(lazy) or not _keeps_words(lazy, sizes):
         return NotImplemented
     origin = (torch.reshape, (lazy, sizes), _NO_KWARGS)
     return lazy.arrange(
         lambda hidden: hidden.reshape(*sizes[:-1], hidden.shape[-1]), origin, is_view=True
     )
+
+
+def _keeps_words(lazy: LazyLogits, sizes: tuple[Any, ...]) -> bool:
+    """Whether a view of these sizes has the words as its last dimension."""
+    if not sizes or not lazy.numel() or not all(isinstance(size, int) for size in sizes):
+        return False
+    words = lazy.shape[-1]
+    if sizes[-1] == -1:
+        return bool(math.prod(sizes[:-1]) * words == lazy.numel())
+    return bool(sizes[-1] == words)
 
 
 @_handles("flatten")
@@ -155,28 +154,35 @@ def _getitem(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
 def _leaves_words(index: Any, dims: int) -> bool:
     """Whether an index takes rows and all their words."""
     items = list(index) if isinstance(index, tuple) else [index]
-    used = 0
-    for item in items:
-        if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8):
-            used += item.dim()
-        elif isinstance(item, int | slice) or (
-            isinstance(item, Tensor) and not item.is_floating_point()
-        ):
-            used += 1
-        elif item is not None and item is not Ellipsis:
-            return False  # lists and arrays, whose rules are many
-    tensors = [at for at, item in enumerate(items) if isinstance(item, Tensor)]
-    if tensors and (
-        len(tensors) > 1 or any(item is None or isinstance(item, int) for item in items)
-    ):
+    if not all(map(_is_simple, items)) or _moves_dims(items):
         return False
-    if Ellipsis in [item for item in items if not isinstance(item, Tensor)]:
-        last = items[-1]
-        is_all = isinstance(last, slice) and last == slice(None)
-        return last is Ellipsis or (is_all and used <= dims)
-    return used < dims or (
-        used == dims and isinstance(items[-1], slice) and items[-1] == slice(None)
-    )
+    used = sum(map(_dims_used, items))
+    takes_all = isinstance(items[-1], slice) and items[-1] == slice(None)
+    if any(item is Ellipsis for item in items):
+        return items[-1] is Ellipsis or (takes_all and used <= dims)
+    return used < dims or (used == dims and takes_all)
+
+
+def _is_simple(item: Any) -> bool:
+    """Not a list or an array, whose rules are many."""
+    if isinstance(item, Tensor):
+        return not item.is_floating_point()
+    return item is None or item is Ellipsis or isinstance(item, int | slice)
+
+
+def _dims_used(item: Any) -> int:
+    """How many dimensions an index takes."""
+    if item is None or item is Ellipsis:
+        return 0
+    is_mask = isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)
+    return int(item.dim()) if is_mask else 1
+
+
+def _moves_dims(items: list[Any]) -> bool:
+    """Whether the result may have its dimensions in another order: tensors beside other indices."""
+    tensors = sum(isinstance(item, Tensor) for item in items)
+    beside = any(item is None or isinstance(item, int) for item in items)
+    return tensors > 1 or (tensors == 1 and beside)
 
 
 def _is_basic(index: Any) -> bool:
@@ -295,21 +301,19 @@ def _operand(lazy: LazyLogits, item: Any) -> Any:
     if isinstance(item, LazyLogits):
         same = item.lead == lazy.lead and item.has_words_last and item.shape == lazy.shape
         return item.expression if same else _Refused
-    if not isinstance(item, Tensor):
+    if not isinstance(item, Tensor) or not item.dim():
         return item
-    if item.device != lazy.device and item.dim():
+    return _Refused if item.device != lazy.device else _tensor_operand(lazy, item)
+
+
+def _tensor_operand(lazy: LazyLogits, item: Tensor) -> Any:
+    last = item.shape[-1]
+    if last not in (1, lazy.shape[-1]) or item.dim() > lazy.dim():
         return _Refused
-    if not item.dim():
-        return item
-    words = lazy.shape[-1]
-    if item.shape[-1] in (1, words) and item.numel() == item.shape[-1] and item.dim() <= lazy.dim():
-        return item.reshape(item.shape[-1])  # the same for every row
-    if (
-        item.dim() == lazy.dim()
-        and tuple(item.shape[:-1]) == lazy.lead
-        and item.shape[-1] in (1, words)
-    ):
-        return Rows(item.reshape(-1, item.shape[-1]))
+    if item.numel() == last:
+        return item.reshape(last)  # the same for every row
+    if item.dim() == lazy.dim() and tuple(item.shape[:-1]) == lazy.lead:
+        return Rows(item.reshape(-1, last))
     return _Refused
 
 
@@ -378,20 +382,27 @@ def _as_type(lazy: LazyLogits, dtype: torch.dtype, *, copy: bool = False) -> Any
 def _to(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
     if kwargs.get("memory_format") is not None:
         return NotImplemented
-    copy = bool(kwargs.get("copy", False))
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     for item in args[1:]:
-        if isinstance(item, torch.dtype):
-            dtype = item
-        elif isinstance(item, str | torch.device | int) and not isinstance(item, bool):
-            device = item
-        elif isinstance(item, Tensor):
-            dtype, device = item.dtype, item.device
-        elif item is not None:
+        found = _type_and_device(item)
+        if found is None:
             return NotImplemented
+        dtype, device = found[0] or dtype, device if found[1] is None else found[1]
     if device is not None and not _same_device(device, lazy.device):
         return NotImplemented
-    return _as_type(lazy, lazy.dtype if dtype is None else dtype, copy=copy)
+    return _as_type(lazy, dtype or lazy.dtype, copy=bool(kwargs.get("copy", False)))
+
+
+def _type_and_device(item: Any) -> tuple[torch.dtype | None, Any] | None:
+    """What an argument of `to` says; None if it says something else."""
+    if item is None:
+        return None, None
+    if isinstance(item, torch.dtype):
+        return item, None
+    if isinstance(item, Tensor):
+        return item.dtype, item.device
+    is_device = isinstance(item, str | torch.device | int) and not isinstance(item, bool)
+    return (None, item) if is_device else None
 
 
 def _same_device(one: Any, other: torch.device) -> bool:
@@ -502,13 +513,16 @@ def _gather(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
     is_take = "index" not in kwargs and len(args) > 1 and isinstance(args[1], Tensor)
     names = ("indices", "dim") if is_take or "indices" in kwargs else ("dim", "index")
     found = dict(zip(names, _bound(names, args, kwargs, (None, None)), strict=True))
-    index, dim = found.get("index", found.get("indices")), found["dim"]
-    if not isinstance(index, Tensor) or isinstance(index, LazyLogits) or not _over_words(lazy, dim):
-        return NotImplemented
-    if tuple(index.shape[:-1]) != lazy.lead:
+    index: Any = found.get("index", found.get("indices"))
+    if not _has_rows_of(lazy, index) or not _over_words(lazy, found["dim"]):
         return NotImplemented
     rows = Rows(index.reshape(-1, index.shape[-1]))
     return _rows_back(lazy, lazy.reduce(torch.gather, (lazy.expression, -1, rows), {}))[0]
+
+
+def _has_rows_of(lazy: LazyLogits, index: Any) -> bool:
+    is_plain = isinstance(index, Tensor) and not isinstance(index, LazyLogits)
+    return is_plain and tuple(index.shape[:-1]) == lazy.lead
 
 
 # ------------------------------------------------------------------------------------------- losses
@@ -542,40 +556,41 @@ def _nll_loss(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
 def _class_loss(
     lazy: LazyLogits, function: Any, given: dict[str, Any], extra: dict[str, Any]
 ) -> Any:
-    """A loss of each row by its label, added up as `reduction` says."""
+    """A loss of each row by its label, or by its probabilities, added up as `reduction` says."""
     target, weight, reduction = given["target"], given["weight"], given["reduction"]
     words_at = 0 if lazy.dim() == 1 else 1
+    is_labels = tuple(target.shape) == lazy.lead
     if (
         isinstance(target, LazyLogits)
         or lazy.class_dim != words_at
         or reduction not in ("mean", "sum", "none")
+        or not (is_labels or tuple(target.shape) == tuple(lazy.shape))  # torch says what is wrong
     ):
         return NotImplemented
-    is_labels = tuple(target.shape) == lazy.lead
-    if not is_labels and tuple(target.shape) != tuple(lazy.shape):
-        return NotImplemented  # torch says what is wrong with it
-    flat = (
-        target.reshape(-1)
-        if is_labels
-        else target.movedim(words_at, -1).reshape(-1, lazy.shape[words_at])
-    )
-    if (
-        function is F.cross_entropy
-        and is_labels
-        and not given["label_smoothing"]
-        and may_use_up(lazy.expression)
-    ):
+    if is_labels:
+        flat = target.reshape(-1)
+    else:
+        flat = target.movedim(words_at, -1).reshape(-1, lazy.shape[words_at])
+    if is_labels and _is_plain_cross_entropy(function, given) and may_use_up(lazy.expression):
         losses = _label_losses(lazy, flat, weight, given["ignore_index"])
     else:
         extra = {**extra, "weight": weight, "reduction": "none"}
         losses = lazy.reduce(function, (lazy.expression, Rows(flat)), extra)[0]
     if reduction == "none":
-        return losses.reshape(target.shape if is_labels else lazy.lead)
-    # In the width of the sum, as torch's own kernels add, and rounded once.
+        return losses.reshape(lazy.lead)
+    if reduction == "sum":
+        return _added_up(losses)
+    return _added_up(losses, _divisor(flat, weight, given["ignore_index"], is_labels=is_labels))
+
+
+def _is_plain_cross_entropy(function: Any, given: dict[str, Any]) -> bool:
+    return function is F.cross_entropy and not given["label_smoothing"]
+
+
+def _added_up(losses: Tensor, divisor: Tensor | int | None = None) -> Tensor:
+    """In the width of the sum, as torch's own kernels add, and rounded once."""
     wide = losses.float() if losses.dtype in (torch.float16, torch.bfloat16) else losses
-    total = wide.sum()
-    if reduction == "mean":
-        total = total / _divisor(flat, weight, given["ignore_index"], is_labels=is_labels)
+    total = wide.sum() if divisor is None else wide.sum() / divisor
     return total.to(losses.dtype)
 
 
@@ -612,18 +627,17 @@ def _kl_div(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
     given = call.arguments
     if given["size_average"] is not None or given["reduce"] is not None or not lazy.has_words_last:
         return NotImplemented
-    operands = [_operand(lazy, given["input"]), _operand(lazy, given["target"])]
+    operands = (_operand(lazy, given["input"]), _operand(lazy, given["target"]))
     if any(item is _Refused for item in operands):
         return NotImplemented
     extra = {"reduction": "none", "log_target": given["log_target"]}
     if given["reduction"] == "none":
-        return lazy.apply(
-            F.kl_div, tuple(operands), extra, (F.kl_div, (given["input"], given["target"]), extra)
-        )
-    total = lazy.reduce(_kl_of_rows, tuple(operands), extra)[0].sum()
-    if given["reduction"] == "batchmean":
-        return total / lazy.shape[0]
-    return total if given["reduction"] == "sum" else total / lazy.numel()
+        origin = (F.kl_div, (given["input"], given["target"]), extra)
+        return lazy.apply(F.kl_div, operands, extra, origin)
+    total = lazy.reduce(_kl_of_rows, operands, extra)[0].sum()
+    if given["reduction"] == "sum":
+        return total
+    return total / (lazy.shape[0] if given["reduction"] == "batchmean" else lazy.numel())
 
 
 def _kl_of_rows(logits: Tensor, target: Tensor, **extra: Any) -> Tensor:

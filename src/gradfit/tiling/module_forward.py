@@ -16,6 +16,7 @@ from gradfit.tiling.heads import is_linear
 from gradfit.tiling.module_tiles import inside_tile, run_in_tiles, whole_modules
 from gradfit.tiling.token_wise import mixes_tokens
 
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _WIDER = 2.0  # than its input, what a module makes inside: less is not worth running it again
 
 
@@ -106,15 +107,17 @@ def may_run_in_tiles(module: nn.Module) -> bool:
     inside = [each for each in module.modules() if each is not module]
     return (
         bool(inside)
-        and not isinstance(
-            module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
-        )
+        and not isinstance(module, _LISTS)
         and "forward" not in module.__dict__
-        and any(True for _ in module.parameters())
-        and not any(_has_hooks(each) or "forward" in each.__dict__ for each in inside)
         and not (module._backward_hooks or module._backward_pre_hooks)
-        and not any(is_unit(each) for each in inside)  # it would be gathered for each tile
+        and next(module.parameters(), None) is not None
+        and all(map(_may_be_inside, inside))
     )
+
+
+def _may_be_inside(module: nn.Module) -> bool:
+    """Not a unit of FSDP2, which would be gathered for each tile."""
+    return not (_has_hooks(module) or "forward" in module.__dict__ or is_unit(module))
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -127,38 +127,59 @@ class _Tiled(torch.autograd.Function):
 def _tiles(
     ctx: Any, x: Tensor, parameters: list[Tensor], gradient: Tensor, needed: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    leaves = [
-        each.detach().requires_grad_(is_needed)
-        for each, is_needed in zip(parameters, needed[1:], strict=True)
-    ]
-    trained = [each for each in leaves if each.requires_grad]
-    sums = [GradientSum(each) for each in trained]
-    of_input = torch.empty_like(x) if needed[0] else None
-    call = _with_parameters(ctx.shell, ctx.names, leaves)
+    found = _Gradients(x, parameters, needed)
+    call = _with_parameters(ctx.shell, ctx.names, found.leaves)
     after = _Draws(x.device)
     for (begin, end), draws in zip(ctx.cut.bounds(x.shape[-2]), ctx.draws, strict=True):
-        if begin == end:
-            continue
-        if draws is not None:
+        if draws is not None and begin < end:
             draws.restore()
-        tile = x[..., begin:end, :].detach().requires_grad_(needed[0])
+        if begin < end:
+            found.add_tile(call, begin, end, gradient)
+    after.restore()
+    return found.results()
+
+
+class _Gradients:
+    """Of a module's input and its parameters, tile by tile.
+
+    Args:
+        x: the input.
+        parameters: as they were in the forward.
+        needed: of the input and each parameter, whether its gradient is asked for.
+    """
+
+    def __init__(self, x: Tensor, parameters: list[Tensor], needed: tuple[bool, ...]) -> None:
+        self._x, self._needed = x, needed
+        self.leaves = [
+            each.detach().requires_grad_(is_needed)
+            for each, is_needed in zip(parameters, needed[1:], strict=True)
+        ]
+        self._trained = [each for each in self.leaves if each.requires_grad]
+        self._sums = [GradientSum(each) for each in self._trained]
+        self._of_input = torch.empty_like(x) if needed[0] else None
+
+    def add_tile(
+        self, call: Callable[[Tensor], Tensor], begin: int, end: int, gradient: Tensor
+    ) -> None:
+        """Run these tokens again, and differentiate them."""
+        tile = self._x[..., begin:end, :].detach().requires_grad_(self._needed[0])
         with torch.enable_grad():
             result = call(tile)
-        wanted = [tile, *trained] if needed[0] else trained
+        wanted = [*self._trained] if self._of_input is None else [tile, *self._trained]
         found = list(
             torch.autograd.grad(result, wanted, gradient[..., begin:end, :], allow_unused=True)
         )
         del result
-        if of_input is not None:
+        if self._of_input is not None:
             of_tile = found.pop(0)
-            of_input[..., begin:end, :] = 0 if of_tile is None else of_tile
-        for total, one in zip(sums, found, strict=True):
-            if one is not None:
-                total.add(one)
-        del found
-    after.restore()
-    gradients = iter([total.result() for total in sums])
-    return [of_input, *(next(gradients) if is_needed else None for is_needed in needed[1:])]
+            self._of_input[..., begin:end, :] = 0 if of_tile is None else of_tile
+        for total, one in zip(self._sums, found, strict=True):
+            total.add(one)
+
+    def results(self) -> list[Tensor | None]:
+        """One gradient, or None, for the input and each parameter."""
+        gradients = iter([total.result() for total in self._sums])
+        return [self._of_input, *(next(gradients) if n else None for n in self._needed[1:])]
 
 
 def _whole(ctx: Any, gradient: Tensor) -> list[Tensor | None]:

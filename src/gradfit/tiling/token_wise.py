@@ -45,22 +45,33 @@ def _compare(module: nn.Module, tokens: Tensor, dims: int) -> str:
     if whole.shape[:-1] != _shaped(tokens, dims).shape[:-1]:
         return f"it makes {tuple(whole.shape)} of {tuple(_shaped(tokens, dims).shape)}"
     whole = whole.reshape(count, -1)
-    middle = count // 2
+    reason = _flows(module, tokens, dims) or _differs_in_parts(module, tokens, dims, whole)
+    if not reason and any(
+        not torch.equal(a, b) for a, b in zip(before, module.buffers(), strict=True)
+    ):
+        return "it changes its buffers"
+    return reason
+
+
+def _flows(module: nn.Module, tokens: Tensor, dims: int) -> str:
+    """Make one token NaN, and see how far that goes."""
+    count = len(tokens)
     poisoned = tokens.clone()
-    poisoned[middle] = float("nan")
+    poisoned[count // 2] = float("nan")
     reached = _run(module, poisoned, dims).reshape(count, -1).isnan().any(-1)
-    reached[middle] = False
-    if bool(reached.any()):
-        return f"a token's numbers flow into {int(reached.sum())} of {count - 1} others"
-    for size in (1, count // 3 + 1):
+    reached[count // 2] = False
+    others = int(reached.sum())
+    return f"a token's numbers flow into {others} of {count - 1} others" if others else ""
+
+
+def _differs_in_parts(module: nn.Module, tokens: Tensor, dims: int, whole: Tensor) -> str:
+    for size in (1, len(tokens) // 3 + 1):
         parts = torch.cat(
             [_run(module, part, dims).reshape(len(part), -1) for part in torch.split(tokens, size)]
         )
         error = float((parts - whole).double().norm() / whole.double().norm().clamp(min=1e-30))
         if not error <= torch.finfo(whole.dtype).eps ** 0.5:
             return f"run in parts of {size} tokens it differs by {error:.2g}"
-    if any(not torch.equal(a, b) for a, b in zip(before, module.buffers(), strict=True)):
-        return "it changes its buffers"
     return ""
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfit.accumulate.numbers import Number, read_count, read_weight
+from gradfit.accumulate.loss_arguments import read_weight
 from gradfit.accumulate.scaling import gradient_norm
 from gradfit.accumulate.strategy import FixedStepCount, FixedTargetBatch, Strategy
 from gradfit.accumulate.window_state import Total, add_scaled
+from gradfit.arguments import Number, read_count
 from gradfit.errors import MisuseError
 from gradfit.toolbox.gradient_map import GradientMap
 from gradfit.toolbox.gradient_validator import GradientAccumulationValidator

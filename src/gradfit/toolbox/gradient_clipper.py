@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gradfit.arguments import read_flag, read_number
 from gradfit.errors import MisuseError
+from gradfit.norms import total_norm
 from gradfit.toolbox.gradient_map import GradientMap, clip_factor, gradients_of
-from gradfit.toolbox.gradient_stats import total_norm
 from gradfit.toolbox.inputs import Inputs, label
 
 

@@ -24,8 +24,9 @@ from gradfit.arguments import (
     show,
 )
 from gradfit.errors import GraphError, MisuseError, NonFiniteGradient, StateError, UnknownName
+from gradfit.norms import total_norm, values_of
 from gradfit.toolbox.autograd_nodes import backward_order, leaf_of, operation_name
-from gradfit.toolbox.gradient_stats import GradientStats, total_norm, values_of
+from gradfit.toolbox.gradient_stats import GradientStats
 from gradfit.toolbox.inputs import Inputs, label, named_tensors
 
 Key = str | Tensor | int

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from gradfit import records
+from gradfit.norms import values_of
 from gradfit.toolbox.gradient_map import GradientMap
-from gradfit.toolbox.gradient_stats import GradientStats, values_of
+from gradfit.toolbox.gradient_stats import GradientStats
 from gradfit.toolbox.inputs import Inputs, named_tensors
 
 # Powers of two: 2^-24 is the smallest float16 number, so the bins below it are what a loss scale

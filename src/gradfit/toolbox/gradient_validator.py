@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfit.accumulate.numbers import read_weight
+from gradfit.accumulate.loss_arguments import read_weight
 from gradfit.arguments import read_list
 from gradfit.errors import MisuseError
 

@@ -21,8 +21,8 @@ from gradfit.arguments import (
     read_number,
 )
 from gradfit.errors import MisuseError, NonFiniteGradient, StateError
+from gradfit.norms import values_of
 from gradfit.toolbox.gradient_map import GradientMap
-from gradfit.toolbox.gradient_stats import values_of
 
 
 class LossScaler:

@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from gradfit import _torch, _torch_listen
 from gradfit.errors import MisuseError
-from gradfit.tape.ops import info_of
+from gradfit.tape.operators import info_of
 from gradfit.toolbox.autograd_nodes import operation_name
 
 _SKIPPED = tuple(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from gradfit import _torch
-from gradfit.tape.graph import Handle, OfSubclass, Value
+from gradfit.tape.values import Handle, OfSubclass, TapeValue
 from gradfit.toolbox.autograd_nodes import leaf_of
 
 
@@ -66,11 +66,14 @@ def parameter_storages(nodes: Iterable[Node]) -> set[int]:
 
 
 def live_results() -> list[Tensor]:
-    """Every tensor in this process that has a graph behind it."""
+    """Every tensor in this process that has a graph behind it.
+
+    Not those of `torch.compile`, which have a shape and no memory, and which it keeps.
+    """
     found = []
     for value in _living(Tensor):
         try:
-            if value.grad_fn is not None:
+            if value.grad_fn is not None and not isinstance(value, _torch.FakeTensor):
                 found.append(value)
         except RuntimeError:  # a view whose base was changed under no_grad cannot say
             continue
@@ -101,7 +104,9 @@ def _tensors_in(content: Any) -> Iterator[Tensor]:
                 stack.append(value.value)
             elif isinstance(value, OfSubclass):
                 stack.append(value.content)
-            elif isinstance(value, Value):  # what is kept of it, or else what it will be made from
+            elif isinstance(
+                value, TapeValue
+            ):  # what is kept of it, or else what it will be made from
                 stack.append(value.tensor)
                 stack += [] if value.op is None else [*value.op.inputs, *value.op.written]
             elif isinstance(value, tuple | list):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradfit.tape.ops import OpInfo
+from gradfit.tape.operators import OpInfo
 from gradfit.tape.storage import fills_storage
 
 MASK = "gradfit.mask"  # the operation that makes the bits, in profiles and plans

@@ -1,4 +1,4 @@
-"""Reading what users pass as weights, sizes and losses; every mistake is named before anything is
+"""Reading the weights and losses that users pass; every mistake is named before anything is
 changed.
 """
 
@@ -9,9 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradfit.arguments import Number as Number
-from gradfit.arguments import invalid, plain_number
-from gradfit.arguments import read_count as read_count
+from gradfit.arguments import Number, invalid, plain_number
 from gradfit.errors import MisuseError
 
 _LARGEST = 1e150  # sums of many, and their squares, are still numbers

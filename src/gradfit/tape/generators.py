@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gradfit.interrupts import uninterrupted
-from gradfit.tape.ops import OpInfo
+from gradfit.tape.operators import OpInfo
 
 State = tuple[Any, torch.Tensor]  # a generator (or a device, for its default one) and its state
 
@@ -25,9 +25,9 @@ def draws(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
     Nothing does on the meta device.
     """
-    if (args and isinstance(args[0], torch.Tensor) and args[0].is_meta) or _is_meta(
-        kwargs.get("device")
-    ):
+    if args and isinstance(args[0], torch.Tensor) and args[0].is_meta:
+        return False
+    if "device" in kwargs and _is_meta(kwargs["device"]):
         return False
     if info.dropout is None:
         return True
@@ -41,17 +41,15 @@ def _is_meta(device: Any) -> bool:
 
 def capture(args: Sequence[Any], kwargs: Mapping[str, Any]) -> State:
     """The generator that a random operation is about to use, and its state now."""
-    first = args[0] if args else None
-    if (
-        isinstance(first, torch.Tensor)
-        and first.is_cpu
-        and kwargs.get("generator") is None
+    usual = (
+        bool(args)
+        and isinstance(args[0], torch.Tensor)
+        and args[0].is_cpu
         and len(args) < 3
         and type(args[-1]) is not torch.Generator
-    ):
-        source = torch.default_generator
-    else:
-        source = _source(args, kwargs)
+        and kwargs.get("generator") is None
+    )
+    source = torch.default_generator if usual else _source(args, kwargs)
     return source, get_state(source)
 
 
@@ -77,21 +75,22 @@ def _which(device: torch.device) -> tuple[torch.device, ...]:
 
 
 def _source(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    device: torch.device | None = None
-    for argument in (*args, *kwargs.values()):
+    """The generator that an operation is given, or else its device's default one."""
+    arguments = (*args, *kwargs.values())
+    for argument in arguments:
         if isinstance(argument, torch.Generator):
             return argument
-        if device is None:
-            if isinstance(argument, torch.Tensor):
-                device = argument.device
-            elif (
-                isinstance(argument, list | tuple)
-                and argument
-                and isinstance(argument[0], torch.Tensor)
-            ):
-                device = argument[0].device
-    device = torch.device(kwargs.get("device") or device or "cpu")
+    device = torch.device(kwargs.get("device") or _first_device(arguments) or "cpu")
     return torch.default_generator if device.type == "cpu" else with_index(device)
+
+
+def _first_device(arguments: Sequence[Any]) -> torch.device | None:
+    """Of the first tensor, or list of tensors."""
+    for argument in arguments:
+        first = argument[0] if isinstance(argument, list | tuple) and argument else argument
+        if isinstance(first, torch.Tensor):
+            return first.device
+    return None
 
 
 def with_index(device: torch.device) -> torch.device:

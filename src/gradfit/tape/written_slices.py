@@ -18,20 +18,11 @@ from typing import Any
 
 import torch
 
-from gradfit.tape.graph import Geometry, Operation, Value
-from gradfit.tape.ops import OpInfo
+from gradfit.tape.operators import OpInfo
+from gradfit.tape.values import Geometry, TapeOperation, TapeValue
 
 _LINE = 64  # elements: memory is as well aligned after so many, whatever their size
-CUT = OpInfo(
-    view=False,
-    writes=(),
-    reads_written=False,
-    random=False,
-    fragile=None,
-    scratch=(),
-    recordable=True,
-    copies=True,
-)
+CUT = OpInfo(copies=True)
 
 
 def is_small_slice(tensor: torch.Tensor) -> bool:
@@ -39,38 +30,39 @@ def is_small_slice(tensor: torch.Tensor) -> bool:
     return 2 * tensor.nbytes <= tensor.untyped_storage().nbytes()
 
 
-def part_of(value: Value, geometry: Geometry) -> Value | None:
+def part_of(value: TapeValue, geometry: Geometry) -> TapeValue | None:
     """The part that is this slice of a value's storage; None if nobody wrote just this."""
-    while (
-        value.position == -1
-        and value.op is not None
-        and len(value.op.written) == 1
-        and not value.evictable
-    ):
+    while _writes_one_storage(value):
         if value.geometry == geometry:
             part = None if value.part is None else value.part()
             return _cut(value) if part is None else part
-        if not _are_apart(value.geometry, geometry):
+        if not _are_apart(value.geometry, geometry) or value.op is None:
             return None
         value = value.op.written[0]
     return None
 
 
-def _cut(whole: Value) -> Value:
+def _writes_one_storage(value: TapeValue) -> bool:
+    """Whether a value is the only one that its operation has written, and not evictable."""
+    op = value.op
+    return value.position == -1 and op is not None and len(op.written) == 1 and not value.evictable
+
+
+def _cut(whole: TapeValue) -> TapeValue:
     op = whole.op
     if op is None:
         raise RuntimeError("gradfit: a part of what nothing on the tape has written")
     size, _, _, dtype = whole.geometry
     # Recorded operations have even numbers: this one runs right after the write.
-    cutting = Operation(op.index + 1, _compact, CUT, [whole], {}, [whole])
-    part = Value(whole.key, (size, _contiguous(size), 0, dtype), whole.segment, cutting)
+    cutting = TapeOperation(op.index + 1, _compact, CUT, [whole], {}, [whole])
+    part = TapeValue(whole.key, (size, _contiguous(size), 0, dtype), whole.segment, cutting)
     cutting.outputs.append(weakref.ref(part))
     whole.users = [weakref.ref(cutting), *(whole.users or ())]
     whole.part = weakref.ref(part)
     return part
 
 
-def whole_of(value: Value) -> Value | None:
+def whole_of(value: TapeValue) -> TapeValue | None:
     """What a value is a part of, if it is one."""
     return value.op.inputs[0] if value.op is not None and value.op.info is CUT else None
 
@@ -113,13 +105,10 @@ def _are_apart(one: Geometry, other: Geometry) -> bool:
     if _ends(one) <= other[2] or _ends(other) <= one[2]:
         return True
     row = max((step for length, step in zip(one[0], one[1], strict=True) if length > 1), default=0)
-    if row == 0:
+    first, second = _columns(one, row), _columns(other, row)
+    if first is None or second is None:
         return False
-    columns = [_columns(one, row), _columns(other, row)]
-    if columns[0] is None or columns[1] is None:
-        return False
-    (first, first_end), (second, second_end) = columns[0], columns[1]
-    return first_end <= second or second_end <= first
+    return first[1] <= second[0] or second[1] <= first[0]
 
 
 def _ends(geometry: Geometry) -> int:
@@ -131,6 +120,8 @@ def _columns(geometry: Geometry, row: int) -> tuple[int, int] | None:
     """First and last column of a slice of rows that are `row` elements apart; None if it does not
     stay within rows.
     """
+    if row == 0:
+        return None
     size, stride, offset, _ = geometry
     inner = [
         (length, step)

@@ -3,7 +3,7 @@ handles on them.
 
 Ownership runs one way, from the newest to the oldest:
 
-    autograd node ─► Handle ─► Value ─► Operation ─► Value (its inputs) ─► …
+    autograd node ─► Handle ─► TapeValue ─► TapeOperation ─► TapeValue (its inputs) ─► …
 
 so that the graph's handles own the tape and nothing else does: when a backward pass, or the death
 of the loss, frees a handle, whatever only that handle needed dies with it. Links the other way
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import detached, storage_key
-from gradfit.tape import process
+from gradfit.tape import process_settings
 
 _next_epoch = itertools.count(1).__next__  # a value may be read by several tapes
 Geometry = tuple[torch.Size, tuple[int, ...], Any, torch.dtype]
@@ -81,69 +82,70 @@ def nothing() -> torch.Tensor | None:
     return None
 
 
-class Value:
+class TapeValue:
     """One version of one storage: `tensor` is there when it is kept or was rebuilt, `op` when it
     can be rebuilt.
     """
 
     __slots__ = (
-        "__weakref__", "digest", "evictable", "fragile", "gone", "handles", "key", "known_geometry",
-        "line", "natural", "op", "part", "position", "seen", "segment", "tensor", "unpacked",
-        "unwanted", "users", "version",
+        "__weakref__", "death_watch", "digest", "evictable", "forward_tensor", "geometry",
+        "handles", "held_version", "key", "line", "op", "part", "position", "segment", "tensor",
+        "unpacked", "unwanted", "unwritten", "users", "version", "write_pending",
     )  # fmt: skip
 
     def __init__(
         self,
         key: int,
-        geometry: Geometry | None,
+        geometry: Geometry,
         segment: Segment,
-        op: Operation | None = None,
+        op: TapeOperation | None = None,
         position: int = 0,
-        seen: int = -1,
-        natural: Callable[[], torch.Tensor | None] = nothing,
-        gone: Any = None,
+        version: int = -1,
+        forward_tensor: Callable[[], torch.Tensor | None] = nothing,
+        death_watch: Any = None,
     ) -> None:
         self.key = key
-        self.known_geometry = geometry  # None: that of `tensor`
+        self.geometry = geometry  # of the tensor that `tensor`, when there, is
         self.segment = segment
         self.op = op
-        self.position = position  # which of its operation's results
-        # the version counter when the storage last passed by; negative: see `expected`
-        self.seen = seen
-        self.natural = natural  # the tensor that the forward saw, while it lives
-        self.gone = gone  # watches the storage, so that its address can be used again
-        self.fragile: str | None = None  # no recorded operation has filled it: somebody unseen may
+        self.position = position  # which of its operation's results; -1 - n: its n-th written one
+        # The storage's version counter when the storage last passed by, and whether a recorded
+        # write has still to be counted: see `version_counters.py`.
+        self.version = version
+        self.write_pending = False
+        # A weak reference to the tensor that the forward saw. Not to be read without a look at
+        # where it lies: see `unmoved_forward_tensor`.
+        self.forward_tensor = forward_tensor
+        # Tells when the storage dies, so that its address can be used again.
+        self.death_watch = death_watch
+        # UNINITIALISED or CONSTANT as long as no recorded operation has filled it: somebody whom
+        # the tape does not see may fill it.
+        self.unwritten: str | None = None
         self.evictable = False  # kept when autograd saves it, until somebody needs the memory
         self.tensor: torch.Tensor | None = None
-        # the version counter of `tensor` when it was kept; -1: it is private to the tape, or
-        self.version = -1
-        # of what was in `tensor`, where a version counter would not tell
+        # The version counter of `tensor` when it was held; -1: nobody else has its memory, or the
+        # digest tells.
+        self.held_version = -1
+        # Of what was in `tensor`, where a version counter would not tell.
         self.digest: bytes | None = None
         # Operations that read it. Not kept for roots, which nobody has to make again.
-        self.users: list[weakref.ref[Operation]] | deque[weakref.ref[Operation]] | None = None
+        self.users: list[weakref.ref[TapeOperation]] | deque[weakref.ref[TapeOperation]] | None = (
+            None
+        )
         self.line = ""  # of the user's code, where it was first read, if a scope holds it
         self.unwanted = 0  # the epoch of its tape in which it was found that nobody will ask for it
-        # autograd's; a node that dies unused takes its own along
+        # Autograd's; a node that dies unused takes its own along.
         self.handles: list[weakref.ref[Handle]] | None = None
-        # what of it was written, on memory of its own: see `parts.py`
-        self.part: weakref.ref[Value] | None = None
-        # in which pass, of how many handles, so many at the end are not pending
+        # What of it was written, on memory of its own: see `written_slices.py`.
+        self.part: weakref.ref[TapeValue] | None = None
+        # In which pass, of how many handles, so many at the end are not pending.
         self.unpacked = (0, 0, 0)
 
-    @property
-    def geometry(self) -> Geometry:
-        """The tensor that `tensor`, when there, is."""
-        if self.known_geometry is None:
-            if self.tensor is None:
-                raise RuntimeError("gradfit: a value without a tensor and without a geometry")
-            self.known_geometry = geometry_of(self.tensor)
-        return self.known_geometry
-
-    def forward_tensor(self) -> torch.Tensor | None:
+    def unmoved_forward_tensor(self) -> torch.Tensor | None:
         """The tensor that the forward saw, if it lives and still lies where it lay: `.data =` may
         have moved it.
         """
-        tensor = self.natural()
+        tensor = self.forward_tensor()
         if (
             tensor is None
             or storage_key(tensor) != self.key
@@ -180,30 +182,32 @@ class Value:
         return pending
 
 
-class Operation:
+class TapeOperation:
     """One recorded call: enough to make its results again."""
 
     __slots__ = (
-        "__weakref__", "args", "func", "index", "info", "inputs", "kwargs", "outputs", "rng",
-        "slices", "unwanted", "written",
+        "__weakref__", "args", "func", "index", "info", "inputs", "kwargs", "outputs",
+        "random_state", "slices", "unwanted", "written",
     )  # fmt: skip
 
     def __init__(
-        self, index: int, func: Any, info: Any, args: Any, kwargs: Any, inputs: list[Value]
+        self, index: int, func: Any, info: Any, args: Any, kwargs: Any, inputs: list[TapeValue]
     ) -> None:
         self.index = index
         self.func = func
         self.info = info
-        self.args = args  # as called, with a Value or a Slice in the place of every tensor
+        self.args = args  # as called, with a TapeValue or a Slice in the place of every tensor
         self.kwargs = kwargs
         self.inputs = inputs  # each once
         self.outputs: (
-            list[weakref.ref[Value] | None] | deque[weakref.ref[Value] | None]
+            list[weakref.ref[TapeValue] | None] | deque[weakref.ref[TapeValue] | None]
         ) = []  # None: kept, and no value of the tape
         self.unwanted = 0  # as a value's: none of its results is wanted
-        self.written: tuple[Value, ...] = ()  # the versions that it overwrites
-        self.slices = False  # whether it writes to a small part of a storage: see `parts.py`
-        self.rng: Any = None
+        self.written: tuple[TapeValue, ...] = ()  # the versions that it overwrites
+        self.slices = (
+            False  # whether it writes to a small part of a storage: see `written_slices.py`
+        )
+        self.random_state: Any = None  # of the generator that it draws from, before it did
 
     @property
     def name(self) -> str:
@@ -215,12 +219,12 @@ class Slice:
 
     __slots__ = ("geometry", "value")
 
-    def __init__(self, value: Value, geometry: Geometry) -> None:
+    def __init__(self, value: TapeValue, geometry: Geometry) -> None:
         self.value = value
         self.geometry = geometry
 
 
-class Leaf:
+class ParameterRef:
     """A tensor argument that is a parameter, or a view of one: it is there anyway, and only checked
     at replay.
 
@@ -242,25 +246,35 @@ class Leaf:
         return self.source is not None and self.source._version != self.version
 
 
+class Scratch:
+    """An argument whose content is not read but written to: replay gives it a throw-away tensor."""
+
+    __slots__ = ("geometry",)
+
+    def __init__(self, geometry: Geometry) -> None:
+        self.geometry = geometry
+
+
 class Tape:
     """What the handles of one recording share."""
 
-    __slots__ = ("__weakref__", "epoch", "holding", "lock", "pass_number", "retains")
+    __slots__ = ("__weakref__", "epoch", "lock", "on_held", "pass_number", "retains")
 
-    def __init__(self, lock: Any) -> None:
-        self.lock = lock  # accelerators' backward passes unpack in threads of their own
+    def __init__(self, lock: Any = None) -> None:
+        # Accelerators' backward passes unpack in threads of their own.
+        self.lock = threading.RLock() if lock is None else lock
         self.pass_number = 1
         self.epoch = _next_epoch()  # what was found unwanted stays so until the next one
         self.retains = True  # what a sweep makes and the rest of the pass needs
-        # told of values that may be evicted from now on
-        self.holding: Callable[[Iterable[Value]], None] | None = None
-        process.tape_begins(self)
+        # Told of values that may be evicted from now on.
+        self.on_held: Callable[[Iterable[TapeValue]], None] | None = None
+        process_settings.tape_begins(self)
 
     def __del__(self) -> None:
         try:
-            process.tape_ends(self)
+            process_settings.tape_ends(self)
         except BaseException:  # Ctrl-C, which Python drops in a destructor
-            process.tape_ends(self)
+            process_settings.tape_ends(self)
             raise
 
     def begin_pass(self) -> None:
@@ -283,7 +297,7 @@ class Handle:
 
     __slots__ = ("__weakref__", "geometry", "pass_number", "tape", "value")
 
-    def __init__(self, tape: Tape, value: Value, geometry: Geometry | None) -> None:
+    def __init__(self, tape: Tape, value: TapeValue, geometry: Geometry | None) -> None:
         self.tape = tape
         self.value = value
         self.geometry = geometry

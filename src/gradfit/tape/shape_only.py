@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gradfit.tape.ops import OpInfo, info_of
+from gradfit.tape.operators import OpInfo, info_of
 from gradfit.tape.storage import PLAIN
 
 _aten = torch.ops.aten
@@ -32,12 +32,7 @@ def without_content(
     """An operator and arguments, no tensor among them, that make what `info` made; None if it read
     its arguments.
     """
-    if (
-        not info.shape_only
-        or type(out) not in PLAIN
-        or out.layout is not torch.strided
-        or out.is_nested
-    ):
+    if not info.shape_only or not _is_plain(out):
         return None
     options = {"dtype": out.dtype, "device": out.device}
     name = info.shape_only
@@ -53,6 +48,10 @@ def without_content(
     if number is None:
         number = kwargs["fill_value"] if "fill_value" in kwargs else args[-1]
     return info_of(_aten.full.default), (out.size(), number), options
+
+
+def _is_plain(out: Any) -> bool:
+    return type(out) in PLAIN and out.layout is torch.strided and not out.is_nested
 
 
 def _is_usual(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,461 @@
+"""A plan at work: the policy that follows it, operation by operation, and the context in which a
+forward does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from gradfit._torch_listen import untraced
+from gradfit.choices import KEEP, OFFLOAD, PACK, REBUILD
+from gradfit.planning.plan import Plan
+from gradfit.recompute.offload import Store
+from gradfit.tape.decisions import ALL_KEPT, Rest, TapeDecision
+from gradfit.tape.dropout_mask import MASK, draws_mask
+from gradfit.tape.listener import OperationListener
+from gradfit.tape.operators import info_of
+from gradfit.tape.recorder import Recorder
+from gradfit.tape.saved_tensors import unpack
+from gradfit.tape.stream import new_bytes
+from gradfit.tape.values import Handle, Segment
+
+_DECIDED_BY_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_CHOICES = {"keep": KEEP, "rebuild": REBUILD, "offload": OFFLOAD}
+
+
+class Diverged(Exception):
+    """The forward pass is not the plan's; the text says where.
+
+    `operation` is the number of the first operation that is another one, and `name` what it is, if
+    that was observed.
+    """
+
+    def __init__(self, where: str, operation: int | None = None, name: str = "") -> None:
+        super().__init__(where)
+        self.operation, self.name = operation, name
+
+
+class Script:
+    """A plan as it is followed, made once: what becomes of each value, in the order in which they
+    are made.
+
+    With `sizes`, the bytes of each value of the profile, a result that is larger is another
+    operation than the plan's; and since a budget would not survive that, `Diverged` is raised at
+    once.
+    """
+
+    def __init__(self, plan: Plan, sizes: Sequence[int] | None = None) -> None:
+        results = [value for value, action in enumerate(plan.actions) if action != "external"]
+        self.names, self.parents = plan.operations, plan.segment_parents
+        self.choices = [_CHOICES[plan.actions[value]] for value in results]
+        self.segments = [plan.segments[value] for value in results]
+        self.sizes = None if sizes is None else [sizes[value] for value in results]
+        self.recorded = plan.heard  # how many operations must be
+        self.last = max(
+            (value for value, choice in enumerate(self.choices) if choice != KEEP), default=-1
+        )
+        self._decisions: dict[tuple[int, int], TapeDecision] = {}
+        self._shared: dict[int, tuple[Script, int, int]] = {}
+
+    def shared(self, other: Script) -> tuple[int, int]:
+        """Up to how many operations and values a forward that has followed this plan has followed
+        the other, too.
+        """
+        if id(other) not in self._shared:
+            names = _common(self.names, other.names)
+            values = _common(self.choices, other.choices, _common(self.segments, other.segments))
+            parents = _common(self.parents, other.parents)
+            inside = next(
+                (n for n, segment in enumerate(self.segments[:values]) if segment >= parents),
+                values,
+            )
+            self._shared[id(other)] = other, names, min(values, inside)
+        return self._shared[id(other)][1:]
+
+    def has_room(self, result_bytes: Sequence[int]) -> bool:
+        """Whether values of these sizes, from the first, are no larger than the plan reckons
+        with.
+        """
+        sizes = self.sizes
+        return sizes is None or all(
+            nbytes <= size for nbytes, size in zip(result_bytes, sizes, strict=False) if size
+        )
+
+    def takes(self, position: int, first: int, func: Any, results: Sequence[torch.Tensor]) -> bool:
+        """Whether this may be the plan's next operation."""
+        if position >= len(self.names) or first + len(results) > len(self.choices):
+            return False
+        if self.names[position] == MASK:
+            return draws_mask(info_of(func), list(results))
+        if not _is_called(func, self.names[position]):
+            return False
+        sizes = self.sizes
+        return sizes is None or all(
+            new_bytes(r) <= sizes[n] for n, r in enumerate(results, first) if sizes[n]
+        )
+
+    def decision(self, operation: int, first: int, after: int) -> TapeDecision:
+        """What becomes of these values, which one operation makes, made once; the segment is each
+        recording's own.
+        """
+        decision = self._decisions.get((first, after))
+        if decision is None:
+            choices = tuple(self.choices[first:after])
+            kept = all(choice is KEEP for choice in choices)
+            last = after > self.last and operation + 1 >= self.recorded
+            decision = TapeDecision(None if kept else choices, None, last)
+            self._decisions[first, after] = decision
+        return decision
+
+
+def _common(first: Sequence[Any], second: Sequence[Any], most: int | None = None) -> int:
+    """How many items the two have in common from the start."""
+    pairs = zip(first[:most], second[:most], strict=False)
+    return next(
+        (n for n, (a, b) in enumerate(pairs) if a != b), min(len(first[:most]), len(second[:most]))
+    )
+
+
+@dataclass
+class UnrecordedRest:
+    """What autograd saves of a forward after the last decision of its plan."""
+
+    saved_bytes: int = 0  # each tensor as often as it is saved
+    saves: int = 0
+    last_rebuilt: int = 0  # the position of the last save of a tensor that is rebuilt
+
+
+class PlanFollower:
+    """The policy that gives each result of each operation what the plan says, as long as the
+    operations are the plan's.
+
+    Where they are not, another plan of which all that was done so far is a part is followed from
+    there, if there is one among the `others`, each with the rest of its forward. Else `diverged`
+    says where, and everything is kept.
+
+    After the plan's last decision nothing is recorded. What autograd saves of this rest is compared
+    with the `measured_rest` of an earlier forward, if there is one, unless it is not `watched`.
+
+    Args:
+        script: the plan.
+        others: plans to go on with where this one is left.
+        root: the segment of the recording.
+        measured_rest: of a forward that was observed to its end; None: this one will be.
+        watched: whether to compare what autograd saves of the rest.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        others: Sequence[tuple[Script, UnrecordedRest | None]] = (),
+        root: Segment | None = None,
+        measured_rest: UnrecordedRest | None = None,
+        *,
+        watched: bool = True,
+    ) -> None:
+        self.diverged: str | None = None
+        self.store: Store | None = Store() if OFFLOAD in script.choices else None
+        self.rest = UnrecordedRest()  # as this forward has it
+        self.in_rest = False
+        self._script, self._others = script, list(others)
+        self._measured_rest, self._watched = measured_rest, watched
+        self._result_bytes: list[int] = []  # of each value so far, if there are others
+        self._operation = 0
+        self._value = 0
+        self._segments = [Segment(None) if root is None else root]
+        self._add_segments()
+
+    @property
+    def script(self) -> Script:
+        """The plan that is followed now."""
+        return self._script
+
+    def _add_segments(self) -> None:
+        root = self._segments[0]
+        for parent in self._script.parents[len(self._segments) :]:
+            self._segments.append(Segment(self._segments[parent], root.scope))
+
+    def _switch(self, func: Any, results: Sequence[torch.Tensor]) -> bool:
+        """Go on by another plan that has come this far in the same way, and has this operation
+        next.
+        """
+        for place, (script, rest) in enumerate(self._others):
+            if self._has_come_this_far(script) and script.takes(
+                self._operation, self._value, func, results
+            ):
+                del self._others[place]
+                self._go_on_with(script, rest)
+                return True
+        return False
+
+    def _has_come_this_far(self, script: Script) -> bool:
+        """Whether all that was done so far is a part of this plan, too."""
+        operations, values = self._script.shared(script)
+        return (
+            self._operation <= operations
+            and self._value <= values
+            and script.has_room(self._result_bytes)
+        )
+
+    def _go_on_with(self, script: Script, rest: UnrecordedRest | None) -> None:
+        del self._segments[_common(self._script.parents, script.parents) :]
+        self._script = script
+        self._add_segments()
+        if self.store is None and OFFLOAD in script.choices:
+            self.store = Store()
+        self.in_rest, self.rest, self._measured_rest = False, UnrecordedRest(), rest
+
+    def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> TapeDecision:
+        """Pass an operation, and say what becomes of its results."""
+        if self.diverged is not None:
+            return ALL_KEPT
+        decision = self._next(func, results)
+        if decision is None and self._is_at_bits(func, results):
+            decision = self._next_mask(func, results)
+        if decision is not None:
+            return decision
+        if self._others and self._switch(func, results):
+            return self.decide(func, results, *call)
+        position, names = self._operation, self._script.names
+        expected = names[position] if position < len(names) else "the end"
+        said = f"operation {position} is {name_of(func)}, the plan has {expected}"
+        self.leave(said, position, name_of(func))
+        return ALL_KEPT
+
+    def _next_mask(self, func: Any, results: list[torch.Tensor]) -> TapeDecision | None:
+        """Pass the two operations that the drawing of a mask is to a plan: its bits, and the
+        mask.
+        """
+        bits_are_kept = self._script.choices[self._value] is KEEP
+        if self._others:
+            self._result_bytes.append(0)  # it is an eighth of the mask that follows
+        self._operation, self._value = self._operation + 1, self._value + 1
+        decision = self._next(func, results)
+        if decision is not None and bits_are_kept and decision.choices == (REBUILD,):
+            return decision._replace(choices=(PACK,))
+        return decision
+
+    def _next(self, func: Any, results: Sequence[torch.Tensor]) -> TapeDecision | None:
+        """Pass the next operation, if it is this one."""
+        script, position, first = self._script, self._operation, self._value
+        after = first + len(results)
+        if position >= len(script.names) or after > len(script.choices):
+            return None
+        name = script.names[position]
+        if _called.get(name) is not func and not _is_called(func, name):
+            return None
+        if script.sizes is not None and (too_large := self._too_large(results)) is not None:
+            if self._others and self._switch(func, results):
+                return self._next(func, results)
+            nbytes, size = too_large
+            said = f"operation {position}, {name}, made {nbytes} bytes, the plan has {size}"
+            self.leave(said, position, name_of(func))
+        if self._others:
+            self._result_bytes += [new_bytes(result) for result in results]
+        self._operation, self._value = position + 1, after
+        decision = script.decision(position, first, after)
+        if decision.choices is None:
+            return decision
+        return TapeDecision(decision.choices, self._segments[script.segments[first]], decision.last)
+
+    def _too_large(self, results: Sequence[torch.Tensor]) -> tuple[int, int] | None:
+        """The bytes of the first result that is larger than the plan reckons with, and what it
+        reckons with.
+        """
+        sizes = self._script.sizes or ()
+        for result, size in zip(results, sizes[self._value :], strict=False):
+            # 0 where the result is not new: its bytes are another's
+            if size and (nbytes := new_bytes(result)) > size:
+                return nbytes, size
+        return None
+
+    def _is_at_bits(self, func: Any, results: list[torch.Tensor]) -> bool:
+        """Whether the plan has a mask's bits as an operation of their own before this one."""
+        position, names = self._operation, self._script.names
+        return (
+            position < len(names) and names[position] == MASK and draws_mask(info_of(func), results)
+        )
+
+    def leave(self, where: str, operation: int | None = None, name: str = "") -> None:
+        """It is not the plan's forward any more; `where` says since when."""
+        self.diverged = self.diverged or where
+        if self._script.sizes is not None:
+            raise Diverged(where, operation, name)
+
+    def offload(self, tensor: torch.Tensor) -> Any:
+        """Copy a value out; returns the function that brings it back."""
+        if self.store is None:
+            raise RuntimeError("gradfit: the plan offloads nothing")
+        return self.store.put(tensor)
+
+    # ------------------------------------------------------------------------- the unrecorded rest
+
+    def begin_rest(self) -> Rest:
+        """The last decision is made. A rest that was measured need not be observed again."""
+        self.in_rest = True
+        return Rest(self, observe_operations=self._measured_rest is None)
+
+    def before_save(self, tensor: torch.Tensor) -> bool:
+        """Count what autograd saves. True once neither this forward nor its plan needs it."""
+        if not self.in_rest:  # another plan is followed now, whose rest has not begun
+            return False
+        rest, measured = self.rest, self._measured_rest
+        rest.saves += 1
+        if measured is not None and not self._watched and rest.saves > measured.last_rebuilt:
+            return True
+        if tensor.layout is torch.strided:
+            rest.saved_bytes += tensor.nbytes
+            if measured is not None and rest.saved_bytes > measured.saved_bytes:
+                self.leave(_too_much(rest.saved_bytes, measured.saved_bytes))
+        return False
+
+    def after_save(self, packed: Any) -> None:
+        if self.in_rest and type(packed) is Handle:
+            self.rest.last_rebuilt = self.rest.saves
+
+    @property
+    def is_unobserved(self) -> bool:
+        """Whether no operation of the forward is observed any more."""
+        return self.in_rest and self._measured_rest is not None
+
+
+_names: dict[int, str] = {}  # by address: hashing an operator runs Python code
+_called: dict[str, Any] = {}  # the operator that was last seen to be the one of this name
+
+
+def name_of(func: Any) -> str:
+    """An operator's name, made once."""
+    name = _names.get(id(func))
+    if name is None:
+        info_of(func)  # which sees to it that the address is not used again
+        name = _names[id(func)] = str(func)
+    return name
+
+
+def _is_called(func: Any, name: str) -> bool:
+    """Whether an operation is the plan's. Some of torch's own code writes in place, but not to fake
+    tensors.
+
+    A prediction is made of those. The result is as large either way, and what it was made from
+    lives no longer, so the plan holds.
+    """
+    called = name_of(func)
+    if called != name and called.replace("_.", ".", 1) != name.replace("_.", ".", 1):
+        return False
+    _called[name] = func
+    return True
+
+
+class PlannedForward:
+    """What a forward runs in that is to follow a plan: a recorder, and the plan's follower.
+
+    Neither what the plan keeps is written down, nor anything after the last that it does not keep.
+    If the unobserved rest writes over something that a rebuild starts from, which the plan's does
+    not, there is no way back: `Diverged`, at the end of the forward.
+    """
+
+    def __init__(self, follower: PlanFollower, root: Segment) -> None:
+        self._follower = follower
+        self._recorder = Recorder(root, follower, widen_segments=False)
+        # For whoever has hooks of his own on saved tensors.
+        self.pack = self._recorder.pack
+
+    @property
+    def rest(self) -> UnrecordedRest:
+        """What autograd saved after the plan's last decision."""
+        return self._follower.rest
+
+    @untraced
+    def __enter__(self) -> PlannedForward:
+        self._recorder.__enter__()
+        return self
+
+    @untraced
+    def __exit__(self, *error: Any) -> None:
+        unobserved = self._follower.is_unobserved and error[0] is None
+        written = self._recorder.table.overwritten_root() if unobserved else None
+        self._recorder.__exit__(*error)
+        if written is not None:
+            raise Diverged(
+                f"it writes in place to a tensor of shape {tuple(written.shape)}, which the plan's"
+                " does not"
+            )
+
+
+def _too_much(saved_bytes: int, limit_bytes: float) -> str:
+    return f"autograd saves {saved_bytes} bytes, {limit_bytes} were measured"
+
+
+class Unrecorded:
+    """Around a forward of which nothing is rebuilt: no tape, only an eye on how much autograd
+    saves.
+
+    More than `limit_bytes`, and it is another computation than the one that was measured:
+    `Diverged`.
+    """
+
+    def __init__(self, limit_bytes: float = math.inf) -> None:
+        self.limit_bytes = limit_bytes
+        self.rest = UnrecordedRest()  # which is the whole forward here
+        self._hooks: saved_tensors_hooks | None = None
+
+    def __enter__(self) -> Unrecorded:
+        self._hooks = saved_tensors_hooks(self._pack, unpack)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(*error)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout is torch.strided:
+            self.rest.saved_bytes += tensor.nbytes
+            if self.rest.saved_bytes > self.limit_bytes:
+                raise Diverged(_too_much(self.rest.saved_bytes, self.limit_bytes))
+        if tensor.is_leaf and tensor.requires_grad:
+            return (tensor, tensor._version)
+        # its graph would hold itself
+        return (tensor.detach(), None if tensor.is_inference() else tensor._version)
+
+
+class LooksAtData(OperationListener):
+    """Tells whether what runs inside takes numbers out of tensors, or makes tensors whose size the
+    data decide.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads_data = False
+
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation, and look at what kind it is."""
+        if not self.reads_data and not _DECIDED_BY_DATA.isdisjoint(func.tags):
+            self.reads_data = True
+        return func(*args, **kwargs)
+
+
+def recording(
+    script: Script,
+    measured_rest: UnrecordedRest | None = None,
+    *,
+    watched: bool = True,
+    others: Sequence[tuple[Script, UnrecordedRest | None]] = (),
+) -> tuple[PlannedForward, PlanFollower]:
+    """What a forward runs in to follow the plan, and the policy that tells how it went.
+
+    Args:
+        script: the plan.
+        measured_rest: what a first forward says of the rest saves the later ones from observing it.
+        watched: whether to compare what autograd saves of the rest.
+        others: plans to go on with where this one is left.
+    """
+    root = Segment(None)
+    follower = PlanFollower(script, others, root, measured_rest, watched=watched)
+    return PlannedForward(follower, root), follower

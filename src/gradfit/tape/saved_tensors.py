@@ -1,0 +1,280 @@
+"""What autograd saves while a forward is recorded: the tensor itself, or a handle on a value that
+can be rebuilt.
+
+The rules that are cited are those of `recorder.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from gradfit._torch import FakeTensor, as_class, detached, graph_task_id, storage_key
+from gradfit._torch_listen import pop_hooks, push_hooks
+from gradfit.source_line import source_line
+from gradfit.tape import replay
+from gradfit.tape.decisions import SaveObserver
+from gradfit.tape.overwritten import overwritten
+from gradfit.tape.storage import Untrackable, key_of, place_of
+from gradfit.tape.storage_table import StorageTable, is_view_of_parameter
+from gradfit.tape.values import Geometry, Handle, OfSubclass, Tape, TapeValue, shaped
+from gradfit.tape.version_counters import version_of
+from gradfit.tape.written_slices import is_small_slice, part_of, whole_of
+
+_Tensor = torch.Tensor
+
+
+class SavedTensors:
+    """Decides, at each tensor that autograd saves, whether it gets the tensor or a handle.
+
+    The graph's nodes hold `pack`, and so this object, as long as they live: it holds no recorder
+    and no policy.
+    """
+
+    def __init__(self, table: StorageTable, tape: Tape) -> None:
+        self.tape = tape
+        self.observer: SaveObserver | None = None
+        self.copying = False  # what runs now is no operation of the forward
+        self._table = table
+        self._dead, self._values = table.dead, table.values  # they stay the same objects
+        self._counted: set[int] = set()  # storages that autograd has, for the statistics
+        self._hooked, self._thread = False, 0
+
+    # ---------------------------------------------------------------------------------------- hooks
+
+    def begin(self) -> None:
+        """Be asked by autograd, in this thread."""
+        self._hooked, self._thread = True, threading.get_ident()
+        push_hooks(self.pack, unpack)
+
+    def end(self) -> None:
+        """Be asked no more; may be called twice."""
+        self.observer = None
+        if self._hooked:
+            self._hooked = False
+            pop_hooks()
+
+    def unhook(self) -> None:
+        """Let autograd save by itself from now on. Only where it has just called `pack`: our hooks
+        are the innermost.
+
+        Not in a backward inside of the forward, nor in its threads: their hooks are copies of ours,
+        which stay.
+        """
+        if self._hooked and graph_task_id() == -1 and threading.get_ident() == self._thread:
+            self.end()
+
+    # ----------------------------------------------------------------------------------------- pack
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Autograd saves `tensor`: give it a handle if the tape can make the tensor again.
+
+        Hot: once for each tensor that autograd saves. What is common is written out here.
+        """
+        if self.observer is not None:
+            return self._pack_observed(self.observer, tensor)
+        if self._dead:
+            self._table.remove_dead()
+        if tensor.requires_grad and tensor.is_leaf:  # it lives anyway, even if it was made inside
+            return (tensor, tensor._version)
+        if type(tensor) is not _Tensor:
+            return self._pack_other_class(tensor)
+        try:
+            value = self._values.get(storage_key(tensor))
+        except (RuntimeError, NotImplementedError):  # it has no storage
+            return _pack_untracked(tensor)
+        if value is None:
+            return self._pack_root(tensor)
+        if (
+            value.version != tensor._version
+            or value.position < 0
+            or value.write_pending
+            or value.unwritten is not None
+        ):
+            return self._pack_written(value, tensor)
+        geometry = None
+        forward_tensor = value.forward_tensor()
+        if forward_tensor is not tensor:
+            try:
+                geometry = place_of(tensor)
+            except Untrackable:
+                return self._pack_root(tensor)
+            if geometry == value.geometry:
+                geometry = None
+        handle = Handle(self.tape, value, geometry)
+        if value.handles is not None:
+            value.handles.append(weakref.ref(handle))
+            return handle
+        value.handles = [weakref.ref(handle)]
+        if value.evictable:
+            self._hold_evictable(value, tensor, forward_tensor)
+        elif (scope := self._table.segment.scope) is not None:
+            scope.note_freed(value, tensor.untyped_storage().nbytes())
+        return handle
+
+    def _pack_observed(self, observer: SaveObserver, tensor: torch.Tensor) -> Any:
+        self.observer = None  # for the call below
+        try:
+            is_last = observer.before_save(tensor)
+            packed = self.pack(tensor)
+        finally:
+            self.observer = observer
+        if is_last:
+            self.unhook()
+        observer.after_save(packed)
+        return packed
+
+    def _pack_other_class(self, tensor: torch.Tensor) -> Any:
+        """A frozen Parameter, a subclass of the user's: whoever saved it gets one of its class
+        back. A fake tensor is as good as a real one.
+        """
+        try:
+            value = self._values.get(key_of(tensor))
+        except Untrackable:
+            return _pack_untracked(tensor)
+        if not isinstance(tensor, FakeTensor):
+            return OfSubclass(self.pack(detached(tensor)), tensor)
+        return self._pack_root(tensor) if value is None else self._pack_written(value, tensor)
+
+    def _pack_written(self, value: TapeValue, tensor: torch.Tensor) -> Any:
+        """`pack` where somebody has written to the storage since its operation returned it, or
+        nobody ever has.
+        """
+        if value.position < 0 and is_view_of_parameter(tensor):
+            return self._pack_root(tensor)
+        try:
+            geometry: Geometry | None = place_of(tensor)
+        except Untrackable:
+            return self._pack_root(tensor)
+        present = self._present(value, tensor)
+        if present is None or present.op is None:
+            return self._pack_root(tensor)
+        part = self._part(present, tensor)
+        if part is not None:
+            return self._handle(part, geometry, tensor, None)
+        forward_tensor = present.forward_tensor()
+        if forward_tensor is tensor or geometry == present.geometry:
+            geometry = None
+        return self._handle(present, geometry, tensor, forward_tensor)
+
+    def _present(self, value: TapeValue, tensor: torch.Tensor) -> TapeValue | None:
+        """What the storage holds now; memory that nobody has written is held from now on."""
+        if value.unwritten is None and value.version == tensor._version and not value.write_pending:
+            return value
+        present = self._table.find(value.key, tensor)
+        if present is not None and present.unwritten is not None:
+            self.copying = True  # autograd calls: what we do now would be observed
+            try:
+                self._table.hold_unwritten(present, tensor, detached)
+            finally:
+                self.copying = False
+        return present
+
+    def _part(self, value: TapeValue, tensor: torch.Tensor) -> TapeValue | None:
+        """What is saved of a storage that is written slice by slice: see `written_slices.py`."""
+        if value.position >= 0 or value.op is None or not value.op.slices:
+            return None
+        return part_of(value, place_of(tensor)) if is_small_slice(tensor) else None
+
+    def _pack_root(self, tensor: torch.Tensor) -> Any:
+        if is_view_of_parameter(tensor):
+            return (tensor, tensor._version)
+        if self._table.segment.scope is None:
+            return (detached(tensor), version_of(tensor))
+        self._count_kept(tensor)
+        return (detached(tensor), version_of(tensor), source_line())
+
+    def _handle(
+        self,
+        value: TapeValue,
+        geometry: Geometry | None,
+        tensor: torch.Tensor,
+        forward_tensor: torch.Tensor | None,
+    ) -> Handle:
+        handle = Handle(self.tape, value, geometry)
+        if value.handles is not None:
+            value.handles.append(weakref.ref(handle))
+            return handle
+        value.handles = [weakref.ref(handle)]
+        if value.evictable:
+            self._hold_evictable(value, tensor, forward_tensor)
+        else:
+            self._count_freed(value, tensor)
+        return handle
+
+    def _hold_evictable(
+        self, value: TapeValue, tensor: torch.Tensor, forward_tensor: torch.Tensor | None
+    ) -> None:
+        """Autograd saves it for the first time: it is there until somebody needs the memory."""
+        if forward_tensor is tensor:
+            value.tensor = detached(tensor)
+        else:
+            whole = value.unmoved_forward_tensor()
+            if whole is None and tensor.dtype is not value.geometry[3]:
+                self._count_freed(value, tensor)
+                return
+            value.tensor = _all_of(value, tensor, whole)
+        value.held_version = tensor._version
+        if self.tape.on_held is not None:
+            self.tape.on_held((value,))
+
+    # ----------------------------------------------------------------------------------------- kept
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Make a value of the tape a root: it is held from now on, and replays start from it."""
+        self._table.remove_dead()
+        try:
+            value = self._table.find(key_of(tensor), tensor)
+        except Untrackable:
+            return
+        if value is not None and value.op is not None:
+            whole = _all_of(value, tensor, value.unmoved_forward_tensor())
+            self._table.keep(value, whole, tensor._version)
+            self._count_kept(tensor)
+
+    # ----------------------------------------------------------------------------------- statistics
+
+    def _count_kept(self, tensor: torch.Tensor) -> None:
+        key = storage_key(tensor)
+        if key not in self._counted:  # autograd saves the same storage several times
+            self._counted.add(key)
+            if self._table.segment.scope is not None:
+                self._table.segment.scope.note_kept(tensor.untyped_storage().nbytes())
+
+    def _count_freed(self, value: TapeValue, tensor: torch.Tensor) -> None:
+        scope = self._table.segment.scope
+        if scope is None:
+            return
+        if (whole := whole_of(value)) is not None:
+            scope.note_freed(whole, tensor.nbytes)
+        else:
+            scope.note_freed(value, tensor.untyped_storage().nbytes())
+
+
+def _pack_untracked(tensor: torch.Tensor) -> Any:
+    """One without a storage of its own. Without its graph, which would hold itself."""
+    return (tensor.detach() if tensor.grad_fn is not None else tensor, version_of(tensor))
+
+
+def _all_of(value: TapeValue, tensor: torch.Tensor, whole: torch.Tensor | None) -> torch.Tensor:
+    """All of a value's result, of which `tensor` may be a view."""
+    return shaped(detached(tensor), value.geometry) if whole is None else detached(whole)
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """Autograd wants it back: the kept tensor, if nobody wrote to it, or a replay."""
+    if type(packed) is Handle:
+        return replay.take(packed) if graph_task_id() != -1 else replay.look(packed)
+    if type(packed) is OfSubclass:
+        alias = as_class(unpack(packed.content), packed.kind)
+        vars(alias).update(packed.attributes)
+        return alias
+    tensor: torch.Tensor = packed[0]
+    if packed[1] is not None and packed[1] >= 0 and tensor._version != packed[1]:
+        raise overwritten(
+            tensor, tensor._version, packed[1], line=packed[2] if len(packed) > 2 else ""
+        )
+    return tensor
