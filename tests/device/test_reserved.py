@@ -88,6 +88,8 @@ def test_the_counter_is_never_above_the_budget(sim: Any, optimizer: str, share: 
     stepper = OPTIMIZERS[optimizer](model.parameters())
     step = gf.fit(model, stepper, mean_loss, batch, memory=budget, micro_batch="whole")
     assert 0 < step.plan.reserved_bytes <= budget
+    others = torch.accelerator.memory_stats()["allocated_bytes.all.current"]
+    others -= ReservedMemory({torch.device("sim", 0)}).rounded_bytes(model, stepper, batch)
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats()
     for number in range(3):
@@ -95,8 +97,7 @@ def test_the_counter_is_never_above_the_budget(sim: Any, optimizer: str, share: 
         result = step(batch)
         assert result.attempts == 1
         assert result.peak_bytes <= budget
-    assert peak_reserved() <= budget
-    assert peak_reserved() <= step.plan.reserved_bytes
+    assert peak_reserved() - others <= step.plan.reserved_bytes <= budget
     assert all(
         torch.equal(a.detach().cpu(), b) for a, b in zip(model.parameters(), expected, strict=True)
     )

@@ -170,6 +170,24 @@ def test_reads_are_counted(sim) -> None:
     assert sim.counters()["reads"] == before + 2
 
 
+def test_views_are_no_kernels_and_lists_are_one(sim) -> None:
+    x, many = torch.ones(4, 6), [torch.ones(2, 3) for _ in range(5)]
+    before = sim.counters()["kernels"]
+    x.view(24)[3:].detach().unsqueeze(0).expand(2, -1)
+    x.t().transpose(0, 1)
+    assert sim.counters()["kernels"] == before
+    torch._foreach_mul_(many, 2.0)
+    assert sim.counters()["kernels"] == before + 1
+    assert all(bool((one == 2).all()) for one in many)
+
+
+def test_a_view_of_a_tensor_of_inference_mode_is_one(sim) -> None:
+    with torch.inference_mode():
+        x = torch.ones(4, 6)
+    assert x[1:].is_inference()
+    assert x.view(24).is_inference()
+
+
 def test_two_devices_have_generators_of_their_own() -> None:
     torch.manual_seed(0)
     first, second = torch.rand(3, device="sim:0"), torch.rand(3, device="sim:1")

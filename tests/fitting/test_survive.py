@@ -32,9 +32,15 @@ FAILURES: dict[str, Failure] = {
 }
 
 
+_WITHOUT_MEMORY = (
+    torch.ops.aten.copy_.default,
+    torch.ops.aten._has_compatible_shallow_copy_type.default,
+)
+
+
 class FailAt(TorchDispatchMode):
-    """Fails at the n-th operation; counts them. Copying into what is there allocates nothing, so it
-    cannot fail.
+    """Fails at the n-th operation; counts them. Copying into what is there, and giving a tensor
+    other data, allocate nothing, so they cannot fail.
     """
 
     def __init__(self, *at: int, failure: Failure = FAILURES["accelerator"]) -> None:
@@ -43,7 +49,7 @@ class FailAt(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "aten" and func is not torch.ops.aten.copy_.default:
+        if func.namespace == "aten" and func not in _WITHOUT_MEMORY:
             self.count += 1
             if self.count in self.at:
                 raise self.failure()

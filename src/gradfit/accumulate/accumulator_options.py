@@ -30,19 +30,7 @@ def check(
         check_optimizer(optimizer)
     read_count(steps, "steps")
     if strategy is not None:
-        if not isinstance(strategy, Strategy):
-            raise MisuseError(
-                f"strategy is a {type(strategy).__name__}. Pass FixedTargetBatch(n) or another"
-                " gradfit strategy."
-            )
-        if steps != 1:
-            raise MisuseError(
-                f"steps={steps} and strategy={strategy!r} both say when a window is full. Pass one."
-            )
-        if strategy.needs_norms and not isolate:
-            raise MisuseError(
-                f"strategy={strategy!r} measures each micro-batch's gradient. Pass isolate=True."
-            )
+        _check_strategy(strategy, steps, isolate)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise MisuseError(
             f"dtype={dtype!r} is not a floating point type. Pass dtype=torch.float32."
@@ -52,6 +40,22 @@ def check(
         read_number(clip, "clip", above=0)
     read_flag(isolate, "isolate")
     read_choice(on_nonfinite, "on_nonfinite", ("raise", "skip"))
+
+
+def _check_strategy(strategy: Any, steps: int, isolate: Any) -> None:
+    if not isinstance(strategy, Strategy):
+        raise MisuseError(
+            f"strategy is a {type(strategy).__name__}. Pass FixedTargetBatch(n) or another"
+            " gradfit strategy."
+        )
+    if steps != 1:
+        raise MisuseError(
+            f"steps={steps} and strategy={strategy!r} both say when a window is full. Pass one."
+        )
+    if strategy.needs_norms and not isolate:
+        raise MisuseError(
+            f"strategy={strategy!r} measures each micro-batch's gradient. Pass isolate=True."
+        )
 
 
 def check_scaler(scaler: Any, optimizer: Any) -> None:
@@ -91,15 +95,15 @@ def choose_parameters(optimizer: Any, parameters: Any) -> list[Tensor] | None:
         return tensors
     if optimizer is None:
         return None
-    known = parameters_of(optimizer)
-    if known is None:
+    own = parameters_of(optimizer)
+    if own is None:
         raise MisuseError(
             f"optimizer: a {type(optimizer).__name__} has no param_groups, so its parameters are"
             " unknown. Pass parameters=model.parameters() with it."
         )
-    if not known:
+    if not own:
         raise MisuseError("optimizer has no parameters. Pass parameters=model.parameters().")
-    return known
+    return own
 
 
 def read_parameters(parameters: Any) -> list[Tensor]:
@@ -117,8 +121,8 @@ def read_parameters(parameters: Any) -> list[Tensor]:
     return tensors
 
 
-def read_members(tensors: Iterable[Any], known: Set[int], name: str) -> list[Tensor]:
-    """Tensors that gradients can add up in, none of them among those whose ids are known, and none
+def read_members(tensors: Iterable[Any], present: Set[int], name: str) -> list[Tensor]:
+    """Tensors that gradients can add up in, none of them present already, by identity, and none
     twice.
     """
     new: dict[int, Tensor] = {}
@@ -127,26 +131,32 @@ def read_members(tensors: Iterable[Any], known: Set[int], name: str) -> list[Ten
             raise MisuseError(
                 f"{name} holds a {type(tensor).__name__}, not a tensor. Pass model.parameters()."
             )
-        if id(tensor) in known or id(tensor) in new:
+        if id(tensor) in present or id(tensor) in new:
             raise MisuseError(
                 f"{name}: the tensor at {position}, of shape {tuple(tensor.shape)}, is there twice."
                 " Pass it once."
             )
-        if not tensor.is_leaf or not (tensor.is_floating_point() or tensor.is_complex()):
-            kind = "not a leaf" if not tensor.is_leaf else f"of type {tensor.dtype}"
-            raise MisuseError(
-                f"{name}: the tensor at {position} is {kind}. Pass model.parameters()."
-            )
+        _require_differentiable(tensor, f"{name}: the tensor at {position}")
         new[id(tensor)] = tensor
     return list(new.values())
 
 
+def _require_differentiable(tensor: Tensor, what: str) -> None:
+    """Only leaves of real or complex numbers have a `.grad` that adds up."""
+    if not tensor.is_leaf:
+        raise MisuseError(f"{what} is not a leaf. Pass model.parameters().")
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise MisuseError(f"{what} is of type {tensor.dtype}. Pass model.parameters().")
+
+
 def require_members(optimizer: Any, tensors: list[Tensor]) -> None:
     """Every parameter must be one that the optimizer updates."""
-    known = parameters_of(optimizer)
-    members = None if known is None else {id(tensor) for tensor in known}
+    own = parameters_of(optimizer)
+    if own is None:
+        return  # it does not say which ones it has
+    members = {id(tensor) for tensor in own}
     for position, tensor in enumerate(tensors):
-        if members is not None and id(tensor) not in members:
+        if id(tensor) not in members:
             shape = tuple(getattr(tensor, "shape", ()))
             raise MisuseError(
                 f"parameters: the one at {position}, of shape {shape}, is not in the optimizer,"
@@ -167,14 +177,15 @@ def read_terms(
         raise MisuseError(
             f"terms={terms!r} holds no terms. Pass terms={{'name': (loss_sum, count)}}."
         )
-    read = {}
-    for name, pair in terms.items():
-        if not isinstance(name, str) or not name:
-            raise MisuseError(
-                f"terms: {name!r} is no name. Pass terms={{'name': (loss_sum, count)}}."
-            )
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise MisuseError(f"terms[{name!r}] is not a pair. Pass (loss_sum, count).")
-        number = read_weight(pair[1], f"terms[{name!r}][1]")
-        read[name] = (check_loss(pair[0], f"terms[{name!r}][0]") if number else pair[0], number)
-    return read
+    return {name: _read_term(name, pair) for name, pair in terms.items()}
+
+
+def _read_term(name: Any, pair: Any) -> tuple[Tensor, Number]:
+    """One loss term; a loss without weight is not looked at, it may be NaN."""
+    if not isinstance(name, str) or not name:
+        raise MisuseError(f"terms: {name!r} is no name. Pass terms={{'name': (loss_sum, count)}}.")
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise MisuseError(f"terms[{name!r}] is not a pair. Pass (loss_sum, count).")
+    loss, weight = pair
+    number = read_weight(weight, f"terms[{name!r}][1]")
+    return (check_loss(loss, f"terms[{name!r}][0]") if number else loss), number

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from gradfit.errors import StateError
 
 if TYPE_CHECKING:
     from gradfit.accumulate.accumulator import GradientAccumulator
+    from gradfit.accumulate.window import Window
 
 VERSION = 2
 _READABLE = (1, 2)  # the first one has fields that nobody needs any more
@@ -33,13 +35,20 @@ def save(accumulator: GradientAccumulator) -> dict[str, Any]:
         window.require_untouched()
     tensors: dict[str, Tensor] = {}
     sparse: dict[str, list[int]] = {}
-    for position, source in enumerate(window.tensors if window.is_final else window.sources):
-        if source.grad is not None and window.accumulation_steps:
-            _put(tensors, sparse, f"grad.{position}", source.grad)
+    for name, gradient in _gradients_of(window):
+        _put(tensors, sparse, name, gradient)
+    return {"tensors": tensors, "window": {**numbers_of(accumulator), "sparse": sparse}}
+
+
+def _gradients_of(window: Window) -> Iterator[tuple[str, Tensor]]:
+    """Every gradient of the window, with the name it has in a state."""
+    if window.accumulation_steps:
+        for position, source in enumerate(window.tensors if window.is_final else window.sources):
+            if source.grad is not None:
+                yield f"grad.{position}", source.grad
     for name, term in window.state.terms.items():
         for position, gradient in term.gradients.items():
-            _put(tensors, sparse, f"term.{name}.{position}", gradient)
-    return {"tensors": tensors, "window": {**numbers_of(accumulator), "sparse": sparse}}
+            yield f"term.{name}.{position}", gradient
 
 
 def numbers_of(accumulator: GradientAccumulator) -> dict[str, Any]:
@@ -65,82 +74,127 @@ def numbers_of(accumulator: GradientAccumulator) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class _SavedWindow:
+    """A window as it was read from a state, each field checked."""
+
+    state: WindowState
+    gradients: dict[int, Tensor]
+    """The window's own sums (or means, if it is final), by the tensor's position."""
+    strategy: dict[str, Any]
+    step_ends_micro_batch: bool
+    is_final: bool
+
+
 def load(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
     """Put a saved window in place of the one there is, after everything about it was found
     right.
     """
     window = accumulator.window
     try:
-        numbers, tensors = state["window"], dict(state["tensors"])
-        if numbers["version"] not in _READABLE:
-            raise StateError(
-                f"The state has version {numbers['version']!r}, this gradfit reads up to {VERSION}."
-            )
-        shapes = [list(tensor.shape) for tensor in window.tensors]
-        if numbers["shapes"] != shapes:
-            raise StateError(
-                f"The state is that of another model: {_difference(numbers['shapes'], shapes)}."
-                " Load it into an accumulator of the same parameters in the same order."
-            )
-        gradients = {name: _take(tensors, numbers["sparse"], name) for name in _names(tensors)}
-        counts = {name: read_count(numbers[name], name, minimum=0) for name in _COUNTS}
-        flags, scale = (
-            {name: bool(numbers[name]) for name in _FLAGS},
-            _positive(numbers["scale"], "scale"),
-        )
-        terms = {name: _total(*pair) for name, pair in numbers["terms"].items()}
-        main, strategy = _total(numbers["weight"], numbers["divisor"]), numbers["strategy"]
-        windows = read_count(numbers["windows"], "windows", minimum=0)
-        placed: dict[int, Tensor] = {}
-        for name, gradient in gradients.items():
-            kind, _, rest = name.partition(".")
-            term, _, number = rest.rpartition(".")
-            position = int(number)
-            tensor = window.tensors[read_count(position, name, minimum=0)]
-            if gradient.shape != tensor.shape:
-                raise StateError(
-                    f"The state's {name!r} has shape {tuple(gradient.shape)}, not"
-                    f" {tuple(tensor.shape)}."
-                )
-            gradient = gradient.to(
-                device=tensor.device, dtype=tensor.grad_dtype or gradient.dtype, copy=True
-            )
-            (terms[term].gradients if kind == "term" else placed)[position] = gradient
+        saved = _read(window.tensors, state["window"], dict(state["tensors"]))
+    except StateError:
+        raise
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, StateError):
-            raise
         raise StateError(
             f"The state is damaged or not an accumulator's: {error!r}. Pass what state_dict() gave."
         ) from error
-    window.strategy.load_state_dict(strategy)  # raises before it changes anything
+    window.strategy.load_state_dict(saved.strategy)  # raises before it changes anything
     window.drop()
-    window.strategy.load_state_dict(strategy)  # dropping a window has told it that one was over
-    slots = window.tensors if flags["final"] else window.sources
-    if counts["closed"] + counts["open"]:
+    window.strategy.load_state_dict(saved.strategy)  # dropping has told it that one was over
+    _put_in_place(window, saved)
+
+
+def _put_in_place(window: Window, saved: _SavedWindow) -> None:
+    """Fill a window that was dropped with a saved one."""
+    slots = window.tensors if saved.is_final else window.sources
+    if not saved.state.is_empty:
         window.start()
-    for position, gradient in placed.items():
+    for position, gradient in saved.gradients.items():
         slots[position].grad = gradient
-    window.step_ends_micro_batch = flags["delimited"]
-    window.state = WindowState(
-        updates=windows,
-        micro_batches=counts["closed"],
-        open=(
-            {}
-            if not counts["open"]
-            else {threading.get_ident(): OpenMicroBatch(counts["open"], counts["open_plain"])}
-        ),
-        skipped=counts["skipped"],
-        main=main,
-        terms=terms,
-        loss_scale=scale,
-        rescaled=flags["rescaled"],
-        had_pass=bool(numbers.get("had_pass", True)),
-    )
-    if flags["final"]:
+    window.step_ends_micro_batch = saved.step_ends_micro_batch
+    window.state = saved.state
+    if saved.is_final:
         window.state.phase, window.state.asked = Phase.FINAL, True
         window.take_marks_of_tensors()
     else:
         window.take_marks()
+
+
+def _read(
+    members: list[Tensor], numbers: Mapping[str, Any], tensors: dict[str, Tensor]
+) -> _SavedWindow:
+    """Check every field of a saved window; nothing is changed."""
+    _require_same_model(members, numbers)
+    terms = {name: _total(*pair) for name, pair in numbers["terms"].items()}
+    flags = {name: bool(numbers[name]) for name in _FLAGS}
+    gradients = _read_gradients(members, tensors, numbers["sparse"], terms)
+    return _SavedWindow(
+        _read_counters(numbers, terms, rescaled=flags["rescaled"]),
+        gradients,
+        numbers["strategy"],
+        step_ends_micro_batch=flags["delimited"],
+        is_final=flags["final"],
+    )
+
+
+def _require_same_model(members: list[Tensor], numbers: Mapping[str, Any]) -> None:
+    if numbers["version"] not in _READABLE:
+        raise StateError(
+            f"The state has version {numbers['version']!r}, this gradfit reads up to {VERSION}."
+        )
+    shapes = [list(tensor.shape) for tensor in members]
+    if numbers["shapes"] != shapes:
+        raise StateError(
+            f"The state is that of another model: {_difference(numbers['shapes'], shapes)}."
+            " Load it into an accumulator of the same parameters in the same order."
+        )
+
+
+def _read_counters(
+    numbers: Mapping[str, Any], terms: dict[str, Total], *, rescaled: bool
+) -> WindowState:
+    counts = {name: read_count(numbers[name], name, minimum=0) for name in _COUNTS}
+    passes = OpenMicroBatch(counts["open"], counts["open_plain"])
+    return WindowState(
+        updates=read_count(numbers["windows"], "windows", minimum=0),
+        micro_batches=counts["closed"],
+        open={threading.get_ident(): passes} if counts["open"] else {},
+        skipped=counts["skipped"],
+        main=_total(numbers["weight"], numbers["divisor"]),
+        terms=terms,
+        loss_scale=_positive(numbers["scale"], "scale"),
+        rescaled=rescaled,
+        had_pass=bool(numbers.get("had_pass", True)),
+    )
+
+
+def _read_gradients(
+    members: list[Tensor],
+    tensors: dict[str, Tensor],
+    sparse: Mapping[str, list[int]],
+    terms: dict[str, Total],
+) -> dict[int, Tensor]:
+    """The window's own gradients by position; those of loss terms go to their totals. Names are
+    `grad.<position>` and `term.<name>.<position>`.
+    """
+    main: dict[int, Tensor] = {}
+    for name in _names(tensors):
+        kind, _, rest = name.partition(".")
+        term, _, number = rest.rpartition(".")
+        position = read_count(int(number), name, minimum=0)
+        sums = terms[term].gradients if kind == "term" else main
+        sums[position] = _like(members[position], _take(tensors, sparse, name), name)
+    return main
+
+
+def _like(tensor: Tensor, gradient: Tensor, name: str) -> Tensor:
+    """A copy of a saved gradient where its parameter is, in the type its gradients add up in."""
+    if gradient.shape != tensor.shape:
+        raise StateError(
+            f"The state's {name!r} has shape {tuple(gradient.shape)}, not {tuple(tensor.shape)}."
+        )
+    return gradient.to(device=tensor.device, dtype=tensor.grad_dtype or gradient.dtype, copy=True)
 
 
 def _total(weight: Any, divisor: Any) -> Total:

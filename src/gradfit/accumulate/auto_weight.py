@@ -10,7 +10,7 @@ import torch
 
 from gradfit.accumulate.loss_arguments import check_loss, read_weight
 from gradfit.arguments import Number
-from gradfit.batches.denominator import read_denominator
+from gradfit.batches.denominator import Denominator, read_denominator
 from gradfit.errors import MisuseError
 
 
@@ -21,6 +21,19 @@ def read_auto_weight(weight: str, loss: Any, reduction: str) -> Number:
         MisuseError: it is a sum, its terms were divided by different numbers, or what it was
             divided by is unknown.
     """
+    _require_mean(weight, reduction)
+    denominator = read_denominator(check_loss(loss))
+    if denominator is None or denominator.unknown or denominator.is_nothing:
+        unknown = denominator.unknown if denominator is not None else ()
+        name = unknown[0] if unknown else _last_node(loss)
+        raise MisuseError(
+            f"weight='auto' cannot read what this loss was divided by: it comes from {name}. Pass"
+            " weight= the number of items it is the mean of, or the sum with reduction='sum'."
+        )
+    return _only_count(denominator)
+
+
+def _require_mean(weight: str, reduction: str) -> None:
     if weight != "auto":
         raise MisuseError(
             f"weight={weight!r} is not a number. Pass how many items the loss is about, or 'auto'."
@@ -30,23 +43,20 @@ def read_auto_weight(weight: str, loss: Any, reduction: str) -> Number:
             f"weight='auto' reads a mean, and reduction={reduction!r}. Pass weight= the number of"
             " items."
         )
-    read = read_denominator(check_loss(loss))
-    if read is None or read.unknown or read.is_nothing:
-        name = read.unknown[0] if read is not None and read.unknown else _last_node(loss)
-        raise MisuseError(
-            f"weight='auto' cannot read what this loss was divided by: it comes from {name}. Pass"
-            " weight= the number of items it is the mean of, or the sum with reduction='sum'."
-        )
-    counts = [None if term.count is None else read_weight(term.count) for term in read.terms]
-    if read.is_sum:
+
+
+def _only_count(denominator: Denominator) -> Number:
+    """What every term of the loss was divided by."""
+    counts = [None if term.count is None else read_weight(term.count) for term in denominator.terms]
+    if denominator.is_sum:
         raise MisuseError(
             "weight='auto' found that this loss is a sum, divided by nothing. Pass weight= the"
             " number of items it is the sum over, with reduction='sum'."
         )
     if any(count is None or count != counts[0] for count in counts):
         raise MisuseError(
-            f"weight='auto' found several denominators in one loss: {read}. Pass each by itself, "
-            "terms={'name': (loss_sum, count), …}, or one weight= for all."
+            f"weight='auto' found several denominators in one loss: {denominator}. Pass each by"
+            " itself, terms={'name': (loss_sum, count), …}, or one weight= for all."
         )
     return read_weight(counts[0])
 

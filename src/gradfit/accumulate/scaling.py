@@ -85,21 +85,25 @@ def gradient_norm(gradients: list[Tensor]) -> float:
 
     This is also the check that they are finite: one pass over them, at the memory's speed.
     """
+    norm = _norm(gradients)
+    if math.isfinite(norm):
+        return norm
+    values = [values_of(one) for one in gradients]
+    if not all(bool(one.isfinite().all()) for one in values):
+        return norm
+    # only the squares have overflowed
+    wide = [one.to(torch.promote_types(one.dtype, torch.float64)) for one in values]
+    return total_norm(wide).item()
+
+
+def _norm(gradients: list[Tensor]) -> float:
+    """The norm of all gradients, one by one where reading a number waits for nothing."""
     norms = []
     for one in gradients:
         if not (one.dtype in _WIDE and type(one) is Tensor and one.is_cpu) or one.is_sparse:
-            value = total_norm(gradients).item()  # waits for the device once
-            break
+            return total_norm(gradients).item()  # waits for the device once
         norms.append(vector_norm(one).item())
-    else:
-        value = math.hypot(*norms)
-    if not math.isfinite(value):
-        values = [values_of(one) for one in gradients]
-        if all(bool(one.isfinite().all()) for one in values):  # only the squares have overflowed
-            value = total_norm(
-                [one.to(torch.promote_types(one.dtype, torch.float64)) for one in values]
-            ).item()
-    return value
+    return math.hypot(*norms)
 
 
 def norm_on_device(gradients: list[Tensor]) -> Tensor:

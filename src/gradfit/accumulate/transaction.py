@@ -39,8 +39,8 @@ class Transaction:
 
     def extend(self, tensors: Sequence[Any]) -> None:
         """Parameters that came to the window meanwhile: all they have is this micro-batch's."""
-        known = {id(tensor) for tensor in self.tensors}
-        new = [tensor for tensor in tensors if id(tensor) not in known]
+        present = {id(tensor) for tensor in self.tensors}
+        new = [tensor for tensor in tensors if id(tensor) not in present]
         self.tensors += new
         self._sums += [None] * len(new)
 

@@ -137,28 +137,37 @@ class Backpropagator:
             rescale = 1.0 if transaction is not None else self._rescale()
             live = [name for name, (loss, weight) in terms.items() if weight or _has_graph(loss)]
             for name, (loss, weight) in terms.items():
-                term = window.term_for(name, weight)
+                # the terms share one graph, which the last pass through it frees
                 retain = bool(live) and name != live[-1]
-                if not weight:
-                    self._reach(loss, retain_graph=retain)
-                    continue
-                sums = (
-                    term
-                    if transaction is None
-                    else transaction.terms.setdefault(name, Total(0, term.divisor))
-                )
-                factor = rescale / (sums.divisor or 1.0)
-                with _separate_gradients(window.sources, sums.gradients):
-                    self._run(loss, factor, retain)
-                sums.weight += weight
-            if transaction is None:
-                window.add_terms(next(iter(terms.values()))[1], set(terms))
-                window.take_marks()
-                window.in_doubt = False
-            else:
-                transaction.had_pass = True
-                transaction.names.update(terms)
-                window.take_marks()
+                self._backward_term(name, loss, weight, rescale, retain)
+            self._book_terms(terms)
+
+    def _backward_term(
+        self, name: str, loss: Tensor, weight: Number, rescale: float, retain: bool
+    ) -> None:
+        """One pass of a term, into the window's sums of it or the transaction's."""
+        window, transaction = self.window, self.window.transaction
+        sums = window.term_for(name, weight)
+        if not weight:
+            self._reach(loss, retain_graph=retain)
+            return
+        if transaction is not None:
+            sums = transaction.terms.setdefault(name, Total(0, sums.divisor))
+        with _separate_gradients(window.sources, sums.gradients):
+            self._run(loss, rescale / (sums.divisor or 1.0), retain)
+        sums.weight += weight
+
+    def _book_terms(self, terms: dict[str, tuple[Tensor, Number]]) -> None:
+        """All terms of a micro-batch are in."""
+        window, transaction = self.window, self.window.transaction
+        if transaction is not None:
+            transaction.had_pass = True
+            transaction.names.update(terms)
+            window.take_marks()
+            return
+        window.add_terms(next(iter(terms.values()))[1], set(terms))
+        window.take_marks()
+        window.in_doubt = False
 
     def _run(self, loss: Tensor, factor: float, retain_graph: bool = False) -> None:
         """One pass with a factor, which is the loss's own gradient."""
@@ -268,32 +277,44 @@ class Backpropagator:
             return
         weighs = bool(transaction.weight or transaction.terms)
         norm = gradient_norm(transaction.gradients()) if weighs else 0.0
-        if weighs and not math.isfinite(norm):
-            if not self.skip_nonfinite:
-                error = nonfinite_gradient(
-                    window.sources, "this micro-batch", "on_nonfinite='skip' leaves it out."
-                )
-                window.ranks.failed(error)
-                raise error
-            window.state.rescaled = back_off(self.scaler) or window.state.rescaled
-            transaction.roll_back()
-            window.skip()
+        if not math.isfinite(norm):
+            self._leave_out(transaction)
             return
         rescale = self._rescale()
         if transaction.weight:
             self._add(transaction, norm, rescale)
         else:
-            transaction.roll_back_to_zero()
-            first = next((term.weight for term in transaction.terms.values()), 0)
-            transaction.adds_up = True
-            window.add_terms(first, transaction.names or {""})
+            self._add_weightless(transaction)
+        self._add_terms(transaction, rescale)
+
+    def _leave_out(self, transaction: Transaction) -> None:
+        """A micro-batch with a NaN or an infinity: skip it, or stop if that was not asked for."""
+        window = self.window
+        if not self.skip_nonfinite:
+            error = nonfinite_gradient(
+                window.sources, "this micro-batch", "on_nonfinite='skip' leaves it out."
+            )
+            window.ranks.failed(error)
+            raise error
+        window.state.rescaled = back_off(self.scaler) or window.state.rescaled
+        transaction.roll_back()
+        window.skip()
+
+    def _add_weightless(self, transaction: Transaction) -> None:
+        """A micro-batch whose main loss has no weight: it may still have terms that do."""
+        transaction.roll_back_to_zero()
+        first = next((term.weight for term in transaction.terms.values()), 0)
+        transaction.adds_up = True
+        self.window.add_terms(first, transaction.names or {""})
+
+    def _add_terms(self, transaction: Transaction, rescale: float) -> None:
+        """Add each loss term's gradients to the window's sums of that term."""
         for name, term in transaction.terms.items():
-            total = window.term_for(name, term.weight)
+            total = self.window.term_for(name, term.weight)
             factor = rescale * (term.divisor or 1.0) / (total.divisor or 1.0)
             for position, gradient in term.gradients.items():
-                total.gradients[position] = add_scaled(
-                    total.gradients.get(position), gradient, factor
-                )
+                sums = total.gradients
+                sums[position] = add_scaled(sums.get(position), gradient, factor)
             total.weight += term.weight
 
     def _add(self, transaction: Transaction, norm: float, rescale: float) -> None:

@@ -139,11 +139,13 @@ class _Numbers:
         self._waiting += [value for value in values if isinstance(value, Tensor)]
 
     def read(self) -> None:
-        by_device: dict[torch.device, list[Tensor]] = {}
+        by_device: dict[torch.device, dict[torch.dtype, list[Tensor]]] = {}
         for one in self._waiting:
-            by_device.setdefault(one.device, []).append(one)
-        for ones in by_device.values():
-            for one, number in zip(ones, _together(ones).tolist(), strict=True):
+            by_device.setdefault(one.device, {}).setdefault(one.dtype, []).append(one)
+        for kinds in by_device.values():
+            ones = [one for kind in kinds.values() for one in kind]
+            numbers = _together(list(kinds.values())).tolist()
+            for one, number in zip(ones, numbers, strict=True):
                 self._read[id(one)] = number
 
     def of(self, value: Any) -> float:
@@ -151,10 +153,11 @@ class _Numbers:
         return self._read[id(value)] if isinstance(value, Tensor) else float(value)
 
 
-def _together(ones: Sequence[Tensor]) -> Tensor:
+def _together(kinds: Sequence[Sequence[Tensor]]) -> Tensor:
     """One vector in double precision, which holds every float32 and every count; Apple's devices
-    have none.
+    have none. Those of one type go together: each call is a kernel.
     """
-    wide = torch.float32 if ones[0].device.type == "mps" else torch.float64
+    wide = torch.float32 if kinds[0][0].device.type == "mps" else torch.float64
     with torch.no_grad():
-        return torch.stack([one.detach().reshape(()).to(wide) for one in ones])
+        stacked = [torch.stack([one.detach().reshape(()) for one in kind]) for kind in kinds]
+        return torch.cat([one.to(wide) for one in stacked])

@@ -380,7 +380,7 @@ class TrainStep(NotCopied):
 
     def _update(self, call: _Call, fitted: Fitted, attempt: int, live: Meter | None) -> TrainResult:
         accumulator, planner = self.accumulator, self._planner
-        totals = self._run_parts(call, fitted)
+        totals, weigh = self._run_parts(call, fitted)
         self._changing = UpdateSnapshot(call.before.tensors, self.optimizer, taken=fitted.copied)
         alone = accumulator.ranks.size == 1  # else it may have to wait for another rank
         # Without a copy to go back to, the optimizer is not interrupted.
@@ -388,6 +388,7 @@ class TrainStep(NotCopied):
             uninterrupted() if alone and not fitted.copied else contextlib.nullcontext(),
             self._changing,
         ):
+            weigh()  # when the copy is launched: from here on an accelerator waits for the host
             result, loss, logs = self._close_window(totals)
         return TrainResult(
             loss=loss,
@@ -407,8 +408,10 @@ class TrainStep(NotCopied):
             online=self._recovery.online,
         )
 
-    def _run_parts(self, call: _Call, fitted: Fitted) -> LossTotals:
-        """Both passes of each micro-batch, into the window."""
+    def _run_parts(self, call: _Call, fitted: Fitted) -> tuple[LossTotals, Callable[[], None]]:
+        """Both passes of each micro-batch, into the window; with what reads their weights, where
+        those are still on an accelerator.
+        """
         accumulator, planner, progress, size = (
             self.accumulator,
             self._planner,
@@ -454,9 +457,9 @@ class TrainStep(NotCopied):
             self._recovery.run(
                 fitted, part, call.batch, partial(backward, position=place), first=place == done
             )
-        if late is not None:
-            self._weigh(late, totals, whole=len(parts) == 1)
-        return totals
+        if late is None:
+            return totals, lambda: None
+        return totals, partial(self._weigh, late, totals, whole=len(parts) == 1)
 
     def _pause(self, after: AfterMicroBatch, position: int, size: int, totals: LossTotals) -> None:
         """Tell how far the step has come."""

@@ -51,10 +51,11 @@ def best_chain(
         return None
     table = _Table(cuts, limit_bytes)
     for start in range(cuts - 1):
-        if table.is_reached(start):
+        lowest = table.lowest_slot(start)
+        if lowest is not None:
             for stop in spans(start):
-                table.extend(start, stop, *menu(start, stop))
-    return table.chain_to(cuts - 1, menu) if table.is_reached(cuts - 1) else None
+                table.extend(start, stop, lowest, *menu(start, stop))
+    return None if table.lowest_slot(cuts - 1) is None else table.chain_to(cuts - 1, menu)
 
 
 class _Table:
@@ -67,13 +68,16 @@ class _Table:
         # which cut, by which option, which slot
         self.came_from = np.full((3, cuts, SLOTS + 1), -1, dtype=np.int64)
 
-    def is_reached(self, cut: int) -> bool:
-        return bool(np.isfinite(self.seconds[cut]).any())
+    def lowest_slot(self, cut: int) -> int | None:
+        """The fewest slots with which a cut is reached; None if it is not."""
+        reached = np.flatnonzero(np.isfinite(self.seconds[cut]))
+        return int(reached[0]) if len(reached) else None
 
-    def extend(self, start: int, stop: int, options: Sequence[Option], around: int) -> None:
+    def extend(
+        self, start: int, stop: int, lowest: int, options: Sequence[Option], around: int
+    ) -> None:
         """Go on from one cut to another by each of the options."""
         row = self.seconds[start]
-        lowest = int(np.flatnonzero(np.isfinite(row))[0])
         offers = [self.offer(number, option, around) for number, option in enumerate(options)]
         offers = [offer for offer in offers if offer.highest >= lowest]
         if offers:

@@ -83,12 +83,12 @@ class PricedCut:
     def at(self, seconds_per_byte: float) -> list[int]:
         """The actions that minimise replay seconds plus `seconds_per_byte` times the bytes kept."""
         offloaded = self._set_price(seconds_per_byte)
-        there = self._on_the_sources_side()
+        there, overwritten = self._on_the_sources_side().tolist(), self.graph.overwritten
         actions = []
         for value, op in enumerate(self.graph.producer):
             if not self.free[value]:
                 actions.append(KEEP)
-            elif not there[value] or there[self.values + op] or self.graph.overwritten[value]:
+            elif not there[value] or there[self.values + op] or overwritten[value]:
                 actions.append(REBUILD)
             else:
                 actions.append(OFFLOAD if value in offloaded else KEEP)

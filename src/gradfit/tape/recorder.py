@@ -327,6 +327,8 @@ class Recorder:
                         )
                 elif kind in ATOMS:
                     references.append(argument)
+                elif kind is list:
+                    references.append(self.table.refer_all(argument, inputs))
                 elif kind is _Parameter and argument.requires_grad and argument.is_leaf:
                     references.append(self._refer_parameter(argument, storage_key(argument)))
                 else:

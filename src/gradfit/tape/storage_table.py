@@ -411,8 +411,9 @@ class StorageTable:
         If torch did not allocate its memory (it came by DLPack, or by NumPy), other storages may
         lie in the same.
         """
-        for value in self.unwatched.values_in(key):
-            self.copy_value(value)
+        if self.unwatched.by_storage:
+            for value in self.unwatched.values_in(key):
+                self.copy_value(value)
         if not has_one_owner(target):
             self._forget_sharing(target)
 

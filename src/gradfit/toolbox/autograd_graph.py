@@ -112,20 +112,9 @@ class AutogradGraph:
     def to_table(self) -> str:
         """One line per operation."""
         names = {leaf.value: leaf.name or f"%{leaf.value}" for leaf in self.leaves}
-        rows = [("value", "operation", "inputs", "shape", "saved", "module", "source line")]
-        rows += [
-            (
-                ", ".join(f"%{value}" for value in entry.outputs),
-                entry.op,
-                ", ".join(names.get(value, f"%{value}") for value in entry.inputs),
-                " ".join("×".join(map(str, shape)) or "scalar" for shape in entry.shapes),
-                format_bytes(entry.saved_bytes) if entry.saved_bytes else "",
-                entry.module,
-                entry.source,
-            )
-            for entry in self.entries
-        ]
-        widths = [min(44, max(len(row[column]) for row in rows)) for column in range(len(rows[0]))]
+        header = ("value", "operation", "inputs", "shape", "saved", "module", "source line")
+        rows = [header, *(_row(entry, names) for entry in self.entries)]
+        widths = [min(44, max(map(len, column))) for column in zip(*rows, strict=True)]
         return "\n".join(
             "  ".join(_fit(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
             for row in rows
@@ -193,6 +182,19 @@ def topological_sort(entries: Iterable[GradientEntry]) -> list[int]:
         raise GraphError(
             f"entries hold a circle: {circle}. Pass those of AutogradContext.graph(loss)."
         ) from error
+
+
+def _row(entry: GradientEntry, names: dict[int, str]) -> tuple[str, ...]:
+    """One operation's cells in the table; `names` are those of leaves, by value."""
+    return (
+        ", ".join(f"%{value}" for value in entry.outputs),
+        entry.op,
+        ", ".join(names.get(value, f"%{value}") for value in entry.inputs),
+        " ".join("×".join(map(str, shape)) or "scalar" for shape in entry.shapes),
+        format_bytes(entry.saved_bytes) if entry.saved_bytes else "",
+        entry.module,
+        entry.source,
+    )
 
 
 def graph_of(loss: Tensor, recorder: OriginRecorder | None) -> AutogradGraph:

@@ -145,15 +145,17 @@ def _positions_to_check(inputs: tuple[Any, ...]) -> list[int]:
             "inputs holds no floating-point tensor. Pass the tensors to differentiate in."
         )
     for at in checked:
-        one = inputs[at]
-        if not one.is_floating_point():
-            raise MisuseError(
-                f"inputs[{at}] is {one.dtype}, expected a real floating-point tensor."
-            )
-        if one.is_meta or one.layout != torch.strided or not one.numel():
-            problem = "has no elements that could be changed"
-            raise invalid(f"inputs[{at}]", one, problem, "a dense tensor")
+        _require_changeable(inputs[at], f"inputs[{at}]")
     return checked
+
+
+def _require_changeable(tensor: Tensor, name: str) -> None:
+    """Numeric differences change one element after another."""
+    if not tensor.is_floating_point():
+        raise MisuseError(f"{name} is {tensor.dtype}, expected a real floating-point tensor.")
+    if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+        problem = "has no elements that could be changed"
+        raise invalid(name, tensor, problem, "a dense tensor")
 
 
 class _Comparison:

@@ -292,6 +292,13 @@ class GradientMap(MutableMapping[Key, Tensor]):
             if not bool(values_of(gradient).isfinite().all())
         ]
 
+    def _counts(self, keys: Iterable[Any]) -> str:
+        """How many NaN and infinities each of these gradients has."""
+        stats = {key: GradientStats.of(self[key]) for key in keys}
+        return ", ".join(
+            f"{label(key)} ({one.nan_count} NaN, {one.inf_count} Inf)" for key, one in stats.items()
+        )
+
     def require_finite(self, norm: Tensor | None = None) -> None:
         """Raise `NonFiniteGradient` with the names if anything is not finite; a finite `norm` saves
         the search.
@@ -306,14 +313,11 @@ class GradientMap(MutableMapping[Key, Tensor]):
                 return
         bad = self.nonfinite()
         if bad:
-            stats = {key: GradientStats.of(self[key]) for key in bad[:5]}
-            found = ", ".join(
-                f"{label(k)} ({s.nan_count} NaN, {s.inf_count} Inf)" for k, s in stats.items()
-            )
             more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
             raise NonFiniteGradient(
-                f"{len(bad)} of {len(self)} gradients are not finite: {found}{more}. Skip this"
-                " step, or find the operation with torch.autograd.set_detect_anomaly(True)."
+                f"{len(bad)} of {len(self)} gradients are not finite: {self._counts(bad[:5])}"
+                f"{more}. Skip this step, or find the operation with"
+                " torch.autograd.set_detect_anomaly(True)."
             )
         if norm is not None:
             raise NonFiniteGradient(

@@ -41,31 +41,18 @@ class GradientAccumulationValidator:
         """
         gradients = read_list(gradients, "gradients", "a list of gradients")
         batch_sizes = read_list(batch_sizes, "batch_sizes", "a list of numbers")
-        problems: list[str] = []
-        if not len(gradients):
-            problems.append("gradients is empty: there is nothing to accumulate.")
-        if len(gradients) != len(batch_sizes):
-            problems.append(
-                f"There are {len(gradients)} gradients and {len(batch_sizes)} batch_sizes: one of"
-                " each."
-            )
-        total: float = 0
-        for position, size in enumerate(batch_sizes):
-            try:
-                total += read_weight(size, f"batch_sizes[{position}]")
-            except MisuseError as error:
-                problems.append(str(error))
-        if len(batch_sizes) and not total and not problems:
-            problems.append("batch_sizes are all 0: a mean over no items is not defined.")
+        problems = _problems_of_sizes(batch_sizes, len(gradients))
         first = next((one for one in gradients if isinstance(one, Tensor)), None)
         for position, gradient in enumerate(gradients):
-            problems += _problems_of(gradient, f"gradients[{position}]")
-            if isinstance(gradient, Tensor) and first is not None:
-                misfit = self.incompatibility(first, gradient)
-                problems += (
-                    [f"gradients[{position}] does not fit the first: {misfit}."] if misfit else []
-                )
+            name = f"gradients[{position}]"
+            problems += _problems_of(gradient, name)
+            if isinstance(gradient, Tensor):
+                problems += self._misfits(first, gradient, f"{name} does not fit the first")
         return self._remember(problems)
+
+    def _misfits(self, one: Any, other: Any, what: str) -> list[str]:
+        misfit = self.incompatibility(one, other)
+        return [f"{what}: {misfit}."] if misfit else []
 
     def check_shape_compatibility(self, grad1: Tensor, grad2: Tensor) -> bool:
         """Whether two gradients can be added: the same shape, and on the same device.
@@ -74,8 +61,7 @@ class GradientAccumulationValidator:
             grad1: a gradient.
             grad2: another one.
         """
-        misfit = self.incompatibility(grad1, grad2)
-        return self._remember([f"grad2 does not fit grad1: {misfit}."] if misfit else [])
+        return self._remember(self._misfits(grad1, grad2, "grad2 does not fit grad1"))
 
     def validate_accumulated_shape(self, accumulated: Tensor, components: Sequence[Tensor]) -> bool:
         """Whether `accumulated` can be the sum or mean of these gradients.
@@ -89,10 +75,8 @@ class GradientAccumulationValidator:
             [] if len(components) else ["components is empty: a sum of nothing has no shape."]
         )
         for position, component in enumerate(components):
-            misfit = self.incompatibility(accumulated, component)
-            problems += (
-                [f"components[{position}] does not fit accumulated: {misfit}."] if misfit else []
-            )
+            what = f"components[{position}] does not fit accumulated"
+            problems += self._misfits(accumulated, component, what)
         return self._remember(problems)
 
     def explain(
@@ -135,6 +119,26 @@ class GradientAccumulationValidator:
     def _remember(self, problems: list[str]) -> bool:
         self._problems = problems
         return not problems
+
+
+def _problems_of_sizes(batch_sizes: Sequence[int], gradients: int) -> list[str]:
+    """What is wrong with the sizes of so many gradients."""
+    problems: list[str] = []
+    if not gradients:
+        problems.append("gradients is empty: there is nothing to accumulate.")
+    if gradients != len(batch_sizes):
+        problems.append(
+            f"There are {gradients} gradients and {len(batch_sizes)} batch_sizes: one of each."
+        )
+    total: float = 0
+    for position, size in enumerate(batch_sizes):
+        try:
+            total += read_weight(size, f"batch_sizes[{position}]")
+        except MisuseError as error:
+            problems.append(str(error))
+    if len(batch_sizes) and not total and not problems:
+        problems.append("batch_sizes are all 0: a mean over no items is not defined.")
+    return problems
 
 
 def _problems_of(gradient: Any, name: str) -> list[str]:

@@ -22,35 +22,38 @@ def named_tensors(source: Inputs, *, argument: str) -> list[tuple[str | None, Te
     ['weight', 'bias']
     """
     pairs: list[tuple[str | None, Tensor]] = []
-    items: Iterable[object]
-    if isinstance(source, Tensor):
-        items = [source]
-    elif isinstance(source, nn.Module):
-        items = source.named_parameters()
-    elif isinstance(source, Mapping):
-        items = source.items()
-    else:
-        items = read_list(source, argument, _EXPECTED)
-    names: set[str] = set()
-    seen: dict[Tensor, int] = {}
-    for position, item in enumerate(items):
-        name, tensor = item if isinstance(item, tuple) and len(item) == 2 else (None, item)
-        if not isinstance(tensor, Tensor) or not isinstance(name, str | None):
-            raise MisuseError(
-                f"{argument}[{position}] is {type(tensor).__name__}, not a tensor. Pass"
-                f" {_EXPECTED}."
-            )
-        if tensor in seen or name in names:
-            first = seen.get(tensor, position)
+    names: set[str | None] = set()
+    places: dict[Tensor, int] = {}
+    for position, item in enumerate(_items(source, argument)):
+        name, tensor = _read_item(item, f"{argument}[{position}]")
+        if tensor in places or (name is not None and name in names):
+            first = places.get(tensor, position)
             raise MisuseError(
                 f"{argument}[{position}] ({name or 'unnamed'}) is there twice, first at {first}."
                 " Pass it once."
             )
-        seen[tensor] = position
-        if name is not None:
-            names.add(name)
+        places[tensor] = position
+        names.add(name)
         pairs.append((name, tensor))
     return pairs
+
+
+def _items(source: Inputs, argument: str) -> Iterable[object]:
+    """What a source holds: tensors, or pairs of a name and a tensor."""
+    if isinstance(source, Tensor):
+        return [source]
+    if isinstance(source, nn.Module):
+        return source.named_parameters()
+    if isinstance(source, Mapping):
+        return source.items()
+    return read_list(source, argument, _EXPECTED)
+
+
+def _read_item(item: object, place: str) -> tuple[str | None, Tensor]:
+    name, tensor = item if isinstance(item, tuple) and len(item) == 2 else (None, item)
+    if not isinstance(tensor, Tensor) or not isinstance(name, str | None):
+        raise MisuseError(f"{place} is {type(tensor).__name__}, not a tensor. Pass {_EXPECTED}.")
+    return name, tensor
 
 
 def label(name: object, tensor: Tensor | None = None) -> str:

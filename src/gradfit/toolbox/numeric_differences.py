@@ -149,23 +149,28 @@ class Probe:
                 "check_gradients: the output of fn has no graph. Remove .detach() and"
                 " torch.no_grad()."
             )
-        cotangents = [
-            part.view(output.shape).to(output)
-            for part, output in zip(
-                torch.split(self.weights, [o.numel() for o in outputs]), outputs, strict=True
-            )
-        ]
-        pairs = [(o, c) for o, c in zip(outputs, cotangents, strict=True) if o.requires_grad]
+        pairs = [pair for pair in self._with_cotangents(outputs) if pair[0].requires_grad]
         gradients = torch.autograd.grad(
-            [o for o, _ in pairs], list(leaves.values()), [c for _, c in pairs], allow_unused=True
+            [output for output, _ in pairs],
+            list(leaves.values()),
+            [cotangent for _, cotangent in pairs],
+            allow_unused=True,
         )
         return [
             (
                 torch.zeros_like(leaf, dtype=torch.float64, device="cpu")
-                if g is None
-                else g.detach().double().cpu()
+                if gradient is None
+                else gradient.detach().double().cpu()
             )
-            for leaf, g in zip(leaves.values(), gradients, strict=True)
+            for leaf, gradient in zip(leaves.values(), gradients, strict=True)
+        ]
+
+    def _with_cotangents(self, outputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Each output with its part of the weights, in its own shape and type."""
+        parts = torch.split(self.weights, [output.numel() for output in outputs])
+        return [
+            (output, part.view(output.shape).to(output))
+            for output, part in zip(outputs, parts, strict=True)
         ]
 
     def at(self, position: int, flat: int, eps: float | None) -> Differences:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradfit import records
@@ -113,30 +114,31 @@ def measure(nodes: list[Node], recorder: OriginRecorder | None) -> MemoryStats:
     it.
     """
     owned = parameter_storages(nodes)
-    found: dict[int, HeldTensor] = {}
+    held: dict[int, HeldTensor] = {}
     for node in nodes:
         origin = (recorder.origin_of(node) if recorder else None) or Origin()
         for _, tensor in saved_by(node):
             storage, nbytes = storage_of(tensor)
             was_there = recorder is not None and storage not in recorder.made
-            if not was_there and storage not in owned and storage not in found:
-                dtype = str(tensor.dtype).removeprefix("torch.")
-                found[storage] = HeldTensor(
-                    nbytes,
-                    tuple(tensor.shape),
-                    dtype,
-                    operation_name(node),
-                    origin.module,
-                    origin.source,
-                )
+            if not was_there and storage not in owned and storage not in held:
+                held[storage] = _describe(node, tensor, nbytes, origin)
     if recorder is not None:
-        made = {storage: recorder.made[storage] for storage in found}
-        kept = set(made.values())
-        for storage, maker in made.items():
-            found[storage] = dataclasses.replace(
-                found[storage], rebuild_seconds=_rebuild_seconds(maker, kept)
-            )
-    return MemoryStats(tuple(found.values()))
+        _add_rebuild_seconds(held, {storage: recorder.made[storage] for storage in held})
+    return MemoryStats(tuple(held.values()))
+
+
+def _describe(node: Node, tensor: Tensor, nbytes: int, origin: Origin) -> HeldTensor:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    shape, operation = tuple(tensor.shape), operation_name(node)
+    return HeldTensor(nbytes, shape, dtype, operation, origin.module, origin.source)
+
+
+def _add_rebuild_seconds(held: dict[int, HeldTensor], makers: dict[int, Made]) -> None:
+    """What it would take to compute each storage again if only the others were kept."""
+    kept = set(makers.values())
+    for storage, maker in makers.items():
+        seconds = _rebuild_seconds(maker, kept)
+        held[storage] = dataclasses.replace(held[storage], rebuild_seconds=seconds)
 
 
 def _rebuild_seconds(maker: Made, kept: set[Made]) -> float:

@@ -47,13 +47,17 @@ def hessian_vector_product(
         loss, pairs = _evaluate(loss, inputs, pairs)
     tensors = [tensor for _, tensor in pairs]
     first = backward(loss, inputs if isinstance(inputs, nn.Module) else tensors, create_graph=True)
-    results = _products(first, tensors, directions)
+    return _in_form_of(inputs, pairs, _products(first, tensors, directions))
+
+
+def _in_form_of(inputs: Inputs, pairs: _Pairs, products: list[Tensor]) -> Any:
+    """A tensor for a tensor, a list for a list, a map for what has names."""
     if isinstance(inputs, Tensor):
-        return results[0]
+        return products[0]
     if not isinstance(inputs, nn.Module | Mapping):
-        return results
+        return products
     by_name = GradientMap()
-    for (name, tensor), product in zip(pairs, results, strict=True):
+    for (name, tensor), product in zip(pairs, products, strict=True):
         by_name.bind(name or tensor, tensor, product)
     return by_name
 
@@ -94,37 +98,41 @@ def _products(first: GradientMap, tensors: list[Tensor], directions: list[Tensor
 
 def _directions(pairs: list[tuple[str | None, Tensor]], vector: Vector) -> list[Tensor]:
     """One direction per input, checked before anything is computed."""
-    given: list[Tensor]
-    if isinstance(vector, Tensor):
-        given = [vector]
-    elif isinstance(vector, Mapping):
-        missing = [
-            label(n, t) for n, t in pairs if not (n in vector if n is not None else t in vector)
-        ]
-        if missing:
-            raise MisuseError(
-                f"vector has no entry for {', '.join(missing[:3])}. Pass one for each of the"
-                " inputs."
-            )
-        given = [vector[n if n is not None else t] for n, t in pairs]
-    else:
-        given = read_list(vector, "vector", "one tensor for each of the inputs")
-    if len(given) != len(pairs):
+    directions = _in_order(pairs, vector)
+    if len(directions) != len(pairs):
         raise MisuseError(
-            f"vector holds {len(given)} tensors, inputs {len(pairs)}. Pass one for each input."
+            f"vector holds {len(directions)} tensors, inputs {len(pairs)}. Pass one for each input."
         )
-    for (name, tensor), direction in zip(pairs, given, strict=True):
-        if not isinstance(direction, Tensor) or direction.shape != tensor.shape:
-            shape = (
-                tuple(direction.shape)
-                if isinstance(direction, Tensor)
-                else type(direction).__name__
-            )
-            raise MisuseError(
-                f"vector for {label(name, tensor)}, one of the inputs, is {shape}, expected shape "
-                f"{tuple(tensor.shape)}. Pass one of the same shape."
-            )
-        if direction.dtype != tensor.dtype or direction.device != tensor.device:
-            kind = f"a {tensor.dtype} tensor on {tensor.device}, as that of the inputs is"
-            raise invalid("vector", direction, f"is on {direction.device}", kind)
-    return given
+    for (name, tensor), direction in zip(pairs, directions, strict=True):
+        _require_like(label(name, tensor), tensor, direction)
+    return directions
+
+
+def _in_order(pairs: list[tuple[str | None, Tensor]], vector: Vector) -> list[Tensor]:
+    """The directions in the order of the inputs, whatever form they came in."""
+    if isinstance(vector, Tensor):
+        return [vector]
+    if not isinstance(vector, Mapping):
+        return read_list(vector, "vector", "one tensor for each of the inputs")
+    keys = [tensor if name is None else name for name, tensor in pairs]
+    missing = [label(*pair) for pair, key in zip(pairs, keys, strict=True) if key not in vector]
+    if missing:
+        raise MisuseError(
+            f"vector has no entry for {', '.join(missing[:3])}. Pass one for each of the inputs."
+        )
+    return [vector[key] for key in keys]
+
+
+def _require_like(name: str, tensor: Tensor, direction: object) -> None:
+    """A direction has its input's shape, type and device."""
+    if not isinstance(direction, Tensor) or direction.shape != tensor.shape:
+        given = (
+            tuple(direction.shape) if isinstance(direction, Tensor) else type(direction).__name__
+        )
+        raise MisuseError(
+            f"vector for {name}, one of the inputs, is {given}, expected shape "
+            f"{tuple(tensor.shape)}. Pass one of the same shape."
+        )
+    if direction.dtype != tensor.dtype or direction.device != tensor.device:
+        kind = f"a {tensor.dtype} tensor on {tensor.device}, as that of the inputs is"
+        raise invalid("vector", direction, f"is on {direction.device}", kind)
