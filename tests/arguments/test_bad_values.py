@@ -39,7 +39,7 @@ RESULTS = {
     "TrainStep",
 }
 ENGINE = re.compile(
-    r"AccumulationContext\.(?!register_tensor$)|CheckpointScope\.note_|CheckpointNode\.of$|Plan\.(later|taking)$|"
+    r"AccumulationContext\.(?!register_tensor$)|CheckpointScope\.note_|CheckpointNode\.of$|Plan\.with_(extra|step)_seconds$|"
     r"Profile\.(at|in_tiles)$|Meter\.hear$|TiledModel\.add_modules$|GradientAccumulationValidator\.incompatibility$|Strategy\.|"
     r"\w+\.(is_complete|progress|expected_weight|observe|end_window)$"
 )

@@ -85,7 +85,7 @@ def test_plans_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch, found: Profile
     def seconds(self: Planner, made: Any, part: Any) -> float:
         order.append(made.plan.keeps_everything)
         pace = 1.0 if len(order) <= 2 else 10.0
-        return pace * len(part) * (1.0 if made.plan.keeps_everything else 1.5)
+        return 1e-3 * pace * len(part) * (1.0 if made.plan.keeps_everything else 1.5)
 
     monkeypatch.setattr(Planner, "_pass_seconds", seconds)
     model, batch = network(), torch.randn(64, 32)
@@ -94,7 +94,7 @@ def test_plans_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch, found: Profile
     assert set(order) == {False, True}
     assert all(one is not other for one, other in pairwise(order))
     assert step.plan.keeps_everything
-    assert step.plan.step_seconds == pytest.approx(640.0, rel=0.01)  # the pace that most passes had
+    assert step.plan.step_seconds == pytest.approx(0.64, rel=0.01)  # the pace that most passes had
 
 
 def test_plain_seconds_lie_between_those_measured(found: Profile) -> None:

@@ -75,7 +75,11 @@ class AccumulationContext(Window, NotCopied):
             observe_scaler(scaler)
 
     def end_plain(self, *, complete: bool) -> None:
-        """A plain pass has added all of its gradients."""
+        """A plain pass has added all of its gradients.
+
+        Args:
+            complete: it was the last one that the window waits for.
+        """
         with self.lock:
             super().end_plain(complete=complete)
             if complete and is_usual(self) and not self.plain.expects_more(threading.get_ident()):

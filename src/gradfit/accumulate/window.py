@@ -719,7 +719,11 @@ class Window:
         return factor
 
     def end_plain(self, *, complete: bool) -> None:
-        """A plain pass has added all of its gradients."""
+        """A plain pass has added all of its gradients.
+
+        Args:
+            complete: it was the last one that the window waits for.
+        """
         with self.lock:
             if self.parameters_written:
                 self.require_parameters_unwritten()
