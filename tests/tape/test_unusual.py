@@ -72,7 +72,7 @@ def test_nested_tensors_like_others(make: Any) -> None:
         w = torch.ones(2, 3, requires_grad=True)
         nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
         with scope:
-            zeros = make(nested).mul_(0)
+            zeros = make(nested).fill_(0)
             loss = (torch.nested.to_padded_tensor(zeros, 0.0)[0, :2].exp() * w).exp().sum()
         (gradient,) = torch.autograd.grad(loss, w)
         return gradient
