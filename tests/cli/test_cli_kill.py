@@ -46,7 +46,7 @@ def resumed(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("kills", "steps"), [(3, 40), pytest.param(30, 200, marks=pytest.mark.slow)]
+    ("kills", "steps"), [(2, 30), pytest.param(30, 200, marks=pytest.mark.slow)]
 )
 def test_sigkill_at_random_moments(folder: Path, kills: int, steps: int) -> None:
     code, out, errors = finish(start(folder, "--steps", str(steps), "--out", "through"))

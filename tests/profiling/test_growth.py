@@ -71,7 +71,7 @@ def test_a_plan_simulates_as_much_per_operation_however_many_there_are(
 
     monkeypatch.setattr(Simulator, "run", counting)
     per_operation = []
-    for rounds in (800, 3200):
+    for rounds in (400, 1600):
         profile = gf.profile(_Chain(rounds), _loss, torch.rand(8, 4))
         kept = gf.plan(profile, memory="1 GiB")
         simulated[0] = 0
