@@ -46,13 +46,7 @@ class UpdateSnapshot:
             k: v for k, v in vars(self._optimizer).items() if isinstance(v, int | float)
         }
         if self._taken:
-            states = [tensor for state in self._states.values() for tensor in _tensors(state)]
-            copies = copies_of([*self._parameters, *states])
-            rest = iter(copies[len(self._parameters) :])
-            self._copies = copies[: len(self._parameters)]
-            self._old_states = [
-                (key, _with_tensors(state, rest)) for key, state in self._states.items()
-            ]
+            self._copy()
             self._begun = True
             return
         self._old_states = [(key, _same_tensors(state)) for key, state in self._states.items()]
@@ -62,6 +56,20 @@ class UpdateSnapshot:
             {id(tensor): tensor for tensor in (*self._parameters, *held)}.values()
         )
         self._watch.__enter__()
+
+    def _copy(self) -> None:
+        if all(parameter.is_cpu for parameter in self._parameters):
+            with torch.no_grad():
+                self._copies = [parameter.clone() for parameter in self._parameters]
+            self._old_states = [(key, _clone(state)) for key, state in self._states.items()]
+            return
+        states = [tensor for state in self._states.values() for tensor in _tensors(state)]
+        copies = copies_of([*self._parameters, *states])  # few kernels to launch
+        rest = iter(copies[len(self._parameters) :])
+        self._copies = copies[: len(self._parameters)]
+        self._old_states = [
+            (key, _with_tensors(state, rest)) for key, state in self._states.items()
+        ]
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.done = kind is None
