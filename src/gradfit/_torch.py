@@ -344,6 +344,17 @@ def in_simple_backward() -> bool:
     return len(args) > 1 and not args[1] and bool(variables["kwargs"].get("accumulate_grad"))
 
 
+def hooks_after_accumulation(tensor: torch.Tensor) -> list[Any]:
+    """The hooks of others than gradfit that run as soon as a gradient was added to `.grad`."""
+    hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+    own = "gradfit."
+    return [
+        hook
+        for hook in hooks.values()
+        if not (getattr(hook, "__module__", None) or "").startswith(own)
+    ]
+
+
 def threads_in_backward() -> set[int]:
     """The threads that have called the autograd engine and wait for it."""
     return {thread for thread, top in sys._current_frames().items() if _engine_calls(top)}

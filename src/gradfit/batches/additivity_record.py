@@ -5,6 +5,7 @@ cuts.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 
@@ -47,6 +48,18 @@ class Additivity:
             object.__setattr__(self, "error", 1.0)
 
     @property
+    def unread(self) -> tuple[str, ...]:
+        """The terms of the loss, by autograd's names, of which nobody knows what they were divided
+        by; they are weighted as the others are.
+        """
+        return tuple(term for term in self.read.split(" + ") if _is_node(term))
+
+    @property
     def adds_up(self) -> bool:
         """Whether a batch may be cut."""
         return self.over is not None
+
+
+def _is_node(term: str) -> bool:
+    """Whether this is the name of an operation in autograd, and not what a rule has said of it."""
+    return re.fullmatch(r"\w+Backward\d*", term) is not None

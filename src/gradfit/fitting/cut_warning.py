@@ -38,6 +38,13 @@ def cutting_note(fitted: Fitted, additivity: Additivity | None, *, exact: bool =
                 f" budget, because its parts do not make the whole ({measured}):"
                 f" {additivity.reason}. exact=False cuts it all the same."
             )
+    elif cut and additivity.over not in ("rows", "items") and additivity.unread:
+        return (
+            f"What {', '.join(additivity.unread)} in the loss was divided by cannot be read (the"
+            f" loss is {additivity.read}), so micro-batches are weighted by the other terms, which"
+            f" was right for the sample ({measured}). If later batches have padding, return"
+            " gf.Loss(sum=…, count=…)."
+        )
     elif cut and additivity.over == "rows":
         return (
             "What the loss was divided by cannot be read"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from gradfit._torch import hooks_after_accumulation
 from gradfit.accumulate.optimizer_access import parameters_of
 from gradfit.errors import MisuseError
 
@@ -61,6 +62,14 @@ def check_members(model: torch.nn.Module, optimizer: Any) -> None:
         )
     ids = {id(tensor) for tensor in held}
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    hooked = [name for name, p in trained if hooks_after_accumulation(p)]
+    if hooked:
+        raise MisuseError(
+            f"{hooked[0]!r} has a hook of register_post_accumulate_grad_hook. It would run in each"
+            " micro-batch, on a part of the gradient, and while plans are tried, where an optimizer"
+            " that steps in it would train. Remove it; `clip=` clips the whole gradient, and"
+            " step(batch) updates."
+        )
     missing = [(name, p) for name, p in trained if id(p) not in ids]
     if len(missing) == len(trained):
         name, parameter = missing[0]
