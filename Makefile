@@ -27,7 +27,7 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-all: setup
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow or not slow' --timeout 3600
+	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow or not slow' --timeout 3600
 
 test-cpu: setup
 	$(BIN)/python tests/every_cpu.py

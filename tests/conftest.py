@@ -13,8 +13,11 @@ import hypothesis
 import pytest
 import torch
 
-hypothesis.settings.register_profile("tests", deadline=None)  # seconds decide nothing
-hypothesis.settings.load_profile("tests")
+# Seconds decide nothing. The same examples every time, so that a red run is about the change;
+# `make test-all` draws others.
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "tests"))
 # One: tests run side by side, and threads that wait for each other's cores take a hundred times
 # longer.
 torch.set_num_threads(int(os.environ.get("TEST_THREADS", "1")))

@@ -75,6 +75,7 @@ class _Link:
 
 class _ThreadListeners(threading.local):
     innermost: _Link | None = None  # of those that are to be asked now
+    entered_last: _Link | None = None  # the same, but while somebody hears and runs an operation
 
 
 _thread = _ThreadListeners()
@@ -199,6 +200,7 @@ class _OnKey:
     def __enter__(self) -> None:
         try:
             self._link.outer, _thread.innermost = _thread.innermost, self._link
+            _thread.entered_last = self._link
             _include(_KEY, True)
             if self._link.in_engine:
                 _tell_engine()
@@ -209,7 +211,7 @@ class _OnKey:
     def rest(self) -> None:
         """Listen no more."""
         self._link.hear = _run
-        if self._link.outer is None and _thread.innermost is self._link:
+        if self._link.outer is None and _thread.entered_last is self._link:
             _include(_KEY, False)
 
     def __exit__(self, *_: object) -> None:
@@ -221,6 +223,7 @@ class _OnKey:
             else:
                 _unlink(link)
         finally:
+            _thread.entered_last = _thread.innermost
             if _thread.innermost is None:
                 _include(_KEY, False)
         if link.in_engine:
@@ -554,7 +557,7 @@ class ThreadState:
         vars(_python_dispatch).update(self._flags)
         if _thread.innermost is not self._listener:
             _include(_KEY, self._listener is not None)
-            _thread.innermost = self._listener
+            _thread.innermost = _thread.entered_last = self._listener
             _tell_engine()
         if _is_excluded(_KEY) != self._excluded:
             _exclude(_KEY, self._excluded)

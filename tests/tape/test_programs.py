@@ -173,6 +173,17 @@ def test_random_programs(
     check(program, dtype, choice, twice=twice)
 
 
+def test_a_plan_ends_inside_a_scope() -> None:
+    """Its recorder rests in the middle of an operation that the scope inside has it run: the scope
+    went deaf with it, and refused a write that it had not seen.
+    """
+    program = [
+        *[("add", 0, 0, 0)] * 3, ("add_", 0, 0, 0),
+        ("enter", 0, 0, 0), ("softmax", 9, 0, 1), ("add_", 3, 0, 0),
+    ]  # fmt: skip
+    check(program, torch.float32, ("tail", 1), twice=False)
+
+
 def test_a_slice_of_a_result_that_is_written_to() -> None:
     """Torch refuses; what is compared with keeps copies in the same layout, or its last bit would
     differ.
