@@ -212,6 +212,13 @@ class Snapshot:
                 set_unsharded_gradient(kept, gradient)
             self._generators.restore()
 
+    def rewind(self) -> None:
+        """Only modules and generators, so that a trial inside of this one begins where it began."""
+        with uninterrupted():
+            for module in self._modules:
+                module.restore()
+            self._generators.restore()
+
     def restore_settings(self, *, thread: bool = True) -> None:
         """Only what is set for this thread, and for the process: where the rest has changed for
         good.
