@@ -29,6 +29,7 @@ from gradfit._torch import global_module_hooks
 from gradfit._torch_fsdp import drop_gradients, set_unsharded_gradient, units_of, unsharded_gradient
 from gradfit._torch_listen import ThreadState
 from gradfit.interrupts import uninterrupted
+from gradfit.own_passes import begin_own_passes, end_own_passes
 
 _MISSING = object()
 _HOOKS = (
@@ -236,6 +237,9 @@ class Snapshot:
 class untouched:  # noqa: N801  (as torch.no_grad)
     """A context: run anything inside, and the model's whole state (see above) comes back as it was.
 
+    Backward passes inside are nobody's micro-batches: no accumulator that holds the parameters
+    counts them.
+
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     >>> with untouched(model):
     ...     model(torch.randn(4, 2)).sum().backward()
@@ -251,6 +255,7 @@ class untouched:  # noqa: N801  (as torch.no_grad)
         before = self._before = Snapshot(self._model, self._tensors)
         try:
             _open.trials.append(before)
+            begin_own_passes()
             before.clear_gradients()
         except BaseException:  # Ctrl-C: `__exit__` is not called
             self.__exit__()
@@ -263,6 +268,8 @@ class untouched:  # noqa: N801  (as torch.no_grad)
             with uninterrupted():
                 before.restore()
                 _open.trials = [trial for trial in _open.trials if trial is not before]
+                if not _open.trials:
+                    end_own_passes()
                 self._before = None
 
 
@@ -291,6 +298,8 @@ class trials_end:  # noqa: N801  (as torch.no_grad)
             with uninterrupted():
                 while len(_open.trials) > self._outer:
                     _open.trials.pop().restore()
+                if not _open.trials:
+                    end_own_passes()
 
 
 def parameters_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
