@@ -44,6 +44,8 @@ class Additivity:
     runs_parts: bool = True
     """False: fewer rows than the batch's cannot be run at all."""
 
+    summed_logs: tuple[str, ...] = ()
+    """Names of logs of which the parts' sum is the whole's, as counts, and not their mean."""
     compares_gradients: bool = True
     """False: values alone were compared, since the budget has no room for the gradients of two
     rows.
