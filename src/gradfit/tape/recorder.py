@@ -272,7 +272,9 @@ class Recorder:
         if choices is ALL or not info.recordable:  # rule 5
             return out
         if updates:
-            args = [_scratch(each) if at in info.scratch else each for at, each in enumerate(args)]
+            args = list(args)
+            for position in info.scratch:
+                args[position] = _scratch(args[position])
         if info.dtype or info.shape_only:
             info, args, kwargs = _as_replayed(info, args, kwargs, out)
         self._record(func, info, args, kwargs, out, random_state, choices, results)

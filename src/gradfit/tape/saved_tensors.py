@@ -111,7 +111,10 @@ class SavedTensors:
             return handle
         value.handles = [_reference_to(handle)]
         if value.evictable:
-            self._hold_evictable(value, tensor, forward_tensor)
+            if forward_tensor is not tensor or self.tape.on_held is not None:
+                self._hold_evictable(value, tensor, forward_tensor)
+            else:
+                value.tensor, value.held_version = detached(tensor), value.version
         elif (scope := self._table.segment.scope) is not None:
             scope.note_freed(value, tensor.untyped_storage().nbytes())
         return handle

@@ -346,10 +346,11 @@ class StorageTable:
         segment = self.segment
         for value in op.inputs:
             if value.op is not None:
-                if value.users is None:
+                users = value.users
+                if users is None:
                     value.users = [reference]
                 else:
-                    value.users.append(reference)
+                    users.append(reference)
                 # It escapes from where it was made: whoever encloses both rebuilds it.
                 if value.segment is not segment and self._widens_segments:
                     value.segment = value.segment.common(segment)
