@@ -14,7 +14,6 @@ from typing import Any
 from torch import Tensor
 
 from gradfit._torch import have_gradients, have_no_gradient, version_of
-from gradfit.accumulate.marks import owns_all
 from gradfit.accumulate.optimizer_access import parameters_of
 from gradfit.accumulate.strategy import Strategy
 from gradfit.accumulate.window_state import Phase
@@ -68,7 +67,7 @@ class ShortWay:
             or window.in_doubt
             or window.transaction is not None
             or window.left is not None
-            or not owns_all(window)
+            or not window.is_noted
             or not self._has_same_members()
             or not have_no_gradient(self._tensors)
         ):
