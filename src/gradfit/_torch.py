@@ -452,6 +452,13 @@ def copies_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return copies
 
 
+def flat_copy(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The content of dense tensors of one type, one after the other, in one piece of memory."""
+    flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
+    # of a single tensor it may be a view
+    return flat.clone() if len(tensors) == 1 else flat
+
+
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 
-from gradfit._torch import copies_of, is_out_of_memory
+from gradfit._torch import is_out_of_memory
+from gradfit.batches.model_tree import each_once
 from gradfit.errors import StateError
+from gradfit.fitting.tensor_copies import TensorCopies
 from gradfit.fitting.write_watch import WriteWatch
 from gradfit.tree import leaves
 
@@ -29,9 +33,9 @@ class UpdateSnapshot:
         self.done = False  # the optimizer has stepped: from here on nothing is taken back
         own = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
         trained = [tensor for tensor in tensors if tensor.requires_grad]
-        self._parameters = list({id(p): p for p in (*trained, *own)}.values())
+        self._parameters: list[torch.Tensor] = each_once([*trained, *own])
         self._states = getattr(optimizer, "state", {})
-        self._copies: list[torch.Tensor] = []
+        self._copies = TensorCopies()
         self._old_states: list[tuple[Any, Any]] = []
         self._old_groups: list[dict[str, Any]] = []
         self._old_numbers: dict[str, Any] = {}
@@ -58,18 +62,9 @@ class UpdateSnapshot:
         self._watch.__enter__()
 
     def _copy(self) -> None:
-        if all(parameter.is_cpu for parameter in self._parameters):
-            with torch.no_grad():
-                self._copies = [parameter.clone() for parameter in self._parameters]
-            self._old_states = [(key, _clone(state)) for key, state in self._states.items()]
-            return
-        states = [tensor for state in self._states.values() for tensor in _tensors(state)]
-        copies = copies_of([*self._parameters, *states])  # few kernels to launch
-        rest = iter(copies[len(self._parameters) :])
-        self._copies = copies[: len(self._parameters)]
-        self._old_states = [
-            (key, _with_tensors(state, rest)) for key, state in self._states.items()
-        ]
+        tensors = [*self._parameters]
+        self._old_states = [(key, _marked(state, tensors)) for key, state in self._states.items()]
+        self._copies = TensorCopies(tensors)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.done = kind is None
@@ -89,7 +84,7 @@ class UpdateSnapshot:
         if kind is not None:
             self._restore()
         self._begun = False
-        self._copies, self._old_states, self._old_groups = [], [], []
+        self._copies, self._old_states, self._old_groups = TensorCopies(), [], []
 
     def undo(self) -> None:
         """Take back a step that was interrupted before it was `done`, wherever that was."""
@@ -97,12 +92,16 @@ class UpdateSnapshot:
             self._restore()
 
     def _restore(self) -> None:
-        with torch.no_grad():
-            for parameter, content in zip(self._parameters, self._copies, strict=self._taken):
-                parameter.copy_(content)
+        contents = iter(self._copies.contents())
+        old_states = self._old_states
+        if self._taken:
+            with torch.no_grad():
+                for parameter in self._parameters:
+                    parameter.copy_(next(contents))
+                old_states = [(key, _filled(state, contents)) for key, state in old_states]
         # The dict stays the same object: an optimizer that has entries by default needs its own.
         self._states.clear()
-        self._states.update(self._old_states)
+        self._states.update(old_states)
         for group, old in zip(
             getattr(self._optimizer, "param_groups", ()), self._old_groups, strict=True
         ):
@@ -118,18 +117,45 @@ def _clone(state: Any) -> Any:
     return copy.copy(state)
 
 
-def _tensors(state: Any) -> list[torch.Tensor]:
-    """The tensors of a nest of dicts, in order."""
-    if isinstance(state, dict):
-        return [tensor for item in state.values() for tensor in _tensors(item)]
-    return [state] if isinstance(state, torch.Tensor) else []
+_ALONE = object()  # stands for the name of a tensor beside which are others than tensors
 
 
-def _with_tensors(state: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """A copy of the nest, with these tensors in the place of its own."""
+class _Marks(NamedTuple):
+    """Where some tensors were. Those that the optimizer replaces are not kept: the budget has no
+    room for both.
+    """
+
+    names: tuple[Any, ...]
+    tensors: list[weakref.ref[torch.Tensor]]
+
+
+def _marked(state: Any, tensors: list[torch.Tensor]) -> Any:
+    """A copy of a nest of dicts, with marks in the place of its tensors, which are added to
+    `tensors`.
+    """
+    if not isinstance(state, dict):
+        is_tensor = isinstance(state, torch.Tensor)
+        return _marked({_ALONE: state}, tensors) if is_tensor else copy.copy(state)
+    if all(map(isinstance, state.values(), repeat(torch.Tensor))):  # as most are: one look
+        tensors.extend(state.values())
+        return _Marks(tuple(state), [*map(weakref.ref, state.values())])
+    return {name: _marked(item, tensors) for name, item in state.items()}
+
+
+def _filled(state: Any, contents: Iterator[torch.Tensor]) -> Any:
+    """The nest as it was: tensors that are still there get their content back."""
+    if isinstance(state, _Marks):
+        found = [_with_content(one(), next(contents)) for one in state.tensors]
+        return found[0] if state.names == (_ALONE,) else dict(zip(state.names, found, strict=True))
     if isinstance(state, dict):
-        return {name: _with_tensors(item, tensors) for name, item in state.items()}
-    return next(tensors) if isinstance(state, torch.Tensor) else copy.copy(state)
+        return {name: _filled(item, contents) for name, item in state.items()}
+    return state
+
+
+def _with_content(tensor: torch.Tensor | None, content: torch.Tensor) -> torch.Tensor:
+    if tensor is None or (tensor.shape, tensor.dtype) != (content.shape, content.dtype):
+        return content
+    return tensor.copy_(content)
 
 
 def _same_tensors(state: Any) -> Any:
