@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Iterable, Iterator
-from itertools import repeat
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from gradfit._torch import is_out_of_memory
 from gradfit.batches.model_tree import each_once
 from gradfit.errors import StateError
-from gradfit.fitting.tensor_copies import TensorCopies
+from gradfit.fitting.state_copy import StateCopy, copy_of
 from gradfit.fitting.write_watch import WriteWatch
 from gradfit.tree import leaves
 
@@ -35,7 +33,7 @@ class UpdateSnapshot:
         trained = [tensor for tensor in tensors if tensor.requires_grad]
         self._parameters: list[torch.Tensor] = each_once([*trained, *own])
         self._states = getattr(optimizer, "state", {})
-        self._copies = TensorCopies()
+        self._copy: StateCopy | None = None
         self._old_states: list[tuple[Any, Any]] = []
         self._old_groups: list[dict[str, Any]] = []
         self._old_numbers: dict[str, Any] = {}
@@ -44,13 +42,13 @@ class UpdateSnapshot:
     def __enter__(self) -> None:
         groups = getattr(self._optimizer, "param_groups", ())
         self._old_groups = [
-            _clone({k: v for k, v in group.items() if k != "params"}) for group in groups
+            copy_of({k: v for k, v in group.items() if k != "params"}) for group in groups
         ]
         self._old_numbers = {
             k: v for k, v in vars(self._optimizer).items() if isinstance(v, int | float)
         }
         if self._taken:
-            self._copy()
+            self._copy = StateCopy(self._parameters, self._states)
             self._begun = True
             return
         self._old_states = [(key, _same_tensors(state)) for key, state in self._states.items()]
@@ -60,11 +58,6 @@ class UpdateSnapshot:
             {id(tensor): tensor for tensor in (*self._parameters, *held)}.values()
         )
         self._watch.__enter__()
-
-    def _copy(self) -> None:
-        tensors = [*self._parameters]
-        self._old_states = [(key, _marked(state, tensors)) for key, state in self._states.items()]
-        self._copies = TensorCopies(tensors)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.done = kind is None
@@ -84,7 +77,7 @@ class UpdateSnapshot:
         if kind is not None:
             self._restore()
         self._begun = False
-        self._copies, self._old_states, self._old_groups = TensorCopies(), [], []
+        self._copy, self._old_states, self._old_groups = None, [], []
 
     def undo(self) -> None:
         """Take back a step that was interrupted before it was `done`, wherever that was."""
@@ -92,70 +85,16 @@ class UpdateSnapshot:
             self._restore()
 
     def _restore(self) -> None:
-        contents = iter(self._copies.contents())
-        old_states = self._old_states
-        if self._taken:
-            with torch.no_grad():
-                for parameter in self._parameters:
-                    parameter.copy_(next(contents))
-                old_states = [(key, _filled(state, contents)) for key, state in old_states]
-        # The dict stays the same object: an optimizer that has entries by default needs its own.
-        self._states.clear()
-        self._states.update(old_states)
+        if self._copy is not None:
+            self._copy.restore(self._states)
+        else:
+            self._states.clear()
+            self._states.update(self._old_states)
         for group, old in zip(
             getattr(self._optimizer, "param_groups", ()), self._old_groups, strict=True
         ):
             group.update(old)
         vars(self._optimizer).update(self._old_numbers)
-
-
-def _clone(state: Any) -> Any:
-    if isinstance(state, torch.Tensor):
-        return state.clone()
-    if isinstance(state, dict):
-        return {name: _clone(item) for name, item in state.items()}
-    return copy.copy(state)
-
-
-_ALONE = object()  # stands for the name of a tensor beside which are others than tensors
-
-
-class _Marks(NamedTuple):
-    """Where some tensors were. Those that the optimizer replaces are not kept: the budget has no
-    room for both.
-    """
-
-    names: tuple[Any, ...]
-    tensors: list[weakref.ref[torch.Tensor]]
-
-
-def _marked(state: Any, tensors: list[torch.Tensor]) -> Any:
-    """A copy of a nest of dicts, with marks in the place of its tensors, which are added to
-    `tensors`.
-    """
-    if not isinstance(state, dict):
-        is_tensor = isinstance(state, torch.Tensor)
-        return _marked({_ALONE: state}, tensors) if is_tensor else copy.copy(state)
-    if all(map(isinstance, state.values(), repeat(torch.Tensor))):  # as most are: one look
-        tensors.extend(state.values())
-        return _Marks(tuple(state), [*map(weakref.ref, state.values())])
-    return {name: _marked(item, tensors) for name, item in state.items()}
-
-
-def _filled(state: Any, contents: Iterator[torch.Tensor]) -> Any:
-    """The nest as it was: tensors that are still there get their content back."""
-    if isinstance(state, _Marks):
-        found = [_with_content(one(), next(contents)) for one in state.tensors]
-        return found[0] if state.names == (_ALONE,) else dict(zip(state.names, found, strict=True))
-    if isinstance(state, dict):
-        return {name: _filled(item, contents) for name, item in state.items()}
-    return state
-
-
-def _with_content(tensor: torch.Tensor | None, content: torch.Tensor) -> torch.Tensor:
-    if tensor is None or (tensor.shape, tensor.dtype) != (content.shape, content.dtype):
-        return content
-    return tensor.copy_(content)
 
 
 def _same_tensors(state: Any) -> Any:
