@@ -29,6 +29,7 @@ from gradfit._torch import global_module_hooks, gradient_of
 from gradfit._torch_fsdp import drop_gradients, set_unsharded_gradient, units_of, unsharded_gradient
 from gradfit._torch_listen import ThreadState
 from gradfit.batches.model_tree import ModelTree, each_once
+from gradfit.batches.numpy_generator import numpy_state
 from gradfit.interrupts import uninterrupted
 
 _MISSING = object()
@@ -66,7 +67,7 @@ class Generators:
         self._torch, self._python, self._numpy = (
             generator_states(),
             random.getstate(),
-            np.random.get_state(),
+            numpy_state(),
         )
 
     def restore(self) -> None:
