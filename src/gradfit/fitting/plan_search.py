@@ -195,9 +195,14 @@ class Planner:
         shape = self.shape(batch)
         # plans of single rows, or from a version that did not measure it
         if self._fitted and self.additivity is None and (batch_size > 1 or self.rows(batch) > 1):
-            with untouched(self._model):
+            with untouched(self._model) as before:
                 self.additivity = additivity_within(
-                    self._model, self._loss_fn, batch, self.runner.split, self.limit_bytes
+                    self._model,
+                    self._loss_fn,
+                    batch,
+                    self.runner.split,
+                    self.limit_bytes,
+                    before.rewind,
                 )
         serving = [known for known in self._fitted if self._holds(known)]
         larger = covering(serving, shape, batch_size)
