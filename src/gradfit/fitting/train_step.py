@@ -11,6 +11,7 @@ optimizer has stepped.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradfit._torch import is_out_of_memory
+from gradfit._torch import have_no_gradient, is_out_of_memory
 from gradfit._torch_fsdp import drop_gradients
 from gradfit._torch_listen import unseen
 from gradfit.accumulate.accumulator import GradientAccumulator
@@ -27,12 +28,14 @@ from gradfit.accumulate.step_result import StepResult
 from gradfit.arguments import read_callable, read_instance, read_mapping
 from gradfit.batches.late_weights import LateWeights
 from gradfit.batches.loss import PartLoss
+from gradfit.batches.model_tree import ModelTree, each_once
 from gradfit.batches.runner import LossFunction
-from gradfit.batches.snapshot import Snapshot, parameters_of, trials_end
+from gradfit.batches.snapshot import Snapshot, trials_end
 from gradfit.batches.totals import LossTotals, logs_of, means_of
 from gradfit.batches.weights import BatchWeights
 from gradfit.devices import free_cached_memory
 from gradfit.errors import MisuseError, StateError
+from gradfit.fitting.batch_rows import BatchRows
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.plan_state import read_plan, write_plan
 from gradfit.fitting.recovery import Recovery
@@ -109,7 +112,7 @@ class _Call(NamedTuple):
     """One call of a step."""
 
     batch: Any
-    rows: int
+    rows: BatchRows
     before: Snapshot
     progress: Progress | None
     after: AfterMicroBatch | None
@@ -149,7 +152,8 @@ class TrainStep(NotCopied):
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._recovery = Recovery(planner, accumulator.rehearsal)
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
-        self._parameter_ids = [id(parameter) for parameter in parameters_of(model)]
+        self._tree = ModelTree(model)
+        self._parameters = self._tree.parameters
 
     @property
     def plan(self) -> Plan:
@@ -250,22 +254,23 @@ class TrainStep(NotCopied):
             raise MisuseError(
                 "The model is in evaluation mode. Call model.train() before step(batch)."
             )
-        with self._planner.counted(batch) as rows, self._planner.time.training():
+        with self._planner.counting(batch) as rows, self._planner.time.training():
             return self._run(batch, rows, progress, after_micro_batch)
 
     def _run(
         self,
         batch: Any,
-        rows: int,
+        rows: BatchRows,
         progress: Progress | None,
         after_micro_batch: AfterMicroBatch | None,
     ) -> TrainResult:
         """Attempt by attempt, until the step has happened as a whole."""
-        parameters = parameters_of(self.model)
-        self._require_trained(parameters)
-        clear_gradients(self.model, [*parameters, *self.accumulator.window.tensors])
+        tensors = self._tensors()
+        self._require_trained()
+        clear_gradients(self.model, tensors)
         with trials_end(), self.accumulator.rehearsal():  # a new shape is profiled and tried out
-            fitted = self._fitted = self._planner.fitted(batch, rows)
+            most = self._planner.rows_at_most(rows)
+            fitted = self._fitted = self._planner.fitted(batch, most)
         before = self._snapshot()
         if after_micro_batch is not None:
             self._buffers = before.buffers if progress is None else progress.buffers
@@ -290,15 +295,15 @@ class TrainStep(NotCopied):
                 fitted, batch, attempt, take_back, self.accumulator.ranks.failed
             )
 
-    def _require_trained(self, parameters: Sequence[torch.Tensor]) -> None:
+    def _require_trained(self) -> None:
         """Refuse a model whose parameters were replaced since: the optimizer would train those that
         are gone.
         """
-        ids = [id(parameter) for parameter in parameters]
-        if ids == self._parameter_ids:
+        now = self._tree.parameters
+        if now is self._parameters:
             return
-        trained, known, now = self.accumulator.window.ids, set(self._parameter_ids), set(ids)
-        gone = any(one in trained and one not in now for one in known)
+        trained, known = self.accumulator.window.ids, set(map(id, self._parameters))
+        gone = (trained & known) - set(map(id, now))
         new = [
             name
             for name, parameter in self.model.named_parameters()
@@ -311,23 +316,25 @@ class TrainStep(NotCopied):
                 " run. Call gf.fit again with an optimizer over the new parameters, or load before"
                 " fit, or without assign=True."
             )
-        self._parameter_ids = ids
+        self._parameters = now
 
     def _snapshot(self) -> Snapshot:
         """What to go back to; copying the buffers may be what there is no memory for, until the
         cache is given back.
         """
+        self._tree.renew()
         try:
-            return Snapshot(self.model, self.accumulator.window.tensors)
+            return Snapshot(self.model, self.accumulator.window.tensors, tree=self._tree)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         free_cached_memory()
-        return Snapshot(self.model, self.accumulator.window.tensors)
+        return Snapshot(self.model, self.accumulator.window.tensors, tree=self._tree)
 
     def _tensors(self) -> list[torch.Tensor]:
         """All that a backward pass of the model may leave a gradient in."""
-        return [*parameters_of(self.model), *self.accumulator.window.tensors]
+        self._tree.renew()
+        return each_once([*self._tree.parameters, *self.accumulator.window.tensors])
 
     def _take_back(self, before: Snapshot) -> bool:
         """Make everything as it was before the attempt; False if the optimizer has stepped: then it
@@ -414,7 +421,7 @@ class TrainStep(NotCopied):
 
     def _update(self, call: _Call, fitted: Fitted, attempt: int, live: Meter | None) -> TrainResult:
         accumulator, planner = self.accumulator, self._planner
-        totals, weigh = self._run_parts(call, fitted)
+        totals, weigh = self._run_parts(call, fitted, measured=live is not None)
         self._changing = UpdateSnapshot(call.before.tensors, self.optimizer, taken=fitted.copied)
         alone = accumulator.ranks.size == 1  # else it may have to wait for another rank
         # Without a copy to go back to, the optimizer is not interrupted.
@@ -442,7 +449,9 @@ class TrainStep(NotCopied):
             online=self._recovery.online,
         )
 
-    def _run_parts(self, call: _Call, fitted: Fitted) -> tuple[LossTotals, Callable[[], None]]:
+    def _run_parts(
+        self, call: _Call, fitted: Fitted, *, measured: bool
+    ) -> tuple[LossTotals, Callable[[], None]]:
         """Both passes of each micro-batch, into the window; with what reads their weights, where
         those are still on an accelerator.
         """
@@ -452,18 +461,22 @@ class TrainStep(NotCopied):
             call.progress,
             fitted.plan.micro_batch,
         )
-        parts = planner.runner.parts(call.batch, size, call.rows)
+        parts = call.rows.parts(size)
         accumulator.accumulation_count = len(parts)
         done = 0 if progress is None else progress.done
         shares = self._recovery.count(fitted, parts, call.before, done)
-        weights = BatchWeights(
-            planner.additivity,
-            call.rows,
-            ranks=accumulator.ranks.size,
-            exact=planner.exact,
-            shares=shares,
-            may_repeat=shares is None,
-        )
+
+        def weights_of(rows: int) -> BatchWeights:
+            return BatchWeights(
+                planner.additivity,
+                rows,
+                ranks=accumulator.ranks.size,
+                exact=planner.exact,
+                shares=shares,
+                may_repeat=shares is None,
+            )
+
+        weights = weights_of(parts[0].rows if len(parts) == 1 else call.rows.exact)
         if progress is None:
             totals = LossTotals(summed=self._summed_logs)
         else:
@@ -471,7 +484,14 @@ class TrainStep(NotCopied):
         late: LateWeights | None = None
 
         def backward(found: PartLoss, position: int) -> None:
-            nonlocal late
+            nonlocal late, weights
+            read = None if call.rows.is_counted or found.count is not None else found.denominator
+            if read is not None and weights.adding_divisor(read) is None:
+                read = None
+            if found.count is None and read is None and not call.rows.is_counted:
+                # its rows are what it weighs
+                found = dataclasses.replace(found, rows=call.rows.exact)
+                weights = weights_of(call.rows.exact)
             found = weights.shared(found, position)
             if (
                 position == done
@@ -483,7 +503,7 @@ class TrainStep(NotCopied):
             if late is not None:
                 accumulator.backward(*late.take(found))
                 return
-            weight = weights.of(found)
+            weight = weights.of(found, read)
             totals.add(found, weight)
             accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
 
@@ -492,7 +512,12 @@ class TrainStep(NotCopied):
                 self._pause(call.after, part.position, size, totals)
             place = part.position
             self._recovery.run(
-                fitted, part, call.batch, partial(backward, position=place), first=place == done
+                fitted,
+                part,
+                call.batch,
+                partial(backward, position=place),
+                first=place == done,
+                measured=measured,
             )
         if late is None:
             return totals, lambda: None
@@ -549,7 +574,7 @@ class TrainStep(NotCopied):
 
 def clear_gradients(model: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
     """A step's gradients are those of its batch alone, and its budget has no room for others."""
-    if any(tensor.grad is not None for tensor in tensors):
+    if not have_no_gradient(tensors):
         drop_gradients(model)
         for tensor in tensors:
             tensor.grad = None
