@@ -36,6 +36,7 @@ from gradfit.batches.additivity_record import Additivity, go_together, is_close
 from gradfit.batches.carried_state import read_carried_state
 from gradfit.batches.denominator import Denominator, Term, read_denominator
 from gradfit.batches.gradient_additivity import FewRows, GradientError, gradient_error
+from gradfit.batches.gradient_changes import gradient_changers
 from gradfit.batches.loss import PartLoss, read_loss
 from gradfit.batches.quiet import QuietRandomness, without_dropout
 from gradfit.batches.scalars import ScalarReader
@@ -132,7 +133,7 @@ def measure_additivity(
         if measured.adds_up or finish is not None:  # all processes run the same
             few = _rows_for_gradients(batch, split, min(rows, gradient_rows))
             measured = runner.measure_state(cuts[-1][1], measured)
-            measured = runner.measure_gradients(few, measured, passes)
+            measured = runner.measure_gradients(few, cuts[-1][1][-1], measured, passes)
     return measured
 
 
@@ -413,6 +414,7 @@ class _Runner:
         self._rewind, self._finish = rewind, finish
         self._drops = finish is None
         self._evaluates = False
+        self._sets_hooks = False  # on tensors, in a forward
         self._is_repeatable = False  # the same rows have given the same bits
         self.rounding = max((_eps(p) for p in model.parameters()), default=0.0)
         """Machine epsilon of the narrowest numbers that were met."""
@@ -493,6 +495,7 @@ class _Runner:
     def measure_gradients(
         self,
         few: tuple[Any, Sequence[Any]] | None,
+        part: Any,
         measured: Additivity,
         passes: Callable[[], contextlib.AbstractContextManager[object]],
     ) -> Additivity:
@@ -500,10 +503,8 @@ class _Runner:
         up.
         """
         if few is None:
-            return dataclasses.replace(measured, compares_gradients=False)
-        backwards = range(_count_rows(few[0], self._split))[::-1]
-        other_order = pick_rows(few[0], list(backwards)) if self._split is None else None
-        compared = FewRows(self._model, *few, other_order, self._forward, self._rewind, passes)
+            return dataclasses.replace(measured, uncompared=self._gradient_changers(part))
+        compared = FewRows(self._model, *few, self._nudged, self._forward, self._rewind, passes)
         try:
             with _slightly_changed(self._model):
                 worst = self._gradient_error(compared, measured)
@@ -513,6 +514,18 @@ class _Runner:
         if not worst.reason or not measured.adds_up:
             return measured
         return dataclasses.replace(measured, over=None, error=worst.error, reason=worst.reason)
+
+    def _gradient_changers(self, part: Any) -> tuple[str, ...]:
+        """What may change gradients in the passes of a part; found without a backward pass."""
+        self._rewind()
+        saving = without_activations() if self._drops else contextlib.nullcontext()
+        with saving:
+            loss = self._forward(part).loss
+        hooks = ["a hook that the loss function sets"] if self._sets_hooks else []
+        return tuple(hooks + gradient_changers(self._model, loss))
+
+    def _nudged(self) -> contextlib.AbstractContextManager[None]:
+        return _slightly_changed(self._model, 4 * self.rounding, 0.0)
 
     def _gradient_error(self, rows: FewRows, measured: Additivity) -> GradientError:
         def weights(*, counts: bool) -> BatchWeights:
@@ -567,6 +580,7 @@ class _Runner:
             stack.enter_context(quiet)
             result = self._loss_fn(model, unmarked(part))
         self.rounding = max(self.rounding, quiet.rounding)
+        self._sets_hooks |= quiet.sets_hooks
         return result
 
     def measure_other_ways(self, batch: Any, rows: int, measured: Additivity) -> Additivity:
@@ -827,15 +841,17 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _slightly_changed(model: nn.Module) -> Iterator[None]:
-    """Some small trained parameters, biases and the like, are a little different inside."""
+def _slightly_changed(model: nn.Module, share: float = 0.05, least: float = 0.01) -> Iterator[None]:
+    """Some small trained parameters, biases and the like, are a little different inside: by a share
+    of their mean size, and at least by so much.
+    """
     chosen = [(parameter, parameter.detach().clone()) for parameter in _small_parameters(model)]
     generator = torch.Generator("cpu").manual_seed(0)
     try:
         with torch.no_grad():
             for parameter, content in chosen:
                 noise = torch.randn(content.shape, generator=generator, device="cpu").to(content)
-                parameter.add_(noise * (0.05 * content.abs().mean() + 0.01))
+                parameter.add_(noise * (share * content.abs().mean() + least))
         yield
     finally:
         with torch.no_grad():

@@ -46,9 +46,9 @@ class Additivity:
 
     summed_logs: tuple[str, ...] = ()
     """Names of logs of which the parts' sum is the whole's, as counts, and not their mean."""
-    compares_gradients: bool = True
-    """False: values alone were compared, since the budget has no room for the gradients of two
-    rows.
+    uncompared: tuple[str, ...] = ()
+    """What may change gradients, where values alone were compared since the budget has no room for
+    the gradients of two rows.
     """
 
     def __post_init__(self) -> None:
