@@ -44,8 +44,8 @@ from gradfit.accumulate.optimizer_access import parameters_of
 from gradfit.accumulate.plain_backwards import NoPlainBackwards, PlainPass
 from gradfit.accumulate.processes import (
     SINGLE_PROCESS,
+    AllParts,
     SingleProcess,
-    Whole,
     present_in,
     ranks_of,
     wrapped_since,
@@ -130,7 +130,7 @@ class Window:
         self.notes: dict[str, float] = {}
         # of the sums, for whoever has read it together with other numbers
         self.norm_ahead: float | None = None
-        self.whole: Whole | None = None  # what all processes hold, once they have met
+        self.whole: AllParts | None = None  # what all processes hold, once they have met
         self.marks: GradientMarks | None = None
         self.settled = None
         self.in_doubt = False
@@ -989,7 +989,7 @@ class Window:
             self.strategy.end_window(self.weight, None)
         self._clear()
 
-    def meet(self, *, flushing: bool = False, joined: bool = False, scale: float = 1.0) -> Whole:
+    def meet(self, *, flushing: bool = False, joined: bool = False, scale: float = 1.0) -> AllParts:
         """Learn, once per window, what all processes hold; the totals are everybody's from here
         on.
         """
@@ -1000,7 +1000,7 @@ class Window:
                 present_in(self.sources, state.terms.values()) if reduces else ((), ())
             )
             broken = state.phase is BROKEN or self.in_doubt or self.plain.any_died()
-            part = Whole(
+            part = AllParts(
                 self.totals(), self.accumulation_steps - state.skipped, state.skipped, self.notes,
                 state.loss_scale, scale, flushing, joined, present, sparse, broken,
             )  # fmt: skip
