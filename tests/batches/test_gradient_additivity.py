@@ -79,6 +79,24 @@ def test_a_clamp_that_few_rows_do_not_reach_is_found_all_the_same() -> None:
     assert "'0.weight' is not linear" in found.reason
 
 
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda gradient: gradient.clamp(-0.01, 0.01),
+        lambda gradient: gradient + 1e-3,
+        lambda gradient: gradient.relu(),
+        lambda gradient: gradient.sign(),
+        lambda gradient: gradient / gradient.norm(),
+    ],
+    ids=["clamp", "shift", "relu", "sign", "norm"],
+)
+def test_hooks_of_parameters_that_are_not_linear(hook: Callable[[Tensor], Tensor]) -> None:
+    model = network()
+    model[0].weight.register_hook(hook)
+    found = measured(model)
+    assert (found.over, "'0.weight'" in found.reason) == (None, True)
+
+
 def test_gradients_that_are_nothing_add_up() -> None:
     """Rows far on the flat side: a value, and no gradient at all."""
 
@@ -103,7 +121,7 @@ def test_gradients_that_cancel_add_up() -> None:
 
     torch.manual_seed(0)
     found = measured(Attends())
-    assert (found.over, found.compares_gradients) == ("divisor", True)
+    assert found.over == "divisor"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -182,9 +200,34 @@ def test_buffers_that_have_nearly_converged_are_still_read() -> None:
     assert measured(nn.Sequential(layer)).over == "divisor"
 
 
-def test_without_room_for_gradients_values_alone_are_compared() -> None:
-    found = measured(network(), gradient_rows=1)
-    assert (found.over, found.compares_gradients) == ("divisor", False)
+class Doubled(torch.autograd.Function):
+    """Has a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+def test_without_room_for_gradients_it_is_named_what_may_change_them() -> None:
+    assert measured(network(), gradient_rows=1).over == "divisor"
+    assert not measured(network(), gradient_rows=1).uncompared
+    hooked = measured(network(), in_a_layer(lambda g: g * 3), gradient_rows=1)
+    assert hooked.uncompared == ("a hook that the loss function sets",)
+
+    def doubled(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(Doubled.apply(model(batch[0])), batch[1])
+
+    assert measured(network(), doubled, gradient_rows=1).uncompared == ("DoubledBackward",)
+    assert not measured(network(), doubled).uncompared
+    model = network()
+    model[0].weight.register_hook(lambda gradient: gradient * 2)
+    model[3].register_full_backward_hook(lambda module, inside, outside: None)
+    named = measured(model, gradient_rows=1).uncompared
+    assert named[:2] == ("a hook of '0.weight'", "a backward hook of '3'")
 
 
 def test_a_tight_budget_is_held_while_gradients_are_compared() -> None:
@@ -195,8 +238,10 @@ def test_a_tight_budget_is_held_while_gradients_are_compared() -> None:
     plain = 12 * 2 * x[:5].nbytes
     budget = x.nbytes + 12 * 32 * 33 * 8 + plain
     with gf.meter(model, optimizer, x) as live:
-        step = gf.fit(model, optimizer, lambda m, b: m(b).square().mean(), x, memory=budget)
+        step = gf.fit(
+            model, optimizer, lambda m, b: Doubled.apply(m(b)).square().mean(), x, memory=budget
+        )
     assert step.plan.steps > 1
     assert live.peak_bytes <= budget
     assert step.profile.additivity is not None
-    assert step.profile.additivity.compares_gradients
+    assert not step.profile.additivity.uncompared  # so it was compared

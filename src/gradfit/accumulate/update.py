@@ -158,9 +158,11 @@ class Update:
         elif not self.skip_nonfinite:
             scale_gradients(window.tensors, factor)
             self._hand_out()
-            raise nonfinite_gradient(
-                window.tensors, "the window", "reset() drops it, on_nonfinite='skip' always."
-            )
+            if window.bare:  # a step's: it has taken the batch back, and has no reset()
+                remedy, what = "on_nonfinite='skip' leaves such a batch out.", "the batch"
+            else:
+                remedy, what = "reset() drops it, on_nonfinite='skip' always.", "the window"
+            raise nonfinite_gradient(window.tensors, what, remedy)
         self._end(None)
         skipped = result.micro_batches + result.skipped
         return result._replace(reason="non-finite gradient", skipped=skipped)

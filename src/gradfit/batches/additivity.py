@@ -20,12 +20,13 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -35,6 +36,7 @@ from gradfit.batches.additivity_record import Additivity, go_together, is_close
 from gradfit.batches.carried_state import read_carried_state
 from gradfit.batches.denominator import Denominator, Term, read_denominator
 from gradfit.batches.gradient_additivity import FewRows, GradientError, gradient_error
+from gradfit.batches.gradient_changes import gradient_changers
 from gradfit.batches.loss import PartLoss, read_loss
 from gradfit.batches.quiet import QuietRandomness, without_dropout
 from gradfit.batches.scalars import ScalarReader
@@ -50,8 +52,8 @@ from gradfit.errors import MisuseError
 from gradfit.tree import (
     leaves,
     map_tensors,
+    pick_rows,
     repeat_rows,
-    reverse_rows,
     size_of_batch,
     split_batch,
     unmarked,
@@ -120,16 +122,18 @@ def measure_additivity(
         measured = runner.measure(cuts)
         if runner.raised and len(cuts) > 1:
             measured = runner.measure(cuts[-1:])  # a single row may be all that it refuses
+        if not measured.adds_up and len(cuts) > 1:
+            measured = runner.measure_sum(cuts, measured)
         if not measured.adds_up and (runner.raised or runner.is_random):
             measured = runner.measure_without_randomness(cuts, measured)
         if measured.adds_up and (measured.over == "rows" or measured.unread):
             measured = runner.measure_elsewhere(cuts, _other_rows(batch, split, rows), measured)
-        if not measured.adds_up and split is None and _could_be_sequence_first(batch):
-            measured = runner.measure_along_dim_1(batch, rows, measured)
+        if not measured.adds_up and split is None:
+            measured = runner.measure_other_ways(batch, rows, measured)
         if measured.adds_up or finish is not None:  # all processes run the same
             few = _rows_for_gradients(batch, split, min(rows, gradient_rows))
             measured = runner.measure_state(cuts[-1][1], measured)
-            measured = runner.measure_gradients(few, measured, passes)
+            measured = runner.measure_gradients(few, cuts[-1][1][-1], measured, passes)
     return measured
 
 
@@ -167,6 +171,9 @@ class Run:
     """Of each term; not clamped."""
     terms: tuple[TermCount, ...] | None = None
     """If each can be told apart, with its value."""
+    logs: Mapping[str, float] = field(default_factory=dict)
+    whole_logs: frozenset[str] = frozenset()
+    """The logs that are of a type for whole numbers."""
 
     @property
     def is_clamped(self) -> bool:
@@ -407,6 +414,7 @@ class _Runner:
         self._rewind, self._finish = rewind, finish
         self._drops = finish is None
         self._evaluates = False
+        self._sets_hooks = False  # on tensors, in a forward
         self._is_repeatable = False  # the same rows have given the same bits
         self.rounding = max((_eps(p) for p in model.parameters()), default=0.0)
         """Machine epsilon of the narrowest numbers that were met."""
@@ -442,7 +450,10 @@ class _Runner:
             return Additivity(None, math.inf, read=self._read, reason=said, runs_parts=False)
         verdict = judge(comparisons, _tolerance(self.rounding), read)
         return dataclasses.replace(
-            verdict, by_hand=self._by_hand and "adds" in verdict.roles, floor=self._floor
+            verdict,
+            by_hand=self._by_hand and "adds" in verdict.roles,
+            floor=self._floor,
+            summed_logs=_summed_logs(comparisons, verdict),
         )
 
     def measure_without_randomness(
@@ -453,6 +464,21 @@ class _Runner:
         again = self.measure(cuts)
         self._evaluates = again.adds_up
         return again if again.adds_up else measured
+
+    def measure_sum(
+        self, cuts: Sequence[tuple[Any, Sequence[Any]]], measured: Additivity
+    ) -> Additivity:
+        """A sum may be written so that of one row it says something else: an `einsum` over one row
+        is a product. Then larger parts tell that it is a sum, if all of them add up.
+        """
+        raised, is_random = self.raised, self.is_random
+        again = self.measure(cuts[-1:])
+        is_sum = again.over == "sum"
+        if is_sum:
+            errors = map(Comparison.sum_error, self._comparisons(cuts))
+            is_sum = max(errors) <= _tolerance(self.rounding)
+        self.raised, self.is_random = raised, is_random
+        return again if is_sum else measured
 
     def measure_elsewhere(
         self,
@@ -469,6 +495,7 @@ class _Runner:
     def measure_gradients(
         self,
         few: tuple[Any, Sequence[Any]] | None,
+        part: Any,
         measured: Additivity,
         passes: Callable[[], contextlib.AbstractContextManager[object]],
     ) -> Additivity:
@@ -476,9 +503,8 @@ class _Runner:
         up.
         """
         if few is None:
-            return dataclasses.replace(measured, compares_gradients=False)
-        other_order = reverse_rows(few[0]) if self._split is None else None
-        compared = FewRows(self._model, *few, other_order, self._forward, self._rewind, passes)
+            return dataclasses.replace(measured, uncompared=self._gradient_changers(part))
+        compared = FewRows(self._model, *few, self._nudged, self._forward, self._rewind, passes)
         try:
             with _slightly_changed(self._model):
                 worst = self._gradient_error(compared, measured)
@@ -488,6 +514,18 @@ class _Runner:
         if not worst.reason or not measured.adds_up:
             return measured
         return dataclasses.replace(measured, over=None, error=worst.error, reason=worst.reason)
+
+    def _gradient_changers(self, part: Any) -> tuple[str, ...]:
+        """What may change gradients in the passes of a part; found without a backward pass."""
+        self._rewind()
+        saving = without_activations() if self._drops else contextlib.nullcontext()
+        with saving:
+            loss = self._forward(part).loss
+        hooks = ["a hook that the loss function sets"] if self._sets_hooks else []
+        return tuple(hooks + gradient_changers(self._model, loss))
+
+    def _nudged(self) -> contextlib.AbstractContextManager[None]:
+        return _slightly_changed(self._model, 4 * self.rounding, 0.0)
 
     def _gradient_error(self, rows: FewRows, measured: Additivity) -> GradientError:
         def weights(*, counts: bool) -> BatchWeights:
@@ -542,25 +580,35 @@ class _Runner:
             stack.enter_context(quiet)
             result = self._loss_fn(model, unmarked(part))
         self.rounding = max(self.rounding, quiet.rounding)
+        self._sets_hooks |= quiet.sets_hooks
         return result
 
-    def measure_along_dim_1(self, batch: Any, rows: int, measured: Additivity) -> Additivity:
-        """Say so, if the batch adds up along dim 1, which makes dim 0 the time."""
-        other = _Runner(self._model, self._loss_fn, _cut_dim_1, self._rewind, self._finish)
+    def measure_other_ways(self, batch: Any, rows: int, measured: Additivity) -> Additivity:
+        """Say so, if the batch adds up along dim 1, which makes dim 0 the time, or as a list of
+        samples.
+        """
+        if _could_be_sequence_first(batch) and self._adds_up_by(_cut_dim_1, batch, rows):
+            reason = (
+                "it adds up along dim 1, so dim 0 seems to be the sequence and not the batch. Pass"
+                " split=, a function (batch, size) -> parts, which cuts along dim 1, as"
+                " x.split(size, dim=1)"
+            )
+        elif _could_be_samples(batch) and self._adds_up_by(_cut_list, batch, rows):
+            reason = (
+                f"the batch is a list of {len(batch)} samples, and lists that hold tensors are not"
+                " cut by themselves. Pass split=lambda batch, size: (batch[i : i + size] for i in"
+                " range(0, len(batch), size))"
+            )
+        else:
+            return measured
+        return dataclasses.replace(measured, reason=reason)
+
+    def _adds_up_by(self, cut: Cut, batch: Any, rows: int) -> bool:
+        other = _Runner(self._model, self._loss_fn, cut, self._rewind, self._finish)
         try:
-            along = other.measure(list(_choose_rows(batch, _cut_dim_1, rows)))
+            return other.measure(list(_choose_rows(batch, cut, rows))).adds_up
         except Exception:  # the user's code, on a batch it may not be made for
-            return measured
-        if not along.adds_up:
-            return measured
-        return Additivity(
-            None,
-            measured.error,
-            read=measured.read,
-            reason="it adds up along dim 1, so dim 0 seems to be the sequence and not "
-            "the batch. Pass split=, a function (batch, size) -> parts, which cuts along dim 1, as "
-            "x.split(size, dim=1)",
-        )
+            return False
 
     def _comparisons(self, cuts: Sequence[tuple[Any, Sequence[Any]]]) -> list[Comparison]:
         comparisons = [self._compare(whole, parts) for whole, parts in cuts]
@@ -615,7 +663,10 @@ class _Runner:
             self._note(denominator)
         self.rounding = max(self.rounding, _eps(loss.loss))
         count = None if loss.count is None else float(loss.count)
-        run = Run(float(loss.loss.detach()), loss.rows, count, divisors, terms)
+        logs = {name: float(value) for name, value in loss.logs.items()}
+        whole_logs = frozenset(name for name, value in loss.logs.items() if _is_whole(value))
+        value = float(loss.loss.detach())
+        run = Run(value, loss.rows, count, divisors, terms, logs, whole_logs)
         if self._finish is not None:
             self._finish(loss.loss)
         return run
@@ -629,6 +680,51 @@ class _Runner:
         self._read = str(read)
         self._by_hand |= any(term.is_divided_by_hand for term in read.terms)
         self._floor = max([self._floor, *(_least_divisor(term) for term in read.terms)])
+
+
+def _is_whole(value: Any) -> bool:
+    """Whether a number is of a type for whole ones, and no truth value."""
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() and value.dtype is not torch.bool
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _summed_logs(comparisons: Sequence[Comparison], verdict: Additivity) -> tuple[str, ...]:
+    """The logs that add up over parts, and are not their mean over the items; where the rows do not
+    tell, those that are whole numbers.
+    """
+
+    def weight(run: Run) -> float:
+        if verdict.over == "items":
+            return run.count or 0.0
+        divisors = run.divisors or ()
+        place = verdict.roles.index("adds") if "adds" in verdict.roles else len(divisors)
+        return divisors[place] if place < len(divisors) else float(run.rows)
+
+    def is_sum(name: str) -> bool:
+        return all(
+            is_close(
+                math.fsum(run.logs.get(name, math.nan) for run in one.parts), one.whole.logs[name]
+            )
+            for one in comparisons
+        )
+
+    def is_mean(name: str) -> bool:
+        return all(
+            is_close(
+                math.fsum(weight(run) * run.logs.get(name, math.nan) for run in one.parts),
+                weight(one.whole) * one.whole.logs[name],
+            )
+            for one in comparisons
+        )
+
+    names = [
+        name
+        for name in comparisons[0].whole.logs
+        if all(name in one.whole.logs for one in comparisons)
+    ]
+    whole = comparisons[0].whole.whole_logs
+    return tuple(name for name in names if is_sum(name) and (name in whole or not is_mean(name)))
 
 
 def _least_divisor(term: Term) -> float:
@@ -680,10 +776,15 @@ def _rows_for_gradients(
 def _other_rows(batch: Any, split: Cut | None, rows: int) -> list[tuple[Any, Sequence[Any]]]:
     """Some more groups of rows from all over the batch, each with its parts."""
     cut = split or split_batch
-    groups = _count_rows(batch, split) // rows
-    apart = max(1, (groups - 1) // _OTHER_ROWS)
-    chosen = islice(cut(batch, rows), 1, None, apart)
-    cuts = [(whole, list(cut(whole, (rows + 1) // 2))) for whole in islice(chosen, _OTHER_ROWS)]
+    total = _count_rows(batch, split)
+    if split is None:  # each group's rows far from each other, so that parts may be unlike
+        apart = max(1, total // rows)
+        starts = range(0, apart, max(1, apart // _OTHER_ROWS))
+        orders = [list(range(start, total, apart))[:rows] for start in starts]
+        groups = [pick_rows(batch, order) for order in orders[:_OTHER_ROWS]]
+    else:
+        groups = list(islice(cut(batch, rows), 1, None, max(1, total // rows // _OTHER_ROWS)))
+    cuts = [(whole, list(cut(whole, (rows + 1) // 2))) for whole in groups[:_OTHER_ROWS]]
     return [(whole, parts) for whole, parts in cuts if len(parts) > 1]
 
 
@@ -708,6 +809,16 @@ def _could_be_sequence_first(batch: Any) -> bool:
     )
 
 
+def _could_be_samples(batch: Any) -> bool:
+    """Whether it is a list of nests, each perhaps a row."""
+    return isinstance(batch, list) and len(batch) > 1
+
+
+def _cut_list(batch: Any, size: int) -> Iterator[Any]:
+    for start in range(0, len(batch), size):
+        yield batch[start : start + size]
+
+
 def _cut_dim_1(nest: Any, size: int) -> Iterator[Any]:
     wide = next(tensor.size(1) for tensor in leaves(nest) if tensor.dim() > 1)
     for start in range(0, wide, size):
@@ -730,15 +841,17 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _slightly_changed(model: nn.Module) -> Iterator[None]:
-    """Some small trained parameters, biases and the like, are a little different inside."""
+def _slightly_changed(model: nn.Module, share: float = 0.05, least: float = 0.01) -> Iterator[None]:
+    """Some small trained parameters, biases and the like, are a little different inside: by a share
+    of their mean size, and at least by so much.
+    """
     chosen = [(parameter, parameter.detach().clone()) for parameter in _small_parameters(model)]
     generator = torch.Generator("cpu").manual_seed(0)
     try:
         with torch.no_grad():
             for parameter, content in chosen:
                 noise = torch.randn(content.shape, generator=generator, device="cpu").to(content)
-                parameter.add_(noise * (0.05 * content.abs().mean() + 0.01))
+                parameter.add_(noise * (share * content.abs().mean() + least))
         yield
     finally:
         with torch.no_grad():

@@ -44,9 +44,11 @@ class Additivity:
     runs_parts: bool = True
     """False: fewer rows than the batch's cannot be run at all."""
 
-    compares_gradients: bool = True
-    """False: values alone were compared, since the budget has no room for the gradients of two
-    rows.
+    summed_logs: tuple[str, ...] = ()
+    """Names of logs of which the parts' sum is the whole's, as counts, and not their mean."""
+    uncompared: tuple[str, ...] = ()
+    """What may change gradients, where values alone were compared since the budget has no room for
+    the gradients of two rows.
     """
 
     def __post_init__(self) -> None:

@@ -5,8 +5,8 @@ Values may add up where gradients do not: an embedding that scales them by how o
 the batch, a hook that clamps or normalises them.
 
 The parts are backpropagated 1,024 times larger, and their sum is divided by it: what is linear does
-not notice, and what clamps does. The whole is then subtracted in place, by its backward pass from
--1, so that there is one set of gradients and no copy of it.
+not notice, and what clamps does. The sum is then negated in place, and the whole's gradient added
+to it, so that there is one set of gradients and no copy of it.
 
 Cost: one forward and one backward of a few rows, twice. What fails is run once more, to say why.
 """
@@ -14,7 +14,6 @@ Cost: one forward and one backward of a few rows, twice. What fails is run once 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +38,7 @@ _LARGE = 2.0**10
 _FLOOR = 0.01
 
 
-_MOST_NOISE = 8  # times what another order of the rows changes
+_MOST_NOISE = 8  # times what other last bits change
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +49,8 @@ class FewRows:
         model: whose gradients.
         whole: some rows.
         parts: the same rows, cut.
-        other_order: the same rows in another order, which tells how large rounding is; None if they
-            cannot be put in one.
+        nudged: inside, some parameters are different in their last bits, which tells how large
+            rounding is.
         forward: runs rows, and reads their loss.
         rewind: makes buffers and generators what they were at first.
         passes: what both passes of one forward run in.
@@ -60,7 +59,7 @@ class FewRows:
     model: nn.Module
     whole: Any
     parts: Sequence[Any]
-    other_order: Any
+    nudged: Callable[[], contextlib.AbstractContextManager[object]]
     forward: Callable[[Any], PartLoss]
     rewind: Callable[[], None]
     passes: Callable[[], contextlib.AbstractContextManager[object]]
@@ -94,7 +93,7 @@ def gradient_error(
             worst = _compare(rows, weights(), 1.0)
         if not worst.error > tolerance:
             return worst
-        if worst.error <= _MOST_NOISE * _rounding_error(rows, weights()):
+        if worst.error <= _MOST_NOISE * _rounding_error(rows):
             return worst
         as_they_are = worst if large == 1 else _compare(rows, weights(), 1.0)
         if as_they_are.error > tolerance:
@@ -102,14 +101,16 @@ def gradient_error(
         return worst._replace(reason=_not_linear(worst.parameter))
 
 
-def _rounding_error(rows: FewRows, weights: BatchWeights) -> float:
-    """What the order of the rows changes: where gradients are next to nothing beside the numbers
-    that they are made of, rounding is all of them.
+def _rounding_error(rows: FewRows) -> float:
+    """What the last bits of some parameters change: where gradients are next to nothing beside the
+    numbers that they are made of, rounding is all of them.
     """
-    if rows.other_order is None:
-        return 0.0
-    reordered = dataclasses.replace(rows, parts=[rows.other_order])
-    return _compare(reordered, weights, 1.0).error
+    gradients = _Gradients(rows.model)
+    gradients.drop()
+    with rows.nudged():
+        _add_whole(rows)
+    gradients.note_size()
+    return _compare_with_whole(rows, gradients, 1.0).error
 
 
 def _not_linear(parameter: str) -> str:
@@ -138,16 +139,25 @@ def _compare(rows: FewRows, weights: BatchWeights, large: float) -> GradientErro
         rows.rewind()
         total += _add_part(rows, weights, part, position, large)
         gradients.note_size()
-    gradients.divide(total * large)
+    return _compare_with_whole(rows, gradients, total * large)
+
+
+def _compare_with_whole(rows: FewRows, gradients: _Gradients, divisor: float) -> GradientError:
+    """What is left of the gradients there are, divided, beside the whole's."""
+    gradients.divide(-divisor)
+    _add_whole(rows)
+    worst = gradients.worst()
+    gradients.drop()
+    return worst
+
+
+def _add_whole(rows: FewRows) -> None:
     rows.rewind()
     with rows.passes():
         whole = rows.forward(rows.whole)
         count = 1.0 if whole.count is None else float(whole.count)
-        _backward(whole.loss, -1.0 / count)
+        _backward(whole.loss, 1.0 / count)
         del whole
-    worst = gradients.worst()
-    gradients.drop()
-    return worst
 
 
 def _add_part(
@@ -185,7 +195,7 @@ class _Gradients:
     def divide(self, by: float) -> None:
         for _, gradient in self._each():
             gradient.mul_(1.0 / by)
-        self._sizes = {name: size / by for name, size in self._sizes.items()}
+        self._sizes = {name: size / abs(by) for name, size in self._sizes.items()}
 
     def worst(self) -> GradientError:
         """The largest of what is left, relative to what the gradients were."""

@@ -87,6 +87,8 @@ class QuietRandomness(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.draws = 0
+        self.sets_hooks = False
+        """Whether a hook was set on a tensor."""
         self.rounding = 0.0
         """Machine epsilon of the narrowest numbers that a function returned, autocast's
         included.
@@ -94,6 +96,8 @@ class QuietRandomness(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.register_hook:
+            self.sets_hooks = True
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
