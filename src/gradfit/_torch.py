@@ -70,9 +70,8 @@ def is_custom(op: Any) -> bool:
     return op._name in torch._library.custom_ops.OPDEFS
 
 
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that this one is a view of, as autograd sees it."""
-    return tensor._base
+# The tensor that one is a view of, as autograd sees it.
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
 
 
 # An alias without a graph that shares the version counter, made without passing through dispatch

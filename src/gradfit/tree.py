@@ -313,6 +313,17 @@ def repeat_rows(batch: Any, rows: int) -> Any:
     return _map_rows(batch, holders, lambda item: _rows_in_order(item, order))
 
 
+def reverse_rows(batch: Any) -> Any:
+    """The same rows, the last one first.
+
+    >>> reverse_rows({"x": torch.arange(3), "text": ["a", "b", "c"]})
+    {'x': tensor([2, 1, 0]), 'text': ['c', 'b', 'a']}
+    """
+    holders = _holders(batch)
+    order = list(range(_size_of(batch, holders)))[::-1]
+    return _map_rows(batch, holders, lambda item: _rows_in_order(item, order))
+
+
 def _rows_in_order(item: Any, order: list[int]) -> Any:
     if isinstance(item, torch.Tensor):
         return item[torch.tensor(order, device=item.device)]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradfit as gf
+from gradfit.fitting import tested_plan
 from gradfit.recompute import follow_plan
 from gradfit.recompute.follow_plan import Diverged, LooksAtData, Unrecorded
 
@@ -95,6 +96,67 @@ def test_what_saves_more_than_was_measured_is_run_online(looks: bool) -> None:
     )
 
 
+def watched_forwards(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    made: list[float] = []
+
+    class Noted(Unrecorded):
+        def __init__(self, limit_bytes: float) -> None:
+            super().__init__(limit_bytes)
+            made.append(limit_bytes)
+
+    monkeypatch.setattr(tested_plan, "Unrecorded", Noted)
+    return made
+
+
+@pytest.mark.parametrize(("looks", "watched"), [(False, 2), (True, 16)])
+def test_where_there_is_room_one_forward_of_eight_is_watched(
+    looks: bool, watched: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = Net(), rows()
+    model.looks = looks
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gf.fit(model, optimizer, loss_fn, x, memory="64 MiB")
+    for _ in range(8):  # the first are measured, and watched
+        step(x)
+    seen = watched_forwards(monkeypatch)
+    for _ in range(16):
+        assert step(x).attempts == 1
+    assert len(seen) == watched
+
+
+def test_where_there_is_little_room_every_forward_is_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = Net(), rows()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gf.meter(model, optimizer, x) as live:
+        loss_fn(model, x).backward()
+    model.zero_grad()
+    step = gf.fit(model, optimizer, loss_fn, x, memory=live.peak_bytes + 40_000)
+    step(x)
+    seen = watched_forwards(monkeypatch)
+    for _ in range(4):
+        step(x)
+    assert len(seen) == 4
+
+
+def test_a_forward_that_is_not_watched_and_does_more_is_run_again_watched() -> None:
+    model, x = Net(), rows()
+    plain = copy.deepcopy(model)
+    optimizer, other = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain))
+    step = gf.fit(model, optimizer, loss_fn, x, memory="64 MiB")
+    for number in range(12):
+        model.deep = plain.deep = number >= 5
+        torch.manual_seed(number)
+        assert step(x).attempts == (2 if number == 5 else 1)
+        torch.manual_seed(number)
+        other.zero_grad()
+        loss_fn(plain, x).backward()
+        other.step()
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert step.plan.keeps_everything
+
+
 def test_the_limit_is_of_what_autograd_saves() -> None:
     model, x = Net(), rows()
     with Unrecorded() as free:
@@ -125,7 +187,7 @@ def test_writes_over_what_was_saved_are_noticed_as_without_it() -> None:
         (lambda x: x[x > 0], True),
         (lambda x: x.nonzero(), True),
         (lambda x: F.dropout(x, 0.5), False),
-        (lambda x: x[torch.tensor([0, 1])], True),  # it might: indices may be a mask
+        (lambda x: x[torch.tensor([0, 1])], False),
     ],
 )
 def test_who_looks_at_the_data(look: Any, expected: bool) -> None:

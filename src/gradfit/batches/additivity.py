@@ -8,7 +8,10 @@ the batch) agrees with none of them.
 
 It is done twice, the second time with some small parameters slightly changed: at its first step a
 model may be in a place where different losses are equal, as all zeros at the output, or a policy
-that is still the old one.
+that is still the old one. There the gradients are compared, too (`gradient_additivity.py`).
+
+A loss of which it cannot be read what it was divided by is compared on other rows of the batch as
+well: what clamps, or takes the size of a mean, may do nothing on the first ones.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -28,22 +31,38 @@ from torch import Tensor, nn
 
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_listen import eager_functions
-from gradfit.batches.additivity_record import Additivity
+from gradfit.batches.additivity_record import Additivity, go_together, is_close
+from gradfit.batches.carried_state import read_carried_state
 from gradfit.batches.denominator import Denominator, Term, read_denominator
-from gradfit.batches.loss import read_loss
+from gradfit.batches.gradient_additivity import FewRows, GradientError, gradient_error
+from gradfit.batches.loss import PartLoss, read_loss
 from gradfit.batches.quiet import QuietRandomness, without_dropout
 from gradfit.batches.scalars import ScalarReader
-from gradfit.batches.shares import TermCount, count_terms, share_terms, without_activations
+from gradfit.batches.shares import (
+    PartCounter,
+    TermCount,
+    count_terms,
+    share_terms,
+    without_activations,
+)
+from gradfit.batches.weights import BatchWeights, CountFirst, must_count
 from gradfit.errors import MisuseError
-from gradfit.tree import leaves, map_tensors, repeat_rows, size_of_batch, split_batch, unmarked
+from gradfit.tree import (
+    leaves,
+    map_tensors,
+    repeat_rows,
+    reverse_rows,
+    size_of_batch,
+    split_batch,
+    unmarked,
+)
 
 LossFunction = Callable[[nn.Module, Any], Any]
 Cut = Callable[[Any, int], Iterable[Any]]
 
 MOST_ROWS = 5  # 4 + 1 and 3 + 2: few enough for any budget that a row fits in
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-# relative; the second where numbers are rounded to 16 bits on the way
-_TOLERANCE, _COARSE_TOLERANCE = 2e-5, 2e-3
+_OTHER_ROWS = 4  # so many other groups of a batch's rows, where its loss cannot be read
 _NEITHER = "neither"
 _SMALL_SHARE = 1 / 16  # of the parameters' bytes: so much is changed and put back
 
@@ -66,11 +85,13 @@ def measure_additivity(
     rows: int = MOST_ROWS,
     rewind: Callable[[], None] = lambda: None,
     finish: Callable[[Tensor], object] | None = None,
+    gradient_rows: int = MOST_ROWS,
+    passes: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Additivity:
     """Run the loss on a few rows and on parts of them, and compare.
 
-    Parameters and modes come back as they were; buffers and generators are the caller's to put
-    back.
+    Parameters, gradients and modes come back as they were; buffers and generators are the caller's
+    to put back.
 
     Args:
         model: in the mode in which it is trained.
@@ -78,9 +99,12 @@ def measure_additivity(
         batch: the rows are taken from its beginning.
         split: as for `fit`; None cuts along dim 0.
         rows: at most so many, so that little memory is needed.
-        rewind: puts all random generators back to where they were; called before each run.
+        rewind: puts buffers and all random generators back to where they were; called before each
+            run.
         finish: called with each loss, for modules that wait for a backward pass. Without it no
             activation is kept.
+        gradient_rows: at most so many with both passes; below 2, gradients are not compared.
+        passes: what both passes of one forward run in, to keep their memory small.
 
     Raises:
         MisuseError: `loss_fn` returns something that is no loss.
@@ -98,8 +122,14 @@ def measure_additivity(
             measured = runner.measure(cuts[-1:])  # a single row may be all that it refuses
         if not measured.adds_up and (runner.raised or runner.is_random):
             measured = runner.measure_without_randomness(cuts, measured)
+        if measured.adds_up and (measured.over == "rows" or measured.unread):
+            measured = runner.measure_elsewhere(cuts, _other_rows(batch, split, rows), measured)
         if not measured.adds_up and split is None and _could_be_sequence_first(batch):
             measured = runner.measure_along_dim_1(batch, rows, measured)
+        if measured.adds_up or finish is not None:  # all processes run the same
+            few = _rows_for_gradients(batch, split, min(rows, gradient_rows))
+            measured = runner.measure_state(cuts[-1][1], measured)
+            measured = runner.measure_gradients(few, measured, passes)
     return measured
 
 
@@ -362,24 +392,6 @@ def _one_weight(runs: Sequence[Run], roles: Sequence[str]) -> bool:
     return not roles or all(go_together(roles, first, run.divisors or ()) for run in runs[1:])
 
 
-def go_together(roles: Sequence[str], first: Sequence[float], now: Sequence[float]) -> bool:
-    """Whether the divisors that stay are the same, and those that grow have grown by the same
-    factor.
-    """
-    pairs = list(zip(first, now, strict=True))
-    staying = [pair for role, pair in zip(roles, pairs, strict=True) if role != "adds"]
-    growing = [pair for role, pair in zip(roles, pairs, strict=True) if role == "adds"]
-    # a/b = c/d, written so that a term without any items on one side is compared, too.
-    return all(is_close(a, b) for a, b in staying) and all(
-        is_close(a * growing[0][1], b * growing[0][0]) for a, b in growing[1:]
-    )
-
-
-def is_close(first: float, second: float) -> bool:
-    """Equal but for the rounding of a few float32 operations."""
-    return math.isclose(first, second, rel_tol=1e-5, abs_tol=1e-12)
-
-
 class _Runner:
     """Runs the loss on rows, quietly."""
 
@@ -394,8 +406,10 @@ class _Runner:
         self._model, self._loss_fn, self._split = model, loss_fn, split
         self._rewind, self._finish = rewind, finish
         self._drops = finish is None
-        self._coarse = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
-        self._tolerance = _TOLERANCE
+        self._evaluates = False
+        self._is_repeatable = False  # the same rows have given the same bits
+        self.rounding = max((_eps(p) for p in model.parameters()), default=0.0)
+        """Machine epsilon of the narrowest numbers that were met."""
         self._read = ""
         self._by_hand, self._floor = False, 0.0
         self.raised = False
@@ -407,7 +421,9 @@ class _Runner:
         try:
             first = self.run(cuts[0][0])
             read = self._read
-            if not self._is_same(first, self.run(cuts[0][0])):
+            second = self.run(cuts[0][0])
+            self._is_repeatable = first.value == second.value
+            if not self._is_same(first, second):
                 self.is_random = True
                 return Additivity(
                     None,
@@ -424,7 +440,7 @@ class _Runner:
             self.raised = True
             said = f"the loss of fewer rows raises {type(error).__name__}: {error}"
             return Additivity(None, math.inf, read=self._read, reason=said, runs_parts=False)
-        verdict = judge(comparisons, self._tolerance, read)
+        verdict = judge(comparisons, _tolerance(self.rounding), read)
         return dataclasses.replace(
             verdict, by_hand=self._by_hand and "adds" in verdict.roles, floor=self._floor
         )
@@ -433,9 +449,100 @@ class _Runner:
         self, cuts: Sequence[tuple[Any, Sequence[Any]]], measured: Additivity
     ) -> Additivity:
         """Some losses can be compared only without what is random in training."""
-        with _evaluating(self._model):
-            again = self.measure(cuts)
+        self._evaluates = True
+        again = self.measure(cuts)
+        self._evaluates = again.adds_up
         return again if again.adds_up else measured
+
+    def measure_elsewhere(
+        self,
+        cuts: Sequence[tuple[Any, Sequence[Any]]],
+        others: Sequence[tuple[Any, Sequence[Any]]],
+        measured: Additivity,
+    ) -> Additivity:
+        """The same with other rows of the batch."""
+        if not others:
+            return measured
+        again = self.measure([*others, *cuts])
+        return dataclasses.replace(again, read=measured.read)
+
+    def measure_gradients(
+        self,
+        few: tuple[Any, Sequence[Any]] | None,
+        measured: Additivity,
+        passes: Callable[[], contextlib.AbstractContextManager[object]],
+    ) -> Additivity:
+        """What was measured, or that the batch must not be cut since its gradients do not add
+        up.
+        """
+        if few is None:
+            return dataclasses.replace(measured, compares_gradients=False)
+        other_order = reverse_rows(few[0]) if self._split is None else None
+        compared = FewRows(self._model, *few, other_order, self._forward, self._rewind, passes)
+        try:
+            with _slightly_changed(self._model):
+                worst = self._gradient_error(compared, measured)
+        except MisuseError as problem:  # what a step would say of such a batch
+            reason = str(problem).removesuffix(".")
+            return dataclasses.replace(measured, over=None, error=math.inf, reason=reason)
+        if not worst.reason or not measured.adds_up:
+            return measured
+        return dataclasses.replace(measured, over=None, error=worst.error, reason=worst.reason)
+
+    def _gradient_error(self, rows: FewRows, measured: Additivity) -> GradientError:
+        def weights(*, counts: bool) -> BatchWeights:
+            shares = None
+            if counts:
+                self._rewind()
+                counter = PartCounter(self._model, self._quiet_loss, self._split, measured.roles)
+                shares = counter.shares(rows.parts)
+            size = _count_rows(rows.whole, self._split)
+            return BatchWeights(measured, size, shares=shares, may_repeat=not counts)
+
+        def error(*, counts: bool) -> GradientError:
+            tolerance = _gradient_tolerance(self.rounding)
+            narrow = self.rounding >= torch.finfo(torch.float16).eps
+            return gradient_error(rows, partial(weights, counts=counts), tolerance, narrow=narrow)
+
+        try:
+            return error(counts=must_count(measured, len(rows.parts)))
+        except CountFirst:
+            return error(counts=True)
+
+    def measure_state(self, parts: Sequence[Any], measured: Additivity) -> Additivity:
+        """What was measured, or that the batch must not be cut since a part's loss depends on the
+        parts that were run before it.
+        """
+
+        def run(part: Any) -> float:
+            return self._run(part).value
+
+        with _slightly_changed(self._model):
+            reads = read_carried_state(self._model, parts, run, self._rewind)
+        # to the bit, unless a device adds up in no fixed order
+        rounding = 0.0 if self._is_repeatable else _tolerance(self.rounding)
+        if reads.error <= rounding or math.isnan(reads.before) or not measured.adds_up:
+            return measured
+        return dataclasses.replace(measured, over=None, error=reads.error, reason=reads.reason)
+
+    def _forward(self, part: Any) -> PartLoss:
+        return read_loss(self._quiet_loss(self._model, part), _count_rows(part, self._split))
+
+    def _quiet_loss(self, model: nn.Module, part: Any) -> Any:
+        """What the loss function returns for some rows, without randomness that depends on their
+        number.
+        """
+        quiet = QuietRandomness()
+        with contextlib.ExitStack() as stack:
+            if self._evaluates:
+                stack.enter_context(_evaluating(model))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # about rows that nobody trains on
+            stack.enter_context(without_dropout(model))
+            stack.enter_context(quiet)
+            result = self._loss_fn(model, unmarked(part))
+        self.rounding = max(self.rounding, quiet.rounding)
+        return result
 
     def measure_along_dim_1(self, batch: Any, rows: int, measured: Additivity) -> Additivity:
         """Say so, if the batch adds up along dim 1, which makes dim 0 the time."""
@@ -469,7 +576,7 @@ class _Runner:
     def _is_same(self, first: Run, second: Run) -> bool:
         if math.isnan(first.value) or math.isnan(second.value):
             return True
-        return math.isclose(first.value, second.value, rel_tol=self._tolerance)
+        return math.isclose(first.value, second.value, rel_tol=_tolerance(self.rounding))
 
     def run(self, part: Any) -> Run:
         """One forward; of what autograd saves only single numbers are kept, which say what was
@@ -496,25 +603,19 @@ class _Runner:
             raise
 
     def _run(self, part: Any) -> Run:
-        quiet = QuietRandomness()
         reader = ScalarReader()
         saving = without_activations() if self._drops else contextlib.nullcontext()
-        with saving, warnings.catch_warnings(), without_dropout(self._model), quiet, reader:
-            warnings.simplefilter("ignore")  # about rows that nobody trains on
-            result = self._loss_fn(self._model, unmarked(part))
-        rows = _count_rows(part, self._split)
-        loss = read_loss(result, rows)
+        with saving, reader:
+            loss = self._forward(part)
         denominator = read_denominator(loss.loss, reader)
         divisors = terms = None
         if denominator is not None:
             divisors = tuple(float(term.items) for term in denominator.terms)
             terms = self._count_terms(denominator)
             self._note(denominator)
-        self._tolerance = max(
-            self._tolerance, _tolerance_of(loss.loss, coarse=quiet.autocast or self._coarse)
-        )
+        self.rounding = max(self.rounding, _eps(loss.loss))
         count = None if loss.count is None else float(loss.count)
-        run = Run(float(loss.loss.detach()), rows, count, divisors, terms)
+        run = Run(float(loss.loss.detach()), loss.rows, count, divisors, terms)
         if self._finish is not None:
             self._finish(loss.loss)
         return run
@@ -541,10 +642,49 @@ def _count_rows(part: Any, split: Cut | None) -> int:
     return size_of_batch(part) if split is None else sum(1 for _ in split(part, 1))
 
 
-def _tolerance_of(loss: Tensor, *, coarse: bool) -> float:
-    if loss.dtype in (torch.float16, torch.bfloat16):
-        return 4 * torch.finfo(loss.dtype).eps
-    return _COARSE_TOLERANCE if coarse else _TOLERANCE
+def _eps(tensor: Tensor) -> float:
+    """Machine epsilon of a tensor's numbers; 0 for whole ones."""
+    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
+
+
+def _tolerance(rounding: float) -> float:
+    """What relative error of a loss is rounding, by the machine epsilon of its numbers."""
+    if rounding < 1e-12:
+        return 1e-9
+    return 2e-5 if rounding < 1e-6 else max(2e-3, 4 * rounding)
+
+
+def _gradient_tolerance(rounding: float) -> float:
+    """The same of a gradient, which adds up more of them."""
+    if rounding < 1e-12:
+        return 1e-8
+    return 1e-4 if rounding < 1e-6 else max(1e-2, 4 * rounding)
+
+
+def _rows_for_gradients(
+    batch: Any, split: Cut | None, most: int
+) -> tuple[Any, Sequence[Any]] | None:
+    """A few rows and unequal parts of them, one of the rows in both: words that are in two parts
+    may count otherwise than in one. None if there is no room for two rows.
+    """
+    if most < 2:
+        return None
+    whole, parts = list(_choose_rows(batch, split, most))[-1]
+    rows = _count_rows(whole, split)
+    if split is not None or rows < 3:
+        return whole, parts
+    whole = repeat_rows(next(iter(split_batch(whole, rows - 1))), rows)
+    return whole, list(split_batch(whole, (rows + 1) // 2))
+
+
+def _other_rows(batch: Any, split: Cut | None, rows: int) -> list[tuple[Any, Sequence[Any]]]:
+    """Some more groups of rows from all over the batch, each with its parts."""
+    cut = split or split_batch
+    groups = _count_rows(batch, split) // rows
+    apart = max(1, (groups - 1) // _OTHER_ROWS)
+    chosen = islice(cut(batch, rows), 1, None, apart)
+    cuts = [(whole, list(cut(whole, (rows + 1) // 2))) for whole in islice(chosen, _OTHER_ROWS)]
+    return [(whole, parts) for whole, parts in cuts if len(parts) > 1]
 
 
 def _choose_rows(batch: Any, split: Cut | None, most: int) -> Iterator[tuple[Any, list[Any]]]:

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gradfit.batches.additivity import go_together, is_close
-from gradfit.batches.additivity_record import Additivity
+from gradfit.batches.additivity_record import Additivity, go_together, is_close
 from gradfit.batches.denominator import Denominator, Number
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.shares import PartShare, scale_terms

@@ -52,4 +52,11 @@ def cutting_note(fitted: Fitted, additivity: Additivity | None, *, exact: bool =
             f" weighted by their rows, which was right for the sample ({measured}). If later"
             " batches have padding, return gf.Loss(sum=…, count=…)."
         )
+    elif cut and not additivity.compares_gradients:
+        return (
+            "The losses of a few rows' parts make that of the rows; their gradients were not"
+            " compared, since the budget has no room for two rows with their gradients. If a hook"
+            " or an autograd Function changes gradients, compare them in more memory:"
+            " gf.audit(model, loss_fn, batch, plan)."
+        )
     return ""

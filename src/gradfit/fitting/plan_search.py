@@ -24,6 +24,7 @@ from gradfit.batches.runner import LossFunction, MicroBatchRunner, Part
 from gradfit.batches.snapshot import untouched
 from gradfit.devices import counted_device, devices_of, free_cached_memory, wait_for
 from gradfit.errors import BudgetInfeasible, MisuseError
+from gradfit.fitting.batch_rows import BatchRows
 from gradfit.fitting.families import (
     MOST_PLANS,
     PlanningTime,
@@ -35,7 +36,7 @@ from gradfit.fitting.families import (
 from gradfit.fitting.fixed_cost import nominal
 from gradfit.fitting.modes import Planned, WithinLimit
 from gradfit.fitting.reserved import ReservedMemory, TrialRecord, UpdateSizes
-from gradfit.fitting.tested_plan import Fitted, Shape, covered, shape_of, smaller
+from gradfit.fitting.tested_plan import Fitted, Shape, covered, covers, shape_of, smaller
 from gradfit.fitting.update_rollback import UpdateSnapshot
 from gradfit.planning.api import beginning_like, plain_plan, recomputing_plan
 from gradfit.planning.api import plan as make_plan
@@ -129,7 +130,7 @@ class Planner:
         self._left = ""  # where the last trial left its plan
         self._sharded_choices: TileChoices | None = None
         self._has_count: bool | None = None  # the loss of one row; None before it was asked
-        self._counted: tuple[Any, int] | None = None  # a step's batch, and its rows
+        self._counted: BatchRows | None = None  # of a step's batch
         self._fitted: list[Fitted] = []
         self._used: dict[int, int] = {}  # by a plan's address: when it was last used
         self._clock = 0
@@ -154,21 +155,34 @@ class Planner:
 
     def rows(self, batch: Any) -> int:
         """How many rows the batch has."""
-        if self._counted is not None and self._counted[0] is batch:
-            return self._counted[1]
+        if self._counted is not None and self._counted.batch is batch:
+            return self._counted.exact
         return self.runner.rows(batch)
 
     @contextlib.contextmanager
-    def counted(self, batch: Any) -> Iterator[int]:
-        """The rows of the batch, which inside are not counted again: `split=` has to cut it for
-        that.
+    def counting(self, batch: Any) -> Iterator[BatchRows]:
+        """The rows of the batch, which inside are counted once, or not at all where that need not
+        be.
         """
-        rows = self.runner.rows(batch)
-        self._counted = batch, rows
+        self._counted = BatchRows(self.runner, batch)
         try:
-            yield rows
+            yield self._counted
         finally:
             self._counted = None
+
+    def rows_at_most(self, rows: BatchRows) -> int:
+        """The rows of a batch; or, where they would have to be counted and a plan that keeps
+        everything serves it whole, no more than that one is for.
+        """
+        if rows.is_counted:
+            return rows.exact
+        shape = self.shape(rows.batch)
+        sizes = [
+            known.plan.batch_size
+            for known in self._fitted
+            if known.plan.keeps_everything and known.plan.steps == 1 and covers(known.shape, shape)
+        ]
+        return rows.at_most(max(sizes, default=None))
 
     def shape(self, batch: Any) -> Shape:
         """By which a batch's plans are found."""
@@ -180,10 +194,15 @@ class Planner:
         """
         shape = self.shape(batch)
         # plans of single rows, or from a version that did not measure it
-        if self._fitted and self.additivity is None and max(batch_size, self.rows(batch)) > 1:
-            with untouched(self._model):
+        if self._fitted and self.additivity is None and (batch_size > 1 or self.rows(batch) > 1):
+            with untouched(self._model) as before:
                 self.additivity = additivity_within(
-                    self._model, self._loss_fn, batch, self.runner.split, self.limit_bytes
+                    self._model,
+                    self._loss_fn,
+                    batch,
+                    self.runner.split,
+                    self.limit_bytes,
+                    before.rewind,
                 )
         serving = [known for known in self._fitted if self._holds(known)]
         larger = covering(serving, shape, batch_size)

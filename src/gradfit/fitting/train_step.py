@@ -11,6 +11,7 @@ optimizer has stepped.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -34,6 +35,7 @@ from gradfit.batches.totals import LossTotals, logs_of, means_of
 from gradfit.batches.weights import BatchWeights
 from gradfit.devices import free_cached_memory
 from gradfit.errors import MisuseError, StateError
+from gradfit.fitting.batch_rows import BatchRows
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.plan_state import read_plan, write_plan
 from gradfit.fitting.recovery import Recovery
@@ -108,7 +110,7 @@ class _Call(NamedTuple):
     """One call of a step."""
 
     batch: Any
-    rows: int
+    rows: BatchRows
     before: Snapshot
     progress: Progress | None
     after: AfterMicroBatch | None
@@ -249,20 +251,21 @@ class TrainStep(NotCopied):
             raise MisuseError(
                 "The model is in evaluation mode. Call model.train() before step(batch)."
             )
-        with self._planner.counted(batch) as rows, self._planner.time.training():
+        with self._planner.counting(batch) as rows, self._planner.time.training():
             return self._run(batch, rows, progress, after_micro_batch)
 
     def _run(
         self,
         batch: Any,
-        rows: int,
+        rows: BatchRows,
         progress: Progress | None,
         after_micro_batch: AfterMicroBatch | None,
     ) -> TrainResult:
         """Attempt by attempt, until the step has happened as a whole."""
         clear_gradients(self.model, self._tensors())
         with trials_end(), self.accumulator.rehearsal():  # a new shape is profiled and tried out
-            fitted = self._fitted = self._planner.fitted(batch, rows)
+            most = self._planner.rows_at_most(rows)
+            fitted = self._fitted = self._planner.fitted(batch, most)
         before = self._snapshot()
         if after_micro_batch is not None:
             self._buffers = before.buffers if progress is None else progress.buffers
@@ -384,7 +387,7 @@ class TrainStep(NotCopied):
 
     def _update(self, call: _Call, fitted: Fitted, attempt: int, live: Meter | None) -> TrainResult:
         accumulator, planner = self.accumulator, self._planner
-        totals, weigh = self._run_parts(call, fitted)
+        totals, weigh = self._run_parts(call, fitted, measured=live is not None)
         self._changing = UpdateSnapshot(call.before.tensors, self.optimizer, taken=fitted.copied)
         alone = accumulator.ranks.size == 1  # else it may have to wait for another rank
         # Without a copy to go back to, the optimizer is not interrupted.
@@ -412,7 +415,9 @@ class TrainStep(NotCopied):
             online=self._recovery.online,
         )
 
-    def _run_parts(self, call: _Call, fitted: Fitted) -> tuple[LossTotals, Callable[[], None]]:
+    def _run_parts(
+        self, call: _Call, fitted: Fitted, *, measured: bool
+    ) -> tuple[LossTotals, Callable[[], None]]:
         """Both passes of each micro-batch, into the window; with what reads their weights, where
         those are still on an accelerator.
         """
@@ -422,23 +427,34 @@ class TrainStep(NotCopied):
             call.progress,
             fitted.plan.micro_batch,
         )
-        parts = planner.runner.parts(call.batch, size, call.rows)
+        parts = call.rows.parts(size)
         accumulator.accumulation_count = len(parts)
         done = 0 if progress is None else progress.done
         shares = self._recovery.count(fitted, parts, call.before, done)
-        weights = BatchWeights(
-            planner.additivity,
-            call.rows,
-            ranks=accumulator.ranks.size,
-            exact=planner.exact,
-            shares=shares,
-            may_repeat=shares is None,
-        )
+
+        def weights_of(rows: int) -> BatchWeights:
+            return BatchWeights(
+                planner.additivity,
+                rows,
+                ranks=accumulator.ranks.size,
+                exact=planner.exact,
+                shares=shares,
+                may_repeat=shares is None,
+            )
+
+        weights = weights_of(parts[0].rows if len(parts) == 1 else call.rows.exact)
         totals = LossTotals() if progress is None else self._go_on(progress, fitted.plan)
         late: LateWeights | None = None
 
         def backward(found: PartLoss, position: int) -> None:
-            nonlocal late
+            nonlocal late, weights
+            read = None if call.rows.is_counted or found.count is not None else found.denominator
+            if read is not None and weights.adding_divisor(read) is None:
+                read = None
+            if found.count is None and read is None and not call.rows.is_counted:
+                # its rows are what it weighs
+                found = dataclasses.replace(found, rows=call.rows.exact)
+                weights = weights_of(call.rows.exact)
             found = weights.shared(found, position)
             if (
                 position == done
@@ -450,7 +466,7 @@ class TrainStep(NotCopied):
             if late is not None:
                 accumulator.backward(*late.take(found))
                 return
-            weight = weights.of(found)
+            weight = weights.of(found, read)
             totals.add(found, weight)
             accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
 
@@ -459,7 +475,12 @@ class TrainStep(NotCopied):
                 self._pause(call.after, part.position, size, totals)
             place = part.position
             self._recovery.run(
-                fitted, part, call.batch, partial(backward, position=place), first=place == done
+                fitted,
+                part,
+                call.batch,
+                partial(backward, position=place),
+                first=place == done,
+                measured=measured,
             )
         if late is None:
             return totals, lambda: None

@@ -27,6 +27,7 @@ from gradfit.choices import HOLD
 from gradfit.errors import BudgetInfeasible
 from gradfit.interrupts import uninterrupted
 from gradfit.profiling.meter import Meter
+from gradfit.recompute.most_bytes import most_bytes
 from gradfit.tape.decisions import TapeDecision
 from gradfit.tape.operators import info_of
 from gradfit.tape.recorder import Recorder
@@ -99,6 +100,8 @@ class Evictor(Meter):
         now = time.perf_counter()
         for argument in _tensors_in(args):
             self._see(argument)
+            if self._tape is None:  # nothing can be dropped, so it does not matter when
+                continue
             with contextlib.suppress(RuntimeError, NotImplementedError):  # it has no storage
                 self._used[storage_key(argument)] = now
 
@@ -112,9 +115,12 @@ class Evictor(Meter):
         self._awaited = held
 
     def _need(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, int]:
-        """Bytes that an operation is about to allocate; with a key if that is a guess, to be
-        corrected under it.
+        """Bytes that an operation is about to allocate, or less than there is room for; with a key
+        if that is a guess, to be corrected under it.
         """
+        most = most_bytes(func, args, kwargs)
+        if most is not None and self.current_bytes + most <= self._start:
+            return None, most
         key = (
             func,
             tuple(_shape(argument) for argument in args),

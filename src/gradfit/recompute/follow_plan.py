@@ -41,6 +41,12 @@ class Diverged(Exception):
         self.operation, self.name = operation, name
 
 
+class Unsure(Diverged):
+    """The forward made another number of autograd's nodes than those that were watched: it may have
+    saved more, so it is run again, watched.
+    """
+
+
 class Script:
     """A plan as it is followed, made once: what becomes of each value, in the order in which they
     are made.
@@ -445,8 +451,17 @@ class LooksAtData(OperationListener):
     def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation, and look at what kind it is."""
         if not self.reads_data and not _DECIDED_BY_DATA.isdisjoint(func.tags):
-            self.reads_data = True
+            self.reads_data = not _takes_positions(func, args)
         return func(*args, **kwargs)
+
+
+def _takes_positions(func: Any, args: Any) -> bool:
+    """Whether it is an index by numbers: torch has one operator for these and for masks, whose
+    results are as large as the data say.
+    """
+    return name_of(func) == "aten.index.Tensor" and all(
+        index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1]
+    )
 
 
 def recording(

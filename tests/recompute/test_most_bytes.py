@@ -1,0 +1,197 @@
+"""What an operation can allocate at most: never less than it does, and so few operations have to be
+asked about one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gradfit as gf
+from gradfit._torch import storage_key
+from gradfit.recompute import evict
+from gradfit.recompute.evict import Evictor
+from gradfit.recompute.most_bytes import most_bytes
+from gradfit.tape.listener import OperationListener
+from gradfit.tape.operators import info_of
+
+aten = torch.ops.aten
+
+
+class Compared(OperationListener):
+    """Compares the bound of each operation inside with what it allocates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bounded: set[str] = set()
+        self.too_small: list[str] = []
+
+    def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
+        info = info_of(func)
+        most = most_bytes(func, args, kwargs) if info.recordable and not info.view else None
+        given = {storage_key(tensor) for tensor in _tensors((args, kwargs))}
+        out = func(*args, **kwargs)
+        if most is not None:
+            self.bounded.add(func.overloadpacket.__name__)
+            new = {storage_key(t): t.untyped_storage().nbytes() for t in _tensors(out)}
+            taken = sum(nbytes for key, nbytes in new.items() if key not in given)
+            if taken > most:
+                self.too_small.append(f"{func}: {taken} > {most}")
+        return out
+
+
+def _tensors(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.rand(shape, dtype=dtype).requires_grad_()
+
+
+PROGRAMS: dict[str, Callable[[int, int, int], Any]] = {
+    "mul": lambda a, b, c: leaf(a, 1, c) * leaf(1, b, c) + leaf(c),
+    "add": lambda a, b, c: torch.arange(a) + 1.5,  # of whole numbers, it makes others
+    "where": lambda a, b, c: torch.where(leaf(a, 1) > 0.5, leaf(1, b), 1.0),
+    "clone": lambda a, b, c: leaf(a, 1).expand(a, b).clone(),
+    "mm": lambda a, b, c: leaf(a, b) @ leaf(b, c),
+    "addmm": lambda a, b, c: F.linear(leaf(a, b), leaf(c, b), leaf(c)),
+    "bmm": lambda a, b, c: torch.bmm(leaf(a, b, c), leaf(a, c, b)),
+    "native_layer_norm": lambda a, b, c: F.layer_norm(leaf(a, b, c), (c,), leaf(c), leaf(c)),
+    "_log_softmax": lambda a, b, c: F.cross_entropy(leaf(a, c), torch.zeros(a, dtype=torch.long)),
+    "mse_loss": lambda a, b, c: F.mse_loss(leaf(a, b), torch.rand(a, b)),
+    "sum": lambda a, b, c: leaf(a, b, c).sum(1),
+    "mean": lambda a, b, c: leaf(a, b, c).mean(2, dtype=torch.float64),
+    "max": lambda a, b, c: leaf(a, b + 1).max(1).values,
+    "var": lambda a, b, c: leaf(a, b + 2).var(1),
+    "linalg_vector_norm": lambda a, b, c: leaf(a, b).norm(),
+    "embedding": lambda a, b, c: F.embedding(torch.zeros(b, c, dtype=torch.long), leaf(a + 1, 3)),
+    "index": lambda a, b, c: leaf(a, 2, b)[torch.zeros(c, 1, dtype=torch.long), :, [0, 0]],
+    "index_select": lambda a, b, c: leaf(a, 2).index_select(1, torch.ones(b, dtype=torch.long)),
+    "gather": lambda a, b, c: leaf(a, b + 1).gather(1, torch.zeros(a, c, dtype=torch.long)),
+    "index_add": lambda a, b, c: leaf(a + 1, b).index_add(0, torch.zeros(c, dtype=torch.long),
+                                                          leaf(c, b)),
+    "constant_pad_nd": lambda a, b, c: F.pad(leaf(a, b), (c, 1, 0, 2)),
+    "cat": lambda a, b, c: torch.cat([leaf(a, c), leaf(b, c)]),
+    "stack": lambda a, b, c: torch.stack([leaf(a, c), leaf(a, c), leaf(a, c)]),
+    "convolution": lambda a, b, c: F.conv2d(leaf(a, 2, b + 3, 9), leaf(c, 2, 3, 2), leaf(c),
+                                            padding=(2, 1)),
+    "_to_copy": lambda a, b, c: leaf(a, b).to(torch.float64),
+    "select_backward": lambda a, b, c: leaf(a + 1, b)[0],
+    "new_zeros": lambda a, b, c: leaf(a).new_zeros(b, c),
+    "zeros": lambda a, b, c: torch.zeros(a, b, dtype=torch.complex128),
+    "_scaled_dot_product_flash_attention_for_cpu": lambda a, b, c: (
+        F.scaled_dot_product_attention(leaf(1, 2, a, 8), leaf(1, 2, b, 8), leaf(1, 2, b, 8))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@settings(max_examples=10)
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9))
+def test_an_operation_never_takes_more(name: str, a: int, b: int, c: int) -> None:
+    with Compared() as compared:
+        out = PROGRAMS[name](a, b, c)
+        if out.requires_grad:
+            out.sum().backward()
+    assert name in compared.bounded
+    assert not compared.too_small
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), ()])
+def test_something_is_made_of_nothing(shape: tuple[int, ...]) -> None:
+    with Compared() as compared:
+        x = leaf(*shape)
+        (x.sum(-1) + x.sum() + x.mul(2).sum()).sum().backward()
+    assert not compared.too_small
+
+
+def test_a_transposed_convolution_and_groups() -> None:
+    with Compared() as compared:
+        out = F.conv_transpose2d(
+            leaf(2, 4, 5, 6), leaf(4, 3, 3, 2), stride=3, output_padding=2, groups=2, dilation=2
+        )
+        out.sum().backward()
+    assert {"convolution", "convolution_backward"} <= compared.bounded
+    assert not compared.too_small
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "kwargs"),
+    [
+        (aten.nonzero.default, (torch.ones(3),), {}),  # the data decide
+        (aten.mul.out, (torch.ones(3), 2), {"out": torch.empty(0)}),  # which is resized
+        (aten.mm.default, (torch.eye(3).to_sparse(), torch.ones(3, 3)), {}),
+        (aten.repeat.default, (torch.ones(3), [100]), {}),
+    ],
+)
+def test_where_no_rule_tells(func: Any, args: Any, kwargs: Any) -> None:
+    assert most_bytes(func, args, kwargs) is None
+
+
+def test_what_is_written_in_place_takes_nothing() -> None:
+    assert most_bytes(aten.mul_.Tensor, (torch.ones(3), 2.0), {}) == 0
+    assert most_bytes(aten._local_scalar_dense.default, (torch.ones(1),), {}) == 0
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    asked: list[str] = []
+    exactly = evict._output_bytes
+
+    def output_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
+        asked.append(str(func))
+        return exactly(func, args, kwargs)
+
+    monkeypatch.setattr(evict, "_output_bytes", output_bytes)
+    return asked
+
+
+def test_where_there_is_room_nothing_is_run_on_fake_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = counting(monkeypatch)
+    layers = [layer for n in range(8) for layer in (nn.Linear(16 + n, 17 + n), nn.GELU())]
+    model = nn.Sequential(*layers, nn.LayerNorm(24))
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    with Evictor(1 << 30) as evictor:
+        evictor.watch(model)
+        F.mse_loss(model(torch.rand(4, 16)), torch.rand(4, 24)).backward()
+        optimizer.step()
+    assert asked == []
+
+
+def test_near_the_limit_the_exact_number_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = counting(monkeypatch)
+    x = torch.ones(1000)
+    with Evictor(2 * x.nbytes) as evictor:
+        y = x.sin()
+        assert evictor.current_bytes == 2 * x.nbytes
+        with pytest.raises(gf.BudgetInfeasible):
+            x.sin()
+    assert asked == ["aten.sin.default"]
+    assert y.numel() == 1000
+
+
+def test_the_first_step_of_a_larger_batch_asks_about_few_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may not begin to pass the budget, and most of its operations could not anyway."""
+    asked = counting(monkeypatch)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh())
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return model(x).square().mean()
+
+    step = gf.fit(model, optimizer, loss, torch.rand(4, 10, 8), memory="8 MiB")
+    step(torch.rand(4, 10, 8))
+    step(torch.rand(4, 14, 8))
+    assert any(plan.by_size for plan in step.known)
+    assert asked == []
