@@ -263,9 +263,7 @@ class TrainStep(NotCopied):
     ) -> TrainResult:
         """Attempt by attempt, until the step has happened as a whole."""
         clear_gradients(self.model, self._tensors())
-        with trials_end(), self.accumulator.rehearsal():  # a new shape is profiled and tried out
-            most = self._planner.rows_at_most(rows)
-            fitted = self._fitted = self._planner.fitted(batch, most)
+        fitted = self._fitted = self._find_plan(batch, self._planner.rows_at_most(rows))
         before = self._snapshot()
         if after_micro_batch is not None:
             self._buffers = before.buffers if progress is None else progress.buffers
@@ -290,11 +288,20 @@ class TrainStep(NotCopied):
                 fitted, batch, attempt, take_back, self.accumulator.ranks.failed
             )
 
+    def _find_plan(self, batch: Any, rows: int) -> Fitted:
+        """The plan that serves the batch; one of a new shape is profiled and tried out."""
+        found = self._planner.serving(batch, rows)
+        if found is not None:
+            return found
+        with trials_end(), self.accumulator.rehearsal():
+            found = self._planner.fitted(batch, rows)
+        self._tree.renew()  # a first forward may make modules
+        return found
+
     def _snapshot(self) -> Snapshot:
         """What to go back to; copying the buffers may be what there is no memory for, until the
         cache is given back.
         """
-        self._tree.renew()
         try:
             return Snapshot(self.model, self.accumulator.window.tensors, tree=self._tree)
         except Exception as error:
