@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfit._torch import have_no_gradient, version_of
+from gradfit._torch import have_no_gradient, type_of, version_of
 from gradfit.accumulate.accumulator_options import read_members
 from gradfit.accumulate.gradient_marks import GradientMarks, Touch, is_clear
 from gradfit.accumulate.marks import belongs_to_another, claim, disown, mark, unmark
@@ -490,7 +490,11 @@ class Window:
                     "There are gradients in `.grad` from before this window. Call"
                     " optimizer.zero_grad() after optimizer.step(), or reset() to drop them."
                 )
-        self._is_first, self.left = False, None
+        self.start_clear()
+
+    def start_clear(self) -> None:
+        """The same where the tensors are this window's own, and have no gradients to see to."""
+        self._is_first, self.left, self.owns = False, None, True
         self.plain.forget_others()
         self._note_parameters()
         self._note_types()
@@ -499,7 +503,7 @@ class Window:
 
     def _note_types(self) -> None:
         """Whether factors must be chosen with care: gradients are, or come from, narrow numbers."""
-        types, wide = {tensor.dtype for tensor in self.tensors}, self.dtype
+        types, wide = set(map(type_of, self.tensors)), self.dtype
         if wide is None:
             self.narrow = torch.float16 in types
             return
