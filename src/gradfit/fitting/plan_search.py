@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -35,6 +34,7 @@ from gradfit.fitting.families import (
 )
 from gradfit.fitting.fixed_cost import nominal
 from gradfit.fitting.modes import Planned, WithinLimit
+from gradfit.fitting.race import Race
 from gradfit.fitting.reserved import ReservedMemory, TrialRecord, UpdateSizes
 from gradfit.fitting.tested_plan import Fitted, Shape, covered, covers, shape_of, smaller
 from gradfit.fitting.update_rollback import UpdateSnapshot
@@ -57,10 +57,9 @@ from gradfit.units import format_bytes
 _TRIES = 5
 _TRIES_ONLINE = 3
 _ONLINE_MARGIN = 1.03  # above the smallest limit that was held online
-# passes: at least, at most, and until they took so long
-_TIMED, _MOST_TIMED, _TIMED_SECONDS = 3, 10, 1.5
-_PLENTY_SECONDS = 5.0  # where passes are as long as this, one is enough
-_NEARLY = 1.05  # of the budget: by how much a prediction may be above it, and a trial still tell
+# By how much a prediction may be above the budget, and a trial still tell; or above the least
+# seconds there can be, and nobody looks further.
+_NEARLY = 1.05
 _DOUBT = 1.3  # by how much a prediction may be slower, and the clock is still asked
 _NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
 
@@ -351,27 +350,28 @@ class Planner:
     def _fit(self, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
         """The best tested plan of those without tiles and those with."""
         choices = self._tile_choices(batch) if self._tile else TileChoices()
-        tried: list[Fitted] = []
+        tried: list[Fitted] = []  # all that hold the budget, timed together
         failed: list[tuple[int, Profile, BudgetInfeasible | None]] = []
         for tiles in self._worth_trying(choices):
             if tried and tiles is not None and tiles.modules:
                 break  # these run again in each backward pass: where nothing else is enough
             found = self._profile(batch, tiles=tiles, batch_size=batch_size)
             try:
-                tried.append(self._fit_as(found, batch, batch_size, shape, limit_bytes))
+                tried += self._fit_as(found, batch, batch_size, shape, limit_bytes)
             except _Hopeless as least:
                 failed.append((least.needed_bytes, found, None))
             except BudgetInfeasible as error:
                 failed.append((error.min_bytes, found, error))
-            if tried and (self._reproducible or not tried[-1].plan.is_short):
+            if tried and (self._reproducible or not _may_be_beaten(tried[0])):
                 break
         if tried:
-            return tried[0] if len(tried) == 1 else self._fastest(tried, batch)
+            return self._fastest(tried, batch)
         _, found, measured = min(failed, key=lambda one: one[0])
         if measured is None:
             # Only the smallest of all is tried out: what it takes is the smallest budget.
             try:
-                return self._fit_smallest(found, batch, batch_size, shape, limit_bytes)
+                ways = self._fit_smallest(found, batch, batch_size, shape, limit_bytes)
+                return self._fastest(ways, batch)
             except BudgetInfeasible as error:
                 measured = error
         raise measured if self._tile else self._with_tiles_named(measured, batch, batch_size)
@@ -415,8 +415,8 @@ class Planner:
 
     def _fit_as(
         self, found: Profile, batch: Any, batch_size: int, shape: Shape, limit_bytes: int
-    ) -> Fitted:
-        """A tested plan from this profile.
+    ) -> list[Fitted]:
+        """Tested plans from this profile, the one that is predicted to be the fastest first.
 
         Raises:
             _Hopeless: there is none, by arithmetic.
@@ -435,14 +435,14 @@ class Planner:
             tried = self._try_out(made, batch)
             if tried is None:
                 if plan.micro_batch == found.batch_size or plan.micro_batch > self.rows(batch):
-                    return self._fit_online(made, batch, limit_bytes)
+                    return [self._fit_online(made, batch, limit_bytes)]
                 # a batch of one row need not do what larger ones do: look at this very size
                 size = plan.micro_batch
                 found = self._profile(batch, rows=size, tiles=found.tiles, batch_size=batch_size)
                 timed = nominal(found) if self._reproducible else found
                 continue
             if tried.peak_bytes <= limit_bytes:
-                return self._improved(tried, batch, target, limit_bytes)
+                return [*self._rivals(tried, batch, target, limit_bytes)]
             target = min(target, plan.peak_bytes) - (tried.peak_bytes - limit_bytes)
             if target <= 0:
                 break
@@ -450,12 +450,12 @@ class Planner:
             raise _Hopeless(least)
         return self._fit_smallest(found, batch, batch_size, shape, limit_bytes)
 
-    def _improved(self, tried: Fitted, batch: Any, target: int, limit_bytes: int) -> Fitted:
-        """The fastest of a plan that holds and its rivals."""
+    def _rivals(self, tried: Fitted, batch: Any, target: int, limit_bytes: int) -> Iterator[Fitted]:
+        """A plan that holds, and others that hold and may be faster by the clock."""
         plan = tried.plan
         if self._reproducible:
-            # The micro-batch is chosen; what to keep in it changes no bit, so that is chosen by
-            # the clock.
+            # The micro-batch is chosen; what to keep in it changes no bit, so that may be chosen by
+            # what was measured.
             size = plan.micro_batch
             other = self._plan_at(tried.profile, target, plan.batch_size, size)
             again = (
@@ -464,11 +464,12 @@ class Planner:
                 else None
             )
             holds = again is not None and again.peak_bytes <= limit_bytes
-            return self._fastest([again if again is not None and holds else tried], batch)
-        if self._micro_batch is not None:
-            return self._fastest([tried], batch)
-        rivals = self._recomputing if plan.keeps_everything else self._plain
-        return self._fastest([tried, *rivals(tried, batch, target, limit_bytes)], batch)
+            yield again if again is not None and holds else tried
+            return
+        yield tried
+        if self._micro_batch is None:
+            others = self._recomputing if plan.keeps_everything else self._plain
+            yield from others(tried, batch, target, limit_bytes)
 
     def _profile(
         self,
@@ -572,7 +573,7 @@ class Planner:
 
     def _fit_smallest(
         self, found: Profile, batch: Any, batch_size: int, shape: Shape, limit_bytes: int
-    ) -> Fitted:
+    ) -> list[Fitted]:
         """The plan of the smallest peak, by seconds that are the same in every run: so `min_bytes`
         is always enough.
         """
@@ -584,12 +585,12 @@ class Planner:
         made = Fitted(plan, found, shape, 0, steady=True)
         tried = self._try_out(made, batch)
         if tried is None:
-            return self._fit_online(made, batch, limit_bytes)
+            return [self._fit_online(made, batch, limit_bytes)]
         # Not less than what is planned for: below that, what the clock says could not choose among
         # plans.
         least = max(tried.peak_bytes, plan.peak_bytes, found.measuring_bytes)
         if max(tried.peak_bytes, found.measuring_bytes) <= limit_bytes:
-            return self._fastest([tried], batch)
+            return [tried]
         raise self._infeasible(tried.plan, least, cut=found.splittable)
 
     def _fit_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted:
@@ -772,6 +773,9 @@ class Planner:
         Plans with and without recomputation are too unlike for a prediction: one pays for recording
         and replaying, the other for more passes.
         """
+        ways = [one for one in ways if one.steady] or ways[:1]
+        if not ways[0].steady:
+            return ways[0]
         parts = [next(iter(self.runner.cut(batch, one.plan.micro_batch))) for one in ways]
         with untouched(self._model):
             try:
@@ -830,16 +834,16 @@ class Planner:
         """With the seconds that passes of these micro-batches take here and now, each in its turn:
         a machine that is slower for a while is so for all of them. What was measured before is only
         a hint."""
-        taken: list[list[float]] = [[] for _ in ways]
-        while not _is_enough(taken):
-            for times, (made, part) in zip(taken, ways, strict=True):
-                times.append(self._pass_seconds(made, part))
+        rows = [self.runner.rows(part) for _, part in ways]
+        race = Race([one.plan.batch_size / n for (one, _), n in zip(ways, rows, strict=True)])
+        while not race.is_over:
+            for place in race.running:
+                race.add(place, self._pass_seconds(*ways[place]))
+            race.drop_slow()
         drop_gradients(self._model)
-        for times, (made, part) in zip(taken, ways, strict=True):
-            seconds = statistics.median(times) * made.plan.batch_size / self.runner.rows(part)
-            yield dataclasses.replace(
-                made, plan=made.plan.with_step_seconds(seconds + made.profile.optimizer_seconds)
-            )
+        for place, (made, _) in enumerate(ways):
+            seconds = race.step_seconds(place) + made.profile.optimizer_seconds
+            yield dataclasses.replace(made, plan=made.plan.with_step_seconds(seconds))
 
     def _pass_seconds(self, made: Fitted, part: Any) -> float:
         """Of a pass as most of its step are: if it has several, not the first one, into gradients
@@ -855,12 +859,13 @@ class Planner:
         return seconds_now() - started
 
 
-def _is_enough(taken: list[list[float]]) -> bool:
-    """Whether these passes tell how long each way takes: single ones do if they are long."""
-    rounds, seconds = len(taken[0]), sum(map(sum, taken)) / len(taken)
-    if rounds < _TIMED:
-        return seconds >= _PLENTY_SECONDS
-    return rounds >= _MOST_TIMED or seconds >= _TIMED_SECONDS
+def _may_be_beaten(tried: Fitted) -> bool:
+    """Whether tiles may make a step much faster: nothing is faster than a batch that is run whole
+    with everything kept.
+    """
+    plan, found = tried.plan, tried.profile
+    least = found.plain_seconds(plan.batch_size) + found.optimizer_seconds
+    return plan.is_short and plan.step_seconds > _NEARLY * least
 
 
 def _size(part: tuple[str, int]) -> int:
