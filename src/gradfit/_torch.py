@@ -70,9 +70,8 @@ def is_custom(op: Any) -> bool:
     return op._name in torch._library.custom_ops.OPDEFS
 
 
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that this one is a view of, as autograd sees it."""
-    return tensor._base
+# The tensor that one is a view of, as autograd sees it.
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
 
 
 # An alias without a graph that shares the version counter, made without passing through dispatch
@@ -332,16 +331,28 @@ def running_backward() -> RunningBackward | None:
     return _describe_call(thread, others[-1], nested=bool(calls) or len(others) > 1)
 
 
-def in_simple_backward() -> bool:
+def in_simple_backward(depth: int) -> bool:
     """Whether this code runs under one call of `backward()` in this thread, which is inside of no
     other call and does not keep its graph: the usual answers of `running_backward`, in one look.
+
+    Args:
+        depth: how many calls below the engine's its caller is. Frames of Python are made when they
+            are looked at, so that those in between are passed over.
     """
-    calls = _engine_calls(sys._getframe(1))
-    if len(calls) != 1:
+    try:
+        frame: Any = sys._getframe(depth + 1)
+    except ValueError:  # a pass that no Python code has begun
         return False
-    variables = calls[0].f_locals
+    if frame.f_code is not _ENGINE_CALL:
+        return False
+    variables = frame.f_locals
     args = variables["args"]
-    return len(args) > 1 and not args[1] and bool(variables["kwargs"].get("accumulate_grad"))
+    if len(args) < 2 or args[1] or not variables["kwargs"].get("accumulate_grad"):
+        return False
+    while (frame := frame.f_back) is not None:
+        if frame.f_code is _ENGINE_CALL:
+            return False
+    return True
 
 
 def hooks_after_accumulation(tensor: torch.Tensor) -> list[Any]:
@@ -450,6 +461,13 @@ def copies_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         for to, source in kinds.values():
             torch._foreach_copy_(to, source)
     return copies
+
+
+def flat_copy(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The content of dense tensors of one type, one after the other, in one piece of memory."""
+    flat: torch.Tensor = torch._C._nn.flatten_dense_tensors(tensors)
+    # of a single tensor it may be a view
+    return flat.clone() if len(tensors) == 1 else flat
 
 
 _DENSE = (torch.Tensor, torch.nn.Parameter)

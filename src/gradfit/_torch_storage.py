@@ -17,11 +17,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-_ATTRIBUTE = "_gradfit_life"  # of a storage: the newest of its lives
-
 
 class _Life:
-    """Dies with the storage that holds it."""
+    """Dies with the storage that holds it: the newest one as the attribute `_gradfit_life`."""
 
     __slots__ = ("__weakref__",)
     older: _Life | None = None
@@ -51,7 +49,7 @@ def watch_storage(
 
     The watch that it gives is of this kind: a `StorageWatch`, or a subclass with more slots.
     """
-    newest: _Life | None = getattr(storage, _ATTRIBUTE, None)
+    newest: _Life | None = getattr(storage, "_gradfit_life", None)
     if newest is None:
         life = storage._gradfit_life = _Life()
         return kind(life, callback)

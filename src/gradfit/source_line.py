@@ -22,8 +22,16 @@ _is_users: dict[str, bool] = {}  # by file name: asked for each frame, for each 
 _ENTRY = re.compile(r'\s*File "(.+)", line (\d+)')
 
 
+Place = tuple[str, int]  # a file and a line
+
+
 def source_line() -> str:
     """The line of the user's code, or of a library of theirs, that is running."""
+    return line_at(source_place())
+
+
+def source_place() -> Place | None:
+    """The same, to be put in words later."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -31,9 +39,14 @@ def source_line() -> str:
         if is_users is None:
             is_users = _is_users[name] = not name.startswith(_LIBRARY) or name in _MODELS
         if is_users:
-            return f"{_short(name)}:{frame.f_lineno}"
+            return (name, frame.f_lineno)
         frame = frame.f_back
-    return ""
+    return None
+
+
+def line_at(place: Place | None) -> str:
+    """A place in words."""
+    return "" if place is None else f"{_short(place[0])}:{place[1]}"
 
 
 def line_in(stack: Sequence[str]) -> str:

@@ -239,15 +239,15 @@ def _holders(nest: Any) -> dict[int, Any]:
     return holders
 
 
-def split_batch(batch: Any, size: int) -> Iterator[Any]:
+def split_batch(batch: Any, size: int, rows: int | None = None) -> Iterator[Any]:
     """Parts of at most `size` rows: tensors as views, lists with them; numbers and strings go into
-    each as they are.
+    each as they are. `rows` are the batch's, if they were counted.
 
     >>> list(split_batch({"x": torch.arange(3), "text": ["a", "b", "c"]}, 2))
     [{'x': tensor([0, 1]), 'text': ['a', 'b']}, {'x': tensor([2]), 'text': ['c']}]
     """
     holders = _holders(batch)
-    for start in range(0, _size_of(batch, holders), size):
+    for start in range(0, _size_of(batch, holders) if rows is None else rows, size):
         yield _take(batch, slice(start, start + size), holders)
 
 

@@ -390,3 +390,22 @@ def test_a_full_window_that_goes_on_counts_all_of_it() -> None:
     assert (result.weight, result.micro_batches) == (5, 5)
     assert loop.a.grad is not None
     assert loop.a.grad.tolist() == [4.0, 4.0]
+
+
+def test_an_accumulator_of_other_parameters_does_not_lengthen_the_way(loop: Loop) -> None:
+    other = Loop(handed=True)
+    for _ in range(3):
+        loop.bring(3.0, 6.0, 1.0, 2.0)
+        other.bring(1.0, 1.0, 1.0, 1.0)
+        assert loop.acc.window.is_noted
+        assert other.acc.window.is_noted
+
+
+def test_an_accumulator_that_takes_a_parameter_over_is_seen(loop: Loop) -> None:
+    loop.bring(3.0, 6.0)
+    other = gf.GradientAccumulator(torch.optim.SGD([loop.b], lr=1.0), steps=1)
+    assert not loop.acc.window.is_noted
+    before = loop.acc.window.accumulation_steps
+    loop.loss(4.0).backward()  # the other one's pass now
+    assert loop.acc.window.accumulation_steps == before
+    assert other.window.accumulation_steps == 1

@@ -10,13 +10,13 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Container, Iterable, Sequence
-from itertools import repeat
-from operator import is_not
+from itertools import compress, repeat
+from operator import is_not, not_
 from typing import Any
 
 from torch import Tensor
 
-from gradfit._torch import have_gradients, have_no_gradient, version_of
+from gradfit._torch import gradient_of, have_gradients, have_no_gradient, version_of
 
 
 class Touch(enum.Enum):
@@ -44,11 +44,12 @@ class GradientMarks:
     __slots__ = ("_parameters", "_references", "_written", "missing", "tensors", "versions")
 
     def __init__(self, tensors: Sequence[Any], *, parameters: bool = False) -> None:
-        pairs = [(tensor, tensor.grad) for tensor in tensors]
-        gradients = [gradient for _, gradient in pairs if gradient is not None]
+        found = [*map(gradient_of, tensors)]
+        present = [*map(is_not, found, repeat(None))]
+        gradients: list[Any] = [*compress(found, present)]
         # those with a gradient
-        self.tensors: list[Any] = [tensor for tensor, gradient in pairs if gradient is not None]
-        self.missing: list[Any] = [tensor for tensor, gradient in pairs if gradient is None]
+        self.tensors: list[Any] = [*compress(tensors, present)]
+        self.missing: list[Any] = [*compress(tensors, map(not_, present))]
         self._references: list[Any] = [*map(weakref.ref, gradients)]
         self.versions: list[int] = [*map(version_of, gradients)]
         self._parameters: list[Any] = []

@@ -25,8 +25,8 @@ class Owner(Protocol):
 
     owns: bool
     """Its tensors are its own for now."""
-    written_at: int
-    """`_takeovers` when it was last noted as their owner; -1 if it never was, or has others now."""
+    is_noted: bool
+    """Its name stands at each of its tensors: it was the last one that claimed any of them."""
 
     @property
     def in_use(self) -> bool:
@@ -36,7 +36,6 @@ class Owner(Protocol):
 _holders = WeakTensorKeyDictionary()  # tensor → the windows that hold it, weakly
 _owners = WeakTensorKeyDictionary()  # tensor → the window that has claimed it last, weakly
 _enabled = WeakTensorKeyDictionary()  # tensors marked by hand
-_takeovers = 0  # how often a window was noted as an owner
 _claiming = threading.RLock()
 
 
@@ -61,8 +60,7 @@ def claim(window: Owner, tensors: Sequence[Tensor]) -> None:
     """Own these tensors from now on; MisuseError, before anything changes, if another window is
     filling there.
     """
-    global _takeovers
-    if window.written_at == _takeovers:  # nobody has claimed anything since
+    if window.is_noted:
         window.owns = True
         return
     with _claiming:
@@ -78,9 +76,11 @@ def claim(window: Owner, tensors: Sequence[Tensor]) -> None:
                 )
         reference = weakref.ref(window)
         for tensor in tensors:
+            before = _owner_of(tensor)
+            if before is not None and before is not window:
+                before.is_noted = False
             _owners[tensor] = reference
-        _takeovers += 1
-        window.written_at, window.owns = _takeovers, True
+        window.is_noted = window.owns = True
 
 
 def disown(window: Owner) -> None:
@@ -90,24 +90,22 @@ def disown(window: Owner) -> None:
     window.owns = False
 
 
-def owns_all(window: Owner) -> bool:
-    """Whether this window was the last one that was noted as an owner: its tensors are its own, or
-    free.
-    """
-    return window.written_at == _takeovers
-
-
 def belongs_to_another(window: Owner, tensors: Sequence[Tensor]) -> bool:
     """Whether any of these tensors was claimed by another window, which is still there, since this
     one claimed them.
     """
-    if window.written_at == _takeovers:
+    if window.is_noted:
         return False
     return any(_other_owner(window, tensor) is not None for tensor in tensors)
 
 
-def _other_owner(window: Owner, tensor: Tensor) -> Owner | None:
+def _owner_of(tensor: Tensor) -> Owner | None:
     owner: Owner | None = _owners[tensor]() if tensor in _owners else None
+    return owner
+
+
+def _other_owner(window: Owner, tensor: Tensor) -> Owner | None:
+    owner = _owner_of(tensor)
     return None if owner is window or owner is None or not owner.owns else owner
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradfit._torch import have_gradients, have_no_gradient, version_of
-from gradfit.accumulate.marks import owns_all
+from gradfit._torch import gradient_of, have_no_gradient, version_of
 from gradfit.accumulate.optimizer_access import parameters_of
 from gradfit.accumulate.strategy import Strategy
 from gradfit.accumulate.window_state import Phase
@@ -68,8 +67,8 @@ class ShortWay:
             or window.in_doubt
             or window.transaction is not None
             or window.left is not None
-            or not owns_all(window)
-            or not self._has_same_members()
+            or not window.is_noted
+            or not (self._optimizer is None or self._has_same_members())
             or not have_no_gradient(self._tensors)
         ):
             return False
@@ -98,22 +97,19 @@ class ShortWay:
         last pass.
         """
         return (
-            self._has_same_members()
+            (self._optimizer is None or self._has_same_members())
             and self._has_same_gradients()
             and [*map(version_of, self._gradients)] == self._versions
         )
 
     def _has_same_members(self) -> bool:
         """Whether the optimizer has the parameters it had."""
-        optimizer, tensors = self._optimizer, self._tensors
-        if optimizer is None:
-            return True
-        now = parameters_of(optimizer) or ()
+        now, tensors = parameters_of(self._optimizer) or (), self._tensors
         return len(now) == len(tensors) and all(map(is_, now, tensors))
 
     def _has_same_gradients(self) -> bool:
         """Whether every parameter has the gradient it had, with whatever content."""
-        return have_gradients(self._present, self._gradients) and (
+        return all(map(is_, map(gradient_of, self._present), self._gradients)) and (
             not self._missing or have_no_gradient(self._missing)
         )
 

@@ -30,6 +30,11 @@ def is_usual(window: Any) -> bool:
     )
 
 
+# Calls from the engine's to `admits_plain`: the hook, `_begin` and `_begin_usual` of
+# `plain_backwards`, itself. Where others are in between, the pass goes the long way.
+_BELOW_ENGINE = 4
+
+
 class UsualPlainPass(ShortWay):
     """Brings further plain passes of the main thread into a window that holds nothing else."""
 
@@ -54,13 +59,13 @@ class UsualPlainPass(ShortWay):
         """Whether the plain pass that begins now in this thread, and `begins` a window, is a usual
         one.
         """
-        if thread != self._thread or not _torch.in_simple_backward():
+        if thread != self._thread or not _torch.in_simple_backward(_BELOW_ENGINE):
             return False
         if begins:
             return self.begin_window(window)
         return (
             window.apart is None
-            and not belongs_to_another(window, self._tensors)
+            and (window.is_noted or not belongs_to_another(window, self._tensors))
             and self.is_as_left()
         )
 

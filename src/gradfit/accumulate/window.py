@@ -100,7 +100,7 @@ class Window:
         self.sources: Sequence[Any] = self.tensors  # whose `.grad` autograd adds to
         # nobody shares the tensors, as far as was looked when they were registered
         self._found_alone = True
-        self.owns, self.written_at = False, -1  # for `marks`
+        self.owns = self.is_noted = False  # for `marks`
         self.lock = threading.RLock()  # for a moment: counters
         self.turn = threading.RLock()  # rule 1
         self.apart: int | None = None  # rule 2
@@ -267,7 +267,7 @@ class Window:
     def register_all(self, tensors: Iterable[Tensor], name: str) -> None:
         """Register tensors, all or none."""
         new = read_members(tensors, self.ids, name)
-        self.written_at = -1
+        self.is_noted = False
         if not self.bare:
             claim(self, [*self.tensors, *new])
         self.tensors += new

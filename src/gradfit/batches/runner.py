@@ -85,8 +85,8 @@ class MicroBatchRunner:
             size: rows of a part; the last may have fewer.
             rows: of the batch, if they have been counted.
         """
-        contents = list(self.cut(batch, size))
         rows = self.rows(batch) if rows is None else rows
+        contents = list(self.split(batch, size) if self.split else split_batch(batch, size, rows))
         if len(contents) == -(-rows // size):
             counts = [min(size, rows - start) for start in range(0, rows, size)]
         else:  # a `split` that makes parts of other sizes

@@ -19,15 +19,17 @@ from __future__ import annotations
 import gc
 import random
 import threading
-from collections.abc import Container, Iterable, MutableMapping
+from collections.abc import Container, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from gradfit._torch import global_module_hooks
+from gradfit._torch import global_module_hooks, gradient_of
 from gradfit._torch_fsdp import drop_gradients, set_unsharded_gradient, units_of, unsharded_gradient
 from gradfit._torch_listen import ThreadState
+from gradfit.batches.model_tree import ModelTree, each_once
+from gradfit.batches.numpy_generator import numpy_state
 from gradfit.interrupts import uninterrupted
 
 _MISSING = object()
@@ -65,7 +67,7 @@ class Generators:
         self._torch, self._python, self._numpy = (
             generator_states(),
             random.getstate(),
-            np.random.get_state(),
+            numpy_state(),
         )
 
     def restore(self) -> None:
@@ -76,35 +78,33 @@ class Generators:
             np.random.set_state(self._numpy)
 
 
-class _Module:
-    """One module's attributes and buffers as they are now."""
+def _restore_module(
+    module: torch.nn.Module,
+    before: dict[str, Any],
+    hooks: Mapping[str, set[int]],
+    buffers: Mapping[str, _Buffer],
+) -> None:
+    """Give one module the attributes, hooks and buffers that it had."""
+    now = vars(module)
+    _remove_new(now, before)
+    for name, value in before.items():
+        if now.get(name, _MISSING) is not value:
+            now[name] = value
+    for kind in _HOOKS:  # one that took itself away has done what it is for
+        _remove_new(before.get(kind) or {}, hooks.get(kind, ()))
+    registered = module._buffers
+    _remove_new(registered, buffers)
+    for name, buffer in buffers.items():
+        registered[name] = buffer.restored()
 
-    __slots__ = ("attributes", "buffers", "hooks", "module")
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self.module = module
-        self.attributes = here = dict(vars(module))
-        # Whoever sets hooks in the first forward notes it in an attribute (transformers 5 does, to
-        # collect hidden states). If only the attribute went back, the hooks would be set twice.
-        self.hooks = {name: set(hooks) for name in _HOOKS if (hooks := here.get(name))}
-        self.buffers = (
-            {name: _Buffer(buffer) for name, buffer in module._buffers.items()}
-            if module._buffers
-            else {}
-        )
+def _hooks_in(attributes: dict[str, Any]) -> dict[str, set[int]]:
+    """The keys of a module's hooks.
 
-    def restore(self) -> None:
-        now, before = vars(self.module), self.attributes
-        _remove_new(now, before)
-        for name, value in before.items():
-            if now.get(name, _MISSING) is not value:
-                now[name] = value
-        for kind in _HOOKS:  # one that took itself away has done what it is for
-            _remove_new(before.get(kind) or {}, self.hooks.get(kind, ()))
-        registered = self.module._buffers
-        _remove_new(registered, self.buffers)
-        for name, buffer in self.buffers.items():
-            registered[name] = buffer.restored()
+    Whoever sets hooks in the first forward notes it in an attribute (transformers 5 does, to
+    collect hidden states). If only the attribute went back, the hooks would be set twice.
+    """
+    return {name: set(hooks) for name in _HOOKS if (hooks := attributes.get(name))}
 
 
 def _remove_new(now: MutableMapping[Any, Any], before: Container[Any]) -> None:
@@ -138,14 +138,6 @@ class _Buffer:
         return not torch.equal(tensor, content)
 
 
-def _gradients_of(
-    holders: Iterable[torch.Tensor],
-) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Each tensor once, tied ones too, with its gradient."""
-    once = {id(holder): holder for holder in holders}.values()
-    return [(holder, holder.grad) for holder in once]
-
-
 class Snapshot:
     """All of a model's state beside its parameters' content, as it is now; `restore()` puts it
     back, whole.
@@ -154,43 +146,55 @@ class Snapshot:
     held, not copied: set them to None before anything adds to them (`clear_gradients`).
     """
 
-    def __init__(self, model: torch.nn.Module, tensors: Iterable[torch.Tensor] = ()) -> None:
-        self._model = model
-        modules = _modules_of(model)
-        self._modules = [_Module(module) for module in modules]
-        self._gradients = _gradients_of([*_parameters_in(modules), *tensors])
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        tensors: Iterable[torch.Tensor] = (),
+        *,
+        tree: ModelTree | None = None,
+    ) -> None:
+        """Look at everything. `tree` is the model's, if it was walked over just now."""
+        self._model, tree = model, tree or ModelTree(model)
+        self._modules = tree.modules
+        self._attributes: list[dict[str, Any]] = [*map(dict.copy, map(vars, tree.modules))]
+        # of the modules that have any, by position: most have none
+        self._hooks = {
+            position: _hooks_in(here)
+            for position, here in enumerate(self._attributes)
+            if any(map(here.get, _HOOKS))
+        }
+        self._buffers = {
+            position: {name: _Buffer(buffer) for name, buffer in here["_buffers"].items()}
+            for position, here in enumerate(self._attributes)
+            if here["_buffers"]
+        }
+        self.tensors: list[torch.Tensor] = each_once([*tree.parameters, *tensors])
+        """The model's parameters, and the other `tensors`, each once."""
+        self._gradients = [*map(gradient_of, self.tensors)]
         sharded = [kept for unit in units_of(model) for kept in unit.fsdp_params]
         self._unreduced = [(kept, unsharded_gradient(kept)) for kept in sharded]
         self._thresholds = gc.get_threshold()
-        self._hooks = [(hooks, dict(hooks)) for hooks in global_module_hooks()]
+        self._global_hooks = [(hooks, dict(hooks)) for hooks in global_module_hooks()]
         self._thread = ThreadState()
         self._generators = Generators()
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The model's parameters, and the other `tensors`, each once."""
-        return [holder for holder, _ in self._gradients]
-
-    @property
     def buffers(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers' content, by the names of `model.named_buffers()`."""
-        buffers = [buffer for module in self._modules for buffer in module.buffers.values()]
+        buffers = [buffer for named in self._buffers.values() for buffer in named.values()]
         copies = {id(one.tensor): one.content for one in buffers if one.content is not None}
         return {name: copies[id(tensor)] for name, tensor in self._model.named_buffers()}
 
     def clear_gradients(self) -> None:
         """From here on nothing is added to the gradients that were there."""
         drop_gradients(self._model)
-        for holder, _ in self._gradients:
+        for holder in self.tensors:
             holder.grad = None
 
     def add_gradients(self) -> None:
         """Add the gradients that were there then to those that are there now."""
-        once = {
-            id(holder): (holder, gradient) for holder, gradient in self._gradients
-        }  # a tied one is in several modules
         with torch.no_grad():
-            for holder, gradient in once.values():
+            for holder, gradient in zip(self.tensors, self._gradients, strict=True):
                 if gradient is not None:
                     holder.grad = gradient if holder.grad is None else gradient + holder.grad
 
@@ -203,10 +207,15 @@ class Snapshot:
         """
         with uninterrupted():
             self.restore_settings(thread=thread)
-            for module in self._modules:
-                module.restore()
+            for position, module in enumerate(self._modules):
+                _restore_module(
+                    module,
+                    self._attributes[position],
+                    self._hooks.get(position, {}),
+                    self._buffers.get(position, {}),
+                )
             self.clear_gradients()
-            for holder, gradient in self._gradients:
+            for holder, gradient in zip(self.tensors, self._gradients, strict=True):
                 holder.grad = gradient
             for kept, gradient in self._unreduced:
                 set_unsharded_gradient(kept, gradient)
@@ -219,7 +228,7 @@ class Snapshot:
         with uninterrupted():
             if thread:
                 self._thread.restore()
-            for hooks, before in self._hooks:
+            for hooks, before in self._global_hooks:
                 for key in [key for key in hooks if key not in before]:
                     del hooks[key]
             if gc.get_threshold() != self._thresholds:
@@ -284,26 +293,3 @@ class trials_end:  # noqa: N801  (as torch.no_grad)
             with uninterrupted():
                 while len(_open.trials) > self._outer:
                     _open.trials.pop().restore()
-
-
-def parameters_of(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """As `model.parameters()`, in a tenth of its time; a tied one is there once for each module."""
-    return _parameters_in(_modules_of(model))
-
-
-def _parameters_in(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    return [p for module in modules for p in module._parameters.values() if p is not None]
-
-
-def _modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Each module once. `model.modules()` gives the same, and takes longer than all the rest of a
-    snapshot.
-    """
-    by_id: dict[int, torch.nn.Module] = {}
-    left = [model]
-    while left:
-        module = left.pop()
-        if id(module) not in by_id:
-            by_id[id(module)] = module
-            left.extend(child for child in module._modules.values() if child is not None)
-    return list(by_id.values())

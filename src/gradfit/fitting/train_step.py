@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gradfit._torch import is_out_of_memory
+from gradfit._torch import have_no_gradient, is_out_of_memory
 from gradfit._torch_fsdp import drop_gradients
 from gradfit._torch_listen import unseen
 from gradfit.accumulate.accumulator import GradientAccumulator
@@ -28,8 +28,9 @@ from gradfit.accumulate.step_result import StepResult
 from gradfit.arguments import read_callable, read_instance, read_mapping
 from gradfit.batches.late_weights import LateWeights
 from gradfit.batches.loss import PartLoss
+from gradfit.batches.model_tree import ModelTree, each_once
 from gradfit.batches.runner import LossFunction
-from gradfit.batches.snapshot import Snapshot, parameters_of, trials_end
+from gradfit.batches.snapshot import Snapshot, trials_end
 from gradfit.batches.totals import LossTotals, logs_of, means_of
 from gradfit.batches.weights import BatchWeights
 from gradfit.devices import free_cached_memory
@@ -149,6 +150,7 @@ class TrainStep(NotCopied):
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._recovery = Recovery(planner, accumulator.rehearsal)
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
+        self._tree = ModelTree(model)
 
     @property
     def plan(self) -> Plan:
@@ -292,17 +294,19 @@ class TrainStep(NotCopied):
         """What to go back to; copying the buffers may be what there is no memory for, until the
         cache is given back.
         """
+        self._tree.renew()
         try:
-            return Snapshot(self.model, self.accumulator.window.tensors)
+            return Snapshot(self.model, self.accumulator.window.tensors, tree=self._tree)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         free_cached_memory()
-        return Snapshot(self.model, self.accumulator.window.tensors)
+        return Snapshot(self.model, self.accumulator.window.tensors, tree=self._tree)
 
     def _tensors(self) -> list[torch.Tensor]:
         """All that a backward pass of the model may leave a gradient in."""
-        return [*parameters_of(self.model), *self.accumulator.window.tensors]
+        self._tree.renew()
+        return each_once([*self._tree.parameters, *self.accumulator.window.tensors])
 
     def _take_back(self, before: Snapshot) -> bool:
         """Make everything as it was before the attempt; False if the optimizer has stepped: then it
@@ -533,7 +537,7 @@ class TrainStep(NotCopied):
 
 def clear_gradients(model: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
     """A step's gradients are those of its batch alone, and its budget has no room for others."""
-    if any(tensor.grad is not None for tensor in tensors):
+    if not have_no_gradient(tensors):
         drop_gradients(model)
         for tensor in tensors:
             tensor.grad = None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from gradfit._torch import copies_of, is_out_of_memory
+from gradfit._torch import is_out_of_memory
+from gradfit.batches.model_tree import each_once
 from gradfit.errors import StateError
+from gradfit.fitting.state_copy import StateCopy, copy_of
 from gradfit.fitting.write_watch import WriteWatch
 from gradfit.tree import leaves
 
@@ -29,9 +31,9 @@ class UpdateSnapshot:
         self.done = False  # the optimizer has stepped: from here on nothing is taken back
         own = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
         trained = [tensor for tensor in tensors if tensor.requires_grad]
-        self._parameters = list({id(p): p for p in (*trained, *own)}.values())
+        self._parameters: list[torch.Tensor] = each_once([*trained, *own])
         self._states = getattr(optimizer, "state", {})
-        self._copies: list[torch.Tensor] = []
+        self._copy: StateCopy | None = None
         self._old_states: list[tuple[Any, Any]] = []
         self._old_groups: list[dict[str, Any]] = []
         self._old_numbers: dict[str, Any] = {}
@@ -40,13 +42,13 @@ class UpdateSnapshot:
     def __enter__(self) -> None:
         groups = getattr(self._optimizer, "param_groups", ())
         self._old_groups = [
-            _clone({k: v for k, v in group.items() if k != "params"}) for group in groups
+            copy_of({k: v for k, v in group.items() if k != "params"}) for group in groups
         ]
         self._old_numbers = {
             k: v for k, v in vars(self._optimizer).items() if isinstance(v, int | float)
         }
         if self._taken:
-            self._copy()
+            self._copy = StateCopy(self._parameters, self._states)
             self._begun = True
             return
         self._old_states = [(key, _same_tensors(state)) for key, state in self._states.items()]
@@ -56,20 +58,6 @@ class UpdateSnapshot:
             {id(tensor): tensor for tensor in (*self._parameters, *held)}.values()
         )
         self._watch.__enter__()
-
-    def _copy(self) -> None:
-        if all(parameter.is_cpu for parameter in self._parameters):
-            with torch.no_grad():
-                self._copies = [parameter.clone() for parameter in self._parameters]
-            self._old_states = [(key, _clone(state)) for key, state in self._states.items()]
-            return
-        states = [tensor for state in self._states.values() for tensor in _tensors(state)]
-        copies = copies_of([*self._parameters, *states])  # few kernels to launch
-        rest = iter(copies[len(self._parameters) :])
-        self._copies = copies[: len(self._parameters)]
-        self._old_states = [
-            (key, _with_tensors(state, rest)) for key, state in self._states.items()
-        ]
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self.done = kind is None
@@ -89,7 +77,7 @@ class UpdateSnapshot:
         if kind is not None:
             self._restore()
         self._begun = False
-        self._copies, self._old_states, self._old_groups = [], [], []
+        self._copy, self._old_states, self._old_groups = None, [], []
 
     def undo(self) -> None:
         """Take back a step that was interrupted before it was `done`, wherever that was."""
@@ -97,39 +85,16 @@ class UpdateSnapshot:
             self._restore()
 
     def _restore(self) -> None:
-        with torch.no_grad():
-            for parameter, content in zip(self._parameters, self._copies, strict=self._taken):
-                parameter.copy_(content)
-        # The dict stays the same object: an optimizer that has entries by default needs its own.
-        self._states.clear()
-        self._states.update(self._old_states)
+        if self._copy is not None:
+            self._copy.restore(self._states)
+        else:
+            self._states.clear()
+            self._states.update(self._old_states)
         for group, old in zip(
             getattr(self._optimizer, "param_groups", ()), self._old_groups, strict=True
         ):
             group.update(old)
         vars(self._optimizer).update(self._old_numbers)
-
-
-def _clone(state: Any) -> Any:
-    if isinstance(state, torch.Tensor):
-        return state.clone()
-    if isinstance(state, dict):
-        return {name: _clone(item) for name, item in state.items()}
-    return copy.copy(state)
-
-
-def _tensors(state: Any) -> list[torch.Tensor]:
-    """The tensors of a nest of dicts, in order."""
-    if isinstance(state, dict):
-        return [tensor for item in state.values() for tensor in _tensors(item)]
-    return [state] if isinstance(state, torch.Tensor) else []
-
-
-def _with_tensors(state: Any, tensors: Iterator[torch.Tensor]) -> Any:
-    """A copy of the nest, with these tensors in the place of its own."""
-    if isinstance(state, dict):
-        return {name: _with_tensors(item, tensors) for name, item in state.items()}
-    return next(tensors) if isinstance(state, torch.Tensor) else copy.copy(state)
 
 
 def _same_tensors(state: Any) -> Any:

@@ -64,6 +64,7 @@ class _Frames(threading.local):
 
 
 _frames = _Frames()
+_reference_to = weakref.ref
 
 
 class CheckpointScope:
@@ -230,8 +231,18 @@ class CheckpointScope:
     @untraced
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         frames = _frames.open
+        opened = frames[-1] if frames else None
+        try:  # before any call: Ctrl-C may come in each
+            self._exit(kind, error, trace)
+        except KeyboardInterrupt:
+            if frames and frames[-1] is opened and opened[0] is self:  # not done with it yet
+                _leave(kind, error, trace)
+            raise
+
+    def _exit(self, kind: Any, error: Any, trace: Any) -> None:
+        frames = _frames.open
         if frames and frames[-1][0] is self:
-            _leave_for_sure(kind, error, trace)
+            _leave(kind, error, trace)
         elif any(frame[0] is self for frame in frames):
             self._leave_before_inner(kind)
             return
@@ -317,7 +328,7 @@ class CheckpointScope:
             nbytes: of it.
         """
         self.stats.freed_bytes += nbytes
-        self._saved.append(weakref.ref(value))
+        self._saved.append(_reference_to(value))
 
     def note_kept(self, nbytes: int) -> None:
         """Autograd got a tensor itself.
@@ -348,18 +359,6 @@ def _ask_for(scope: CheckpointScope, recorder: Recorder) -> None:
     """Let a scope's policy be asked, from now on."""
     if isinstance(recorder.policy, _Keep):
         recorder.policy.scopes.append(scope)
-
-
-def _leave_for_sure(kind: Any, error: Any, trace: Any) -> None:
-    """Close the innermost scope, even if Ctrl-C comes while it is being closed."""
-    frames = _frames.open
-    opened = frames[-1]
-    try:
-        _leave(kind, error, trace)
-    except KeyboardInterrupt:
-        if frames and frames[-1] is opened:  # not done with it yet
-            _leave(kind, error, trace)
-        raise
 
 
 def _leave(*error: Any) -> None:

@@ -8,11 +8,16 @@ import torch
 
 from gradfit._torch import current_node, forward_stack
 from gradfit.errors import ActivationOverwritten
-from gradfit.source_line import line_in
+from gradfit.source_line import Place, line_at, line_in
 
 
 def overwritten(
-    tensor: torch.Tensor, version: int, expected: int, *, rebuilt_from: bool = False, line: str = ""
+    tensor: torch.Tensor,
+    version: int,
+    expected: int,
+    *,
+    rebuilt_from: bool = False,
+    used_at: Place | None = None,
 ) -> ActivationOverwritten:
     """The error for a tensor that is at another version than it was in the forward pass.
 
@@ -22,12 +27,12 @@ def overwritten(
         expected: How often it had been when the forward pass used it.
         rebuilt_from: Whether it is what activations are rebuilt from, and not one that autograd
             saved.
-        line: Where the forward pass used it, if that was noted.
+        used_at: Where the forward pass used it, if that was noted.
     """
     operation, traced_line = _running_operation()
     use = "from which activations are rebuilt" if rebuilt_from else "that backward needs"
     needed = f" (for {operation})" if operation else ""
-    line = traced_line or line
+    line = traced_line or line_at(used_at)
     where = (
         f" It was used at {line}."
         if line

@@ -53,7 +53,7 @@ from gradfit.tape.storage_table import (
     next_index,
 )
 from gradfit.tape.stream import results_of
-from gradfit.tape.values import Scratch, Segment, Slice, Tape, TapeOperation, TapeValue, geometry_of
+from gradfit.tape.values import Scratch, Segment, Slice, Tape, TapeOperation, TapeValue
 
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
@@ -199,8 +199,6 @@ class Recorder:
         """
         if self.saved_tensors.copying:
             return func(*args, **kwargs)
-        if self._dead:
-            self.table.remove_dead()
         info = infos.get(id(func)) or info_of(func)
         if not info.simple or graph_task_id() != -1:
             return self._run_unusual(func, info, args, kwargs)
@@ -227,6 +225,8 @@ class Recorder:
     def _run_unusual(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
         if info.view:  # rule 2
             return info.call(*args, **kwargs)
+        if self._dead:
+            self.table.remove_dead()
         if graph_task_id() != -1:
             return self._run_in_backward(info, args, kwargs)
         if info.collective:
@@ -272,7 +272,9 @@ class Recorder:
         if choices is ALL or not info.recordable:  # rule 5
             return out
         if updates:
-            args = [_scratch(each) if at in info.scratch else each for at, each in enumerate(args)]
+            args = list(args)
+            for position in info.scratch:
+                args[position] = _scratch(args[position])
         if info.dtype or info.shape_only:
             info, args, kwargs = _as_replayed(info, args, kwargs, out)
         self._record(func, info, args, kwargs, out, random_state, choices, results)
@@ -328,34 +330,58 @@ class Recorder:
                 elif kind in ATOMS:
                     references.append(argument)
                 elif kind is list:
-                    references.append(self.table.refer_all(argument, inputs))
+                    references.append(
+                        argument
+                        if argument and type(argument[0]) is int  # and so are all
+                        else self.table.refer_all(argument, inputs)
+                    )
                 elif kind is _Parameter and argument.requires_grad and argument.is_leaf:
                     references.append(self._refer_parameter(argument, storage_key(argument)))
+                elif kind is Scratch:
+                    references.append(argument)
                 else:
                     references.append(self.table.refer_all((argument,), inputs)[0])
             named = self.table.refer_kwargs(kwargs, inputs) if kwargs else NO_KWARGS
             single = type(out) is _Tensor
-            new = [(0, out, storage_key(out))] if single else _new_results(out, inputs)
+            new = [] if single else _new_results(out, inputs)
+            if single:
+                key = storage_key(out)
+            elif new:
+                key = new[0][2]
+            else:
+                return
         except (Untrackable, RuntimeError):  # rule 5
             return
-        for _, _, key in new:
-            if key in values or (key in self._roots and self.table.root(key) is not None):
-                return  # it gave back a tensor that was there before: nothing new was made
-        if not new or (self._unwatched and any(value.key == new[0][2] for value in inputs)):
+        if key in values or (key in self._roots and self.table.root(key) is not None):
+            return  # it gave back a tensor that was there before
+        if self._unwatched and any(value.key == key for value in inputs):
             return
         if len(inputs) > FEW:
             inputs = each_once(inputs)
         op = TapeOperation(next_index(), func, info, references, named, inputs)
-        op.random_state = random_state
-        if choices is not None and results is not None and len(choices) != len(new):
-            choices = choices_for(new, choices, results)
+        if random_state is not None:
+            op.random_state = random_state
         if not single:
-            self.table.add(op, new, choices)
+            self._add_several(op, new, choices, results)
             return
         choice = REBUILD if choices is None else choices[0]
         if choice is not KEEP:
-            self.table.add_result(op, 0, out, new[0][2], choice)
+            self.table.add_result(op, 0, out, key, choice)
             self.table.register(op)
+
+    def _add_several(
+        self,
+        op: TapeOperation,
+        new: Results,
+        choices: Sequence[Choice] | None,
+        results: list[torch.Tensor] | None,
+    ) -> None:
+        for _, _, key in new[1:]:
+            if key in self._values or self.table.root(key) is not None:
+                return  # it gave back a tensor that was there before
+        if choices is not None and results is not None and len(choices) != len(new):
+            choices = choices_for(new, choices, results)
+        self.table.add(op, new, choices)
 
 
 def _new_results(out: Any, inputs: list[TapeValue]) -> Results:
@@ -395,4 +421,6 @@ def _scratch(statistics: Any) -> Any:
     """Replay must not update running statistics a second time: it gets tensors whose content is not
     read.
     """
-    return Scratch(geometry_of(statistics)) if isinstance(statistics, _Tensor) else statistics
+    if isinstance(statistics, _Tensor):
+        return Scratch(statistics.shape, statistics.dtype)
+    return statistics

@@ -80,7 +80,7 @@ def take(handle: Handle) -> torch.Tensor:
             tensor = rebuild(value, tape, retain=tape.retains)
         elif value.op is None or tensor._version != value.held_version:
             tensor = content(value)  # which checks it at length
-        if value.tensor is not None and value.op is not None:
+        if value.op is not None and value.tensor is not None:
             release_if_done(value, tape)
     return tensor if handle.geometry is None else _as_saved(tensor, handle)
 
@@ -143,7 +143,7 @@ def _context_of(segment: Segment | None) -> Any:
 
 def release_if_done(value: TapeValue, tape: Tape) -> None:
     """Drop a rebuilt value once nothing in this pass will ask for it."""
-    if value.tensor is None or value.op is None or value.pending(tape.pass_number):
+    if value.pending(tape.pass_number) or value.op is None:
         return
     if value.users is None or not _has_reader_to_run(value, tape):
         value.tensor = None
@@ -197,7 +197,11 @@ def content(value: TapeValue) -> torch.Tensor:
     if value.held_version >= 0:
         if tensor._version != value.held_version:
             raise overwritten(
-                tensor, tensor._version, value.held_version, rebuilt_from=True, line=value.line
+                tensor,
+                tensor._version,
+                value.held_version,
+                rebuilt_from=True,
+                used_at=value.read_at,
             )
         if value.op is None:
             _check_there(tensor)
@@ -426,7 +430,7 @@ class _Sweep:
             if value is not None and value.tensor is None and value in self._asked:
                 result = results[value.position]
                 if (
-                    result.size(),
+                    result.shape,
                     result.stride(),
                     result.storage_offset(),
                     result.dtype,
@@ -518,10 +522,12 @@ class _Sweep:
         if kind is Slice:
             return shaped(self._tensor(reference.value), reference.geometry)
         if kind is list:
+            if reference and type(reference[0]) is int:
+                return reference
             return [self._argument(item, op) for item in reference]
         if kind is Scratch:
-            size, _, _, dtype = reference.geometry
-            return torch.zeros(size, dtype=dtype, device=self._argument(op.args[0], op).device)
+            device = self._argument(op.args[0], op).device
+            return torch.zeros(reference.shape, dtype=reference.dtype, device=device)
         return reference
 
     def _tensor(self, value: TapeValue) -> torch.Tensor:

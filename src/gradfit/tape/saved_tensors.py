@@ -14,10 +14,10 @@ import torch
 
 from gradfit._torch import FakeTensor, as_class, detached, graph_task_id, storage_key
 from gradfit._torch_listen import pop_hooks, push_hooks
-from gradfit.source_line import source_line
-from gradfit.tape import replay
+from gradfit.source_line import source_place
 from gradfit.tape.decisions import SaveObserver
 from gradfit.tape.overwritten import overwritten
+from gradfit.tape.replay import look, take
 from gradfit.tape.storage import Untrackable, key_of, place_of
 from gradfit.tape.storage_table import StorageTable, is_view_of_parameter
 from gradfit.tape.values import Geometry, Handle, OfSubclass, Tape, TapeValue, shaped
@@ -25,6 +25,7 @@ from gradfit.tape.version_counters import version_of
 from gradfit.tape.written_slices import is_small_slice, part_of, whole_of
 
 _Tensor = torch.Tensor
+_reference_to = weakref.ref
 
 
 class SavedTensors:
@@ -78,7 +79,7 @@ class SavedTensors:
             return self._pack_observed(self.observer, tensor)
         if self._dead:
             self._table.remove_dead()
-        if tensor.requires_grad and tensor.is_leaf:  # it lives anyway, even if it was made inside
+        if tensor.is_leaf and tensor.requires_grad:  # it lives anyway, even if it was made inside
             return (tensor, tensor._version)
         if type(tensor) is not _Tensor:
             return self._pack_other_class(tensor)
@@ -106,11 +107,14 @@ class SavedTensors:
                 geometry = None
         handle = Handle(self.tape, value, geometry)
         if value.handles is not None:
-            value.handles.append(weakref.ref(handle))
+            value.handles.append(_reference_to(handle))
             return handle
-        value.handles = [weakref.ref(handle)]
+        value.handles = [_reference_to(handle)]
         if value.evictable:
-            self._hold_evictable(value, tensor, forward_tensor)
+            if forward_tensor is not tensor or self.tape.on_held is not None:
+                self._hold_evictable(value, tensor, forward_tensor)
+            else:
+                value.tensor, value.held_version = detached(tensor), value.version
         elif (scope := self._table.segment.scope) is not None:
             scope.note_freed(value, tensor.untyped_storage().nbytes())
         return handle
@@ -185,7 +189,7 @@ class SavedTensors:
         if self._table.segment.scope is None:
             return (detached(tensor), version_of(tensor))
         self._count_kept(tensor)
-        return (detached(tensor), version_of(tensor), source_line())
+        return (detached(tensor), version_of(tensor), source_place())
 
     def _handle(
         self,
@@ -196,9 +200,9 @@ class SavedTensors:
     ) -> Handle:
         handle = Handle(self.tape, value, geometry)
         if value.handles is not None:
-            value.handles.append(weakref.ref(handle))
+            value.handles.append(_reference_to(handle))
             return handle
-        value.handles = [weakref.ref(handle)]
+        value.handles = [_reference_to(handle)]
         if value.evictable:
             self._hold_evictable(value, tensor, forward_tensor)
         else:
@@ -267,7 +271,7 @@ def _all_of(value: TapeValue, tensor: torch.Tensor, whole: torch.Tensor | None) 
 def unpack(packed: Any) -> torch.Tensor:
     """Autograd wants it back: the kept tensor, if nobody wrote to it, or a replay."""
     if type(packed) is Handle:
-        return replay.take(packed) if graph_task_id() != -1 else replay.look(packed)
+        return take(packed) if graph_task_id() != -1 else look(packed)
     if type(packed) is OfSubclass:
         alias = as_class(unpack(packed.content), packed.kind)
         vars(alias).update(packed.attributes)
@@ -275,6 +279,6 @@ def unpack(packed: Any) -> torch.Tensor:
     tensor: torch.Tensor = packed[0]
     if packed[1] is not None and packed[1] >= 0 and tensor._version != packed[1]:
         raise overwritten(
-            tensor, tensor._version, packed[1], line=packed[2] if len(packed) > 2 else ""
+            tensor, tensor._version, packed[1], used_at=packed[2] if len(packed) > 2 else None
         )
     return tensor

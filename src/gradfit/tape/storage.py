@@ -17,6 +17,7 @@ from gradfit.tape.values import Geometry, shaped
 
 # a fake one has a storage too
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
+_COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _PART = 1 << 20
 _default_dispatch = torch.Tensor.__torch_dispatch__
 
@@ -55,9 +56,10 @@ def place_of(tensor: torch.Tensor) -> Geometry:
     negated, nested).
     """
     try:
-        if tensor.is_conj() or tensor.is_neg():
+        dtype = tensor.dtype
+        if tensor.is_neg() or (dtype in _COMPLEX and tensor.is_conj()):
             raise Untrackable
-        return (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return (tensor.shape, tensor.stride(), tensor.storage_offset(), dtype)
     except (RuntimeError, NotImplementedError):
         raise Untrackable from None
 

@@ -16,7 +16,7 @@ import torch
 from gradfit._torch import base_of, detached_in_dispatch
 from gradfit._torch_storage import watch_storage
 from gradfit.choices import HOLD, KEEP, OFFLOAD, PACK, REBUILD, Choice
-from gradfit.source_line import source_line
+from gradfit.source_line import source_place
 from gradfit.tape.dropout_mask import pack
 from gradfit.tape.operators import CONSTANT, LOAD, OpInfo
 from gradfit.tape.parameter_reads import ParameterReads, copy_for, first_alive
@@ -97,6 +97,7 @@ class StorageTable:
         self.parameters = ParameterReads()
         self.unwatched = UnwatchedReads()
         self.split_results = SplitResults()
+        self._split_results = self.split_results.by_storage  # stays the same object
         # Watches of storages that are dead. Only noted when it happens: an interrupt in a weak
         # reference's callback would be swallowed, and leave an address in the table that is
         # somebody else's by then.
@@ -118,13 +119,15 @@ class StorageTable:
 
     def remove_dead(self) -> None:
         """Take dead storages out; before anything is looked up."""
-        while self.dead:
-            watch = self.dead.pop()
-            value = self.values.get(watch.key)
+        dead, values = self.dead, self.values
+        while dead:
+            watch = dead.pop()
+            key = watch.key
+            value = values.get(key)
             if value is not None and value.death_watch is watch:
-                del self.values[watch.key]
-                if self.split_results.by_storage:
-                    self.split_results.remove(watch.key)
+                del values[key]
+                if self._split_results:
+                    self._split_results.pop(key, None)
 
     # -------------------------------------------------------------------------------- what is there
 
@@ -205,7 +208,9 @@ class StorageTable:
         """An operation's arguments with what stands for each tensor, in lists too."""
         references: list[Any] = []
         for argument in args:
-            if isinstance(argument, _Tensor):
+            if type(argument) in ATOMS:
+                references.append(argument)
+            elif isinstance(argument, _Tensor):
                 references.append(self.refer(argument, inputs))
             elif isinstance(argument, list | tuple):
                 references.append(self.refer_all(argument, inputs))
@@ -249,7 +254,7 @@ class StorageTable:
         value.write_pending = False
         self.roots[value.key] = weakref.ref(value)
         if self.segment.scope is not None:
-            value.line = source_line()
+            value.read_at = source_place()
 
     def hold_unwritten(
         self, value: TapeValue, tensor: torch.Tensor, alias: Any = detached_in_dispatch
@@ -296,7 +301,7 @@ class StorageTable:
             op.outputs.append(None)
             return
         try:
-            geometry = (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+            geometry = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
         except RuntimeError:  # rule 5: a nested tensor
             op.outputs.append(None)
             return
@@ -341,10 +346,11 @@ class StorageTable:
         segment = self.segment
         for value in op.inputs:
             if value.op is not None:
-                if value.users is None:
+                users = value.users
+                if users is None:
                     value.users = [reference]
                 else:
-                    value.users.append(reference)
+                    users.append(reference)
                 # It escapes from where it was made: whoever encloses both rebuilds it.
                 if value.segment is not segment and self._widens_segments:
                     value.segment = value.segment.common(segment)
@@ -444,16 +450,21 @@ class StorageTable:
                 self.parameters.copy_before_write(key)
             if self.inherited:
                 self.copy_inherited([tensor])
-            if key not in self.values and self.root(key) is None:
+            value = self.values.pop(key, None) or self.root(key)
+            if value is None:
                 self.before_unknown_write(tensor, key)
-            self._forget_key(key)
+            else:
+                self._forget_value(key, value)
 
     def _forget_key(self, key: int) -> None:
         value = self.values.pop(key, None) or self.root(key)
         if value is not None:
-            self.copy_value(value)
-            value.death_watch = None
-            value.forward_tensor = nothing
+            self._forget_value(key, value)
+
+    def _forget_value(self, key: int, value: TapeValue) -> None:
+        self.copy_value(value)
+        value.death_watch = None
+        value.forward_tensor = nothing
         self.roots.pop(key, None)
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:

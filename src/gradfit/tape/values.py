@@ -23,15 +23,17 @@ from typing import Any
 import torch
 
 from gradfit._torch import detached, storage_key
+from gradfit.source_line import Place
 from gradfit.tape import process_settings
 
 _next_epoch = itertools.count(1).__next__  # a value may be read by several tapes
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 Geometry = tuple[torch.Size, tuple[int, ...], Any, torch.dtype]
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
     """Where in its storage a tensor lies."""
-    return (tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+    return (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
 
 
 def shaped(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
@@ -89,7 +91,7 @@ class TapeValue:
 
     __slots__ = (
         "__weakref__", "death_watch", "digest", "evictable", "forward_tensor", "geometry",
-        "handles", "held_version", "key", "line", "op", "part", "position", "segment", "tensor",
+        "handles", "held_version", "key", "op", "part", "position", "read_at", "segment", "tensor",
         "unpacked", "unwanted", "unwritten", "users", "version", "write_pending",
     )  # fmt: skip
 
@@ -132,7 +134,9 @@ class TapeValue:
         self.users: list[weakref.ref[TapeOperation]] | deque[weakref.ref[TapeOperation]] | None = (
             None
         )
-        self.line = ""  # of the user's code, where it was first read, if a scope holds it
+        self.read_at: Place | None = (
+            None  # in the user's code, where it was first read, if a scope holds it
+        )
         self.unwanted = 0  # the epoch of its tape in which it was found that nobody will ask for it
         # Autograd's; a node that dies unused takes its own along.
         self.handles: list[weakref.ref[Handle]] | None = None
@@ -167,6 +171,9 @@ class TapeValue:
         if handles is None:
             return False
         count = len(handles)
+        if count == 1:
+            handle = handles[0]()
+            return handle is not None and handle.pass_number != pass_number
         number, of, done = self.unpacked
         if number != pass_number or of != count:
             done = 0
@@ -236,7 +243,8 @@ class ParameterRef:
     __slots__ = ("__weakref__", "content", "source", "version")
 
     def __init__(self, argument: torch.Tensor) -> None:
-        self.content = detached(argument)
+        # `.data` takes a third of the time; of a subclass it would be one, too.
+        self.content = argument.data if type(argument) in _PLAIN else detached(argument)
         self.source: torch.Tensor | None = argument
         self.version = argument._version
 
@@ -249,10 +257,11 @@ class ParameterRef:
 class Scratch:
     """An argument whose content is not read but written to: replay gives it a throw-away tensor."""
 
-    __slots__ = ("geometry",)
+    __slots__ = ("dtype", "shape")
 
-    def __init__(self, geometry: Geometry) -> None:
-        self.geometry = geometry
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.dtype = dtype
 
 
 class Tape:

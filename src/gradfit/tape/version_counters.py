@@ -91,9 +91,5 @@ class SplitResults:
                 }
                 self.by_storage[key] = alive | {id(tensor): SplitResult(tensor)}
 
-    def remove(self, key: int) -> None:
-        """The storage is gone."""
-        self.by_storage.pop(key, None)
-
     def clear(self) -> None:
         self.by_storage.clear()

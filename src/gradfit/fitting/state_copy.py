@@ -1,0 +1,79 @@
+"""Parameters, and what an optimizer holds for them, copied so that they can be put back.
+
+There are some three entries for each parameter, so that no line of Python runs for each of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import MutableMapping, Sequence
+from itertools import chain, compress, repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfit.fitting.tensor_copies import TensorCopies
+
+_ALONE = object()  # stands for the name of an entry that has none
+
+
+class StateCopy:
+    """Some parameters and an optimizer's state, as they are now.
+
+    Tensors of the state that the optimizer replaces are not kept: the budget has room for a copy,
+    not for them beside it.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], states: MutableMapping[Any, Any]) -> None:
+        self._parameters, self._keys = parameters, [*states]
+        named = [one if isinstance(one, dict) else {_ALONE: one} for one in states.values()]
+        self._names: list[tuple[Any, ...]] = [*map(tuple, named)]
+        values = [*chain.from_iterable(map(dict.values, named))]
+        are_tensors = [*map(isinstance, values, repeat(Tensor))]
+        tensors = [*compress(values, are_tensors)]
+        # by position among the values: numbers and nests, which are few
+        self._rest = (
+            {}
+            if all(are_tensors)
+            else {at: copy_of(one) for at, one in enumerate(values) if not are_tensors[at]}
+        )
+        self._count, self._tensors = len(values), [*map(weakref.ref, tensors)]
+        self._copies = TensorCopies([*parameters, *tensors])
+
+    def restore(self, states: MutableMapping[Any, Any]) -> None:
+        """Put everything back into the parameters and `states`, which stays the same object: an
+        optimizer that has entries by default needs its own.
+        """
+        contents, tensors = iter(self._copies.contents()), iter(self._tensors)
+        with torch.no_grad():
+            for parameter in self._parameters:
+                parameter.copy_(next(contents))
+            values = iter(
+                [
+                    self._rest[at]
+                    if at in self._rest
+                    else _with_content(next(tensors)(), next(contents))
+                    for at in range(self._count)
+                ]
+            )
+        old = [dict(zip(names, values, strict=False)) for names in self._names]
+        states.clear()
+        states.update((key, one.get(_ALONE, one)) for key, one in zip(self._keys, old, strict=True))
+
+
+def copy_of(state: Any) -> Any:
+    """A copy of a nest of dicts, its tensors included."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {name: copy_of(item) for name, item in state.items()}
+    return copy.copy(state)
+
+
+def _with_content(tensor: Tensor | None, content: Tensor) -> Tensor:
+    """The tensor with its old content, if it is still there and of its old shape."""
+    if tensor is None or (tensor.shape, tensor.dtype) != (content.shape, content.dtype):
+        return content
+    return tensor.copy_(content)

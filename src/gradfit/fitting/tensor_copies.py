@@ -1,0 +1,76 @@
+"""Copies of many tensors' content, made in few calls.
+
+An optimizer has some four tensors for each parameter, most of them small: cloning them one by one
+takes several times as long as copying their bytes, and so does a line of Python for each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradfit._torch import copies_of, flat_copy
+
+_kind_of = attrgetter("dtype", "layout", "is_cpu")
+_shape_of = attrgetter("shape")
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+
+
+class TensorCopies:
+    """What is in some tensors now.
+
+    >>> tensors = [torch.ones(2), torch.arange(3), torch.zeros(())]
+    >>> copies = TensorCopies(tensors)
+    >>> tensors[0].zero_(), copies.contents()
+    (tensor([0., 0.]), [tensor([1., 1.]), tensor([0, 1, 2]), tensor(0.)])
+    """
+
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        self._shapes: list[torch.Size] = [*map(_shape_of, tensors)]
+        self._flat: list[tuple[Sequence[int], Tensor]] = []  # positions, and one piece of memory
+        self._single: dict[int, Tensor] = {}
+        kinds = [*map(_kind_of, tensors)]
+        if not all(is_cpu for _, _, is_cpu in set(kinds)):
+            self._single = dict(enumerate(copies_of(tensors)))  # few kernels to launch
+            return
+        are_plain = set(map(type, tensors)) <= _PLAIN
+        with torch.no_grad():
+            for (dtype, layout, _), places in _positions_by(kinds).items():
+                held = [tensors[place] for place in places]
+                if are_plain and layout is torch.strided and _is_number(dtype):
+                    self._flat.append((places, flat_copy(held)))
+                else:
+                    self._single |= zip(places, [one.clone() for one in held], strict=True)
+
+    def contents(self) -> list[Tensor]:
+        """The content of each, in the order in which they were given."""
+        found = dict(self._single)
+        for places, flat in self._flat:
+            shapes = [self._shapes[place] for place in places]
+            pieces = torch.split(flat, [math.prod(shape) for shape in shapes])
+            found |= {
+                place: piece.view(shape)
+                for place, piece, shape in zip(places, pieces, shapes, strict=True)
+            }
+        return [found[position] for position in range(len(self._shapes))]
+
+
+def _positions_by(kinds: list[Any]) -> dict[Any, Sequence[int]]:
+    """Where each kind stands; usually there is one."""
+    distinct = set(kinds)
+    if len(distinct) == 1:
+        return {kinds[0]: range(len(kinds))}
+    return {
+        kind: [place for place, one in enumerate(kinds) if one == kind]
+        for kind in sorted(distinct, key=kinds.index)
+    }
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    """Whether tensors of this type are real numbers in a row, and nothing else."""
+    return dtype.is_floating_point or dtype in (torch.int64, torch.int32)

@@ -1,0 +1,103 @@
+"""The copy to go back to: whatever an optimizer does to its tensors, entries and numbers."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gradfit.fitting.tensor_copies import TensorCopies
+from gradfit.fitting.update_rollback import UpdateSnapshot
+
+KINDS = [
+    torch.randn(3, 4),
+    torch.randn(4, 3).t(),
+    torch.zeros(()),
+    torch.zeros(0, 2),
+    torch.randn(5, dtype=torch.float64),
+    torch.randn(2, 2).bfloat16(),
+    torch.arange(4),
+    torch.tensor([True, False]),
+    torch.randn(2, dtype=torch.complex64).conj(),
+    torch.tensor([1.0, 0.0, -2.0]).to_sparse(),
+    torch.tensor([float("nan"), float("inf"), -0.0]),
+    nn.Parameter(torch.randn(2)),
+]
+
+
+@pytest.mark.parametrize("chosen", [KINDS, KINDS[:1], KINDS[:4], [*KINDS, *KINDS[4:7]], []])
+def test_copies_of_every_kind(chosen: list[torch.Tensor]) -> None:
+    tensors = [one.detach().clone() for one in chosen]
+    copies = TensorCopies(tensors)
+    for one in tensors:
+        one.zero_()
+    contents = copies.contents()
+    assert len(contents) == len(chosen)
+    for content, before in zip(contents, chosen, strict=True):
+        assert content.dtype == before.dtype
+        torch.testing.assert_close(content, before.detach(), rtol=0, atol=0, equal_nan=True)
+
+
+class Odd(torch.optim.Optimizer):
+    """Writes to tensors, replaces some, and has lists, numbers and nests beside them."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.5, "betas": [0.1, 0.2]})
+        self.count = 3
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {
+                    "written": torch.ones(2),
+                    "replaced": torch.ones(3),
+                    "resized": torch.ones(2),
+                    "nest": {"inner": torch.ones(1), "number": 4},
+                    "list": [1, 2],
+                }
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] = 0.0
+            for p in group["params"]:
+                state = self.state[p]
+                p.zero_()
+                state["written"].zero_()
+                state["replaced"] = torch.zeros(3)
+                state["resized"].resize_(5)
+                state["nest"]["inner"].zero_()
+                state["nest"]["number"] = 5
+                state["new"] = torch.zeros(1)
+                state["list"].append(3)
+        raise RuntimeError("half-way")
+
+
+def test_an_optimizer_that_fails_half_way_is_as_before() -> None:
+    parameters = [nn.Parameter(torch.randn(2, 2)) for _ in range(3)]
+    optimizer = Odd(parameters)
+    before = copy.deepcopy((optimizer.state_dict(), [*map(torch.Tensor.tolist, parameters)]))
+    written = optimizer.state[parameters[0]]["written"]
+    with (
+        pytest.raises(RuntimeError, match="half-way"),
+        UpdateSnapshot(parameters, optimizer, taken=True),
+    ):
+        optimizer.step()
+    after = optimizer.state_dict()
+    assert [*map(torch.Tensor.tolist, parameters)] == before[1]
+    assert str(after) == str(before[0])
+    assert optimizer.count == 3
+    assert optimizer.state[parameters[0]]["written"] is written
+
+
+def test_tensors_that_the_optimizer_replaces_are_let_go() -> None:
+    """The budget has room for a copy of its state, not for the old one beside it."""
+    parameter = nn.Parameter(torch.randn(2))
+    optimizer = Odd([parameter])
+    old = weakref.ref(optimizer.state[parameter]["replaced"])
+    with UpdateSnapshot([parameter], optimizer, taken=True):
+        optimizer.state[parameter]["replaced"] = torch.zeros(3)
+        assert old() is None
