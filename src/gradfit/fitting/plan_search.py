@@ -34,6 +34,7 @@ from gradfit.fitting.families import (
 )
 from gradfit.fitting.fixed_cost import nominal
 from gradfit.fitting.modes import Planned, WithinLimit
+from gradfit.fitting.progress import OnProgress, ProgressReport
 from gradfit.fitting.race import Race
 from gradfit.fitting.reserved import ReservedMemory, TrialRecord, UpdateSizes
 from gradfit.fitting.tested_plan import Fitted, Shape, covered, covers, shape_of, smaller
@@ -101,8 +102,10 @@ class Planner:
         exact: bool = True,
         tile: bool = True,
         planning_share: float = 0.05,
+        on_progress: OnProgress | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
+        self._progress = ProgressReport(on_progress)
         self.exact = exact  # what does not add up is not cut
         self.additivity: Additivity | None = None
         self._tile = tile  # whether plans may cut along tokens
@@ -266,6 +269,10 @@ class Planner:
         Raises:
             BudgetInfeasible: only a smaller micro-batch could do that.
         """
+        with self._progress.running():
+            return self._plan_of_part(part, fitted)
+
+    def _plan_of_part(self, part: Any, fitted: Fitted) -> Fitted | None:
         plan = fitted.plan
         found = self._profile(part, rows=self.rows(part), tiles=plan.tiles)
         made = self._plan(found, self.limit_bytes, plan.batch_size, plan.micro_batch)
@@ -348,6 +355,10 @@ class Planner:
         return new
 
     def _fit(self, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
+        with self._progress.running():
+            return self._best(batch, batch_size, shape, limit_bytes)
+
+    def _best(self, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
         """The best tested plan of those without tiles and those with."""
         choices = self._tile_choices(batch) if self._tile else TileChoices()
         tried: list[Fitted] = []  # all that hold the budget, timed together
@@ -482,6 +493,8 @@ class Planner:
         """What a step does, in these tiles; `batch_size` is how many rows a step has, 0 if that is
         open.
         """
+        tiled = " in tiles of tokens" if tiles is not None else ""
+        self._progress.begin(f"measuring a step's operations{tiled}")
         bandwidth = 0.0
         if self._offload:
             device = next(self._model.parameters()).device
@@ -534,6 +547,7 @@ class Planner:
                     f" does not add up: {self._why_whole()}. Leave micro_batch out, or pass"
                     " exact=False to cut all the same."
                 )
+        self._progress.begin(f"planning for {format_bytes(limit_bytes)}")
         return make_plan(found, memory=limit_bytes, batch_size=batch_size, micro_batch=size)
 
     def _plan_at(self, found: Profile, limit_bytes: int, batch_size: int, micro_batch: int) -> Plan:
@@ -687,6 +701,7 @@ class Planner:
         step, or None if it left the plan or memory ran out. A peak above `online_bytes` is what was
         needed where these did not suffice."""
         past = 0
+        self._progress.begin(f"trying out a plan, micro-batch {made.plan.micro_batch}")
         with untouched(self._model):
             try:
                 return self._rehearse(made, batch, online_bytes)
@@ -776,6 +791,7 @@ class Planner:
         ways = [one for one in ways if one.steady] or ways[:1]
         if not ways[0].steady:
             return ways[0]
+        self._progress.begin("timing a plan" if len(ways) == 1 else f"timing {len(ways)} plans")
         parts = [next(iter(self.runner.cut(batch, one.plan.micro_batch))) for one in ways]
         with untouched(self._model):
             try:

@@ -61,7 +61,7 @@ class Race:
         if rounds >= _MOST or seconds >= _PLENTY_SECONDS:
             return True
         if len(self.running) == 1:  # which has won, or has no rivals
-            return len(self._taken) > 1 or seconds >= _ALONE_SECONDS
+            return rounds > 0 and (len(self._taken) > 1 or seconds >= _ALONE_SECONDS)
         return rounds >= _LEAST and seconds >= _SECONDS
 
     def step_seconds(self, place: int) -> float:
