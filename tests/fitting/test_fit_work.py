@@ -16,6 +16,7 @@ from gradfit.profiling import measure
 from gradfit.profiling.profile import Profile
 
 ROWS = 64
+EXACT = Additivity("divisor", roles=("adds",))
 
 
 def network() -> nn.Module:
@@ -39,7 +40,7 @@ def long_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_ENOUGH_SECONDS", 0.0)
     monkeypatch.setattr(measure, "_LONG_SECONDS", 0.0)
     monkeypatch.setattr(race, "_ALONE_SECONDS", 0.0)
-    monkeypatch.setattr(measure, "additivity_within", lambda *_: Additivity("rows"))
+    monkeypatch.setattr(measure, "additivity_within", lambda *_: EXACT)
 
 
 @pytest.mark.usefixtures("long_passes")
