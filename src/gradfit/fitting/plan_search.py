@@ -25,12 +25,12 @@ from gradfit.devices import counted_device, devices_of, free_cached_memory, wait
 from gradfit.errors import BudgetInfeasible, MisuseError
 from gradfit.fitting.batch_rows import BatchRows
 from gradfit.fitting.families import (
-    MOST_PLANS,
     PlanningTime,
     covering,
     grown,
     may_be_slow,
     with_slack,
+    within_memory,
 )
 from gradfit.fitting.fixed_cost import nominal
 from gradfit.fitting.modes import Planned, WithinLimit
@@ -255,9 +255,7 @@ class Planner:
             if known.shape != found.shape
             or (known.steady and known.plan.operations != found.plan.operations)
         ]
-        if len(kept) >= MOST_PLANS:
-            oldest = min(kept, key=lambda known: self._used.get(id(known), 0))
-            kept = [known for known in kept if known is not oldest]
+        kept = within_memory(kept, self._used)
         self._fitted = sorted([*kept, found], key=lambda known: known.plan.peak_bytes)
         self._used = {id(known): self._used.get(id(known), 0) for known in self._fitted}
         return found
