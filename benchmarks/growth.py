@@ -5,11 +5,15 @@ CPU seconds at sizes that double; the exponent is the slope of a line through th
 the largest half of the sizes (1.0: linear; a constant part makes it smaller). A profile is also
 compared with what it may take: 20 plain steps plus 2 ms an operation. `python benchmarks/growth.py
 [--quick] [--most 50000]`.
+
+`--calls` counts work instead of seconds: calls of Python functions for each operation of the model
+(or parameter, or entry of the batch), at sizes of 1 to 25, which a loaded machine does not change.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import gc
 import math
 import time
@@ -146,13 +150,64 @@ def exponent(sizes: Sequence[int], numbers: Sequence[float]) -> float:
 COLUMNS = ("plain", "profile", "plan", "record", "step")
 
 
+def calls_of(run: Callable[[], Any]) -> tuple[int, Any]:
+    """How many Python functions a run calls."""
+    watch = cProfile.Profile(builtins=False)
+    watch.enable()
+    try:
+        result = run()
+    finally:
+        watch.disable()
+    return sum(entry.callcount for entry in watch.getstats()), result
+
+
+def count(case: Case, size: int) -> None:
+    """Print the calls for each operation, parameter or entry."""
+    torch.manual_seed(0)
+    model, batch = case.make(size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    found: dict[str, int] = {}
+    found["profile"], profile = calls_of(lambda: gf.profile(model, loss_of, batch, optimizer))
+    kept = gf.plan(profile, memory="100 GiB")
+    budget = kept.peak_bytes - kept.kept_bytes // 3
+    try:
+        found["plan"], _ = calls_of(lambda: gf.plan(profile, memory=budget))
+    except gf.BudgetInfeasible as error:
+        least = error.min_bytes
+        found["plan"], _ = calls_of(lambda: gf.plan(profile, memory=least))
+    found["fit"], step = calls_of(
+        lambda: gf.fit(model, optimizer, loss_of, batch, memory="100 GiB")
+    )
+    for _ in range(3):
+        step(batch)
+    found["step"], _ = calls_of(lambda: step(batch))
+    print(
+        f"{size:>8} {len(profile.operations):>7} "
+        + " ".join(f"{found[name] / size:>9.1f}" for name in COUNTED),
+        flush=True,
+    )
+
+
+COUNTED = ("profile", "plan", "fit", "step")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="three sizes instead of five")
     parser.add_argument("--most", type=int, default=50_000, help="operations of the longest chain")
     parser.add_argument("--only", default="", help="the name of one case")
+    parser.add_argument("--calls", action="store_true", help="calls for each operation, no seconds")
     options = parser.parse_args()
-    print(f"{one_thread()}; torch {torch.__version__}; CPU seconds")
+    unit = "Python calls for each of `size`" if options.calls else "CPU seconds"
+    print(f"{one_thread()}; torch {torch.__version__}; {unit}")
+    if options.calls:
+        for case in cases(options.most, quick=True):
+            if options.only in case.name:
+                names = " ".join(f"{name:>9}" for name in COUNTED)
+                print(f"\n{case.name}\n{'size':>8} {'ops':>7} {names}")
+                for part in (25, 5, 1):
+                    count(case, case.sizes[-1] // part)
+        return
     for case in cases(options.most, options.quick):
         if options.only and options.only not in case.name:
             continue

@@ -717,6 +717,11 @@ def _() -> Good:
 # -- profile, plan, fit --------------------------------------------------------------------------
 
 
+def is_callback(value: Any) -> bool:
+    """Whether it can be called with a text and seconds."""
+    return value is print
+
+
 def is_split(value: Any) -> bool:
     return value is None
 
@@ -914,6 +919,7 @@ def _() -> Good:
             "micro_batch": is_one_of(is_none, is_equal_to(3)),
             "exact": is_flag,
             "planning_share": is_not_negative,
+            "on_progress": is_one_of(is_none, is_callback),
             "batch_size": is_one_of(is_none, is_count),
             "split": is_split,
             "clip": is_one_of(is_none, is_positive),

@@ -85,7 +85,7 @@ def test_plans_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch, found: Profile
     def seconds(self: Planner, made: Any, part: Any) -> float:
         order.append(made.plan.keeps_everything)
         pace = 1.0 if len(order) <= 2 else 10.0
-        return 1e-3 * pace * len(part) * (1.0 if made.plan.keeps_everything else 1.5)
+        return 1e-3 * pace * len(part) * (1.0 if made.plan.keeps_everything else 1.1)
 
     monkeypatch.setattr(Planner, "_pass_seconds", seconds)
     model, batch = network(), torch.randn(64, 32)

@@ -4,6 +4,8 @@ operations, not seconds.
 
 from __future__ import annotations
 
+import cProfile
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -78,3 +80,52 @@ def test_a_plan_simulates_as_much_per_operation_however_many_there_are(
         gf.plan(profile, memory=kept.peak_bytes - kept.kept_bytes // 2)
         per_operation.append(simulated[0] / len(profile.operations))
     assert per_operation[1] < 1.5 * per_operation[0]
+
+
+def _calls(run: Callable[[], Any]) -> tuple[int, Any]:
+    """How many Python functions are called."""
+    watch = cProfile.Profile(builtins=False)
+    watch.enable()
+    try:
+        result = run()
+    finally:
+        watch.disable()
+    return sum(entry.callcount for entry in watch.getstats()), result
+
+
+def _first(model: nn.Module, batch: Any) -> torch.Tensor:
+    return _loss(model, batch["x"])
+
+
+def _operations(size: int) -> tuple[nn.Module, Any]:
+    return _Chain(size // 2), {"x": torch.rand(8, 4)}
+
+
+def _layers(size: int) -> tuple[nn.Module, Any]:
+    layers = [nn.Linear(4, 4) for _ in range(size // 4)]
+    return nn.Sequential(*layers), {"x": torch.rand(8, 4)}
+
+
+def _strings(size: int) -> tuple[nn.Module, Any]:
+    return nn.Linear(4, 4), {"x": torch.rand(10 * size, 4), "text": ["word"] * (10 * size)}
+
+
+def _tensors(size: int) -> tuple[nn.Module, Any]:
+    return nn.Linear(4, 4), {"x": torch.rand(8, 4), "more": [torch.rand(8) for _ in range(size)]}
+
+
+@pytest.mark.parametrize("make", [_operations, _layers, _strings, _tensors])
+def test_fit_and_a_step_call_as_much_for_each_of_what_there_is(
+    make: Callable[[int], tuple[nn.Module, Any]],
+) -> None:
+    fits, steps = [], []
+    for size in (100, 400):
+        model, batch = make(size)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        calls, step = _calls(lambda: gf.fit(model, optimizer, _first, batch, memory="1 GiB"))  # noqa: B023
+        fits.append(calls / size)
+        for _ in range(3):
+            step(batch)
+        steps.append(_calls(lambda: step(batch))[0] / size)  # noqa: B023
+    assert fits[1] < 1.1 * fits[0]
+    assert steps[1] < 1.1 * steps[0]

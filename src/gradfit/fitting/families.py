@@ -20,12 +20,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from gradfit.fitting.tested_plan import Fitted, Shape, covers, growth
 
 MOST_PLANS = 64  # that are remembered
+MOST_OPERATIONS = 500_000  # in their profiles, of which each takes about a kilobyte
 _ROOM = 0.97  # of the budget that arithmetic may fill
 _LARGER = 2.0  # a plan for batches so many times as large may be slower than one of their own
 
@@ -37,6 +38,28 @@ def with_slack(fitted: Fitted, limit_bytes: int) -> Fitted:
     fixed = _fixed_bytes(fitted)
     slack = (_ROOM * limit_bytes - fixed) / max(1, fitted.tested_bytes - fixed)
     return dataclasses.replace(fitted, slack=max(1.0, slack) if fitted.tested_bytes else 1.0)
+
+
+def within_memory(plans: Sequence[Fitted], last_used: Mapping[int, int]) -> list[Fitted]:
+    """Those that may be remembered beside one more, in their order; what was not used for longest
+    goes first.
+
+    Args:
+        plans: all there are.
+        last_used: by a plan's address, when that was.
+    """
+    newest = sorted(plans, key=lambda known: -last_used.get(id(known), 0))
+    kept: set[int] = set()
+    profiles: set[int] = set()  # several plans may have one
+    operations = 0
+    for known in newest[: MOST_PLANS - 1]:
+        if id(known.profile) not in profiles:
+            operations += len(known.profile.operations)
+            if operations > MOST_OPERATIONS:
+                break
+            profiles.add(id(known.profile))
+        kept.add(id(known))
+    return [known for known in plans if id(known) in kept]
 
 
 def covering(known: Sequence[Fitted], shape: Shape, batch_size: int) -> list[Fitted]:

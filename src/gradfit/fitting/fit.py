@@ -13,6 +13,7 @@ from gradfit.accumulate.marks import claim, disown
 from gradfit.arguments import (
     check_arguments,
     check_optimizer,
+    read_callable,
     read_count,
     read_flag,
     read_instance,
@@ -55,6 +56,7 @@ def fit(
     exact: bool = True,
     tile: bool = True,
     planning_share: float = 0.05,
+    on_progress: Callable[[str, float], object] | None = None,
 ) -> TrainStep:
     """Profile the model, plan for the budget, try the plan, and return the step that follows it.
 
@@ -99,6 +101,9 @@ def fit(
         planning_share: of the time trained so far, how much may be spent on plans that are not
             necessary: where a plan for larger batches would do, but may be slower. 0 makes only
             those without which a batch cannot be run.
+        on_progress: `on_progress(doing, seconds)` is called when something begins (measuring,
+            planning, a trial), with the seconds so far, here and whenever the step makes a plan;
+            what it raises ends that. None shows it on a terminal, after two seconds.
 
     Raises:
         MisuseError: an argument cannot be right; nothing was changed.
@@ -118,6 +123,8 @@ def fit(
     read_flag(tile, "tile")
     check_optimizer(optimizer)
     read_number(planning_share, "planning_share", minimum=0, like=0.05)
+    if on_progress is not None:
+        read_callable(on_progress, "on_progress", "a function of a text and seconds", arguments=2)
     known = [
         read_instance(one, "known", Fitted, "step.known")
         for one in read_list(known, "known", "step.known")
@@ -157,6 +164,7 @@ def fit(
         exact=exact,
         tile=tile,
         planning_share=planning_share,
+        on_progress=on_progress,
     )
     ranks = accumulator.ranks
     # refused in the middle of another's window, whose sums would be lost

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import statistics
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -26,15 +25,17 @@ from gradfit.devices import counted_device, devices_of, free_cached_memory, wait
 from gradfit.errors import BudgetInfeasible, MisuseError
 from gradfit.fitting.batch_rows import BatchRows
 from gradfit.fitting.families import (
-    MOST_PLANS,
     PlanningTime,
     covering,
     grown,
     may_be_slow,
     with_slack,
+    within_memory,
 )
 from gradfit.fitting.fixed_cost import nominal
 from gradfit.fitting.modes import Planned, WithinLimit
+from gradfit.fitting.progress import OnProgress, ProgressReport
+from gradfit.fitting.race import Race
 from gradfit.fitting.reserved import ReservedMemory, TrialRecord, UpdateSizes
 from gradfit.fitting.tested_plan import Fitted, Shape, covered, covers, shape_of, smaller
 from gradfit.fitting.update_rollback import UpdateSnapshot
@@ -57,10 +58,9 @@ from gradfit.units import format_bytes
 _TRIES = 5
 _TRIES_ONLINE = 3
 _ONLINE_MARGIN = 1.03  # above the smallest limit that was held online
-# passes: at least, at most, and until they took so long
-_TIMED, _MOST_TIMED, _TIMED_SECONDS = 3, 10, 1.5
-_PLENTY_SECONDS = 5.0  # where passes are as long as this, one is enough
-_NEARLY = 1.05  # of the budget: by how much a prediction may be above it, and a trial still tell
+# By how much a prediction may be above the budget, and a trial still tell; or above the least
+# seconds there can be, and nobody looks further.
+_NEARLY = 1.05
 _DOUBT = 1.3  # by how much a prediction may be slower, and the clock is still asked
 _NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
 
@@ -102,8 +102,10 @@ class Planner:
         exact: bool = True,
         tile: bool = True,
         planning_share: float = 0.05,
+        on_progress: OnProgress | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
+        self._progress = ProgressReport(on_progress)
         self.exact = exact  # what does not add up is not cut
         self.additivity: Additivity | None = None
         self._tile = tile  # whether plans may cut along tokens
@@ -206,20 +208,37 @@ class Planner:
                 )
         serving = [known for known in self._fitted if self._holds(known)]
         larger = covering(serving, shape, batch_size)
-        found = larger[0] if larger else None
-        if not distributed.is_running():  # where ranks run forwards together, and so plan together
-            if (
-                found is None
-                and (by_size := grown(serving, shape, batch_size, self.limit_bytes)) is not None
-            ):
-                found = self._remember(by_size)
-            wanted = larger and may_be_slow(larger[0], shape, batch_size) and self.time.is_left
-            found = None if wanted and not self._reproducible else found
+        found = None
+        if larger:
+            found = None if self._wants_own(larger[0], shape, batch_size) else larger[0]
+        elif not distributed.is_running():  # where ranks run forwards, and so plan, together
+            by_size = grown(serving, shape, batch_size, self.limit_bytes)
+            found = None if by_size is None else self._remember(by_size)
         if found is None:
             with self.time.planning() if self._fitted else contextlib.nullcontext():
                 found = self._add(self._fit(batch, batch_size, shape, self.limit_bytes))
         self._used[id(found)] = self._clock = self._clock + 1
         return found
+
+    def serving(self, batch: Any, batch_size: int) -> Fitted | None:
+        """The plan that `fitted` would give, if it was made before and nothing need be measured."""
+        shape = self.shape(batch)
+        known = covering([one for one in self._fitted if self._holds(one)], shape, batch_size)
+        if self.additivity is None or not known or self._wants_own(known[0], shape, batch_size):
+            return None
+        self._used[id(known[0])] = self._clock = self._clock + 1
+        return known[0]
+
+    def _wants_own(self, larger: Fitted, shape: Shape, batch_size: int) -> bool:
+        """Whether batches of this shape should have a plan of their own, and there is time to make
+        it.
+        """
+        return (
+            not self._reproducible
+            and not distributed.is_running()
+            and may_be_slow(larger, shape, batch_size)
+            and self.time.is_left
+        )
 
     def outgrown(self, fitted: Fitted, batch: Any) -> Fitted:
         """A plan of its own for a batch that is too large for one that arithmetic had found for
@@ -258,9 +277,7 @@ class Planner:
             if known.shape != found.shape
             or (known.steady and known.plan.operations != found.plan.operations)
         ]
-        if len(kept) >= MOST_PLANS:
-            oldest = min(kept, key=lambda known: self._used.get(id(known), 0))
-            kept = [known for known in kept if known is not oldest]
+        kept = within_memory(kept, self._used)
         self._fitted = sorted([*kept, found], key=lambda known: known.plan.peak_bytes)
         self._used = {id(known): self._used.get(id(known), 0) for known in self._fitted}
         return found
@@ -272,6 +289,10 @@ class Planner:
         Raises:
             BudgetInfeasible: only a smaller micro-batch could do that.
         """
+        with self._progress.running():
+            return self._plan_of_part(part, fitted)
+
+    def _plan_of_part(self, part: Any, fitted: Fitted) -> Fitted | None:
         plan = fitted.plan
         found = self._profile(part, rows=self.rows(part), tiles=plan.tiles)
         made = self._plan(found, self.limit_bytes, plan.batch_size, plan.micro_batch)
@@ -354,29 +375,34 @@ class Planner:
         return new
 
     def _fit(self, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
+        with self._progress.running():
+            return self._best(batch, batch_size, shape, limit_bytes)
+
+    def _best(self, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
         """The best tested plan of those without tiles and those with."""
         choices = self._tile_choices(batch) if self._tile else TileChoices()
-        tried: list[Fitted] = []
+        tried: list[Fitted] = []  # all that hold the budget, timed together
         failed: list[tuple[int, Profile, BudgetInfeasible | None]] = []
         for tiles in self._worth_trying(choices):
             if tried and tiles is not None and tiles.modules:
                 break  # these run again in each backward pass: where nothing else is enough
             found = self._profile(batch, tiles=tiles, batch_size=batch_size)
             try:
-                tried.append(self._fit_as(found, batch, batch_size, shape, limit_bytes))
+                tried += self._fit_as(found, batch, batch_size, shape, limit_bytes)
             except _Hopeless as least:
                 failed.append((least.needed_bytes, found, None))
             except BudgetInfeasible as error:
                 failed.append((error.min_bytes, found, error))
-            if tried and (self._reproducible or not tried[-1].plan.is_short):
+            if tried and (self._reproducible or not _may_be_beaten(tried[0])):
                 break
         if tried:
-            return tried[0] if len(tried) == 1 else self._fastest(tried, batch)
+            return self._fastest(tried, batch)
         _, found, measured = min(failed, key=lambda one: one[0])
         if measured is None:
             # Only the smallest of all is tried out: what it takes is the smallest budget.
             try:
-                return self._fit_smallest(found, batch, batch_size, shape, limit_bytes)
+                ways = self._fit_smallest(found, batch, batch_size, shape, limit_bytes)
+                return self._fastest(ways, batch)
             except BudgetInfeasible as error:
                 measured = error
         raise measured if self._tile else self._with_tiles_named(measured, batch, batch_size)
@@ -420,8 +446,8 @@ class Planner:
 
     def _fit_as(
         self, found: Profile, batch: Any, batch_size: int, shape: Shape, limit_bytes: int
-    ) -> Fitted:
-        """A tested plan from this profile.
+    ) -> list[Fitted]:
+        """Tested plans from this profile, the one that is predicted to be the fastest first.
 
         Raises:
             _Hopeless: there is none, by arithmetic.
@@ -440,14 +466,14 @@ class Planner:
             tried = self._try_out(made, batch)
             if tried is None:
                 if plan.micro_batch == found.batch_size or plan.micro_batch > self.rows(batch):
-                    return self._fit_online(made, batch, limit_bytes)
+                    return [self._fit_online(made, batch, limit_bytes)]
                 # a batch of one row need not do what larger ones do: look at this very size
                 size = plan.micro_batch
                 found = self._profile(batch, rows=size, tiles=found.tiles, batch_size=batch_size)
                 timed = nominal(found) if self._reproducible else found
                 continue
             if tried.peak_bytes <= limit_bytes:
-                return self._improved(tried, batch, target, limit_bytes)
+                return [*self._rivals(tried, batch, target, limit_bytes)]
             target = min(target, plan.peak_bytes) - (tried.peak_bytes - limit_bytes)
             if target <= 0:
                 break
@@ -455,12 +481,12 @@ class Planner:
             raise _Hopeless(least)
         return self._fit_smallest(found, batch, batch_size, shape, limit_bytes)
 
-    def _improved(self, tried: Fitted, batch: Any, target: int, limit_bytes: int) -> Fitted:
-        """The fastest of a plan that holds and its rivals."""
+    def _rivals(self, tried: Fitted, batch: Any, target: int, limit_bytes: int) -> Iterator[Fitted]:
+        """A plan that holds, and others that hold and may be faster by the clock."""
         plan = tried.plan
         if self._reproducible:
-            # The micro-batch is chosen; what to keep in it changes no bit, so that is chosen by
-            # the clock.
+            # The micro-batch is chosen; what to keep in it changes no bit, so that may be chosen by
+            # what was measured.
             size = plan.micro_batch
             other = self._plan_at(tried.profile, target, plan.batch_size, size)
             again = (
@@ -469,11 +495,12 @@ class Planner:
                 else None
             )
             holds = again is not None and again.peak_bytes <= limit_bytes
-            return self._fastest([again if again is not None and holds else tried], batch)
-        if self._micro_batch is not None:
-            return self._fastest([tried], batch)
-        rivals = self._recomputing if plan.keeps_everything else self._plain
-        return self._fastest([tried, *rivals(tried, batch, target, limit_bytes)], batch)
+            yield again if again is not None and holds else tried
+            return
+        yield tried
+        if self._micro_batch is None:
+            others = self._recomputing if plan.keeps_everything else self._plain
+            yield from others(tried, batch, target, limit_bytes)
 
     def _profile(
         self,
@@ -486,6 +513,8 @@ class Planner:
         """What a step does, in these tiles; `batch_size` is how many rows a step has, 0 if that is
         open.
         """
+        tiled = " in tiles of tokens" if tiles is not None else ""
+        self._progress.begin(f"measuring a step's operations{tiled}")
         bandwidth = 0.0
         if self._offload:
             device = next(self._model.parameters()).device
@@ -538,6 +567,7 @@ class Planner:
                     f" does not add up: {self._why_whole()}. Leave micro_batch out, or pass"
                     " exact=False to cut all the same."
                 )
+        self._progress.begin(f"planning for {format_bytes(limit_bytes)}")
         return make_plan(found, memory=limit_bytes, batch_size=batch_size, micro_batch=size)
 
     def _plan_at(self, found: Profile, limit_bytes: int, batch_size: int, micro_batch: int) -> Plan:
@@ -577,7 +607,7 @@ class Planner:
 
     def _fit_smallest(
         self, found: Profile, batch: Any, batch_size: int, shape: Shape, limit_bytes: int
-    ) -> Fitted:
+    ) -> list[Fitted]:
         """The plan of the smallest peak, by seconds that are the same in every run: so `min_bytes`
         is always enough.
         """
@@ -589,12 +619,12 @@ class Planner:
         made = Fitted(plan, found, shape, 0, steady=True)
         tried = self._try_out(made, batch)
         if tried is None:
-            return self._fit_online(made, batch, limit_bytes)
+            return [self._fit_online(made, batch, limit_bytes)]
         # Not less than what is planned for: below that, what the clock says could not choose among
         # plans.
         least = max(tried.peak_bytes, plan.peak_bytes, found.measuring_bytes)
         if max(tried.peak_bytes, found.measuring_bytes) <= limit_bytes:
-            return self._fastest([tried], batch)
+            return [tried]
         raise self._infeasible(tried.plan, least, cut=found.splittable)
 
     def _fit_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted:
@@ -691,6 +721,7 @@ class Planner:
         step, or None if it left the plan or memory ran out. A peak above `online_bytes` is what was
         needed where these did not suffice."""
         past = 0
+        self._progress.begin(f"trying out a plan, micro-batch {made.plan.micro_batch}")
         with untouched(self._model):
             try:
                 return self._rehearse(made, batch, online_bytes)
@@ -777,6 +808,10 @@ class Planner:
         Plans with and without recomputation are too unlike for a prediction: one pays for recording
         and replaying, the other for more passes.
         """
+        ways = [one for one in ways if one.steady] or ways[:1]
+        if not ways[0].steady:
+            return ways[0]
+        self._progress.begin("timing a plan" if len(ways) == 1 else f"timing {len(ways)} plans")
         parts = [next(iter(self.runner.cut(batch, one.plan.micro_batch))) for one in ways]
         with untouched(self._model):
             try:
@@ -835,16 +870,16 @@ class Planner:
         """With the seconds that passes of these micro-batches take here and now, each in its turn:
         a machine that is slower for a while is so for all of them. What was measured before is only
         a hint."""
-        taken: list[list[float]] = [[] for _ in ways]
-        while not _is_enough(taken):
-            for times, (made, part) in zip(taken, ways, strict=True):
-                times.append(self._pass_seconds(made, part))
+        rows = [self.runner.rows(part) for _, part in ways]
+        race = Race([one.plan.batch_size / n for (one, _), n in zip(ways, rows, strict=True)])
+        while not race.is_over:
+            for place in race.running:
+                race.add(place, self._pass_seconds(*ways[place]))
+            race.drop_slow()
         drop_gradients(self._model)
-        for times, (made, part) in zip(taken, ways, strict=True):
-            seconds = statistics.median(times) * made.plan.batch_size / self.runner.rows(part)
-            yield dataclasses.replace(
-                made, plan=made.plan.with_step_seconds(seconds + made.profile.optimizer_seconds)
-            )
+        for place, (made, _) in enumerate(ways):
+            seconds = race.step_seconds(place) + made.profile.optimizer_seconds
+            yield dataclasses.replace(made, plan=made.plan.with_step_seconds(seconds))
 
     def _pass_seconds(self, made: Fitted, part: Any) -> float:
         """Of a pass as most of its step are: if it has several, not the first one, into gradients
@@ -860,12 +895,13 @@ class Planner:
         return seconds_now() - started
 
 
-def _is_enough(taken: list[list[float]]) -> bool:
-    """Whether these passes tell how long each way takes: single ones do if they are long."""
-    rounds, seconds = len(taken[0]), sum(map(sum, taken)) / len(taken)
-    if rounds < _TIMED:
-        return seconds >= _PLENTY_SECONDS
-    return rounds >= _MOST_TIMED or seconds >= _TIMED_SECONDS
+def _may_be_beaten(tried: Fitted) -> bool:
+    """Whether tiles may make a step much faster: nothing is faster than a batch that is run whole
+    with everything kept.
+    """
+    plan, found = tried.plan, tried.profile
+    least = found.plain_seconds(plan.batch_size) + found.optimizer_seconds
+    return plan.is_short and plan.step_seconds > _NEARLY * least
 
 
 def _size(part: tuple[str, int]) -> int:

@@ -32,6 +32,7 @@ from gradfit.recompute.follow_plan import Diverged, Unrecorded, Unsure, recordin
 _ROOM = 2  # times what a forward saves: as much must fit for it not to be watched
 _EVERY = 8  # of so many steps with one plan, what autograd saves is looked at in one, whatever else
 _MOST_COUNTS = 4  # of nodes, that one plan's forwards make: with more, each forward is watched
+_MOST_SHAPES = 256  # of which something is remembered
 _MOST = 6  # sequences of one shape: what does another thing in each step would have a plan for each
 _MOST_REPEATS = 3  # of one step, for the sake of its plans
 
@@ -83,6 +84,8 @@ class Sequences:
         """A new step."""
         self._tried.clear()
         self._left, self._repeats, self._now, self._watches = None, 0, "", False
+        for memory in (self._last, self._learnt, self._seen, self.online):
+            _forget_oldest(memory)
 
     def runs_online(self, part: Any) -> str:
         """Why micro-batches like this one are not run by a plan; empty if they are."""
@@ -224,6 +227,12 @@ class Sequences:
         if made is not None:
             self._last[self._key(fitted)] = made.plan.operations
         return made
+
+
+def _forget_oldest(memory: dict[Any, Any]) -> None:
+    """Of more shapes than can come again soon."""
+    while len(memory) > _MOST_SHAPES:
+        del memory[next(iter(memory))]
 
 
 class _IdentityList(list[Fitted]):

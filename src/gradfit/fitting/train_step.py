@@ -268,9 +268,7 @@ class TrainStep(NotCopied):
         tensors = self._tensors()
         self._require_trained()
         clear_gradients(self.model, tensors)
-        with trials_end(), self.accumulator.rehearsal():  # a new shape is profiled and tried out
-            most = self._planner.rows_at_most(rows)
-            fitted = self._fitted = self._planner.fitted(batch, most)
+        fitted = self._fitted = self._find_plan(batch, self._planner.rows_at_most(rows))
         before = self._snapshot()
         if after_micro_batch is not None:
             self._buffers = before.buffers if progress is None else progress.buffers
@@ -318,11 +316,20 @@ class TrainStep(NotCopied):
             )
         self._parameters = now
 
+    def _find_plan(self, batch: Any, rows: int) -> Fitted:
+        """The plan that serves the batch; one of a new shape is profiled and tried out."""
+        found = self._planner.serving(batch, rows)
+        if found is not None:
+            return found
+        with trials_end(), self.accumulator.rehearsal():
+            found = self._planner.fitted(batch, rows)
+        self._tree.renew()  # a first forward may make modules
+        return found
+
     def _snapshot(self) -> Snapshot:
         """What to go back to; copying the buffers may be what there is no memory for, until the
         cache is given back.
         """
-        self._tree.renew()
         try:
             return Snapshot(self.model, self.accumulator.window.tensors, tree=self._tree)
         except Exception as error:

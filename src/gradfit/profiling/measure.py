@@ -44,12 +44,11 @@ from gradfit.tree import leaves, split_batch, unmarked
 
 _Cut = Callable[[Any, int], Iterable[Any]]
 _Timed = TracedOp | TracedNode
-_ROUNDS, _MORE_ROUNDS = 2, 5  # the least of so many measurements: a machine is never alone
-_SHORT_SECONDS = 0.1  # what takes less than this is measured more often
-_LONG_SECONDS = 0.25  # passes that take so long are timed twice
-_PLENTY_SECONDS = 2.0  # a forward that takes so long is watched once
-# in all those measurements; where there are more, operations alike measure each other
-_FEW_OPERATIONS = 1000
+# Least of several measurements, for a machine is never alone; but what takes long, or has many
+# operations, of which those alike measure each other, is measured fewer times.
+_MOST_ROUNDS, _ENOUGH_SECONDS, _ENOUGH_OPERATIONS = 5, 0.05, 1000
+_SIZES, _LONG_SECONDS = 3, 0.05  # so many sizes are enough if a forward of the last took so long
+_PLENTY_SECONDS = 1.0  # and two if it took so long
 
 
 def profile(
@@ -352,11 +351,12 @@ class _Sampler:
             return self.only(self.total)  # the whole batch or nothing
 
     def only(self, rows: int) -> list[Sample]:
-        return self.watched_again([self.sample(rows)])
+        return self.timed_in_turn(self.watched_again([self.sample(rows)]))
 
     def several_sizes(self, memory_bytes: int | None) -> list[Sample]:
         if self.total == 1:
-            return self.watched_again([self.sample(1, self.step.batch, metered=True)])
+            sample = self.sample(1, self.step.batch, metered=True)
+            return self.timed_in_turn(self.watched_again([sample]))
         if memory_bytes is None:
             return self.timed_in_turn(self.large_and_small())
         return self.timed_in_turn(self.growing())
@@ -425,22 +425,24 @@ class _Sampler:
         # Beside the working set there is a sixth for what is rebuilt.
         if _working_bytes(trace) * 2 > (free / 2 if enough else free * 5 / 6):
             return True
-        return enough and _forward_seconds(trace) > 1.0
+        seconds = _forward_seconds(trace)
+        is_long = len(samples) >= _SIZES and seconds > _LONG_SECONDS
+        return enough and (is_long or seconds > _PLENTY_SECONDS)
 
     def timed_in_turn(self, samples: list[Sample]) -> list[Sample]:
-        """Plain passes once more, of all sizes in turn: what disturbed one must not make it look
-        the slower size.
+        """Plain passes, of all sizes in turn: what disturbed one must not make it look the slower
+        size.
         """
-        for turn in range(_ROUNDS):
-            longest = math.inf if turn == 0 else _LONG_SECONDS
-            samples = [self.timed_again(one, longest) for one in samples]
+        for turn in range(_MOST_ROUNDS):
+            samples = [self.timed_again(one, turn) for one in samples]
         return samples
 
-    def timed_again(self, sample: Sample, longest: float) -> Sample:
+    def timed_again(self, sample: Sample, turn: int) -> Sample:
         seconds = sample.plain_seconds
-        if seconds is None or seconds >= longest:
+        if seconds is None or turn >= _rounds(seconds, sample.trace):
             return sample
-        least = min(seconds, self.time_plain(self.part(sample.size)))
+        part = self.step.batch if sample.size == self.total else self.part(sample.size)
+        least = min(seconds, self.time_plain(part))
         return dataclasses.replace(sample, plain_seconds=least)
 
     def sample(self, size: int, part: Any = None, *, metered: bool = False) -> Sample:
@@ -456,15 +458,8 @@ class _Sampler:
             trace = self.watch(part)
         plain = None
         if _plain_bytes(trace) < 0.95 * self.room_bytes:
-            plain = self.least_plain_seconds(part, _rounds(trace))
+            plain = self.time_plain(part)
         return Sample(size, trace, plain, peak_bytes=peak_bytes)
-
-    def least_plain_seconds(self, part: Any, rounds: int) -> float:
-        seconds = self.time_plain(part)
-        # What is long is timed once more in turn with the other sizes, and that is enough.
-        if seconds < _LONG_SECONDS:
-            seconds = min([seconds, *(self.time_plain(part) for _ in range(rounds - 1))])
-        return seconds
 
     def watched_again(self, samples: list[Sample]) -> list[Sample]:
         """With the least seconds of several runs, for the two sizes whose operations a profile is
@@ -479,7 +474,7 @@ class _Sampler:
     def least_of_rounds(self, sample: Sample) -> Trace:
         trace = sample.trace
         try:
-            for _ in range(_rounds(trace) - 1):
+            for _ in range(_rounds(_forward_seconds(trace), trace) - 1):
                 trace = _least(trace, self.watch(self.part(sample.size)))
         except Exception as error:
             if not is_out_of_memory(error):
@@ -587,11 +582,11 @@ def _forward_seconds(trace: Trace) -> float:
     return sum(op.seconds for op in trace.operations)
 
 
-def _rounds(trace: Trace) -> int:
-    spent = _forward_seconds(trace)
-    if spent >= _SHORT_SECONDS:
-        return _ROUNDS if spent < _PLENTY_SECONDS else 1
-    return max(_ROUNDS, min(_MORE_ROUNDS, _FEW_OPERATIONS // max(1, len(trace.operations))))
+def _rounds(seconds: float, trace: Trace) -> int:
+    """How often to measure what takes so many seconds each time."""
+    by_seconds = math.ceil(_ENOUGH_SECONDS / max(seconds, 1e-9))
+    by_operations = max(2, _ENOUGH_OPERATIONS // max(1, len(trace.operations)))
+    return min(_MOST_ROUNDS, by_seconds, by_operations)
 
 
 def _least(first: Trace, second: Trace) -> Trace:

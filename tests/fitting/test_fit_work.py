@@ -1,0 +1,156 @@
+"""What `fit` runs before it returns, and what it says meanwhile."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradfit as gf
+from gradfit.batches.additivity_record import Additivity
+from gradfit.fitting import progress, race
+from gradfit.profiling import measure
+from gradfit.profiling.profile import Profile
+
+ROWS = 64
+EXACT = Additivity("divisor", roles=("adds",))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.GELU())))
+
+
+def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def fitted(memory: Any = "64 MiB", loss_fn: Any = square, **options: Any) -> gf.TrainStep:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return gf.fit(model, optimizer, loss_fn, torch.rand(ROWS, 32), memory, **options)
+
+
+@pytest.fixture
+def long_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if every pass took so long that once is enough."""
+    monkeypatch.setattr(measure, "_ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "_LONG_SECONDS", 0.0)
+    monkeypatch.setattr(race, "_ALONE_SECONDS", 0.0)
+    monkeypatch.setattr(measure, "additivity_within", lambda *_: EXACT)
+
+
+@pytest.mark.usefixtures("long_passes")
+def test_a_model_that_fits_is_run_on_three_batches_rows() -> None:
+    """1, 2 and 4 rows watched and timed, and the whole batch tried out and timed."""
+    seen: list[int] = []
+
+    def counted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        seen.append(len(x))
+        return square(model, x)
+
+    step = fitted(loss_fn=counted)
+    assert step.plan.keeps_everything
+    assert sum(seen) <= 3 * ROWS
+    assert seen.count(ROWS) == 2
+
+
+def plain_peak() -> int:
+    model, x = network(), torch.rand(ROWS, 32)
+    with gf.meter(model, x) as live:
+        square(model, x).backward()
+    return live.peak_bytes
+
+
+@pytest.mark.usefixtures("long_passes")
+def test_all_plans_are_timed_in_one_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    races: list[int] = []
+    made = race.Race.__init__
+
+    def noted(self: race.Race, passes: Any) -> None:
+        races.append(len(passes))
+        made(self, passes)
+
+    monkeypatch.setattr(race.Race, "__init__", noted)
+    step = fitted(plain_peak() - 30_000)
+    assert step.plan.steps > 1 or not step.plan.keeps_everything
+    assert len(races) == 1
+
+
+@pytest.mark.usefixtures("long_passes")
+def test_one_profile_where_nothing_could_be_much_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles are not tried where the plan without them is nearly as fast as if everything were
+    kept.
+    """
+    from gradfit.fitting.plan_search import Planner, _may_be_beaten
+    from gradfit.fitting.tested_plan import Fitted
+
+    profiles: list[Any] = []
+    run = Planner._profile
+
+    def noted(self: Planner, *args: Any, **options: Any) -> Profile:
+        profiles.append(options.get("tiles"))
+        return run(self, *args, **options)
+
+    monkeypatch.setattr(Planner, "_profile", noted)
+    step = fitted()
+    assert profiles == [None]
+    (known,) = step.known
+    assert isinstance(known, Fitted)
+    assert not _may_be_beaten(known)
+
+
+def test_progress_is_told() -> None:
+    told: list[tuple[str, float]] = []
+    fitted(on_progress=lambda doing, seconds: told.append((doing, seconds)))
+    doing = [what for what, _ in told]
+    assert doing[0] == "measuring a step's operations"
+    assert any(what.startswith("planning for") for what in doing)
+    assert f"trying out a plan, micro-batch {ROWS}" in doing
+    assert doing[-1] == "timing a plan"
+    seconds = [since for _, since in told]
+    assert seconds == sorted(seconds)
+
+
+def test_what_the_function_raises_ends_fit_and_changes_nothing() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [parameter.clone() for parameter in model.parameters()]
+
+    def stop(doing: str, seconds: float) -> None:
+        if doing.startswith("timing"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gf.fit(model, optimizer, square, torch.rand(ROWS, 32), "64 MiB", on_progress=stop)
+    assert all(map(torch.equal, before, model.parameters()))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_it_is_shown_after_a_while_and_taken_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    fitted()
+    assert "gradfit:" not in terminal.getvalue()
+    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+    fitted()
+    assert "gradfit: trying out a plan" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_elsewhere_nothing_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_PATIENCE", 0.0)
+    fitted()
+    assert capsys.readouterr().err == ""
