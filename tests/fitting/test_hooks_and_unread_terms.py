@@ -59,6 +59,18 @@ def test_an_optimizer_that_steps_in_backward_is_refused_before_anything_is_run()
     assert all(map(torch.equal, model.parameters(), before))
 
 
+def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
+    model = torch.nn.Embedding(10, 3, sparse=True)
+    with pytest.raises(gf.MisuseError, match=r"SparseAdam.*GradientAccumulator"):
+        gf.fit(
+            model,
+            torch.optim.SparseAdam(model.parameters()),
+            lambda model, rows: model(rows["y"]).square().mean(),
+            batch(),
+            memory="64 MiB",
+        )
+
+
 def test_gradfits_own_hooks_are_no_reason_to_refuse() -> None:
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
