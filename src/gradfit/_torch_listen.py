@@ -40,9 +40,9 @@ Ear = Callable[[Any, Any, Any], Any]  # (operator, args, kwargs) -> what the ope
 _NAME = "Fake"
 _KEY = torch._C._dispatch_key_parse(_NAME)
 _KEYS = torch._C.DispatchKeySet(_KEY)
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack  # how many are entered
 _exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
 _include = torch._C._dispatch_tls_set_dispatch_key_included
-_modes = torch._C._len_torch_dispatch_stack
 _is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _PYTHON = torch._C.DispatchKey.Python
@@ -276,7 +276,7 @@ def listening(
         _register(views())
     if len(_libraries) == 1 or as_mode:
         return _Mode(ear)
-    if _modes() == 0:
+    if dispatch_modes() == 0:
         return _OnKey(ear, in_engine=in_engine)
     modes = _get_current_dispatch_mode_stack()
     own = all(isinstance(mode, DispatchMode) for mode in modes) or any(
@@ -367,7 +367,7 @@ def _ask_modes_and_subclasses(op: Any, args: Any, kwargs: Any) -> Any:
             )
             kinds.insert(place, type(leaf))
     out: Any = NotImplemented
-    if _modes():
+    if dispatch_modes():
         with _pop_mode_temporarily() as mode:
             out = mode.__torch_dispatch__(op, tuple(kinds), args, kwargs)
     for kind in kinds:
@@ -539,7 +539,7 @@ class ThreadState:
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
         )
-        self._hooks, self._modes = _top_hooks(False), _modes()
+        self._hooks, self._modes = _top_hooks(False), dispatch_modes()
         self._listener, self._excluded = _thread.innermost, _is_excluded(_KEY)
         self._others = [setting() for setting in thread_settings]
         self._flags = {name: getattr(_python_dispatch, name) for name in _MODE_FLAGS}
@@ -552,7 +552,7 @@ class ThreadState:
             torch.set_grad_enabled(self._gradients)
         while (top := _top_hooks(False)) is not None and top != self._hooks:
             pop_hooks()
-        while _modes() > self._modes:
+        while dispatch_modes() > self._modes:
             torch._C._pop_torch_dispatch_stack(None)
         vars(_python_dispatch).update(self._flags)
         if _thread.innermost is not self._listener:

@@ -322,3 +322,24 @@ def test_a_write_that_fails_leaves_the_table_right() -> None:
             loss.backward()
             gradients.append(w.grad)
         assert torch.equal(*gradients)
+
+
+def test_a_mode_around_a_scope_sees_the_forwards_operations_alone() -> None:
+    """Not the aliases that the tape makes of parameters."""
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    layer, x = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), torch.randn(2, 4)
+    seen: list[str] = []
+    with Names():
+        layer(x)
+    plain = list(seen)
+    seen.clear()
+    with Names(), gf.CheckpointScope("s"):
+        layer(x)
+    assert seen == plain

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import detached, storage_key
+from gradfit._torch_listen import dispatch_modes
 from gradfit.source_line import Place
 from gradfit.tape import process_settings
 
@@ -243,8 +244,10 @@ class ParameterRef:
     __slots__ = ("__weakref__", "content", "source", "version")
 
     def __init__(self, argument: torch.Tensor) -> None:
-        # `.data` takes a third of the time; of a subclass it would be one, too.
-        self.content = argument.data if type(argument) in _PLAIN else detached(argument)
+        # `.data` takes a third of the time. Of a subclass it would be one, too, and dispatch modes
+        # would see it as an operation of the forward.
+        is_plain = type(argument) in _PLAIN and not dispatch_modes()
+        self.content = argument.data if is_plain else detached(argument)
         self.source: torch.Tensor | None = argument
         self.version = argument._version
 
