@@ -59,9 +59,70 @@ def test_an_optimizer_that_steps_in_backward_is_refused_before_anything_is_run()
     assert all(map(torch.equal, model.parameters(), before))
 
 
+def test_an_optimizer_of_sparse_gradients_is_refused() -> None:
+    model = torch.nn.Embedding(10, 3, sparse=True)
+    with pytest.raises(gf.MisuseError, match=r"SparseAdam.*GradientAccumulator"):
+        gf.fit(
+            model,
+            torch.optim.SparseAdam(model.parameters()),
+            lambda model, rows: model(rows["y"]).square().mean(),
+            batch(),
+            memory="64 MiB",
+        )
+
+
 def test_gradfits_own_hooks_are_no_reason_to_refuse() -> None:
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     accumulator = gf.GradientAccumulator(optimizer, steps=2)
     check_members(model, optimizer)
     accumulator.close()
+
+
+class Taught(torch.nn.Module):
+    """A teacher that is averaged in each forward, as parameters or as buffers."""
+
+    def __init__(self, *, as_buffer: bool) -> None:
+        super().__init__()
+        self.student = torch.nn.Linear(4, 3)
+        teacher = torch.zeros(3, 4)
+        if as_buffer:
+            self.register_buffer("teacher", teacher)
+        else:
+            self.teacher = torch.nn.Parameter(teacher, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.teacher.lerp_(self.student.weight, 0.1)
+            aim = x @ self.teacher.T
+        return F.mse_loss(self.student(x), aim)
+
+
+def taught(model: Any, rows: Any) -> Any:
+    return model(rows["x"])
+
+
+def test_a_forward_that_writes_to_frozen_parameters_is_refused_before_it_does() -> None:
+    model = Taught(as_buffer=False)
+    optimizer = torch.optim.SGD(model.student.parameters(), lr=0.1)
+    with pytest.raises(gf.MisuseError, match=r"writes to 'teacher'.*after step\(batch\)"):
+        gf.fit(model, optimizer, taught, batch(), memory="64 MiB")
+    assert not model.teacher.any()
+
+
+def test_the_same_in_a_buffer_is_left_whole_and_put_back() -> None:
+    model = Taught(as_buffer=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = gf.fit(model, optimizer, taught, batch(), memory="64 MiB")
+    assert not model.teacher.any()
+    assert step.plan.steps == 1
+    step(batch())
+    assert model.teacher.any()
+
+
+def test_frozen_parameters_that_are_only_read_are_fine() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    step = gf.fit(model, optimizer, masked, batch(), memory="64 MiB", micro_batch=3)
+    assert step(batch()).micro_batches == 4

@@ -124,9 +124,9 @@ def _not_linear(parameter: str) -> str:
 def _joined(parameter: str) -> str:
     return (
         "the losses of parts make that of the whole, but their gradients do not (most of all"
-        f" that of {parameter!r}): a hook, an autograd Function or an option as"
-        " Embedding(scale_grad_by_freq=True) joins the rows' gradients. Remove it, or pass clip="
-        " for the whole gradient"
+        f" that of {parameter!r}): a hook, an autograd Function, an option as"
+        " Embedding(scale_grad_by_freq=True) or a small term of the loss (a balance of experts)"
+        " joins rows. Remove it, and pass clip= to clip the whole gradient"
     )
 
 

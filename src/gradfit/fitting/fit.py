@@ -21,13 +21,14 @@ from gradfit.arguments import (
     read_number,
 )
 from gradfit.batches.additivity_record import Additivity
-from gradfit.batches.runner import LossFunction, count_rows
+from gradfit.batches.runner import LossFunction, MicroBatchRunner, count_rows
 from gradfit.batches.snapshot import trials_end
 from gradfit.distributed.same_model import require_same_model, require_same_update
 from gradfit.distributed.shared_window import AllRanks
 from gradfit.errors import MisuseError, RankFailed
 from gradfit.fitting.budget import read_budget
 from gradfit.fitting.cut_warning import warn_about_cutting
+from gradfit.fitting.frozen_writes import refuse_frozen_writes
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.tested_plan import Fitted
 from gradfit.fitting.train_step import TrainStep
@@ -137,6 +138,7 @@ def fit(
     size = None if micro_batch in (None, "whole") else read_count(micro_batch, "micro_batch")
     check_model(model)
     check_members(model, optimizer)
+    refuse_frozen_writes(MicroBatchRunner(model, loss_fn, split), sample_batch)
     accumulator = BareAccumulator(
         optimizer,
         clip=clip,

@@ -52,6 +52,12 @@ def check_members(model: torch.nn.Module, optimizer: Any) -> None:
     Leaving parameters out is a way to freeze them, or to train them with another optimizer. A step
     clears their gradients, so that they do not pile up.
     """
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise MisuseError(
+            "optimizer: SparseAdam steps with sparse gradients alone, whose bytes depend on the"
+            " data, so no budget can be planned for. Use Adam, or GradientAccumulator(optimizer),"
+            " which holds no budget."
+        )
     held = parameters_of(optimizer)
     if held is None:
         raise MisuseError(

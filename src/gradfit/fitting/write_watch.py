@@ -31,21 +31,21 @@ class WriteWatch(DispatchMode):
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self._before = [(tensor, _memory(tensor), version_of(tensor)) for tensor in tensors]
+        self._before = [(tensor, memory_of(tensor), version_of(tensor)) for tensor in tensors]
         self._written: set[int] = set()
 
     def wrote(self) -> bool:
         """Whether one of the tensors was written to, or given other memory."""
         return any(
-            memory in self._written or _memory(tensor) != memory or version_of(tensor) != version
+            memory in self._written or memory_of(tensor) != memory or version_of(tensor) != version
             for tensor, memory, version in self._before
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        targets = _targets(func, args, kwargs)
+        targets = written_by(func, args, kwargs)
         if len(targets) > 1:
-            self._written.update(map(_memory, targets))
+            self._written.update(map(memory_of, targets))
             return func(*args, **kwargs)
         try:
             out = func(*args, **kwargs)
@@ -57,7 +57,7 @@ class WriteWatch(DispatchMode):
             failed = False
         if failed:  # outside of the handler: the traceback holds what the operation had allocated
             out = _once_more(func, args, kwargs)
-        self._written.update(map(_memory, targets))
+        self._written.update(map(memory_of, targets))
         return out
 
 
@@ -66,7 +66,7 @@ def _once_more(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _targets(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+def written_by(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """The arguments that an operator writes to; all of them for a higher-order one, whose schema
     does not say.
     """
@@ -77,7 +77,7 @@ def _targets(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     ]
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def memory_of(tensor: torch.Tensor) -> int:
     """What stands for the memory that a tensor is in: its storage, or itself where it has none of
     its own.
     """

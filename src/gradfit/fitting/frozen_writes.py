@@ -1,0 +1,72 @@
+"""A forward that writes to parameters that are not trained, as one that averages a teacher's does.
+
+Trials would change them, each micro-batch would, and nothing could put them back: copies of them
+are what a budget has no room for. So one forward of few rows is run in which such a write is
+refused before it happens.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from gradfit import _torch_distributed as distributed
+from gradfit._torch_listen import DispatchMode, eager_functions
+from gradfit.batches.additivity import batch_norms
+from gradfit.batches.runner import MicroBatchRunner
+from gradfit.batches.shares import without_activations
+from gradfit.batches.snapshot import trials_end, untouched
+from gradfit.errors import MisuseError
+from gradfit.fitting.write_watch import memory_of, written_by
+from gradfit.tree import unmarked
+
+
+class _Written(MisuseError):
+    """A parameter is about to be written to."""
+
+
+class _RefuseWrites(DispatchMode):
+    """Raises before an operator writes to one of these parameters."""
+
+    def __init__(self, named: dict[str, torch.nn.Parameter]) -> None:
+        super().__init__()
+        self._names = {memory_of(parameter): name for name, parameter in named.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for target in written_by(func, args, kwargs):
+            name = self._names.get(memory_of(target))
+            if name is not None:
+                raise _Written(
+                    f"A forward writes to {name!r}, a parameter that is not trained, so trials and"
+                    " each micro-batch would change it. Update it after step(batch), as"
+                    " torch.optim.swa_utils.AveragedModel does, or register it as a buffer."
+                )
+        return func(*args, **kwargs)
+
+
+def refuse_frozen_writes(runner: MicroBatchRunner, batch: Any) -> None:
+    """Run a few rows, and refuse a forward that writes to parameters that are not trained.
+
+    Args:
+        runner: the model and its loss.
+        batch: the rows are taken from its beginning.
+
+    Raises:
+        MisuseError: there is such a write; it has not happened.
+    """
+    frozen = {name: p for name, p in runner.model.named_parameters() if not p.requires_grad}
+    if not frozen or distributed.is_running():  # where a forward alone would wait for others
+        return
+    part = next(iter(runner.cut(batch, 2 if batch_norms(runner.model) else 1)))
+    with trials_end(), untouched(runner.model), eager_functions(), without_activations():
+        try:
+            with _RefuseWrites(frozen), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about rows that nobody trains on
+                runner.loss_fn(runner.model, unmarked(part))
+        except _Written:
+            raise
+        except Exception:  # the user's code, on fewer rows than it may be made for
+            return
