@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 Point = tuple[str, float, float]  # name, MiB, seconds over plain's
+Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 _WIDTH, _HEIGHT, _LEFT, _TOP = 560, 300, 70, 40
 _LOWEST, _HIGHEST = -0.25, 1.0  # more time than this is drawn at the top
@@ -51,6 +52,7 @@ def draw(points: list[Point]) -> str:
     for size in range(0, int(largest), 50):
         x, y = place(size, _LOWEST)
         body.append(f'<text x="{x:.0f}" y="{y + 18:.0f}" text-anchor="middle">{size}</text>')
+    taken: list[Box] = [_box(*place(size, more), "", 0) for _, size, more in points]
     for name, colour in _LINES.items():
         mine = sorted((size, more) for label, size, more in points if label.split(":")[0] == name)
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*one) for one in mine))
@@ -58,17 +60,40 @@ def draw(points: list[Point]) -> str:
         body += [_dot(*place(*one), colour) for one in mine]
         if mine:
             x, y = place(*mine[0])
-            body.append(f'<text x="{x + 8:.0f}" y="{y - 8:.0f}" fill="{colour}">{name}</text>')
-    for number, (name, size, more) in enumerate(points):
+            body.append(_label(x, y - 12, name, taken, fill=colour))
+    for name, size, more in points:
         if not name.startswith("gradfit"):
             x, y = place(size, more)
-            beyond = f" ({more:+.0%})" if more > _HIGHEST else ""
-            body.append(_dot(x, y, _HAND))
-            below = y + 13 + number % 2 * 12  # so that neighbours can be read
-            body.append(
-                f'<text x="{x + 7:.0f}" y="{below:.0f}" font-size="10">{name}{beyond}</text>'
-            )
+            label = name + (f" ({more:+.0%})" if more > _HIGHEST else "")
+            body += [_dot(x, y, _HAND), _label(x, y, label, taken)]
     return "\n".join([*body, "</svg>"]) + "\n"
+
+
+def _box(x: float, y: float, label: str, shift: float) -> Box:
+    """What a label takes to the right of a dot, or to its left where it would not fit; the dot
+    itself if there is none.
+    """
+    if not label:
+        return x - 5, y - 5, x + 5, y + 5
+    width = 5.2 * len(label)
+    left = x + 7 if x + 7 + width < _LEFT + _WIDTH + 30 else x - 7 - width
+    return left, y + shift - 8, left + width, y + shift + 3
+
+
+def _label(x: float, y: float, label: str, taken: list[Box], fill: str = "black") -> str:
+    """A dot's name as near to it as there is room; the room is then `taken`."""
+    shifts = sorted(range(-96, 97, 4), key=lambda shift: (abs(shift - 4), shift))
+    boxes = [_box(x, y, label, shift) for shift in shifts]
+    free = (box for box in boxes if not any(_overlap(box, other) for other in taken))
+    box = next(free, boxes[0])
+    taken.append(box)
+    return (
+        f'<text x="{box[0]:.0f}" y="{box[3] - 3:.0f}" font-size="10" fill="{fill}">{label}</text>'
+    )
+
+
+def _overlap(a: Box, b: Box) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def _dot(x: float, y: float, colour: str) -> str:

@@ -104,7 +104,8 @@ def _error_of(kind: Kind, batch: Batch, micro_batch: int | None) -> float:
 
 
 def _full_gradients(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> list[Tensor]:
-    """By plain autograd, in one piece."""
+    """By plain autograd, in one piece; buffers come back as they were."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     result = loss_fn(
         model, {name: getattr(value, "content", value) for name, value in batch.items()}
     )
@@ -115,6 +116,8 @@ def _full_gradients(model: nn.Module, loss_fn: LossFunction, batch: Batch) -> li
     else:
         loss = result[0] if isinstance(result, tuple) else result
     found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    for buffer, content in before:
+        buffer.copy_(content)
     return [
         torch.zeros_like(p) if g is None else g
         for p, g in zip(model.parameters(), found, strict=True)
@@ -176,6 +179,94 @@ class Graphs(nn.Module):
         return out
 
 
+class Words(nn.Module):
+    """The mean of a row's embeddings."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 8, **options), nn.Linear(8, CLASSES)
+
+    def forward(self, words: Tensor) -> Tensor:
+        out: Tensor = self.head(self.table(words).mean(1))
+        return out
+
+
+class RunningMean(nn.Module):
+    """Takes a mean over its rows into a buffer, and subtracts that, or only writes it down."""
+
+    def __init__(self, *, subtracts: bool) -> None:
+        super().__init__()
+        self.net, self.subtracts = network(), subtracts
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("batches", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x - self.mean if self.subtracts else x)
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+            self.batches += 1
+        return out
+
+
+class Codebook(nn.Module):
+    """The nearest of some codes, which are averages of what was nearest to them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH)
+        self.register_buffer("codes", torch.randn(6, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.encode(x)
+        nearest = torch.cdist(z, self.codes).argmin(1)
+        codes = self.codes[nearest]
+        with torch.no_grad():
+            for code in nearest.unique():
+                self.codes[code] = self.codes[code].lerp(z[nearest == code].mean(0), 0.1)
+        rebuilt = F.mse_loss(self.decode(z + (codes - z).detach()), x)
+        return rebuilt + F.mse_loss(z, codes)
+
+
+class Queue(nn.Module):
+    """MoCo: keys of earlier rows are the negatives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+        self.register_buffer("keys", F.normalize(torch.randn(32, CLASSES)))
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        query = F.normalize(self.net(x))
+        with torch.no_grad():
+            key = F.normalize(self.net(other))
+        scores = torch.cat([(query * key).sum(1, keepdim=True), query @ self.keys.T.clone()], 1)
+        self.keys.copy_(torch.cat([key, self.keys])[:32])
+        return F.cross_entropy(scores / 0.2, torch.zeros(len(x), dtype=torch.long))
+
+
+class Normalised(torch.autograd.Function):
+    """Its gradient has the norm 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / gradient.norm()
+
+
+def hooked(hook: Callable[[Tensor], Tensor]) -> nn.Module:
+    model = network()
+    model[0].weight.register_hook(hook)
+    return model
+
+
+def spectral() -> nn.Module:
+    first = nn.utils.spectral_norm(nn.Linear(WIDTH, 12))
+    return nn.Sequential(first, nn.GELU(), nn.Linear(12, CLASSES))
+
+
 def tokens() -> Batch:
     """Rows of tokens, some of which are padding."""
     torch.manual_seed(1)
@@ -207,6 +298,7 @@ def rows() -> Batch:
         "soft": torch.rand(ROWS, CLASSES).double().softmax(-1),
         "mask_a": torch.rand(ROWS) < 0.5,
         "mask_b": torch.rand(ROWS) < 0.7,
+        "words": torch.randint(0, 20, (ROWS, 4)),
     }
 
 
@@ -388,6 +480,21 @@ def balanced(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(out, batch["y"]) + 0.5 * (chosen * gate.mean(0)).sum()
 
 
+def word_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["words"]), batch["y"])
+
+
+def coupled_in_backward(model: nn.Module, batch: Batch) -> Tensor:
+    """A term that is always 0, with a gradient that is not."""
+    out = model(batch["x"])
+    share = out.softmax(0).square().sum()
+    return F.cross_entropy(out, batch["y"]) + share - share.detach()
+
+
+def normalised(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(Normalised.apply(model(batch["x"])), batch["y"])
+
+
 def paired(model: nn.Module, batch: Batch) -> Tensor:
     """Texts beside tensors: each row needs its own."""
     factors = torch.tensor([len(text) for text in batch["texts"]], dtype=torch.float64)
@@ -535,6 +642,63 @@ KINDS = (
     ),
     Kind(
         "BatchNorm, frozen", mean_of(row_losses), model=lambda: with_norm(frozen=True), batch=rows
+    ),
+    Kind("embeddings", word_loss, model=Words, batch=rows),
+    Kind(
+        "embeddings, `scale_grad_by_freq=True`",
+        word_loss,
+        refused="scale_grad_by_freq",
+        model=lambda: Words(scale_grad_by_freq=True),
+        batch=rows,
+    ),
+    Kind("a term that only the gradient sees", coupled_in_backward, refused="clip=", batch=rows),
+    Kind("a Function that normalises gradients", normalised, refused="clip=", batch=rows),
+    Kind(
+        "a hook that clamps a parameter's gradient",
+        mean_of(row_losses),
+        refused="clip=",
+        model=lambda: hooked(lambda gradient: gradient.clamp(-1, 1)),
+        batch=rows,
+    ),
+    Kind(
+        "a hook that masks a parameter's gradient",
+        mean_of(row_losses),
+        model=lambda: hooked(lambda gradient: gradient * (torch.arange(WIDTH) > 1)),
+        batch=rows,
+    ),
+    Kind(
+        "`nn.utils.spectral_norm`",
+        mean_of(row_losses),
+        refused="module.eval()",
+        model=spectral,
+        batch=rows,
+    ),
+    Kind(
+        "an averaged codebook",
+        lambda m, b: m(b["x"]),
+        refused="after the step",
+        model=Codebook,
+        batch=rows,
+    ),
+    Kind(
+        "a queue of keys",
+        lambda m, b: m(b["x"], b["other"]),
+        refused="after the step",
+        model=Queue,
+        batch=rows,
+    ),
+    Kind(
+        "a running mean that is subtracted",
+        mean_of(row_losses),
+        refused="after the step",
+        model=lambda: RunningMean(subtracts=True),
+        batch=rows,
+    ),
+    Kind(
+        "a running mean that is only written",
+        mean_of(row_losses),
+        model=lambda: RunningMean(subtracts=False),
+        batch=rows,
     ),
     Kind("texts in a list beside tensors", paired, batch=rows_with(texts=list(TEXTS))),
     Kind(

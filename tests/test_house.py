@@ -8,6 +8,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,19 @@ def test_private_torch_api_is_in_one_place() -> None:
         if PRIVATE.search(line)
     ]
     assert not outside
+
+
+def test_no_two_modules_or_classes_have_one_name() -> None:
+    """A reader who looks for a name finds one thing."""
+    names = [path.stem for path in modules() if path.stem not in ("__init__", "__main__")]
+    classes = [
+        node.name
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    for found in (names, classes):
+        assert [name for name, count in Counter(found).items() if count > 1] == []
 
 
 def test_links_in_the_docs_lead_somewhere() -> None:

@@ -489,6 +489,7 @@ def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
 # how often it was changed in place
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("grad")
+type_of: Callable[[torch.Tensor], torch.dtype] = operator.attrgetter("dtype")
 
 
 def have_gradients(tensors: Iterable[torch.Tensor], gradients: Iterable[object]) -> bool:

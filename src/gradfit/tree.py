@@ -305,12 +305,17 @@ def repeat_rows(batch: Any, rows: int) -> Any:
     >>> repeat_rows(torch.arange(3), 7).tolist()
     [0, 1, 2, 0, 1, 2, 0]
     """
-    holders = _holders(batch)
-    have = _size_of(batch, holders)
-    if have == rows:
-        return batch
-    order = [row % have for row in range(rows)]
-    return _map_rows(batch, holders, lambda item: _rows_in_order(item, order))
+    have = _size_of(batch, _holders(batch))
+    return batch if have == rows else pick_rows(batch, [row % have for row in range(rows)])
+
+
+def pick_rows(batch: Any, order: list[int]) -> Any:
+    """The rows at these positions, in this order.
+
+    >>> pick_rows({"x": torch.arange(3), "text": ["a", "b", "c"]}, [2, 0])
+    {'x': tensor([2, 0]), 'text': ['c', 'a']}
+    """
+    return _map_rows(batch, _holders(batch), lambda item: _rows_in_order(item, order))
 
 
 def _rows_in_order(item: Any, order: list[int]) -> Any:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradfit.batches import numpy_generator
 from gradfit.batches.numpy_generator import numpy_state
 
 DRAWS = {
@@ -32,6 +33,20 @@ def test_the_state_is_what_numpy_says(draws: list[str]) -> None:
     for draw in draws:
         DRAWS[draw]()
         assert same(numpy_state(), np.random.get_state())  # type: ignore[arg-type]
+
+
+def test_where_a_normal_number_waits_is_told() -> None:
+    """Else nothing would be reused, and every step take longer."""
+    assert numpy_generator._waiting is not None
+
+
+def test_the_same_numbers_with_a_normal_number_that_waits_and_without() -> None:
+    np.random.seed(0)
+    np.random.randn(2)
+    assert same(numpy_state(), np.random.get_state())  # type: ignore[arg-type]
+    np.random.seed(0)
+    np.random.randn()  # its generator stands where it stood
+    assert same(numpy_state(), np.random.get_state())  # type: ignore[arg-type]
 
 
 def test_a_state_that_was_read_is_not_changed_by_later_draws() -> None:

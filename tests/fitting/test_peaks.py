@@ -46,6 +46,7 @@ def test_predicted_and_measured(name: str, optimizer: str, share: float) -> None
     assert result.peak_bytes == pytest.approx(live.peak_bytes, rel=0.05)
 
 
+@pytest.mark.filterwarnings("ignore::gradfit.ExactnessWarning")  # what the norms write is read
 def test_few_large_values_between_many_small_ones_hold_the_budget_while_fitting() -> None:
     torch.manual_seed(3)
     layers: list[nn.Module] = []
@@ -55,9 +56,10 @@ def test_few_large_values_between_many_small_ones_hold_the_budget_while_fitting(
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 
     with pytest.raises(gf.BudgetInfeasible) as refused:
-        gf.fit(model, optimizer, square, batch, memory="10 KiB")
+        gf.fit(model, optimizer, square, batch, memory="10 KiB", exact=False)
+    least = refused.value.min_bytes
     with gf.meter(model, optimizer, batch) as live:
-        step = gf.fit(model, optimizer, square, batch, memory=refused.value.min_bytes)
+        step = gf.fit(model, optimizer, square, batch, memory=least, exact=False)
         step(batch)
     assert live.peak_bytes <= refused.value.min_bytes
 

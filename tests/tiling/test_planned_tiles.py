@@ -124,7 +124,8 @@ def test_a_node_that_works_in_tiles_is_one_node() -> None:
         names = [node.name for node in one.nodes]
         assert "_InPlaceBackward" not in names
         modules = one.tiles.modules if one.tiles is not None else ()
-        assert names.count("_TiledBackward") == 1 + len(modules)
+        assert names.count("_TiledProgramBackward") == 1
+        assert names.count("_TiledModuleBackward") == len(modules)
 
 
 def test_how_parts_add_up_is_not_measured_for_one_row() -> None:

@@ -21,11 +21,10 @@ reach of every pass that it does not run itself.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -33,28 +32,10 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from gradfit import _torch
+from gradfit.own_passes import NOBODY, OWN_PASSES
 
 _Handles = dict[int, torch.utils.hooks.RemovableHandle]
 _Hook = Callable[[Tensor | None], Tensor | None]
-
-OWN_PASSES: dict[int, object] = {}
-"""Threads that run a backward pass which a window has started, and its `token`; the window puts
-them here itself.
-"""
-_NOBODY = object()
-
-
-@contextlib.contextmanager
-def own_pass() -> Iterator[None]:
-    """What this thread does inside is the business of whoever starts it: no plain pass (rule 4)."""
-    thread = threading.get_ident()
-    outermost = thread not in OWN_PASSES
-    OWN_PASSES.setdefault(thread, _NOBODY)
-    try:
-        yield
-    finally:
-        if outermost:
-            OWN_PASSES.pop(thread, None)
 
 
 class PlainPass(NamedTuple):
@@ -220,7 +201,7 @@ class PlainBackwards(NoPlainBackwards):
             return 1.0
         owner = OWN_PASSES.get(thread)
         if running is not None and (not running.accumulates or owner is not None):
-            if owner not in (None, _NOBODY) and owner is not self._factors:
+            if owner not in (None, NOBODY) and owner is not self._factors:
                 self.reached_by_others.add(first)
             return self._follow(task, 1.0)
         with self._lock:
@@ -356,7 +337,7 @@ def _make_hooks(
                 if owner is factors:
                     return None
                 if owner is not None:
-                    if owner is not _NOBODY:
+                    if owner is not NOBODY:
                         reached_by_others.add(identity)
                     return None
             if gradient is None:

@@ -21,7 +21,7 @@ from gradfit.arguments import Number
 from gradfit.errors import MisuseError
 
 
-class Part(NamedTuple):
+class ProcessPart(NamedTuple):
     """What one process brings to the end of a window."""
 
     weights: dict[str, Number]
@@ -51,13 +51,13 @@ class Part(NamedTuple):
     """Of a whole: the ranks that have brought anything."""
 
 
-class Whole(Part):
+class AllParts(ProcessPart):
     """What all processes have brought together; `flushing` if nobody has more to give."""
 
     __slots__ = ()
 
 
-class Window(Protocol):
+class WindowOfProcess(Protocol):
     """What the processes need to know about a window."""
 
     tensors: list[Tensor]
@@ -78,11 +78,11 @@ class SingleProcess:
         """Where each parameter's gradient adds up during a window."""
         return tensors
 
-    def meet(self, part: Whole) -> Whole:
+    def meet(self, part: AllParts) -> AllParts:
         """Learn what all processes hold, from what this one does."""
         return part
 
-    def reduce(self, window: Any, whole: Whole, factor: float) -> float:
+    def reduce(self, window: Any, whole: AllParts, factor: float) -> float:
         """Add up `factor` times the gradients of all processes in `.grad`; gives the factor that is
         still missing.
         """
@@ -95,7 +95,7 @@ class SingleProcess:
     def spread_nonfinite(self, gradients: list[Tensor]) -> None:
         """If another process's part of the gradient is not finite, let this one's say so too."""
 
-    def share_options(self, optimizer: Any, whole: Whole, joined: bool) -> None:
+    def share_options(self, optimizer: Any, whole: AllParts, joined: bool) -> None:
         """Let a process that only keeps up step with the learning rate of those that have data."""
 
     @contextlib.contextmanager
@@ -132,7 +132,7 @@ def present_in(
     )
 
 
-def ranks_of(tensors: Iterable[Tensor], window: Window) -> SingleProcess:
+def ranks_of(tensors: Iterable[Tensor], window: WindowOfProcess) -> SingleProcess:
     """Who shares these parameters: nobody, or the processes of the DDP or FSDP2 module they belong
     to.
     """
@@ -143,7 +143,7 @@ def ranks_of(tensors: Iterable[Tensor], window: Window) -> SingleProcess:
     return all_ranks(list(tensors), window)
 
 
-def wrapped_since(tensors: Iterable[Tensor], window: Window) -> MisuseError | None:
+def wrapped_since(tensors: Iterable[Tensor], window: WindowOfProcess) -> MisuseError | None:
     """What to raise if a model was wrapped after its parameters came to the window: it would reduce
     by itself.
     """

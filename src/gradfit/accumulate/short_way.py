@@ -76,7 +76,8 @@ class ShortWay:
             window.count_update(None)
         elif state.phase is not Phase.FILLING or not state.is_empty:
             return False
-        window.start()
+        window.next_way = None
+        window.start_clear()
         self._state = window.state
         return True
 
@@ -113,36 +114,26 @@ class ShortWay:
             not self._missing or have_no_gradient(self._missing)
         )
 
-    def renew(self, window: Any) -> bool:
-        """Mark the gradients as they are after one more pass; False if they are other tensors, or
-        not ours alone.
-
-        Another thread may have brought a plain pass or a new member meanwhile.
-        """
-        if (
-            self._marks is None
-            or window.last_marks is not self._marks
-            or window.state is not self._state
-            or self._state.phase is not Phase.FILLING
-            or window.plain.passes
-            or not self._has_same_gradients()
-        ):
-            return False
-        self._versions = self._marks.versions = [*map(version_of, self._gradients)]
-        window.marks, window.settled = self._marks, self
-        return True
-
     def settle(self, window: Any) -> bool:
         """After one more pass: be the short way for the next one, with new gradients, too, those of
         a window's first pass for one. False if that is not usual.
         """
-        if self.renew(window):
-            return True
         if window.state is not self._state:
             return False
-        window.take_marks()
-        if window.marks is None or self._state.phase is not Phase.FILLING or self._state.terms:
+        if self._are_marks_of(window) and self._has_same_gradients():
+            self._versions = self._marks.versions = [*map(version_of, self._gradients)]
+            window.marks = self._marks
+        else:
+            window.take_marks()
+            if window.marks is None:
+                return False
+            self._hold(window)
+        if self._state.phase is not Phase.FILLING or self._state.terms:
             return False
-        self._hold(window)
         window.settled = self
         return True
+
+    def _are_marks_of(self, window: Any) -> bool:
+        """Whether no other thread has brought a plain pass or a new member meanwhile."""
+        marks = self._marks
+        return marks is not None and window.last_marks is marks and not window.plain.passes

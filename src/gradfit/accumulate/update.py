@@ -19,7 +19,7 @@ from gradfit.accumulate.optimizer_access import (
     stepper_of,
     watch_steps,
 )
-from gradfit.accumulate.processes import Whole
+from gradfit.accumulate.processes import AllParts
 from gradfit.accumulate.scaled_losses import times_unscaled
 from gradfit.accumulate.scaling import nonfinite_gradient, scale_gradients
 from gradfit.accumulate.step_result import StepResult
@@ -88,7 +88,7 @@ class Update:
         window.ranks.share_options(self.optimizer, whole, joined)
         return self._apply(scaler, whole, StepResult(False, "", None, weight, taken, skipped))
 
-    def _apply(self, scaler: Any, whole: Whole, result: StepResult) -> StepResult:
+    def _apply(self, scaler: Any, whole: AllParts, result: StepResult) -> StepResult:
         """Unscale, check, normalise and clip the gradients, then step with them."""
         window = self.window
         factor = window.combine()
@@ -124,7 +124,7 @@ class Update:
             self._keep(scaler)
             raise
 
-    def _unscale(self, scaler: Any, whole: Whole, gradients: list[Tensor]) -> float:
+    def _unscale(self, scaler: Any, whole: AllParts, gradients: list[Tensor]) -> float:
         """Divide the gradients by the loss scale, once; gives the factor that a changed scale
         leaves to do.
         """
@@ -158,9 +158,11 @@ class Update:
         elif not self.skip_nonfinite:
             scale_gradients(window.tensors, factor)
             self._hand_out()
-            raise nonfinite_gradient(
-                window.tensors, "the window", "reset() drops it, on_nonfinite='skip' always."
-            )
+            if window.bare:  # a step's: it has taken the batch back, and has no reset()
+                remedy, what = "on_nonfinite='skip' leaves such a batch out.", "the batch"
+            else:
+                remedy, what = "reset() drops it, on_nonfinite='skip' always.", "the window"
+            raise nonfinite_gradient(window.tensors, what, remedy)
         self._end(None)
         skipped = result.micro_batches + result.skipped
         return result._replace(reason="non-finite gradient", skipped=skipped)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from gradfit._torch import run_backward
-from gradfit.accumulate.plain_backwards import OWN_PASSES
 from gradfit.accumulate.short_way import ShortWay
 from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_state import OpenMicroBatch
 from gradfit.arguments import Number
+from gradfit.own_passes import OWN_PASSES
 
 NARROW = (torch.float16, torch.bfloat16)
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from gradfit import _torch
-from gradfit.accumulate.plain_backwards import OWN_PASSES
 from gradfit.accumulate.scaling import back_off, gradient_norm, nonfinite_gradient
 from gradfit.accumulate.transaction import Transaction, zero
 from gradfit.accumulate.usual_pass import NARROW, UsualPass
@@ -22,6 +21,7 @@ from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_state import Phase, Total, add_scaled
 from gradfit.arguments import Number
 from gradfit.errors import MisuseError
+from gradfit.own_passes import OWN_PASSES
 
 _INITIAL_KEPT = 256
 

@@ -36,7 +36,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfit._torch import have_no_gradient, version_of
+from gradfit._torch import have_no_gradient, type_of, version_of
 from gradfit.accumulate.accumulator_options import read_members
 from gradfit.accumulate.gradient_marks import GradientMarks, Touch, is_clear
 from gradfit.accumulate.marks import belongs_to_another, claim, disown, mark, unmark
@@ -44,8 +44,8 @@ from gradfit.accumulate.optimizer_access import parameters_of
 from gradfit.accumulate.plain_backwards import NoPlainBackwards, PlainPass
 from gradfit.accumulate.processes import (
     SINGLE_PROCESS,
+    AllParts,
     SingleProcess,
-    Whole,
     present_in,
     ranks_of,
     wrapped_since,
@@ -130,7 +130,7 @@ class Window:
         self.notes: dict[str, float] = {}
         # of the sums, for whoever has read it together with other numbers
         self.norm_ahead: float | None = None
-        self.whole: Whole | None = None  # what all processes hold, once they have met
+        self.whole: AllParts | None = None  # what all processes hold, once they have met
         self.marks: GradientMarks | None = None
         self.settled = None
         self.in_doubt = False
@@ -490,7 +490,11 @@ class Window:
                     "There are gradients in `.grad` from before this window. Call"
                     " optimizer.zero_grad() after optimizer.step(), or reset() to drop them."
                 )
-        self._is_first, self.left = False, None
+        self.start_clear()
+
+    def start_clear(self) -> None:
+        """The same where the tensors are this window's own, and have no gradients to see to."""
+        self._is_first, self.left, self.owns = False, None, True
         self.plain.forget_others()
         self._note_parameters()
         self._note_types()
@@ -499,7 +503,7 @@ class Window:
 
     def _note_types(self) -> None:
         """Whether factors must be chosen with care: gradients are, or come from, narrow numbers."""
-        types, wide = {tensor.dtype for tensor in self.tensors}, self.dtype
+        types, wide = set(map(type_of, self.tensors)), self.dtype
         if wide is None:
             self.narrow = torch.float16 in types
             return
@@ -989,7 +993,7 @@ class Window:
             self.strategy.end_window(self.weight, None)
         self._clear()
 
-    def meet(self, *, flushing: bool = False, joined: bool = False, scale: float = 1.0) -> Whole:
+    def meet(self, *, flushing: bool = False, joined: bool = False, scale: float = 1.0) -> AllParts:
         """Learn, once per window, what all processes hold; the totals are everybody's from here
         on.
         """
@@ -1000,7 +1004,7 @@ class Window:
                 present_in(self.sources, state.terms.values()) if reduces else ((), ())
             )
             broken = state.phase is BROKEN or self.in_doubt or self.plain.any_died()
-            part = Whole(
+            part = AllParts(
                 self.totals(), self.accumulation_steps - state.skipped, state.skipped, self.notes,
                 state.loss_scale, scale, flushing, joined, present, sparse, broken,
             )  # fmt: skip

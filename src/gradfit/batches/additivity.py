@@ -8,7 +8,10 @@ the batch) agrees with none of them.
 
 It is done twice, the second time with some small parameters slightly changed: at its first step a
 model may be in a place where different losses are equal, as all zeros at the output, or a policy
-that is still the old one.
+that is still the old one. There the gradients are compared, too (`gradient_additivity.py`).
+
+A loss of which it cannot be read what it was divided by is compared on other rows of the batch as
+well: what clamps, or takes the size of a mean, may do nothing on the first ones.
 """
 
 from __future__ import annotations
@@ -17,33 +20,51 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_listen import eager_functions
-from gradfit.batches.additivity_record import Additivity
+from gradfit.batches.additivity_record import Additivity, go_together, is_close
+from gradfit.batches.carried_state import read_carried_state
 from gradfit.batches.denominator import Denominator, Term, read_denominator
-from gradfit.batches.loss import read_loss
+from gradfit.batches.gradient_additivity import FewRows, GradientError, gradient_error
+from gradfit.batches.gradient_changes import gradient_changers
+from gradfit.batches.loss import PartLoss, read_loss
 from gradfit.batches.quiet import QuietRandomness, without_dropout
 from gradfit.batches.scalars import ScalarReader
-from gradfit.batches.shares import TermCount, count_terms, share_terms, without_activations
+from gradfit.batches.shares import (
+    PartCounter,
+    TermCount,
+    count_terms,
+    share_terms,
+    without_activations,
+)
+from gradfit.batches.weights import BatchWeights, CountFirst, must_count
 from gradfit.errors import MisuseError
-from gradfit.tree import leaves, map_tensors, repeat_rows, size_of_batch, split_batch, unmarked
+from gradfit.tree import (
+    leaves,
+    map_tensors,
+    pick_rows,
+    repeat_rows,
+    size_of_batch,
+    split_batch,
+    unmarked,
+)
 
 LossFunction = Callable[[nn.Module, Any], Any]
 Cut = Callable[[Any, int], Iterable[Any]]
 
 MOST_ROWS = 5  # 4 + 1 and 3 + 2: few enough for any budget that a row fits in
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-# relative; the second where numbers are rounded to 16 bits on the way
-_TOLERANCE, _COARSE_TOLERANCE = 2e-5, 2e-3
+_OTHER_ROWS = 4  # so many other groups of a batch's rows, where its loss cannot be read
 _NEITHER = "neither"
 _SMALL_SHARE = 1 / 16  # of the parameters' bytes: so much is changed and put back
 
@@ -66,11 +87,13 @@ def measure_additivity(
     rows: int = MOST_ROWS,
     rewind: Callable[[], None] = lambda: None,
     finish: Callable[[Tensor], object] | None = None,
+    gradient_rows: int = MOST_ROWS,
+    passes: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Additivity:
     """Run the loss on a few rows and on parts of them, and compare.
 
-    Parameters and modes come back as they were; buffers and generators are the caller's to put
-    back.
+    Parameters, gradients and modes come back as they were; buffers and generators are the caller's
+    to put back.
 
     Args:
         model: in the mode in which it is trained.
@@ -78,9 +101,12 @@ def measure_additivity(
         batch: the rows are taken from its beginning.
         split: as for `fit`; None cuts along dim 0.
         rows: at most so many, so that little memory is needed.
-        rewind: puts all random generators back to where they were; called before each run.
+        rewind: puts buffers and all random generators back to where they were; called before each
+            run.
         finish: called with each loss, for modules that wait for a backward pass. Without it no
             activation is kept.
+        gradient_rows: at most so many with both passes; below 2, gradients are not compared.
+        passes: what both passes of one forward run in, to keep their memory small.
 
     Raises:
         MisuseError: `loss_fn` returns something that is no loss.
@@ -96,10 +122,18 @@ def measure_additivity(
         measured = runner.measure(cuts)
         if runner.raised and len(cuts) > 1:
             measured = runner.measure(cuts[-1:])  # a single row may be all that it refuses
+        if not measured.adds_up and len(cuts) > 1:
+            measured = runner.measure_sum(cuts, measured)
         if not measured.adds_up and (runner.raised or runner.is_random):
             measured = runner.measure_without_randomness(cuts, measured)
-        if not measured.adds_up and split is None and _could_be_sequence_first(batch):
-            measured = runner.measure_along_dim_1(batch, rows, measured)
+        if measured.adds_up and (measured.over == "rows" or measured.unread):
+            measured = runner.measure_elsewhere(cuts, _other_rows(batch, split, rows), measured)
+        if not measured.adds_up and split is None:
+            measured = runner.measure_other_ways(batch, rows, measured)
+        if measured.adds_up or finish is not None:  # all processes run the same
+            few = _rows_for_gradients(batch, split, min(rows, gradient_rows))
+            measured = runner.measure_state(cuts[-1][1], measured)
+            measured = runner.measure_gradients(few, cuts[-1][1][-1], measured, passes)
     return measured
 
 
@@ -137,6 +171,9 @@ class Run:
     """Of each term; not clamped."""
     terms: tuple[TermCount, ...] | None = None
     """If each can be told apart, with its value."""
+    logs: Mapping[str, float] = field(default_factory=dict)
+    whole_logs: frozenset[str] = frozenset()
+    """The logs that are of a type for whole numbers."""
 
     @property
     def is_clamped(self) -> bool:
@@ -362,24 +399,6 @@ def _one_weight(runs: Sequence[Run], roles: Sequence[str]) -> bool:
     return not roles or all(go_together(roles, first, run.divisors or ()) for run in runs[1:])
 
 
-def go_together(roles: Sequence[str], first: Sequence[float], now: Sequence[float]) -> bool:
-    """Whether the divisors that stay are the same, and those that grow have grown by the same
-    factor.
-    """
-    pairs = list(zip(first, now, strict=True))
-    staying = [pair for role, pair in zip(roles, pairs, strict=True) if role != "adds"]
-    growing = [pair for role, pair in zip(roles, pairs, strict=True) if role == "adds"]
-    # a/b = c/d, written so that a term without any items on one side is compared, too.
-    return all(is_close(a, b) for a, b in staying) and all(
-        is_close(a * growing[0][1], b * growing[0][0]) for a, b in growing[1:]
-    )
-
-
-def is_close(first: float, second: float) -> bool:
-    """Equal but for the rounding of a few float32 operations."""
-    return math.isclose(first, second, rel_tol=1e-5, abs_tol=1e-12)
-
-
 class _Runner:
     """Runs the loss on rows, quietly."""
 
@@ -394,8 +413,11 @@ class _Runner:
         self._model, self._loss_fn, self._split = model, loss_fn, split
         self._rewind, self._finish = rewind, finish
         self._drops = finish is None
-        self._coarse = any(p.dtype in (torch.float16, torch.bfloat16) for p in model.parameters())
-        self._tolerance = _TOLERANCE
+        self._evaluates = False
+        self._sets_hooks = False  # on tensors, in a forward
+        self._is_repeatable = False  # the same rows have given the same bits
+        self.rounding = max((_eps(p) for p in model.parameters()), default=0.0)
+        """Machine epsilon of the narrowest numbers that were met."""
         self._read = ""
         self._by_hand, self._floor = False, 0.0
         self.raised = False
@@ -407,7 +429,9 @@ class _Runner:
         try:
             first = self.run(cuts[0][0])
             read = self._read
-            if not self._is_same(first, self.run(cuts[0][0])):
+            second = self.run(cuts[0][0])
+            self._is_repeatable = first.value == second.value
+            if not self._is_same(first, second):
                 self.is_random = True
                 return Additivity(
                     None,
@@ -424,36 +448,167 @@ class _Runner:
             self.raised = True
             said = f"the loss of fewer rows raises {type(error).__name__}: {error}"
             return Additivity(None, math.inf, read=self._read, reason=said, runs_parts=False)
-        verdict = judge(comparisons, self._tolerance, read)
+        verdict = judge(comparisons, _tolerance(self.rounding), read)
         return dataclasses.replace(
-            verdict, by_hand=self._by_hand and "adds" in verdict.roles, floor=self._floor
+            verdict,
+            by_hand=self._by_hand and "adds" in verdict.roles,
+            floor=self._floor,
+            summed_logs=_summed_logs(comparisons, verdict),
         )
 
     def measure_without_randomness(
         self, cuts: Sequence[tuple[Any, Sequence[Any]]], measured: Additivity
     ) -> Additivity:
         """Some losses can be compared only without what is random in training."""
-        with _evaluating(self._model):
-            again = self.measure(cuts)
+        self._evaluates = True
+        again = self.measure(cuts)
+        self._evaluates = again.adds_up
         return again if again.adds_up else measured
 
-    def measure_along_dim_1(self, batch: Any, rows: int, measured: Additivity) -> Additivity:
-        """Say so, if the batch adds up along dim 1, which makes dim 0 the time."""
-        other = _Runner(self._model, self._loss_fn, _cut_dim_1, self._rewind, self._finish)
+    def measure_sum(
+        self, cuts: Sequence[tuple[Any, Sequence[Any]]], measured: Additivity
+    ) -> Additivity:
+        """A sum may be written so that of one row it says something else: an `einsum` over one row
+        is a product. Then larger parts tell that it is a sum, if all of them add up.
+        """
+        raised, is_random = self.raised, self.is_random
+        again = self.measure(cuts[-1:])
+        is_sum = again.over == "sum"
+        if is_sum:
+            errors = map(Comparison.sum_error, self._comparisons(cuts))
+            is_sum = max(errors) <= _tolerance(self.rounding)
+        self.raised, self.is_random = raised, is_random
+        return again if is_sum else measured
+
+    def measure_elsewhere(
+        self,
+        cuts: Sequence[tuple[Any, Sequence[Any]]],
+        others: Sequence[tuple[Any, Sequence[Any]]],
+        measured: Additivity,
+    ) -> Additivity:
+        """The same with other rows of the batch."""
+        if not others:
+            return measured
+        again = self.measure([*others, *cuts])
+        return dataclasses.replace(again, read=measured.read)
+
+    def measure_gradients(
+        self,
+        few: tuple[Any, Sequence[Any]] | None,
+        part: Any,
+        measured: Additivity,
+        passes: Callable[[], contextlib.AbstractContextManager[object]],
+    ) -> Additivity:
+        """What was measured, or that the batch must not be cut since its gradients do not add
+        up.
+        """
+        if few is None:
+            return dataclasses.replace(measured, uncompared=self._gradient_changers(part))
+        compared = FewRows(self._model, *few, self._nudged, self._forward, self._rewind, passes)
         try:
-            along = other.measure(list(_choose_rows(batch, _cut_dim_1, rows)))
+            with _slightly_changed(self._model):
+                worst = self._gradient_error(compared, measured)
+        except MisuseError as problem:  # what a step would say of such a batch
+            reason = str(problem).removesuffix(".")
+            return dataclasses.replace(measured, over=None, error=math.inf, reason=reason)
+        if not worst.reason or not measured.adds_up:
+            return measured
+        return dataclasses.replace(measured, over=None, error=worst.error, reason=worst.reason)
+
+    def _gradient_changers(self, part: Any) -> tuple[str, ...]:
+        """What may change gradients in the passes of a part; found without a backward pass."""
+        self._rewind()
+        saving = without_activations() if self._drops else contextlib.nullcontext()
+        with saving:
+            loss = self._forward(part).loss
+        hooks = ["a hook that the loss function sets"] if self._sets_hooks else []
+        return tuple(hooks + gradient_changers(self._model, loss))
+
+    def _nudged(self) -> contextlib.AbstractContextManager[None]:
+        return _slightly_changed(self._model, 4 * self.rounding, 0.0)
+
+    def _gradient_error(self, rows: FewRows, measured: Additivity) -> GradientError:
+        def weights(*, counts: bool) -> BatchWeights:
+            shares = None
+            if counts:
+                self._rewind()
+                counter = PartCounter(self._model, self._quiet_loss, self._split, measured.roles)
+                shares = counter.shares(rows.parts)
+            size = _count_rows(rows.whole, self._split)
+            return BatchWeights(measured, size, shares=shares, may_repeat=not counts)
+
+        def error(*, counts: bool) -> GradientError:
+            tolerance = _gradient_tolerance(self.rounding)
+            narrow = self.rounding >= torch.finfo(torch.float16).eps
+            return gradient_error(rows, partial(weights, counts=counts), tolerance, narrow=narrow)
+
+        try:
+            return error(counts=must_count(measured, len(rows.parts)))
+        except CountFirst:
+            return error(counts=True)
+
+    def measure_state(self, parts: Sequence[Any], measured: Additivity) -> Additivity:
+        """What was measured, or that the batch must not be cut since a part's loss depends on the
+        parts that were run before it.
+        """
+
+        def run(part: Any) -> float:
+            return self._run(part).value
+
+        with _slightly_changed(self._model):
+            reads = read_carried_state(self._model, parts, run, self._rewind)
+        # to the bit, unless a device adds up in no fixed order
+        rounding = 0.0 if self._is_repeatable else _tolerance(self.rounding)
+        if reads.error <= rounding or math.isnan(reads.before) or not measured.adds_up:
+            return measured
+        return dataclasses.replace(measured, over=None, error=reads.error, reason=reads.reason)
+
+    def _forward(self, part: Any) -> PartLoss:
+        return read_loss(self._quiet_loss(self._model, part), _count_rows(part, self._split))
+
+    def _quiet_loss(self, model: nn.Module, part: Any) -> Any:
+        """What the loss function returns for some rows, without randomness that depends on their
+        number.
+        """
+        quiet = QuietRandomness()
+        with contextlib.ExitStack() as stack:
+            if self._evaluates:
+                stack.enter_context(_evaluating(model))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # about rows that nobody trains on
+            stack.enter_context(without_dropout(model))
+            stack.enter_context(quiet)
+            result = self._loss_fn(model, unmarked(part))
+        self.rounding = max(self.rounding, quiet.rounding)
+        self._sets_hooks |= quiet.sets_hooks
+        return result
+
+    def measure_other_ways(self, batch: Any, rows: int, measured: Additivity) -> Additivity:
+        """Say so, if the batch adds up along dim 1, which makes dim 0 the time, or as a list of
+        samples.
+        """
+        if _could_be_sequence_first(batch) and self._adds_up_by(_cut_dim_1, batch, rows):
+            reason = (
+                "it adds up along dim 1, so dim 0 seems to be the sequence and not the batch. Pass"
+                " split=, a function (batch, size) -> parts, which cuts along dim 1, as"
+                " x.split(size, dim=1)"
+            )
+        elif _could_be_samples(batch) and self._adds_up_by(_cut_list, batch, rows):
+            reason = (
+                f"the batch is a list of {len(batch)} samples, and lists that hold tensors are not"
+                " cut by themselves. Pass split=lambda batch, size: (batch[i : i + size] for i in"
+                " range(0, len(batch), size))"
+            )
+        else:
+            return measured
+        return dataclasses.replace(measured, reason=reason)
+
+    def _adds_up_by(self, cut: Cut, batch: Any, rows: int) -> bool:
+        other = _Runner(self._model, self._loss_fn, cut, self._rewind, self._finish)
+        try:
+            return other.measure(list(_choose_rows(batch, cut, rows))).adds_up
         except Exception:  # the user's code, on a batch it may not be made for
-            return measured
-        if not along.adds_up:
-            return measured
-        return Additivity(
-            None,
-            measured.error,
-            read=measured.read,
-            reason="it adds up along dim 1, so dim 0 seems to be the sequence and not "
-            "the batch. Pass split=, a function (batch, size) -> parts, which cuts along dim 1, as "
-            "x.split(size, dim=1)",
-        )
+            return False
 
     def _comparisons(self, cuts: Sequence[tuple[Any, Sequence[Any]]]) -> list[Comparison]:
         comparisons = [self._compare(whole, parts) for whole, parts in cuts]
@@ -469,7 +624,7 @@ class _Runner:
     def _is_same(self, first: Run, second: Run) -> bool:
         if math.isnan(first.value) or math.isnan(second.value):
             return True
-        return math.isclose(first.value, second.value, rel_tol=self._tolerance)
+        return math.isclose(first.value, second.value, rel_tol=_tolerance(self.rounding))
 
     def run(self, part: Any) -> Run:
         """One forward; of what autograd saves only single numbers are kept, which say what was
@@ -496,25 +651,22 @@ class _Runner:
             raise
 
     def _run(self, part: Any) -> Run:
-        quiet = QuietRandomness()
         reader = ScalarReader()
         saving = without_activations() if self._drops else contextlib.nullcontext()
-        with saving, warnings.catch_warnings(), without_dropout(self._model), quiet, reader:
-            warnings.simplefilter("ignore")  # about rows that nobody trains on
-            result = self._loss_fn(self._model, unmarked(part))
-        rows = _count_rows(part, self._split)
-        loss = read_loss(result, rows)
+        with saving, reader:
+            loss = self._forward(part)
         denominator = read_denominator(loss.loss, reader)
         divisors = terms = None
         if denominator is not None:
             divisors = tuple(float(term.items) for term in denominator.terms)
             terms = self._count_terms(denominator)
             self._note(denominator)
-        self._tolerance = max(
-            self._tolerance, _tolerance_of(loss.loss, coarse=quiet.autocast or self._coarse)
-        )
+        self.rounding = max(self.rounding, _eps(loss.loss))
         count = None if loss.count is None else float(loss.count)
-        run = Run(float(loss.loss.detach()), rows, count, divisors, terms)
+        logs = {name: float(value) for name, value in loss.logs.items()}
+        whole_logs = frozenset(name for name, value in loss.logs.items() if _is_whole(value))
+        value = float(loss.loss.detach())
+        run = Run(value, loss.rows, count, divisors, terms, logs, whole_logs)
         if self._finish is not None:
             self._finish(loss.loss)
         return run
@@ -530,6 +682,51 @@ class _Runner:
         self._floor = max([self._floor, *(_least_divisor(term) for term in read.terms)])
 
 
+def _is_whole(value: Any) -> bool:
+    """Whether a number is of a type for whole ones, and no truth value."""
+    if isinstance(value, Tensor):
+        return not value.is_floating_point() and value.dtype is not torch.bool
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _summed_logs(comparisons: Sequence[Comparison], verdict: Additivity) -> tuple[str, ...]:
+    """The logs that add up over parts, and are not their mean over the items; where the rows do not
+    tell, those that are whole numbers.
+    """
+
+    def weight(run: Run) -> float:
+        if verdict.over == "items":
+            return run.count or 0.0
+        divisors = run.divisors or ()
+        place = verdict.roles.index("adds") if "adds" in verdict.roles else len(divisors)
+        return divisors[place] if place < len(divisors) else float(run.rows)
+
+    def is_sum(name: str) -> bool:
+        return all(
+            is_close(
+                math.fsum(run.logs.get(name, math.nan) for run in one.parts), one.whole.logs[name]
+            )
+            for one in comparisons
+        )
+
+    def is_mean(name: str) -> bool:
+        return all(
+            is_close(
+                math.fsum(weight(run) * run.logs.get(name, math.nan) for run in one.parts),
+                weight(one.whole) * one.whole.logs[name],
+            )
+            for one in comparisons
+        )
+
+    names = [
+        name
+        for name in comparisons[0].whole.logs
+        if all(name in one.whole.logs for one in comparisons)
+    ]
+    whole = comparisons[0].whole.whole_logs
+    return tuple(name for name in names if is_sum(name) and (name in whole or not is_mean(name)))
+
+
 def _least_divisor(term: Term) -> float:
     """What a divisor that was clamped, and is no whole number, is at least."""
     if term.floor is None or term.floor.is_whole or not term.floor.after:
@@ -541,10 +738,54 @@ def _count_rows(part: Any, split: Cut | None) -> int:
     return size_of_batch(part) if split is None else sum(1 for _ in split(part, 1))
 
 
-def _tolerance_of(loss: Tensor, *, coarse: bool) -> float:
-    if loss.dtype in (torch.float16, torch.bfloat16):
-        return 4 * torch.finfo(loss.dtype).eps
-    return _COARSE_TOLERANCE if coarse else _TOLERANCE
+def _eps(tensor: Tensor) -> float:
+    """Machine epsilon of a tensor's numbers; 0 for whole ones."""
+    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 0.0
+
+
+def _tolerance(rounding: float) -> float:
+    """What relative error of a loss is rounding, by the machine epsilon of its numbers."""
+    if rounding < 1e-12:
+        return 1e-9
+    return 2e-5 if rounding < 1e-6 else max(2e-3, 4 * rounding)
+
+
+def _gradient_tolerance(rounding: float) -> float:
+    """The same of a gradient, which adds up more of them."""
+    if rounding < 1e-12:
+        return 1e-8
+    return 1e-4 if rounding < 1e-6 else max(1e-2, 4 * rounding)
+
+
+def _rows_for_gradients(
+    batch: Any, split: Cut | None, most: int
+) -> tuple[Any, Sequence[Any]] | None:
+    """A few rows and unequal parts of them, one of the rows in both: words that are in two parts
+    may count otherwise than in one. None if there is no room for two rows.
+    """
+    if most < 2:
+        return None
+    whole, parts = list(_choose_rows(batch, split, most))[-1]
+    rows = _count_rows(whole, split)
+    if split is not None or rows < 3:
+        return whole, parts
+    whole = repeat_rows(next(iter(split_batch(whole, rows - 1))), rows)
+    return whole, list(split_batch(whole, (rows + 1) // 2))
+
+
+def _other_rows(batch: Any, split: Cut | None, rows: int) -> list[tuple[Any, Sequence[Any]]]:
+    """Some more groups of rows from all over the batch, each with its parts."""
+    cut = split or split_batch
+    total = _count_rows(batch, split)
+    if split is None:  # each group's rows far from each other, so that parts may be unlike
+        apart = max(1, total // rows)
+        starts = range(0, apart, max(1, apart // _OTHER_ROWS))
+        orders = [list(range(start, total, apart))[:rows] for start in starts]
+        groups = [pick_rows(batch, order) for order in orders[:_OTHER_ROWS]]
+    else:
+        groups = list(islice(cut(batch, rows), 1, None, max(1, total // rows // _OTHER_ROWS)))
+    cuts = [(whole, list(cut(whole, (rows + 1) // 2))) for whole in groups[:_OTHER_ROWS]]
+    return [(whole, parts) for whole, parts in cuts if len(parts) > 1]
 
 
 def _choose_rows(batch: Any, split: Cut | None, most: int) -> Iterator[tuple[Any, list[Any]]]:
@@ -566,6 +807,16 @@ def _could_be_sequence_first(batch: Any) -> bool:
         and len({tensor.size(1) for tensor in tensors}) == 1
         and tensors[0].size(1) > 1
     )
+
+
+def _could_be_samples(batch: Any) -> bool:
+    """Whether it is a list of nests, each perhaps a row."""
+    return isinstance(batch, list) and len(batch) > 1
+
+
+def _cut_list(batch: Any, size: int) -> Iterator[Any]:
+    for start in range(0, len(batch), size):
+        yield batch[start : start + size]
 
 
 def _cut_dim_1(nest: Any, size: int) -> Iterator[Any]:
@@ -590,15 +841,17 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _slightly_changed(model: nn.Module) -> Iterator[None]:
-    """Some small trained parameters, biases and the like, are a little different inside."""
+def _slightly_changed(model: nn.Module, share: float = 0.05, least: float = 0.01) -> Iterator[None]:
+    """Some small trained parameters, biases and the like, are a little different inside: by a share
+    of their mean size, and at least by so much.
+    """
     chosen = [(parameter, parameter.detach().clone()) for parameter in _small_parameters(model)]
     generator = torch.Generator("cpu").manual_seed(0)
     try:
         with torch.no_grad():
             for parameter, content in chosen:
                 noise = torch.randn(content.shape, generator=generator, device="cpu").to(content)
-                parameter.add_(noise * (0.05 * content.abs().mean() + 0.01))
+                parameter.add_(noise * (share * content.abs().mean() + least))
         yield
     finally:
         with torch.no_grad():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -43,6 +44,13 @@ class Additivity:
     runs_parts: bool = True
     """False: fewer rows than the batch's cannot be run at all."""
 
+    summed_logs: tuple[str, ...] = ()
+    """Names of logs of which the parts' sum is the whole's, as counts, and not their mean."""
+    uncompared: tuple[str, ...] = ()
+    """What may change gradients, where values alone were compared since the budget has no room for
+    the gradients of two rows.
+    """
+
     def __post_init__(self) -> None:
         if not math.isfinite(self.error):
             object.__setattr__(self, "error", 1.0)
@@ -63,3 +71,21 @@ class Additivity:
 def _is_node(term: str) -> bool:
     """Whether this is the name of an operation in autograd, and not what a rule has said of it."""
     return re.fullmatch(r"\w+Backward\d*", term) is not None
+
+
+def go_together(roles: Sequence[str], first: Sequence[float], now: Sequence[float]) -> bool:
+    """Whether the divisors that stay are the same, and those that grow have grown by the same
+    factor.
+    """
+    pairs = list(zip(first, now, strict=True))
+    staying = [pair for role, pair in zip(roles, pairs, strict=True) if role != "adds"]
+    growing = [pair for role, pair in zip(roles, pairs, strict=True) if role == "adds"]
+    # a/b = c/d, written so that a term without any items on one side is compared, too.
+    return all(is_close(a, b) for a, b in staying) and all(
+        is_close(a * growing[0][1], b * growing[0][0]) for a, b in growing[1:]
+    )
+
+
+def is_close(first: float, second: float) -> bool:
+    """Equal but for the rounding of a few float32 operations."""
+    return math.isclose(first, second, rel_tol=1e-5, abs_tol=1e-12)

@@ -365,7 +365,7 @@ def _by_row(path: _GraphPath) -> _Reached:
     return path.mean(rows, name) if path.node._saved_reduction == _MEAN else path.sum(name)
 
 
-@_rule("DotBackward0", "BmmBackward0", "MmBackward0", "MvBackward0")
+@_rule("DotBackward0", "VdotBackward0", "BmmBackward0", "MmBackward0", "MvBackward0")
 def _dot(path: _GraphPath) -> _Reached:
     is_number = math.prod(path.node._input_metadata[0].shape) == 1  # of what it returned
     return path.sum() if is_number else None

@@ -67,12 +67,16 @@ class LateWeights:
         if isinstance(part.count, Tensor):
             return self._sum_over(part, part.count)
         if part.count is not None or read is None:
-            return Backpropagated(part.loss, *self._weights.weigh(part, None))
+            return self._as_it_is(part, None)
         divisor = self._weights.adding_divisor(read)
         if isinstance(divisor, Tensor):
             return self._mean_over(part, divisor)
         divisors = None if divisor is None else tuple(term.divisor for term in read.terms)
-        return Backpropagated(part.loss, *self._weights.weigh(part, divisors))
+        return self._as_it_is(part, divisors)
+
+    def _as_it_is(self, part: PartLoss, divisors: tuple[Number, ...] | None) -> Backpropagated:
+        weight = self._weights.weigh(part, divisors)
+        return Backpropagated(part.loss, weight.number, weight.reduction)
 
     def _sum_over(self, part: PartLoss, count: Tensor) -> Backpropagated:
         if self._whole:

@@ -30,8 +30,8 @@ class Loss:
         sum: the loss added up over the items; one number with a graph.
         count: how many items there are: an int, or an integer tensor on any device. 0 contributes
             nothing.
-        logs: numbers by name, each the mean over the same items; the step's result has their mean
-            over the batch.
+        logs: numbers by name, each the mean over the same items, or a count; the step's result has
+            their mean over the batch, and the sum of counts.
 
     >>> weight = torch.ones(3, requires_grad=True)
     >>> Loss(sum=weight.sum(), count=3, logs={"accuracy": 0.5}).count
@@ -124,6 +124,11 @@ def _check_scalar(loss: Any) -> Tensor:
         raise MisuseError(
             f"loss_fn must return one number; it returned a tensor of shape {tuple(loss.shape)}."
             f" Take .mean(), or .sum() and count. {_FORMS}"
+        )
+    if loss.is_complex():
+        raise MisuseError(
+            "loss_fn returned a complex number, which cannot be made small. Return its .real or"
+            f" .abs(). {_FORMS}"
         )
     if not loss.requires_grad:
         raise MisuseError(

@@ -75,25 +75,42 @@ _DRAWS: dict[Any, tuple[_Shaped, int]] = {
 _NAMES = {"mean", "std", "low", "high", "p", "lambd", "from", "to"}
 
 
+_ROUNDING = {
+    dtype: torch.finfo(dtype).eps
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+}
+
+
 class QuietRandomness(TorchFunctionMode):
     """Inside, dropout does nothing and each random draw has equal rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.draws = 0
-        self.autocast = False
-        """Whether anything ran under autocast: then numbers are rounded coarsely."""
+        self.sets_hooks = False
+        """Whether a hook was set on a tensor."""
+        self.rounding = 0.0
+        """Machine epsilon of the narrowest numbers that a function returned, autocast's
+        included.
+        """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.autocast = self.autocast or _is_autocast()
+        if func is Tensor.register_hook:
+            self.sets_hooks = True
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func is F.scaled_dot_product_attention:
             args, kwargs = _without_dropout_p(args, kwargs)
         if func in _DRAWS:
             return self._draw(func, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._note(result[0] if isinstance(result, tuple) and result else result)
+        return result
+
+    def _note(self, result: Any) -> None:
+        if isinstance(result, Tensor) and result.dtype in _ROUNDING:
+            self.rounding = max(self.rounding, _ROUNDING[result.dtype])
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         shaped, first = _DRAWS[func]
@@ -114,13 +131,6 @@ def _without_dropout_p(args: Any, kwargs: Any) -> tuple[Any, Any]:
     if len(args) > 4:
         return (*args[:4], 0.0, *args[5:]), kwargs
     return args, {**kwargs, "dropout_p": 0.0}
-
-
-def _is_autocast() -> bool:
-    if torch.is_autocast_enabled("cpu"):
-        return True
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return device is not None and torch.is_autocast_enabled(device.type)
 
 
 @contextlib.contextmanager

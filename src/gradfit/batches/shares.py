@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,6 +68,10 @@ class PartShare:
     divisors: tuple[float, ...]
     value: float
     """What it then contributes to the loss of the whole."""
+    log_share: float = 0.0
+    """Of all items of the first term that has any, how many are this part's: what its logs
+    weigh.
+    """
 
     @property
     def is_nothing(self) -> bool:
@@ -104,7 +108,22 @@ def share_terms(parts: Sequence[Sequence[TermCount]], roles: Sequence[str]) -> l
     [(0.75,), (0.25,)]
     """
     totals = [_total([part[place] for part in parts]) for place in range(len(roles))]
-    return [_share(part, roles, totals, len(parts)) for part in parts]
+    shares = [_share(part, roles, totals, len(parts)) for part in parts]
+    return [
+        replace(share, log_share=of_items)
+        for share, of_items in zip(shares, _shares_of_items(parts, roles), strict=True)
+    ]
+
+
+def _shares_of_items(parts: Sequence[Sequence[TermCount]], roles: Sequence[str]) -> list[float]:
+    """How the items of the first term that counts any are spread over the parts; evenly if there
+    are none.
+    """
+    for place, role in enumerate(roles):
+        total = math.fsum(part[place].items for part in parts)
+        if role == "adds" and total:
+            return [part[place].items / total for part in parts]
+    return [1 / len(parts)] * len(parts)
 
 
 def _total(terms: Sequence[TermCount]) -> float:

@@ -31,6 +31,7 @@ from gradfit._torch_listen import ThreadState
 from gradfit.batches.model_tree import ModelTree, each_once
 from gradfit.batches.numpy_generator import numpy_state
 from gradfit.interrupts import uninterrupted
+from gradfit.own_passes import begin_own_passes, end_own_passes
 
 _MISSING = object()
 _HOOKS = (
@@ -207,19 +208,28 @@ class Snapshot:
         """
         with uninterrupted():
             self.restore_settings(thread=thread)
-            for position, module in enumerate(self._modules):
-                _restore_module(
-                    module,
-                    self._attributes[position],
-                    self._hooks.get(position, {}),
-                    self._buffers.get(position, {}),
-                )
+            self._restore_modules()
             self.clear_gradients()
             for holder, gradient in zip(self.tensors, self._gradients, strict=True):
                 holder.grad = gradient
             for kept, gradient in self._unreduced:
                 set_unsharded_gradient(kept, gradient)
             self._generators.restore()
+
+    def rewind(self) -> None:
+        """Only modules and generators, so that a trial inside of this one begins where it began."""
+        with uninterrupted():
+            self._restore_modules()
+            self._generators.restore()
+
+    def _restore_modules(self) -> None:
+        for position, module in enumerate(self._modules):
+            _restore_module(
+                module,
+                self._attributes[position],
+                self._hooks.get(position, {}),
+                self._buffers.get(position, {}),
+            )
 
     def restore_settings(self, *, thread: bool = True) -> None:
         """Only what is set for this thread, and for the process: where the rest has changed for
@@ -238,6 +248,9 @@ class Snapshot:
 class untouched:  # noqa: N801  (as torch.no_grad)
     """A context: run anything inside, and the model's whole state (see above) comes back as it was.
 
+    Backward passes inside are nobody's micro-batches: no accumulator that holds the parameters
+    counts them.
+
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     >>> with untouched(model):
     ...     model(torch.randn(4, 2)).sum().backward()
@@ -253,6 +266,7 @@ class untouched:  # noqa: N801  (as torch.no_grad)
         before = self._before = Snapshot(self._model, self._tensors)
         try:
             _open.trials.append(before)
+            begin_own_passes()
             before.clear_gradients()
         except BaseException:  # Ctrl-C: `__exit__` is not called
             self.__exit__()
@@ -265,6 +279,8 @@ class untouched:  # noqa: N801  (as torch.no_grad)
             with uninterrupted():
                 before.restore()
                 _open.trials = [trial for trial in _open.trials if trial is not before]
+                if not _open.trials:
+                    end_own_passes()
                 self._before = None
 
 
@@ -293,3 +309,5 @@ class trials_end:  # noqa: N801  (as torch.no_grad)
             with uninterrupted():
                 while len(_open.trials) > self._outer:
                     _open.trials.pop().restore()
+                if not _open.trials:
+                    end_own_passes()

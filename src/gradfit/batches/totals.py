@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +15,12 @@ from gradfit.batches.weights import Weight
 class LossTotals:
     """Adds up parts; `read` gives the numbers.
 
+    Args:
+        loss: the sum so far.
+        items: so far.
+        logs: their sums so far.
+        summed: names of logs that are counts, and no means over items.
+
     >>> import torch
     >>> totals = LossTotals()
     >>> loss = torch.tensor(2.0, requires_grad=True)
@@ -24,8 +30,13 @@ class LossTotals:
     """
 
     def __init__(
-        self, loss: float = 0.0, items: float = 0.0, logs: Mapping[str, float] | None = None
+        self,
+        loss: float = 0.0,
+        items: float = 0.0,
+        logs: Mapping[str, float] | None = None,
+        summed: Collection[str] = (),
     ) -> None:
+        self._summed = summed
         self._numbers = {
             "loss": loss,
             "items": items,
@@ -39,10 +50,13 @@ class LossTotals:
         number = weight.number
         self._waiting.append(("items", number, number, False))
         self._waiting.append(("loss", part.loss.detach(), number, weight.reduction == "mean"))
+        logged = number if weight.of_logs is None else weight.of_logs
         for name, value in part.logs.items():
-            self._waiting.append(
-                (_LOG + name, value.detach() if isinstance(value, Tensor) else value, number, True)
-            )
+            plain = value.detach() if isinstance(value, Tensor) else value
+            if name in self._summed:
+                self._waiting.append((_LOG + name, plain, 1, False))
+            else:
+                self._waiting.append((_LOG + name, plain, logged, True))
 
     def read(self) -> dict[str, float]:
         """The sums: "loss", "items", and each log's as "log …". A part of weight 0 adds nothing,
@@ -59,13 +73,16 @@ class LossTotals:
 _LOG = "log "
 
 
-def means_of(sums: Mapping[str, float]) -> tuple[float, dict[str, float]]:
-    """The mean loss and the mean of each log, from sums over all processes."""
+def means_of(
+    sums: Mapping[str, float], summed: Collection[str] = ()
+) -> tuple[float, dict[str, float]]:
+    """The mean loss and the mean of each log, from sums over all processes; of logs that are
+    `summed`, the sum.
+    """
     items = sums["items"]
     logs = {
-        name.removeprefix(_LOG): value / items if items else math.nan
-        for name, value in sums.items()
-        if name.startswith(_LOG)
+        name: value if name in summed else value / items if items else math.nan
+        for name, value in logs_of(sums).items()
     }
     return sums["loss"] / items if items else 0.0, logs
 

@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gradfit.batches.additivity import go_together, is_close
-from gradfit.batches.additivity_record import Additivity
+from gradfit.batches.additivity_record import Additivity, go_together, is_close
 from gradfit.batches.denominator import Denominator, Number
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.shares import PartShare, scale_terms
@@ -30,6 +29,8 @@ class Weight(NamedTuple):
 
     number: Number
     reduction: str
+    of_logs: float | None = None
+    """What its logs weigh, if not the same."""
 
 
 class UnreadableLoss(MisuseError):
@@ -78,6 +79,7 @@ class BatchWeights:
     ) -> None:
         self._additivity = additivity if additivity is not None else Additivity("rows")
         self._rows, self._ranks, self._exact, self._shares = rows, ranks, exact, shares
+        self._log_share: float | None = None  # of the part that was scaled last
         self._may_repeat = may_repeat and exact and ranks == 1
         self._first: tuple[float, ...] | None = None
         self._first_text = ""
@@ -92,6 +94,7 @@ class BatchWeights:
         if self._shares is None:
             return part
         share, read = self._shares[position], part.denominator
+        self._log_share = share.log_share
         if read is None or not _is_as_counted(read, share):
             raise _is_another(part, share)
         if read.is_nothing:
@@ -103,6 +106,8 @@ class BatchWeights:
         has no terms.
         """
         roles, over = self._additivity.roles, self._additivity.over
+        if over == "sum" and part.rows == 1:
+            return False  # where a product may stand for the sum
         return bool(roles) and not is_empty and (part.rows < self._rows or over == "divisor")
 
     def adding_divisor(self, read: Denominator) -> Number | None:
@@ -128,7 +133,7 @@ class BatchWeights:
             CountFirst: that cannot be told of this part alone.
         """
         if self._shares is not None:
-            return Weight(part.rows / self._rows / self._ranks, "sum")
+            return Weight(part.rows / self._rows / self._ranks, "sum", self._log_share)
         # multiplied by 0, a loss has no terms to read
         is_empty = part.count is not None and not int(part.count)
         divisors = self._read(part, denominator) if self.asks(part, is_empty=is_empty) else None
@@ -144,7 +149,8 @@ class BatchWeights:
         """
         roles, over = self._additivity.roles, self._additivity.over
         if part.count is not None:
-            return Weight(_count_or_trace(part.count, part.loss), "sum")
+            number = _count_or_trace(part.count, part.loss)
+            return Weight(number, "sum", None if number is part.count else 0.0)
         if over == "sum":  # all weights together are 1, so that nothing is divided by
             return Weight(part.rows / self._rows / self._ranks, "sum")
         if divisors is not None and "adds" in roles:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradfit import _torch_distributed as private
-from gradfit.accumulate.processes import Whole
+from gradfit.accumulate.processes import AllParts
 from gradfit.distributed.shared_window import AllRanks
 
 BUCKET_BYTES = 25 * 2**20  # as DDP's own
@@ -52,7 +52,7 @@ class Replicated(AllRanks):
         if changed:
             private.restore_flags(module, changed.pop())
 
-    def reduce(self, window: Any, whole: Whole, factor: float) -> float:
+    def reduce(self, window: Any, whole: AllParts, factor: float) -> float:
         for module in self.modules:
             if private.broadcasts_buffers(module) and whole.active:
                 private.broadcast_buffers(module, whole.active[0])

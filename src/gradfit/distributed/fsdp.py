@@ -23,13 +23,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from gradfit import _torch_fsdp as fsdp
-from gradfit.accumulate.plain_backwards import own_pass
 from gradfit.accumulate.scaling import gradient_norm
 from gradfit.distributed.fsdp_gathers import Gathers
 from gradfit.distributed.no_sync import modules_of
 from gradfit.distributed.process_group import Group
 from gradfit.distributed.shared_window import AllRanks
 from gradfit.errors import MisuseError
+from gradfit.own_passes import own_pass
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradfit.accumulate.processes import Whole, Window
+from gradfit.accumulate.processes import AllParts, WindowOfProcess
 from gradfit.distributed.ddp import BUCKET_BYTES, Replicated
 from gradfit.distributed.process_group import Group
 
@@ -36,7 +36,7 @@ def replicate(model: torch.nn.Module, group: dist.ProcessGroup | None = None) ->
     return model
 
 
-def replicas_of(tensors: list[Tensor], window: Window) -> Replicas | None:
+def replicas_of(tensors: list[Tensor], window: WindowOfProcess) -> Replicas | None:
     """The replicas that hold these parameters, if any were declared."""
     wanted = {id(tensor) for tensor in tensors}
     for model, group in _groups.items():
@@ -48,7 +48,7 @@ def replicas_of(tensors: list[Tensor], window: Window) -> Replicas | None:
 class Replicas(Replicated):
     """The processes of a declared replica; nobody has to be kept silent."""
 
-    def __init__(self, model: torch.nn.Module, group: Group, window: Window) -> None:
+    def __init__(self, model: torch.nn.Module, group: Group, window: WindowOfProcess) -> None:
         super().__init__([], group, window)
         self._model = weakref.ref(model)
 
@@ -61,7 +61,7 @@ class Replicas(Replicated):
             sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
         )
 
-    def reduce(self, window: Any, whole: Whole, factor: float) -> float:
+    def reduce(self, window: Any, whole: AllParts, factor: float) -> float:
         model = self._model()
         if model is not None and whole.active and self.size > 1:
             # running statistics: those of the first rank that has seen data

@@ -18,14 +18,20 @@ from typing import Any
 from torch import Tensor
 
 from gradfit import _torch_distributed as private
-from gradfit.accumulate.processes import SINGLE_PROCESS, Part, SingleProcess, Whole, Window
+from gradfit.accumulate.processes import (
+    SINGLE_PROCESS,
+    AllParts,
+    ProcessPart,
+    SingleProcess,
+    WindowOfProcess,
+)
 from gradfit.arguments import Number
 from gradfit.distributed.no_sync import ForwardHooks, modules_of
 from gradfit.distributed.process_group import Group
 from gradfit.errors import MisuseError, RankFailed
 
 
-def all_ranks(tensors: list[Tensor], window: Window) -> SingleProcess:
+def all_ranks(tensors: list[Tensor], window: WindowOfProcess) -> SingleProcess:
     """The processes that share these parameters; nobody if no DDP or FSDP2 module holds them."""
     from gradfit.distributed.fsdp import Sharded, is_sharded
     from gradfit.distributed.replicas import replicas_of
@@ -46,7 +52,9 @@ def all_ranks(tensors: list[Tensor], window: Window) -> SingleProcess:
     return _of_ddp_modules(modules, tensors, window)
 
 
-def _of_ddp_modules(modules: list[Any], tensors: list[Tensor], window: Window) -> SingleProcess:
+def _of_ddp_modules(
+    modules: list[Any], tensors: list[Tensor], window: WindowOfProcess
+) -> SingleProcess:
     from gradfit.distributed.ddp import Replicated
 
     groups = {id(private.ddp_group(module)): private.ddp_group(module) for module in modules}
@@ -73,7 +81,7 @@ def _check_all_held(modules: list[Any], tensors: list[Tensor]) -> None:
 class AllRanks(SingleProcess):
     """What DDP and FSDP2 have in common: the meeting."""
 
-    def __init__(self, modules: list[Any], group: Group, window: Window) -> None:
+    def __init__(self, modules: list[Any], group: Group, window: WindowOfProcess) -> None:
         self.modules, self.group, self.size = modules, group, group.size
         self._window = weakref.ref(window)  # which holds this
         self._rehearsing = False
@@ -85,7 +93,7 @@ class AllRanks(SingleProcess):
     def settle(self) -> None:
         """This rank has come to a meeting: do what the others still need it for."""
 
-    def meet(self, part: Part) -> Whole:
+    def meet(self, part: ProcessPart) -> AllParts:
         self.settle()
         window = self._window()
         count = 0 if window is None else len(window.tensors)
@@ -93,7 +101,7 @@ class AllRanks(SingleProcess):
         self.check(records)
         return _add_up_records(records, part, count)
 
-    def reduce(self, window: Any, whole: Whole, factor: float) -> float:
+    def reduce(self, window: Any, whole: AllParts, factor: float) -> float:
         if self.size == 1 and not self.lockstep:
             return factor
         self.add_up(window, whole.present, whole.sparse, factor)
@@ -151,7 +159,7 @@ class AllRanks(SingleProcess):
         if failed and error is None:
             raise RankFailed("; ".join(f"rank {rank} raised {why}" for rank, why in failed.items()))
 
-    def share_options(self, optimizer: Any, whole: Whole, joined: bool) -> None:
+    def share_options(self, optimizer: Any, whole: AllParts, joined: bool) -> None:
         groups = getattr(optimizer, "param_groups", None)
         if whole.leader is None or groups is None:
             return
@@ -198,7 +206,7 @@ def _numbers_in(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if type(value) in (int, float, bool)}
 
 
-def _record_of(part: Part, count: int) -> dict[str, Any]:
+def _record_of(part: ProcessPart, count: int) -> dict[str, Any]:
     """What a rank tells the others at the end of a window of so many parameters."""
     return {
         "kind": "end of a window",
@@ -213,14 +221,14 @@ def _record_of(part: Part, count: int) -> dict[str, Any]:
     }
 
 
-def _add_up_records(records: list[dict[str, Any]], part: Part, count: int) -> Whole:
+def _add_up_records(records: list[dict[str, Any]], part: ProcessPart, count: int) -> AllParts:
     """The window as all ranks hold it."""
     all_of = {name: [one[name] for one in records] for name in records[0]}
     micro_batches, skipped = zip(*all_of["counts"], strict=True)
     bases, scales = zip(*all_of["scales"], strict=True)
     flushing, joined, _ = zip(*all_of["flags"], strict=True)
     active = [rank for rank, counts in enumerate(all_of["counts"]) if sum(counts)]
-    return Whole(
+    return AllParts(
         weights=_add_by_name(all_of["weights"]),
         notes={name: _sum_of_notes(name, all_of["notes"]) for name in part.notes},
         micro_batches=sum(micro_batches),

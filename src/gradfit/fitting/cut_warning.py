@@ -52,4 +52,11 @@ def cutting_note(fitted: Fitted, additivity: Additivity | None, *, exact: bool =
             f" weighted by their rows, which was right for the sample ({measured}). If later"
             " batches have padding, return gf.Loss(sum=…, count=…)."
         )
+    elif cut and additivity.uncompared:
+        return (
+            "The losses of a few rows' parts make that of the rows. Their gradients were not"
+            " compared, since the budget has no room for two rows with their gradients, and"
+            f" {additivity.uncompared[0]} may change them. Compare them in more memory:"
+            " gf.audit(model, loss_fn, batch, plan)."
+        )
     return ""

@@ -9,6 +9,7 @@ import torch
 
 from gradfit._torch_fsdp import drop_gradients
 from gradfit.accumulate.accumulator import BareAccumulator
+from gradfit.accumulate.marks import claim, disown
 from gradfit.arguments import (
     check_arguments,
     check_optimizer,
@@ -143,7 +144,6 @@ def fit(
         dtype=dtype,
         on_nonfinite=on_nonfinite,
     )
-    drop_gradients(model)  # what earlier passes left is no part of any step, and would take room
     planner = Planner(
         model,
         optimizer,
@@ -165,6 +165,10 @@ def fit(
         on_progress=on_progress,
     )
     ranks = accumulator.ranks
+    # refused in the middle of another's window, whose sums would be lost
+    claim(accumulator.window, accumulator.window.tensors)
+    disown(accumulator.window)
+    drop_gradients(model)  # what earlier passes left is no part of any step, and would take room
     try:
         try:
             if isinstance(ranks, AllRanks):

@@ -85,9 +85,9 @@ def compare_with_full_batch(
     tolerance = max((math.sqrt(torch.finfo(p.dtype).eps) for p in parameters), default=0.0)
     weighted_by = "rows"
     try:
-        with trials_end(), untouched(model):
+        with trials_end(), untouched(model) as before:
             additivity = measure_additivity(
-                model, loss_fn, batch, split=split, rewind=Generators().restore
+                model, loss_fn, batch, split=split, rewind=before.rewind, gradient_rows=0
             )
         weighted_by = _WEIGHTED_BY.get(additivity.over or "", "rows")
         whole, draws = _whole_gradients(model, parameters, loss_fn, batch, count_rows(batch, split))

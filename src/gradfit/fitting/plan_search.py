@@ -197,26 +197,48 @@ class Planner:
         shape = self.shape(batch)
         # plans of single rows, or from a version that did not measure it
         if self._fitted and self.additivity is None and (batch_size > 1 or self.rows(batch) > 1):
-            with untouched(self._model):
+            with untouched(self._model) as before:
                 self.additivity = additivity_within(
-                    self._model, self._loss_fn, batch, self.runner.split, self.limit_bytes
+                    self._model,
+                    self._loss_fn,
+                    batch,
+                    self.runner.split,
+                    self.limit_bytes,
+                    before.rewind,
                 )
         serving = [known for known in self._fitted if self._holds(known)]
         larger = covering(serving, shape, batch_size)
-        found = larger[0] if larger else None
-        if not distributed.is_running():  # where ranks run forwards together, and so plan together
-            if (
-                found is None
-                and (by_size := grown(serving, shape, batch_size, self.limit_bytes)) is not None
-            ):
-                found = self._remember(by_size)
-            wanted = larger and may_be_slow(larger[0], shape, batch_size) and self.time.is_left
-            found = None if wanted and not self._reproducible else found
+        found = None
+        if larger:
+            found = None if self._wants_own(larger[0], shape, batch_size) else larger[0]
+        elif not distributed.is_running():  # where ranks run forwards, and so plan, together
+            by_size = grown(serving, shape, batch_size, self.limit_bytes)
+            found = None if by_size is None else self._remember(by_size)
         if found is None:
             with self.time.planning() if self._fitted else contextlib.nullcontext():
                 found = self._add(self._fit(batch, batch_size, shape, self.limit_bytes))
         self._used[id(found)] = self._clock = self._clock + 1
         return found
+
+    def serving(self, batch: Any, batch_size: int) -> Fitted | None:
+        """The plan that `fitted` would give, if it was made before and nothing need be measured."""
+        shape = self.shape(batch)
+        known = covering([one for one in self._fitted if self._holds(one)], shape, batch_size)
+        if self.additivity is None or not known or self._wants_own(known[0], shape, batch_size):
+            return None
+        self._used[id(known[0])] = self._clock = self._clock + 1
+        return known[0]
+
+    def _wants_own(self, larger: Fitted, shape: Shape, batch_size: int) -> bool:
+        """Whether batches of this shape should have a plan of their own, and there is time to make
+        it.
+        """
+        return (
+            not self._reproducible
+            and not distributed.is_running()
+            and may_be_slow(larger, shape, batch_size)
+            and self.time.is_left
+        )
 
     def outgrown(self, fitted: Fitted, batch: Any) -> Fitted:
         """A plan of its own for a batch that is too large for one that arithmetic had found for

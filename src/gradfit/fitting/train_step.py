@@ -75,7 +75,9 @@ class TrainResult(NamedTuple):
     attempts: int
     """More than 1 if memory ran out and the step was repeated with a tighter plan."""
     logs: Mapping[str, float] = {}
-    """What `loss_fn` returned to be logged, each the mean over all items of the batch."""
+    """What `loss_fn` returned to be logged, each the mean over all items of the batch; of counts,
+    which were measured to add up over parts, the sum.
+    """
     online: str = ""
     """Why some micro-batches of this step did not follow a plan, and which operation differed;
     empty if all did.
@@ -151,6 +153,7 @@ class TrainStep(NotCopied):
         self._recovery = Recovery(planner, accumulator.rehearsal)
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
         self._tree = ModelTree(model)
+        self._parameters = self._tree.parameters
 
     @property
     def plan(self) -> Plan:
@@ -262,10 +265,10 @@ class TrainStep(NotCopied):
         after_micro_batch: AfterMicroBatch | None,
     ) -> TrainResult:
         """Attempt by attempt, until the step has happened as a whole."""
-        clear_gradients(self.model, self._tensors())
-        with trials_end(), self.accumulator.rehearsal():  # a new shape is profiled and tried out
-            most = self._planner.rows_at_most(rows)
-            fitted = self._fitted = self._planner.fitted(batch, most)
+        tensors = self._tensors()
+        self._require_trained()
+        clear_gradients(self.model, tensors)
+        fitted = self._fitted = self._find_plan(batch, self._planner.rows_at_most(rows))
         before = self._snapshot()
         if after_micro_batch is not None:
             self._buffers = before.buffers if progress is None else progress.buffers
@@ -290,11 +293,43 @@ class TrainStep(NotCopied):
                 fitted, batch, attempt, take_back, self.accumulator.ranks.failed
             )
 
+    def _require_trained(self) -> None:
+        """Refuse a model whose parameters were replaced since: the optimizer would train those that
+        are gone.
+        """
+        now = self._tree.parameters
+        if now is self._parameters:
+            return
+        trained, known = self.accumulator.window.ids, set(map(id, self._parameters))
+        gone = (trained & known) - set(map(id, now))
+        new = [
+            name
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and id(parameter) not in trained | known
+        ]
+        if gone and new:
+            raise MisuseError(
+                f"The model has new parameters ({new[0]!r} for one) in the place of those that the"
+                " optimizer holds, as load_state_dict(assign=True) puts them in, so nothing was"
+                " run. Call gf.fit again with an optimizer over the new parameters, or load before"
+                " fit, or without assign=True."
+            )
+        self._parameters = now
+
+    def _find_plan(self, batch: Any, rows: int) -> Fitted:
+        """The plan that serves the batch; one of a new shape is profiled and tried out."""
+        found = self._planner.serving(batch, rows)
+        if found is not None:
+            return found
+        with trials_end(), self.accumulator.rehearsal():
+            found = self._planner.fitted(batch, rows)
+        self._tree.renew()  # a first forward may make modules
+        return found
+
     def _snapshot(self) -> Snapshot:
         """What to go back to; copying the buffers may be what there is no memory for, until the
         cache is given back.
         """
-        self._tree.renew()
         try:
             return Snapshot(self.model, self.accumulator.window.tensors, tree=self._tree)
         except Exception as error:
@@ -362,7 +397,13 @@ class TrainStep(NotCopied):
         result = self.accumulator.flush()
         if result.stepped and self._given is not self.optimizer:
             count_step(self._given)
-        return (result, *means_of(self.accumulator.notes))
+        return (result, *means_of(self.accumulator.notes, self._summed_logs))
+
+    @property
+    def _summed_logs(self) -> tuple[str, ...]:
+        """Logs that are counts."""
+        additivity = self._planner.additivity
+        return () if additivity is None else additivity.summed_logs
 
     def _attempt(self, call: _Call, fitted: Fitted, attempt: int) -> TrainResult:
         batch_bytes = sum(tensor.nbytes for tensor in leaves(call.batch))
@@ -443,7 +484,10 @@ class TrainStep(NotCopied):
             )
 
         weights = weights_of(parts[0].rows if len(parts) == 1 else call.rows.exact)
-        totals = LossTotals() if progress is None else self._go_on(progress, fitted.plan)
+        if progress is None:
+            totals = LossTotals(summed=self._summed_logs)
+        else:
+            totals = self._go_on(progress, fitted.plan)
         late: LateWeights | None = None
 
         def backward(found: PartLoss, position: int) -> None:
@@ -532,7 +576,7 @@ class TrainStep(NotCopied):
             )
         if progress.window is not None:
             self.accumulator.load_state_dict(progress.window)
-        return LossTotals(progress.total, progress.items, progress.logs)
+        return LossTotals(progress.total, progress.items, progress.logs, self._summed_logs)
 
 
 def clear_gradients(model: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:

@@ -46,7 +46,7 @@ def _up(nbytes: int, unit: int) -> int:
     return -(-nbytes // unit) * unit
 
 
-class Block:
+class MemoryBlock:
     """A part of a segment; its neighbours are those of the same segment."""
 
     __slots__ = ("address", "free", "mapped", "next", "pool", "previous", "size")
@@ -54,12 +54,12 @@ class Block:
     def __init__(self, pool: Pool, address: int, size: int, *, mapped: bool = True) -> None:
         self.pool, self.address, self.size = pool, address, size
         self.free, self.mapped = True, mapped
-        self.previous: Block | None = None
-        self.next: Block | None = None
+        self.previous: MemoryBlock | None = None
+        self.next: MemoryBlock | None = None
 
-    def split(self, size: int) -> Block:
+    def split(self, size: int) -> MemoryBlock:
         """Cut off all but the first bytes; gives the rest."""
-        rest = Block(self.pool, self.address + size, self.size - size, mapped=self.mapped)
+        rest = MemoryBlock(self.pool, self.address + size, self.size - size, mapped=self.mapped)
         rest.previous, rest.next = self, self.next
         if self.next is not None:
             self.next.previous = rest
@@ -82,22 +82,22 @@ class Pool:
     def __init__(self, *, small: bool) -> None:
         self.small = small
         self._order: list[tuple[int, int]] = []
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, MemoryBlock] = {}
 
-    def add(self, block: Block) -> None:
+    def add(self, block: MemoryBlock) -> None:
         insort(self._order, (block.size, block.address))
         self._blocks[block.address] = block
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: MemoryBlock) -> None:
         del self._order[bisect_left(self._order, (block.size, block.address))]
         del self._blocks[block.address]
 
-    def at_least(self, size: int) -> Iterable[Block]:
+    def at_least(self, size: int) -> Iterable[MemoryBlock]:
         """Free blocks that are large enough, smallest first."""
         for place in range(bisect_left(self._order, (size, -1)), len(self._order)):
             yield self._blocks[self._order[place][1]]
 
-    def blocks(self) -> list[Block]:
+    def blocks(self) -> list[MemoryBlock]:
         return [self._blocks[address] for _, address in self._order]
 
 
@@ -120,7 +120,7 @@ class CachingAllocator:
         self._small, self._large = Pool(small=True), Pool(small=False)
         self._holes: list[tuple[int, int]] = [(0, 1 << 62)]  # addresses that no segment has
 
-    def allocate(self, nbytes: int) -> Block | None:
+    def allocate(self, nbytes: int) -> MemoryBlock | None:
         """Serve a request; None if there is no memory for it below the cap."""
         size = rounded(nbytes)
         pool = self._small if size <= _SMALL else self._large
@@ -131,7 +131,7 @@ class CachingAllocator:
             block = self._reserve(pool, size)
         return None if block is None else self._hand_out(block, size)
 
-    def free(self, block: Block) -> None:
+    def free(self, block: MemoryBlock) -> None:
         """Take back what `allocate` gave (rule 4)."""
         self.allocated_bytes -= block.size
         block.free = True
@@ -164,10 +164,10 @@ class CachingAllocator:
         pool: Pool,
         address: int,
         blocks: Sequence[Mapping[str, Any]],
-        previous: Block | None,
-    ) -> Block | None:
+        previous: MemoryBlock | None,
+    ) -> MemoryBlock | None:
         for one in blocks:
-            block = Block(pool, address, one["size"])
+            block = MemoryBlock(pool, address, one["size"])
             block.previous = previous
             if previous is not None:
                 previous.next = block
@@ -179,13 +179,13 @@ class CachingAllocator:
             address, previous = address + block.size, block
         return previous
 
-    def _find(self, pool: Pool, size: int) -> Block | None:
+    def _find(self, pool: Pool, size: int) -> MemoryBlock | None:
         block = next(iter(pool.at_least(size)), None)
         if block is not None:
             pool.remove(block)
         return block
 
-    def _reserve(self, pool: Pool, size: int) -> Block | None:
+    def _reserve(self, pool: Pool, size: int) -> MemoryBlock | None:
         """A new segment, free as a whole (rule 3)."""
         if pool.small:
             nbytes = _SMALL_SEGMENT
@@ -196,9 +196,9 @@ class CachingAllocator:
         if not self._is_within_cap(nbytes):
             return None
         self._count(nbytes)
-        return Block(pool, self._take_addresses(nbytes), nbytes)
+        return MemoryBlock(pool, self._take_addresses(nbytes), nbytes)
 
-    def _hand_out(self, block: Block, size: int) -> Block:
+    def _hand_out(self, block: MemoryBlock, size: int) -> MemoryBlock:
         rest = block.size - size
         if self._is_split(block, rest):
             block.pool.add(block.split(size))
@@ -206,10 +206,10 @@ class CachingAllocator:
         self.allocated_bytes += block.size
         return block
 
-    def _is_split(self, block: Block, rest: int) -> bool:
+    def _is_split(self, block: MemoryBlock, rest: int) -> bool:
         return rest >= _ROUND if block.pool.small else rest > _SMALL
 
-    def _join(self, block: Block) -> None:
+    def _join(self, block: MemoryBlock) -> None:
         """Put a block that has become free among the free ones, joined with its neighbours."""
         before, after = block.previous, block.next
         if before is not None and before.free and before.mapped == block.mapped:
@@ -222,7 +222,7 @@ class CachingAllocator:
         if block.mapped:
             block.pool.add(block)
 
-    def _drop(self, block: Block) -> None:
+    def _drop(self, block: MemoryBlock) -> None:
         if block.mapped:
             block.pool.remove(block)
 
@@ -263,7 +263,7 @@ class ExpandableAllocator(CachingAllocator):
 
     def __init__(self, cap_bytes: int | None = None) -> None:
         super().__init__(cap_bytes)
-        self._first: dict[bool, Block] = {}  # of each pool: where its range begins
+        self._first: dict[bool, MemoryBlock] = {}  # of each pool: where its range begins
 
     def empty_cache(self) -> None:
         """Take the memory away behind the whole pages of free blocks."""
@@ -276,10 +276,10 @@ class ExpandableAllocator(CachingAllocator):
             pool = self._small if small else self._large
             own = [one for one in segments if (one["segment_type"] == "small") == small]
             end: int | None = None
-            last: Block | None = None
+            last: MemoryBlock | None = None
             for segment in sorted(own, key=lambda one: one["address"]):
                 if end is not None and segment["address"] > end:
-                    gap = Block(pool, end, segment["address"] - end, mapped=False)
+                    gap = MemoryBlock(pool, end, segment["address"] - end, mapped=False)
                     gap.previous = last
                     assert last is not None
                     last.next = last = gap
@@ -294,14 +294,14 @@ class ExpandableAllocator(CachingAllocator):
                         begin = begin.previous
                     self._first[small] = begin
             if last is not None and end is not None:
-                rest = Block(pool, end, 1 << 62, mapped=False)
+                rest = MemoryBlock(pool, end, 1 << 62, mapped=False)
                 rest.previous, last.next = last, rest
 
-    def _find(self, pool: Pool, size: int) -> Block | None:
+    def _find(self, pool: Pool, size: int) -> MemoryBlock | None:
         """At the end of what is mapped, a block counts with what it can grow to: others come
         first.
         """
-        found: Block | None = None
+        found: MemoryBlock | None = None
         for block in pool.at_least(size):
             if found is not None and _grown(block) >= _grown(found):
                 break
@@ -310,7 +310,7 @@ class ExpandableAllocator(CachingAllocator):
             pool.remove(found)
         return found
 
-    def _reserve(self, pool: Pool, size: int) -> Block | None:
+    def _reserve(self, pool: Pool, size: int) -> MemoryBlock | None:
         """Put memory behind the first free addresses that are enough, in whole pages."""
         block = self._place(pool, size)
         if not block.mapped:
@@ -327,10 +327,10 @@ class ExpandableAllocator(CachingAllocator):
         pool.remove(block)
         return block
 
-    def _place(self, pool: Pool, size: int) -> Block:
+    def _place(self, pool: Pool, size: int) -> MemoryBlock:
         if pool.small not in self._first:
-            self._first[pool.small] = Block(pool, 0, 1 << 62, mapped=False)
-        block: Block | None = self._first[pool.small]
+            self._first[pool.small] = MemoryBlock(pool, 0, 1 << 62, mapped=False)
+        block: MemoryBlock | None = self._first[pool.small]
         while block is not None:
             if not block.mapped:
                 begin = block
@@ -341,7 +341,7 @@ class ExpandableAllocator(CachingAllocator):
             block = block.next
         raise AssertionError("the last block of a range has no end")
 
-    def _map(self, block: Block, size: int) -> Block | None:
+    def _map(self, block: MemoryBlock, size: int) -> MemoryBlock | None:
         page = _SMALL_SEGMENT if block.pool.small else _LARGE_SEGMENT
         nbytes = min(_up(size, page), block.size)
         if not self._is_within_cap(nbytes):
@@ -354,7 +354,7 @@ class ExpandableAllocator(CachingAllocator):
         self._join(block)
         return before if before is not None and before.next is not block else block
 
-    def _unmap(self, block: Block) -> None:
+    def _unmap(self, block: MemoryBlock) -> None:
         page = _SMALL_SEGMENT if block.pool.small else _LARGE_SEGMENT
         base = self._first[block.pool.small].address
         start = base + _up(block.address - base, page)
@@ -372,16 +372,16 @@ class ExpandableAllocator(CachingAllocator):
         self.reserved_bytes -= block.size
         self._join(block)
 
-    def _is_split(self, block: Block, rest: int) -> bool:
+    def _is_split(self, block: MemoryBlock, rest: int) -> bool:
         return rest >= _ROUND
 
 
-def _grown(block: Block) -> int:
+def _grown(block: MemoryBlock) -> int:
     after = block.next
     return block.size + (after.size if after is not None and not after.mapped else 0)
 
 
-def _room(block: Block | None, enough: int) -> int:
+def _room(block: MemoryBlock | None, enough: int) -> int:
     room = 0
     while block is not None and block.free and room < enough:
         room += block.size
@@ -398,7 +398,7 @@ class AllOnPaper:
 
     def __init__(self, devices: Mapping[int, CachingAllocator]) -> None:
         self._devices = devices
-        self._held: dict[int, tuple[CachingAllocator, Block]] = {}
+        self._held: dict[int, tuple[CachingAllocator, MemoryBlock]] = {}
 
     @property
     def peak_reserved_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +26,7 @@ from gradfit.arguments import (
 from gradfit.batches.additivity import MOST_ROWS, batch_norms, measure_additivity
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.runner import LossFunction, count_rows, run_part
-from gradfit.batches.snapshot import Generators, trials_end, untouched
+from gradfit.batches.snapshot import trials_end, untouched
 from gradfit.devices import counted_device, devices_of, wait_for
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.profiling.assemble import Sample, assemble, tensors_there
@@ -33,6 +34,7 @@ from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.meter import meter, tensors_in
 from gradfit.profiling.optimizer_bytes import OptimizerCost, optimizer_cost
 from gradfit.profiling.profile import Hardware, Profile
+from gradfit.profiling.rebuilding import rebuilding
 from gradfit.profiling.resident_bytes import gradient_bytes, storage_bytes
 from gradfit.profiling.tile_choices import TileChoices, tile_choices
 from gradfit.profiling.trace import Trace, TracedNode, TracedOp, watching
@@ -195,14 +197,14 @@ def _measure(step: _Step, limits: _Limits, additivity: Additivity | None) -> Pro
     total = count_rows(batch, step.split, "sample_batch")
     measuring_bytes = 0
     # the optimizer's probe too: Ctrl-C could leave its `no_grad` on
-    with trials_end(), untouched(model):
+    with trials_end(), untouched(model) as before:
         cost = OptimizerCost(0, 0, 0.0)
         if step.optimizer is not None:
             cost = optimizer_cost(step.optimizer)
         if additivity is None:
             with meter(model, step.optimizer, batch) as live:
                 additivity = additivity_within(
-                    model, step.loss_fn, batch, step.split, limits.memory_bytes
+                    model, step.loss_fn, batch, step.split, limits.memory_bytes, before.rewind
                 )
             measuring_bytes = live.peak_bytes
         sampler = _Sampler(step, total, _room(model, batch, limits.memory_bytes, cost))
@@ -242,9 +244,10 @@ def additivity_within(
     batch: Any,
     split: _Cut | None,
     memory_bytes: int | None,
+    rewind: Callable[[], None],
 ) -> Additivity:
     """Whether the loss adds up, measured below a budget; the caller puts buffers and generators
-    back.
+    back, and `rewind` does so in between.
     """
 
     def backward(loss: torch.Tensor) -> None:
@@ -253,32 +256,64 @@ def additivity_within(
 
     # FSDP2 lets go of its parameters in the backward pass: a forward alone would hold them.
     finish = backward if distributed.is_running() else None
-    rows = MOST_ROWS
-    if memory_bytes is not None:
-        rows = _rows_within(model, loss_fn, batch, split, memory_bytes)
+    room = _RoomForRows(model, loss_fn, batch, split, memory_bytes)
     return measure_additivity(
-        model, loss_fn, batch, split=split, rows=rows, rewind=Generators().restore, finish=finish
+        model,
+        loss_fn,
+        batch,
+        split=split,
+        rows=room.rows,
+        rewind=rewind,
+        finish=finish,
+        gradient_rows=room.gradient_rows,
+        passes=room.passes,
     )
 
 
-def _rows_within(
-    model: torch.nn.Module, loss_fn: LossFunction, batch: Any, split: _Cut | None, memory_bytes: int
-) -> int:
-    """How many rows a forward alone can have below the budget: of a few, and at least two, by what
-    few take.
-    """
-    few = 2 if batch_norms(model) else 1
-    part = next(iter((split or split_batch)(batch, few)))
-    try:
-        with meter(model, batch, device=counted_device(model)) as live, torch.no_grad():
-            before = live.current_bytes
-            loss_fn(model, unmarked(part))
-    # the user's code, which may need gradients or more rows: measured it will be said
-    except Exception:
-        return 2
-    taken = max(1, live.peak_bytes - before)
-    room = 0.9 * (memory_bytes - before - storage_bytes(model.parameters()) / 16)
-    return max(2, min(MOST_ROWS, int(room / taken * few)))
+class _RoomForRows:
+    """How many rows can be run below a budget, by what few take in a forward alone."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: LossFunction,
+        batch: Any,
+        split: _Cut | None,
+        memory_bytes: int | None,
+    ) -> None:
+        self.rows = self.gradient_rows = MOST_ROWS
+        self._quota_bytes = math.inf
+        if memory_bytes is None:
+            return
+        few = 2 if batch_norms(model) else 1
+        part = next(iter((split or split_batch)(batch, few)))
+        try:
+            with meter(model, batch, device=counted_device(model)) as live, torch.no_grad():
+                before = live.current_bytes
+                loss_fn(model, unmarked(part))
+        # the user's code, which may need gradients or more rows: measured it will be said
+        except Exception:
+            self.rows = self.gradient_rows = 2
+            return
+        of_row = max(1, live.peak_bytes - before) / few
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        room = 0.9 * (memory_bytes - before - storage_bytes(model.parameters()) / 16)
+        self.rows = max(2, min(MOST_ROWS, int(room / of_row)))
+        if distributed.is_running():
+            return
+        # for gradients, one that is about to be added and one that is made from it
+        room -= storage_bytes(trained) + 2 * max(parameter.nbytes for parameter in trained)
+        # Beside what a row takes in a forward there are its gradients, and what is rebuilt.
+        self._quota_bytes = max(0.0, room) / 6
+        self.gradient_rows = min(self.rows, int(room / (4 * of_row)))
+
+    def passes(self) -> contextlib.AbstractContextManager[object]:
+        """What both passes run in: nothing is kept for the backward pass but what leads over from
+        one segment to the next.
+        """
+        if math.isinf(self._quota_bytes):
+            return contextlib.nullcontext()
+        return rebuilding(self._quota_bytes)
 
 
 def check_model(model: torch.nn.Module) -> None:

@@ -5,7 +5,7 @@ forward does.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -412,7 +412,7 @@ class Unrecorded:
         self._hooks: saved_tensors_hooks | None = None
 
     def __enter__(self) -> Unrecorded:
-        self._hooks = saved_tensors_hooks(self._pack, unpack)
+        self._hooks = saved_tensors_hooks(_counting_pack(self.rest, self.limit_bytes), unpack)
         self._hooks.__enter__()
         return self
 
@@ -420,15 +420,23 @@ class Unrecorded:
         if self._hooks is not None:
             self._hooks.__exit__(*error)
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        if tensor.layout is torch.strided:
-            self.rest.saved_bytes += tensor.nbytes
-            if self.rest.saved_bytes > self.limit_bytes:
-                raise Diverged(_too_much(self.rest.saved_bytes, self.limit_bytes))
+
+def _counting_pack(rest: UnrecordedRest, limit_bytes: float) -> Callable[[torch.Tensor], Any]:
+    """Adds up what autograd saves. It is called for each save, so that it looks nothing up."""
+    strided, saved_bytes = torch.strided, 0
+
+    def pack(tensor: torch.Tensor) -> Any:
+        nonlocal saved_bytes
+        if tensor.layout is strided:
+            rest.saved_bytes = saved_bytes = saved_bytes + tensor.nbytes
+            if saved_bytes > limit_bytes:
+                raise Diverged(_too_much(saved_bytes, limit_bytes))
         if tensor.is_leaf and tensor.requires_grad:
             return (tensor, tensor._version)
         # its graph would hold itself
         return (tensor.detach(), None if tensor.is_inference() else tensor._version)
+
+    return pack
 
 
 class LooksAtData(OperationListener):

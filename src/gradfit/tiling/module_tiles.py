@@ -35,7 +35,7 @@ def run_in_tiles(module: nn.Module, x: Tensor, cut: Cut) -> Tensor:
     shell = _Shell(module)
     named = dict(shell.named_parameters())
     tokens = x.reshape(1, -1, x.shape[-1]) if x.dim() > 2 else x
-    result: Tensor = _Tiled.apply(shell, cut, tuple(named), tokens, *named.values())  # type: ignore[no-untyped-call]
+    result: Tensor = _TiledModule.apply(shell, cut, tuple(named), tokens, *named.values())  # type: ignore[no-untyped-call]
     return result.reshape(*x.shape[:-1], result.shape[-1])
 
 
@@ -95,7 +95,7 @@ class _Draws:
             torch.get_device_module(self._device).set_rng_state(self._states[1], self._device)
 
 
-class _Tiled(torch.autograd.Function):
+class _TiledModule(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, shell: _Shell, cut: Cut, names: tuple[str, ...], x: Tensor, *parameters: Tensor
@@ -127,7 +127,7 @@ class _Tiled(torch.autograd.Function):
 def _tiles(
     ctx: Any, x: Tensor, parameters: list[Tensor], gradient: Tensor, needed: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    found = _Gradients(x, parameters, needed)
+    found = _TileGradients(x, parameters, needed)
     call = _with_parameters(ctx.shell, ctx.names, found.leaves)
     after = _Draws(x.device)
     for (begin, end), draws in zip(ctx.cut.bounds(x.shape[-2]), ctx.draws, strict=True):
@@ -139,7 +139,7 @@ def _tiles(
     return found.results()
 
 
-class _Gradients:
+class _TileGradients:
     """Of a module's input and its parameters, tile by tile.
 
     Args:

@@ -34,11 +34,11 @@ def reduce_rows(expression: Expression, cut: Cut) -> tuple[Tensor, ...]:
     operands = Operands(expression)
     tensors = operands.tensors()
     with without_autocast(operands.projections[0].hidden.device):
-        results: tuple[Tensor, ...] = _Tiled.apply(operands.program, cut, *tensors)  # type: ignore[no-untyped-call]
+        results: tuple[Tensor, ...] = _TiledProgram.apply(operands.program, cut, *tensors)  # type: ignore[no-untyped-call]
     return results
 
 
-class _Tiled(torch.autograd.Function):
+class _TiledProgram(torch.autograd.Function):
     """One node for all tiles, so that each parameter's gradient arrives once."""
 
     @staticmethod

@@ -1,0 +1,49 @@
+"""What of a user's may change gradients on their way: hooks and functions with a backward of their
+own.
+
+Asked only where gradients cannot be compared for want of memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+_KNOWN = ("torch.", "gradfit.")  # whose functions have the gradients of what they compute
+
+
+def gradient_changers(model: nn.Module, loss: Tensor) -> list[str]:
+    """Names of what may change gradients.
+
+    Args:
+        model: its hooks are looked at.
+        loss: whose graph.
+    """
+    hooked = [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
+    changers = [f"a hook of {name!r}" for name in hooked]
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            changers.append(f"a backward hook of {name or type(module).__name__!r}")
+    return changers + [node.name() for node in _nodes(loss.grad_fn) if _is_own(node)]
+
+
+def _is_own(node: Any) -> bool:
+    if getattr(node, "_saved_scale_grad_by_freq", False):
+        return True
+    if not isinstance(node, BackwardCFunction):
+        return False
+    return not str(type(node)._forward_cls.__module__).startswith(_KNOWN)  # type: ignore[attr-defined]
+
+
+def _nodes(root: Any) -> Iterator[Any]:
+    """Each node of a graph once."""
+    seen, left = {root}, [root]
+    while left:
+        node = left.pop()
+        yield node
+        new = {one for one, _ in node.next_functions if one is not None} - seen
+        seen |= new
+        left += new
