@@ -140,6 +140,7 @@ def test_on_a_terminal_it_is_shown_after_a_while_and_taken_away(
 ) -> None:
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr(progress, "_PATIENCE", 1e9)
     fitted()
     assert "gradfit:" not in terminal.getvalue()
     monkeypatch.setattr(progress, "_PATIENCE", 0.0)

@@ -441,7 +441,7 @@ class _Sampler:
         seconds = sample.plain_seconds
         if seconds is None or turn >= _rounds(seconds, sample.trace):
             return sample
-        part = self.step.batch if sample.size == self.total else self.part(sample.size)
+        part = self.step.batch if self.total == 1 else self.part(sample.size)
         least = min(seconds, self.time_plain(part))
         return dataclasses.replace(sample, plain_seconds=least)
 
