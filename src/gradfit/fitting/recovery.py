@@ -123,7 +123,6 @@ class Recovery:
         backward: Callable[[PartLoss], object],
         *,
         first: bool,
-        measured: bool = True,
     ) -> None:
         """Both passes of one part.
 
@@ -133,17 +132,14 @@ class Recovery:
             batch: all of it, which is there, too.
             backward: gets the part's loss.
             first: the part is the first that is run of its batch.
-            measured: the step's memory is, as in the first with a plan; else what autograd saves
-                need not be watched in each.
         """
         with eager_functions() if self._runs_eagerly else contextlib.nullcontext():
-            mode = self._mode(tested, part, batch, first=first, measured=measured)
-            self._plans.runner.run(part, mode, backward)
+            self._plans.runner.run(part, self._mode(tested, part, batch, first=first), backward)
 
-    def _mode(self, tested: Fitted, part: Part, batch: Any, *, first: bool, measured: bool) -> Mode:
+    def _mode(self, tested: Fitted, part: Part, batch: Any, *, first: bool) -> Mode:
         reason = self._sequences.runs_online(part.content)
         if tested.steady and not reason:
-            return _ByOneOf(self._sequences, tested, part, first=first, measured=measured)
+            return _ByOneOf(self._sequences, tested, part, first=first)
         self.online = reason or tested.plan.online
         plans = self._plans
         return WithinLimit(tested, plans.limit_bytes, *plans.resident, batch, device=plans.device)
@@ -184,25 +180,17 @@ class _ByOneOf(Mode):
         tested: the plan of its batch.
         part: which part.
         first: as for `Planned`.
-        measured: as for `Recovery.run`.
     """
 
-    def __init__(
-        self, plans: Sequences, tested: Fitted, part: Part, *, first: bool, measured: bool
-    ) -> None:
-        self._plans, self._tested, self._part = plans, tested, part
-        self._first, self._measured = first, measured
+    def __init__(self, plans: Sequences, tested: Fitted, part: Part, *, first: bool) -> None:
+        self._plans, self._tested, self._part, self._first = plans, tested, part, first
 
     def wrap(self, loss_fn: LossFunction) -> LossFunction:
         return self._tested.tiled(loss_fn)
 
     def around_forward(self) -> contextlib.AbstractContextManager[object]:
         return self._plans.following(
-            self._tested,
-            self._part.content,
-            self._part.position,
-            first=self._first,
-            measured=self._measured,
+            self._tested, self._part.content, self._part.position, first=self._first
         )
 
 

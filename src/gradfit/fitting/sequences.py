@@ -5,11 +5,6 @@ branch is taken. Each such sequence gets a plan of its own the first time it is 
 begins with the plan of the one before; where it leaves that, it goes on by another one that has
 come as far in the same way, and else the step is repeated with the right one. What fits no plan,
 because the data decide it anew each time, runs online, and that is said.
-
-Looking at what autograd saves is a call of Python for each save, in both passes. Where the data
-decide nothing, and a forward could save twice as much as it does below the budget, that is done in
-the first steps of a plan and then in one of eight; in the others it is enough that the forward has
-made as many of autograd's nodes as one that was watched.
 """
 
 from __future__ import annotations
@@ -22,16 +17,12 @@ from itertools import islice
 from typing import Any
 
 from gradfit import _torch_distributed as distributed
-from gradfit._torch import last_sequence_number
 from gradfit.errors import BudgetInfeasible
 from gradfit.fitting.families import covering
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.tested_plan import Fitted, PartShape, part_shape
-from gradfit.recompute.follow_plan import Diverged, Unrecorded, Unsure, recording
+from gradfit.recompute.follow_plan import Diverged, Unrecorded, recording
 
-_ROOM = 2  # times what a forward saves: as much must fit for it not to be watched
-_EVERY = 8  # of so many steps with one plan, what autograd saves is looked at in one, whatever else
-_MOST_COUNTS = 4  # of nodes, that one plan's forwards make: with more, each forward is watched
 _MOST_SHAPES = 256  # of which something is remembered
 _MOST = 6  # sequences of one shape: what does another thing in each step would have a plan for each
 _MOST_REPEATS = 3  # of one step, for the sake of its plans
@@ -47,22 +38,6 @@ class _Left:
     error: Diverged
 
 
-@dataclasses.dataclass
-class _Seen:
-    """What the forwards of a plan did that were watched."""
-
-    nodes: set[int] = dataclasses.field(default_factory=set)
-    """How many of autograd's nodes they made."""
-    saved_bytes: int = 0
-    """The most that was saved after the plan's last decision."""
-
-    def is_enough_for(self, fitted: Fitted) -> bool:
-        """Whether later ones need not be watched."""
-        return 0 < len(self.nodes) <= _MOST_COUNTS and (
-            _ROOM * self.saved_bytes <= fitted.saved_limit
-        )
-
-
 class Sequences:
     """Which plan each micro-batch of a step follows."""
 
@@ -75,16 +50,13 @@ class Sequences:
         self._left: _Left | None = None
         self._repeats = 0
         self._now = ""  # why this step is run online, if it was repeated too often
-        self._watches = False  # this step is repeated because somebody was not sure
-        self._seen: dict[tuple[Any, int], _Seen] = {}  # by shape and size
-        self._unwatched = 0  # steps since one was
         self.online: dict[PartShape, str] = {}  # micro-batches that no plan is for, and why
 
     def begin(self) -> None:
         """A new step."""
         self._tried.clear()
-        self._left, self._repeats, self._now, self._watches = None, 0, "", False
-        for memory in (self._last, self._learnt, self._seen, self.online):
+        self._left, self._repeats, self._now = None, 0, ""
+        for memory in (self._last, self._learnt, self.online):
             _forget_oldest(memory)
 
     def runs_online(self, part: Any) -> str:
@@ -92,68 +64,27 @@ class Sequences:
         return self._now or (self.online.get(part_shape(part), "") if self.online else "")
 
     @contextmanager
-    def following(
-        self, fitted: Fitted, part: Any, position: int, *, first: bool, measured: bool
-    ) -> Iterator[None]:
-        """Around a forward: the plan that is most likely its own, and the others to go on with.
-
-        Args:
-            fitted: the plan of its batch.
-            part: the micro-batch.
-            position: its number in the batch.
-            first: it is the first that is run of its batch.
-            measured: the step's memory is; what is learnt then is true of steps that are not.
-        """
+    def following(self, fitted: Fitted, part: Any, position: int, *, first: bool) -> Iterator[None]:
+        """Around a forward: the plan that is most likely its own, and the others to go on with."""
         plans = self._plans(fitted)
         plans = [plan for plan in plans if plan not in self._tried.get(position, ())] or plans[:1]
         lead, policy = plans[0], None
-        watch = self._watches or (first and self._must_watch(lead, measured=measured))
         if len(plans) == 1:
-            around = lead.following(first=watch)
+            around = lead.following(first=first)
         elif lead.plan.keeps_everything:
             kept = [plan for plan in plans if plan.plan.keeps_everything]
             around = Unrecorded(max(plan.saved_limit for plan in kept))
         else:
             others = [(plan.script, plan.tail) for plan in plans[1:]]
             around, policy = recording(lead.script, lead.tail, watched=first, others=others)
-        before = last_sequence_number()
         try:
             with around:
                 yield
-            if len(plans) == 1:
-                count = last_sequence_number() - before
-                self._compare_nodes(lead, count, around, watched=watch)
         except Diverged as error:
             self._left = _Left(position, part_shape(part), _followed(plans, policy), error)
             raise
         if len(plans) > 1:
             self._last[self._key(fitted)] = _followed(plans, policy).plan.operations
-
-    def _must_watch(self, fitted: Fitted, *, measured: bool) -> bool:
-        """Whether to look at what autograd saves in this step."""
-        seen = self._seen.get(self._key(fitted))
-        self._unwatched += 1
-        if (
-            seen is not None
-            and seen.is_enough_for(fitted)
-            and not measured
-            and self._unwatched < _EVERY
-        ):
-            return False
-        self._unwatched = 0
-        return True
-
-    def _compare_nodes(self, fitted: Fitted, count: int, around: Any, *, watched: bool) -> None:
-        """Learn from a forward that was watched, or see that another one is like those."""
-        if fitted.looks or distributed.is_running():
-            return
-        seen = self._seen.setdefault(self._key(fitted), _Seen())
-        if watched:
-            seen.nodes.add(count)
-            seen.saved_bytes = max(seen.saved_bytes, around.rest.saved_bytes)
-        elif count not in seen.nodes and seen.is_enough_for(fitted):
-            known = ", ".join(map(str, sorted(seen.nodes)))
-            raise Unsure(f"it makes {count} of autograd's nodes, where {known} were seen")
 
     def _plans(self, fitted: Fitted) -> list[Fitted]:
         """All that may be this batch's, in the order in which they are tried."""
@@ -176,9 +107,6 @@ class Sequences:
         """After a micro-batch has left its plan: the plan with which the step is repeated."""
         left, self._left = self._left, None
         if left is None:
-            return fitted
-        if isinstance(left.error, Unsure):
-            self._watches = True
             return fitted
         if fitted.by_size:
             return self._planner.outgrown(fitted, batch)

@@ -428,7 +428,7 @@ class TrainStep(NotCopied):
 
     def _update(self, call: _Call, fitted: Fitted, attempt: int, live: Meter | None) -> TrainResult:
         accumulator, planner = self.accumulator, self._planner
-        totals, weigh = self._run_parts(call, fitted, measured=live is not None)
+        totals, weigh = self._run_parts(call, fitted)
         self._changing = UpdateSnapshot(call.before.tensors, self.optimizer, taken=fitted.copied)
         alone = accumulator.ranks.size == 1  # else it may have to wait for another rank
         # Without a copy to go back to, the optimizer is not interrupted.
@@ -456,9 +456,7 @@ class TrainStep(NotCopied):
             online=self._recovery.online,
         )
 
-    def _run_parts(
-        self, call: _Call, fitted: Fitted, *, measured: bool
-    ) -> tuple[LossTotals, Callable[[], None]]:
+    def _run_parts(self, call: _Call, fitted: Fitted) -> tuple[LossTotals, Callable[[], None]]:
         """Both passes of each micro-batch, into the window; with what reads their weights, where
         those are still on an accelerator.
         """
@@ -524,7 +522,6 @@ class TrainStep(NotCopied):
                 call.batch,
                 partial(backward, position=place),
                 first=place == done,
-                measured=measured,
             )
         if late is None:
             return totals, lambda: None

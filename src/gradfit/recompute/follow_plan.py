@@ -41,12 +41,6 @@ class Diverged(Exception):
         self.operation, self.name = operation, name
 
 
-class Unsure(Diverged):
-    """The forward made another number of autograd's nodes than those that were watched: it may have
-    saved more, so it is run again, watched.
-    """
-
-
 class Script:
     """A plan as it is followed, made once: what becomes of each value, in the order in which they
     are made.
