@@ -68,7 +68,7 @@ def test_nothing_piles_up(steps: int, shapes: int) -> None:
     assert len(step.known) <= MOST_PLANS
     assert operations <= families.MOST_OPERATIONS
     remembered = step._recovery._sequences
-    for memory in (remembered._last, remembered._learnt, remembered._seen, remembered.online):
+    for memory in (remembered._last, remembered._learnt, remembered.online):
         assert len(memory) <= sequences._MOST_SHAPES + 1
 
 
