@@ -31,7 +31,7 @@ from gradfit._torch_listen import ThreadState
 from gradfit.batches.model_tree import ModelTree, each_once
 from gradfit.batches.numpy_generator import numpy_state
 from gradfit.interrupts import uninterrupted
-from gradfit.own_passes import begin_own_passes, end_own_passes
+from gradfit.own_passes import NobodysPasses, end_trials
 
 _MISSING = object()
 _HOOKS = (
@@ -261,12 +261,13 @@ class untouched:  # noqa: N801  (as torch.no_grad)
     def __init__(self, model: torch.nn.Module, tensors: Iterable[torch.Tensor] = ()) -> None:
         self._model, self._tensors = model, list(tensors)
         self._before: Snapshot | None = None
+        self._passes: NobodysPasses | None = None
 
     def __enter__(self) -> Snapshot:
         before = self._before = Snapshot(self._model, self._tensors)
         try:
             _open.trials.append(before)
-            begin_own_passes()
+            self._passes = NobodysPasses()
             before.clear_gradients()
         except BaseException:  # Ctrl-C: `__exit__` is not called
             self.__exit__()
@@ -279,9 +280,7 @@ class untouched:  # noqa: N801  (as torch.no_grad)
             with uninterrupted():
                 before.restore()
                 _open.trials = [trial for trial in _open.trials if trial is not before]
-                if not _open.trials:
-                    end_own_passes()
-                self._before = None
+                self._before = self._passes = None
 
 
 class _OpenTrials(threading.local):
@@ -310,4 +309,4 @@ class trials_end:  # noqa: N801  (as torch.no_grad)
                 while len(_open.trials) > self._outer:
                     _open.trials.pop().restore()
                 if not _open.trials:
-                    end_own_passes()
+                    end_trials()
