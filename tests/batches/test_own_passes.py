@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import pytest
 import torch
 
 import gradfit as gf
+from gradfit.batches import snapshot
 from gradfit.batches.snapshot import trials_end, untouched
-from gradfit.own_passes import OWN_PASSES, NobodysPasses
+from gradfit.own_passes import NobodysPasses, owner_of
 
 
 def counted_passes(model: torch.nn.Module) -> int:
@@ -28,7 +30,7 @@ def test_inside_of_trials_no_pass_counts_and_after_the_outermost_one_does() -> N
         with untouched(model):
             assert counted_passes(model) == 0
         assert counted_passes(model) == 0
-    assert not OWN_PASSES
+    assert owner_of(threading.get_ident()) is None
     assert counted_passes(model) == 1
 
 
@@ -42,7 +44,7 @@ def test_a_trial_that_ctrl_c_kept_from_ending_ends_with_its_context() -> None:
     model = torch.nn.Linear(2, 1)
     with pytest.raises(KeyboardInterrupt), trials_end(), Interrupted(model):
         pass
-    assert not OWN_PASSES
+    assert owner_of(threading.get_ident()) is None
 
     def nobody_around() -> None:
         with Interrupted(model):
@@ -50,8 +52,10 @@ def test_a_trial_that_ctrl_c_kept_from_ending_ends_with_its_context() -> None:
 
     with contextlib.suppress(KeyboardInterrupt):
         nobody_around()
-    assert not OWN_PASSES
+    assert owner_of(threading.get_ident()) is None
     assert counted_passes(model) == 1
+    with trials_end():
+        snapshot._open.trials.clear()
 
 
 def test_one_that_lives_longer_does_not_end_a_later_one() -> None:
@@ -65,4 +69,4 @@ def test_one_that_lives_longer_does_not_end_a_later_one() -> None:
         del old
         assert counted_passes(model) == 0
         trial.__exit__()
-    assert not OWN_PASSES
+    assert owner_of(threading.get_ident()) is None

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from gradfit import _torch
-from gradfit.own_passes import NOBODY, OWN_PASSES
+from gradfit.own_passes import NOBODY, OWN_PASSES, owner_of
 
 _Handles = dict[int, torch.utils.hooks.RemovableHandle]
 _Hook = Callable[[Tensor | None], Tensor | None]
@@ -199,7 +199,7 @@ class PlainBackwards(NoPlainBackwards):
         thread = _UNKNOWN if running is None else running.thread
         if task == -1:
             return 1.0
-        owner = OWN_PASSES.get(thread)
+        owner = owner_of(thread)
         if running is not None and (not running.accumulates or owner is not None):
             if owner not in (None, NOBODY) and owner is not self._factors:
                 self.reached_by_others.add(first)
@@ -326,16 +326,17 @@ def _make_hooks(
     """The hooks for tensors; they run for each tensor of each pass, so the usual cases come
     first.
     """
-    thread_id, task_id, owner_of = threading.get_ident, _torch.graph_task_id, OWN_PASSES.get
-
-    own_passes = OWN_PASSES
+    thread_id, task_id = threading.get_ident, _torch.graph_task_id
+    own_passes, noted_owner = OWN_PASSES, OWN_PASSES.get
 
     def hook_for(identity: int) -> _Hook:
         def hook(gradient: Tensor | None) -> Tensor | None:
             if own_passes:
-                owner = owner_of(thread_id())
+                owner = noted_owner(thread_id())
                 if owner is factors:
                     return None
+                if owner is NOBODY:
+                    owner = owner_of(thread_id())  # it may be over
                 if owner is not None:
                     if owner is not NOBODY:
                         reached_by_others.add(identity)

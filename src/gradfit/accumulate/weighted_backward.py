@@ -21,7 +21,7 @@ from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_state import Phase, Total, add_scaled
 from gradfit.arguments import Number
 from gradfit.errors import MisuseError
-from gradfit.own_passes import OWN_PASSES
+from gradfit.own_passes import OWN_PASSES, owner_of
 
 _INITIAL_KEPT = 256
 
@@ -175,7 +175,7 @@ class Backpropagator:
             loss = self.scaler.scale(loss)
         initial = self._initial_for(loss, factor)
         own, thread = OWN_PASSES, threading.get_ident()
-        outermost = thread not in own
+        outermost = owner_of(thread) is None
         try:
             if outermost:
                 own[thread] = self.window.plain.token

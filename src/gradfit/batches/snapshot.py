@@ -275,12 +275,13 @@ class untouched:  # noqa: N801  (as torch.no_grad)
         return before
 
     def __exit__(self, *error: Any) -> None:
+        self._passes = None
         before = self._before
         if before is not None:
             with uninterrupted():
                 before.restore()
                 _open.trials = [trial for trial in _open.trials if trial is not before]
-                self._before = self._passes = None
+                self._before = None
 
 
 class _OpenTrials(threading.local):
@@ -309,4 +310,4 @@ class trials_end:  # noqa: N801  (as torch.no_grad)
                 while len(_open.trials) > self._outer:
                     _open.trials.pop().restore()
                 if not _open.trials:
-                    end_trials()
+                    end_trials(threading.get_ident())
