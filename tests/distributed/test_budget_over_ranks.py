@@ -103,7 +103,7 @@ def planned(rank: int, size: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_plan_rebuilds_and_every_rank_stays_below_its_budget(
     size: int, request: pytest.FixtureRequest
 ) -> None:

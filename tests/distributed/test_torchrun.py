@@ -75,7 +75,8 @@ def through(rank: int, size: int, name: str, steps: int) -> tuple[list[float], s
     return report.losses, digest_of(job.model)
 
 
-@pytest.mark.parametrize("job", [pytest.param("tiny", marks=pytest.mark.slow), "sharded"])
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["tiny", "sharded"])
 def test_a_rank_killed_in_a_step_is_restarted_and_the_end_is_the_same(
     pair: Pool, job: str, tmp_path: Path
 ) -> None:
