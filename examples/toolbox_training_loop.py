@@ -16,7 +16,7 @@ optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 clipper = gf.GradientClipper(1.0)  # max norm = 1.0
 
 history = []
-for _ in range(12):
+for _ in range(20):
     for x, y in zip(inputs.split(64), targets.split(64), strict=True):
         with gf.AutogradContext() as context:
             loss = torch.nn.functional.mse_loss(model(x), y)

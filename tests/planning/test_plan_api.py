@@ -142,7 +142,7 @@ def test_micro_batch_and_recomputation_are_chosen_together(profile: Profile) -> 
     budget = 200 * MIB
     joint = gf.plan(costly, memory=budget, batch_size=64)
     one_by_one = []
-    for size in range(8, 65, 8):
+    for size in range(4, 65, 4):
         try:
             one_by_one.append(gf.plan(costly, memory=budget, batch_size=64, micro_batch=size))
         except BudgetInfeasible:
