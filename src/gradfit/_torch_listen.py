@@ -17,7 +17,9 @@ work already (fake tensors, a user's own), a mode is used after all.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -252,7 +254,31 @@ def _tell_engine() -> None:
     for link in reversed(links):
         chain = _Link(link.hear, chain, True)
     if chain is not None or torch._C._is_key_in_tls(_IN_ENGINE):
-        torch._C._stash_obj_in_tls(_IN_ENGINE, chain)
+        _stash(_IN_ENGINE, chain)
+
+
+def _stash(name: str, content: object) -> None:
+    if _STASHING_TAKES:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(content))
+    torch._C._stash_obj_in_tls(name, content)
+
+
+def _stashing_takes() -> bool:
+    """Whether torch gives back a reference, at the end, that it has not taken, so that the object
+    is freed while others have it: torch 2.10 does, 2.13 does not (`_stash_obj_in_tls` in
+    torch/csrc/Module.cpp).
+    """
+    probe, name = object(), "gradfit.probe"
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(name, probe)
+    takes = sys.getrefcount(probe) == before
+    if takes:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    torch._C._stash_obj_in_tls(name, None)
+    return takes
+
+
+_STASHING_TAKES = _stashing_takes()
 
 
 def listening(

@@ -18,6 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradfit as gf
+from gradfit import _torch_listen
 from gradfit._torch_listen import _KEY, _thread
 from gradfit.recompute.scope import inside_scope
 from gradfit.tape import process_settings
@@ -343,3 +344,13 @@ def test_a_mode_around_a_scope_sees_the_forwards_operations_alone() -> None:
     with Names(), gf.CheckpointScope("s"):
         layer(x)
     assert seen == plain
+
+
+def test_what_listens_in_the_engine_is_not_freed_while_others_have_it() -> None:
+    """torch 2.10 gives back a reference that it has not taken."""
+    link = object()
+    before = sys.getrefcount(link)
+    for _ in range(3):
+        _torch_listen._stash("gradfit.test", link)
+        _torch_listen._stash("gradfit.test", None)
+    assert sys.getrefcount(link) == before
