@@ -372,16 +372,19 @@ def _heard_above_modes(op: Any, keys: Any, /, *args: Any, **kwargs: Any) -> Any:
     """
     if not keys.has(_PYTHON):
         return _heard(op, *args, **kwargs)
+    kinds = _subclasses_in(args, kwargs)
+    if not dispatch_modes() and any(map(_is_dispatched_in_cpp, kinds)):
+        return _run_in_cpp(op, args, kwargs)
     # what torch excludes there, except for the key
     with torch._C._ExcludeDispatchKeyGuard(_EXCLUDED_IN_MODES):
-        return _ask_modes_and_subclasses(op, args, kwargs)
+        return _ask_modes_and_subclasses(kinds, op, args, kwargs)
 
 
-def _ask_modes_and_subclasses(op: Any, args: Any, kwargs: Any) -> Any:
-    """What torch does for its `Python` key (`handle_torch_function_no_python_arg_parser`,
-    python_arg_parser.cpp).
+def _subclasses_in(args: Any, kwargs: Any) -> list[Any]:
+    """Those with a dispatch of their own, in the order of the arguments, a subclass before its
+    bases.
     """
-    kinds: list[Any] = []  # in the order of the arguments, a subclass before its bases
+    kinds: list[Any] = []
     for leaf in tree_leaves((args, kwargs)):
         if (
             isinstance(leaf, torch.Tensor)
@@ -392,6 +395,43 @@ def _ask_modes_and_subclasses(op: Any, args: Any, kwargs: Any) -> Any:
                 (i for i, kind in enumerate(kinds) if issubclass(type(leaf), kind)), len(kinds)
             )
             kinds.insert(place, type(leaf))
+    return kinds
+
+
+def _is_dispatched_in_cpp(kind: type) -> bool:
+    """Whether torch does not call its `__torch_dispatch__`: DTensor's is written in C++ from torch
+    2.10 on, and nobody else can call it (`dispatchDTensorOp` in
+    torch/csrc/autograd/python_variable.cpp, https://github.com/pytorch/pytorch/pull/167051).
+    """
+    return kind.__name__ == "DTensor" and kind.__module__.startswith("torch.distributed")
+
+
+def _run_in_cpp(op: Any, args: Any, kwargs: Any) -> Any:
+    """Let torch run an operator as if nobody listened on the key; a mode hears what that runs."""
+    try:
+        _exclude(_KEY, True)
+        with _HearsInside():
+            return op(*args, **kwargs)
+    finally:
+        _exclude(_KEY, False)
+
+
+class _HearsInside(DispatchMode):
+    """Hears the operators that run on plain tensors inside of one that torch dispatches."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(_is_dispatched_in_cpp, types)):
+            return NotImplemented
+        try:
+            return _heard(func, *args, **(kwargs or {}))
+        finally:
+            _exclude(_KEY, True)  # which was so, and is not after hearing
+
+
+def _ask_modes_and_subclasses(kinds: list[Any], op: Any, args: Any, kwargs: Any) -> Any:
+    """What torch does for its `Python` key (`handle_torch_function_no_python_arg_parser`,
+    python_arg_parser.cpp).
+    """
     out: Any = NotImplemented
     if dispatch_modes():
         with _pop_mode_temporarily() as mode:
