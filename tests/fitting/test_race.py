@@ -58,3 +58,18 @@ def test_passes_of_smaller_micro_batches_count_as_often_as_a_step_has_them() -> 
     race.drop_slow()
     assert race.running == [0, 1]
     assert race.step_seconds(1) == pytest.approx(1.2)
+
+
+def test_processes_that_run_passes_together_run_all_equally_often() -> None:
+    """By their own clocks they would decide differently, and wait for each other."""
+    rounds = []
+    for seconds in ([0.001, 9.0], [9.0, 0.001]):
+        race = Race([1.0, 1.0], together=True)
+        count = 0
+        while not race.is_over:
+            for place in race.running:
+                race.add(place, seconds[place])
+            race.drop_slow()
+            count += len(race.running)
+        rounds.append(count)
+    assert rounds == [6, 6]

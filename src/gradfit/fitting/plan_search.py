@@ -871,7 +871,8 @@ class Planner:
         a machine that is slower for a while is so for all of them. What was measured before is only
         a hint."""
         rows = [self.runner.rows(part) for _, part in ways]
-        race = Race([one.plan.batch_size / n for (one, _), n in zip(ways, rows, strict=True)])
+        passes = [one.plan.batch_size / n for (one, _), n in zip(ways, rows, strict=True)]
+        race = Race(passes, together=distributed.is_running())
         while not race.is_over:
             for place in race.running:
                 race.add(place, self._pass_seconds(*ways[place]))

@@ -22,6 +22,8 @@ class Race:
 
     Args:
         passes: how many passes of each way a step has, by its rows.
+        together: several processes run these passes together, each with its own clock: then all
+            ways are run equally often.
 
     >>> race = Race([1.0, 1.0])
     >>> for place, seconds in ((0, 0.1), (1, 0.3), (0, 0.5), (1, 0.3)):
@@ -31,10 +33,10 @@ class Race:
     ([0], True)
     """
 
-    def __init__(self, passes: Sequence[float]) -> None:
+    def __init__(self, passes: Sequence[float], *, together: bool = False) -> None:
         self.running = list(range(len(passes)))
         """The ways that are to be timed again."""
-        self._passes = passes
+        self._passes, self._together = passes, together
         self._taken: list[list[float]] = [[] for _ in passes]
 
     def add(self, place: int, seconds: float) -> None:
@@ -45,7 +47,7 @@ class Race:
         """Leave out what is clearly behind: by the faster of two passes or more, so that one
         disturbance does not decide.
         """
-        if len(self._taken[self.running[0]]) < _BEFORE_DROPPING:
+        if self._together or len(self._taken[self.running[0]]) < _BEFORE_DROPPING:
             return
         best = min(self._least(place) for place in self.running)
         self.running = [place for place in self.running if self._least(place) <= _BEHIND * best]
@@ -58,6 +60,8 @@ class Race:
         """Whether more passes would tell nothing new."""
         taken = [self._taken[place] for place in self.running]
         rounds, seconds = len(taken[0]), sum(map(sum, taken)) / len(taken)
+        if self._together:
+            return rounds >= _LEAST
         if rounds >= _MOST or seconds >= _PLENTY_SECONDS:
             return True
         if len(self.running) == 1:  # which has won, or has no rivals

@@ -425,6 +425,8 @@ class _Sampler:
         # Beside the working set there is a sixth for what is rebuilt.
         if _working_bytes(trace) * 2 > (free / 2 if enough else free * 5 / 6):
             return True
+        if distributed.is_running():  # all ranks must run the same, and each has its own clock
+            return False
         seconds = _forward_seconds(trace)
         is_long = len(samples) >= _SIZES and seconds > _LONG_SECONDS
         return enough and (is_long or seconds > _PLENTY_SECONDS)
@@ -584,8 +586,10 @@ def _forward_seconds(trace: Trace) -> float:
 
 def _rounds(seconds: float, trace: Trace) -> int:
     """How often to measure what takes so many seconds each time."""
-    by_seconds = math.ceil(_ENOUGH_SECONDS / max(seconds, 1e-9))
     by_operations = max(2, _ENOUGH_OPERATIONS // max(1, len(trace.operations)))
+    if distributed.is_running():  # all ranks must run the same, and each has its own clock
+        return min(_MOST_ROUNDS, by_operations)
+    by_seconds = math.ceil(_ENOUGH_SECONDS / max(seconds, 1e-9))
     return min(_MOST_ROUNDS, by_seconds, by_operations)
 
 
