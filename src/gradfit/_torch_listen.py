@@ -380,6 +380,11 @@ def _heard_above_modes(op: Any, keys: Any, /, *args: Any, **kwargs: Any) -> Any:
         return _ask_modes_and_subclasses(kinds, op, args, kwargs)
 
 
+def _heard_late_above_modes(keys: Any, op: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """The same for an operator that was defined later: a fallback gets the keys first."""
+    return _heard_above_modes(op, keys, *args, **kwargs)
+
+
 def _subclasses_in(args: Any, kwargs: Any) -> list[Any]:
     """Those with a dispatch of their own, in the order of the arguments, a subclass before its
     bases.
@@ -460,7 +465,9 @@ def _register(views: Iterable[str]) -> None:
         _views.update("aten::" + name for name in views)
         try:
             everything.fallback(
-                _heard_above_modes if _ABOVE_MODES else _heard, _NAME, with_keyset=_ABOVE_MODES
+                _heard_late_above_modes if _ABOVE_MODES else _heard,
+                _NAME,
+                with_keyset=_ABOVE_MODES,
             )
         except RuntimeError:  # somebody else uses the key: modes do the same, only slower
             _libraries.append(everything)
@@ -573,6 +580,7 @@ def eager_functions() -> Iterator[None]:
 
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # those of `saved_tensors_hooks`
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # None if there are none
 
 
 # Whether there is a mode, as torch's own `__enter__` and `__exit__` note it for torch.compile
@@ -605,7 +613,7 @@ class ThreadState:
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
         )
-        self._hooks, self._modes = _top_hooks(False), dispatch_modes()
+        self._hooks, self._modes = top_hooks(False), dispatch_modes()
         self._listener, self._excluded = _thread.innermost, _is_excluded(_KEY)
         self._others = [setting() for setting in thread_settings]
         self._flags = {name: getattr(_python_dispatch, name) for name in _MODE_FLAGS}
@@ -616,10 +624,14 @@ class ThreadState:
             take_back()
         if not self._inference and not torch.is_inference_mode_enabled():
             torch.set_grad_enabled(self._gradients)
-        while (top := _top_hooks(False)) is not None and top != self._hooks:
+        while (top := top_hooks(False)) is not None and top != self._hooks:
             pop_hooks()
+        # Held until all are off the stack: torch 2.10 returns a mode that it has freed, if the
+        # stack's reference was the last (`_pop_torch_dispatch_stack` in torch/csrc/Module.cpp).
+        held = _get_current_dispatch_mode_stack()
         while dispatch_modes() > self._modes:
             torch._C._pop_torch_dispatch_stack(None)
+        del held
         vars(_python_dispatch).update(self._flags)
         if _thread.innermost is not self._listener:
             _include(_KEY, self._listener is not None)
@@ -628,8 +640,6 @@ class ThreadState:
         if _is_excluded(_KEY) != self._excluded:
             _exclude(_KEY, self._excluded)
 
-
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _frames = torch._C._dynamo.eval_frame

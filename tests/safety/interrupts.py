@@ -167,6 +167,20 @@ class AfterSeconds:
         time.sleep(0)
 
 
+def _leaves_with(frame: Any) -> bool:
+    """Whether the next that this frame does is to call a context's `__exit__`.
+
+    Python does not look for signals there. An error that a tracer raises there is one after the
+    `with` block, so that a lock, say, would never be given back.
+    """
+    code, at = frame.f_code, frame.f_lasti
+    load = dis.opmap["LOAD_CONST"]
+    return (
+        list(code.co_code[at : at + 6 : 2]) == [load] * 3
+        and all(code.co_consts[number] is None for number in code.co_code[at + 1 : at + 6 : 2])
+    )
+
+
 class AtLine:
     """Sends it when so many lines of Python have run, torch's own too: a short line is met as often
     as a long one.
@@ -179,7 +193,7 @@ class AtLine:
         # Python looks for signals at calls and jumps, never as an `except` ends. An error that a
         # tracer raises there leaves the handled one in `sys.exc_info()` for good, and with it every
         # tensor of its frames.
-        if frame.f_code.co_code[frame.f_lasti] == dis.opmap["POP_EXCEPT"]:
+        if frame.f_code.co_code[frame.f_lasti] == dis.opmap["POP_EXCEPT"] or _leaves_with(frame):
             return self._trace
         self.lines += 1
         if self.lines == self._line:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import FakeTensor, as_class, detached, graph_task_id, storage_key
-from gradfit._torch_listen import pop_hooks, push_hooks
+from gradfit._torch_listen import pop_hooks, push_hooks, top_hooks
 from gradfit.source_line import source_place
 from gradfit.tape.decisions import SaveObserver
 from gradfit.tape.overwritten import overwritten
@@ -56,7 +56,9 @@ class SavedTensors:
         self.observer = None
         if self._hooked:
             self._hooked = False
-            pop_hooks()
+            # Ctrl-C may have come before they were set: then others are the innermost, or none.
+            if (top := top_hooks(False)) is not None and top[0] == self.pack:
+                pop_hooks()
 
     def unhook(self) -> None:
         """Let autograd save by itself from now on. Only where it has just called `pack`: our hooks
