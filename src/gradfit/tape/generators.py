@@ -80,7 +80,12 @@ def _source(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     for argument in arguments:
         if isinstance(argument, torch.Generator):
             return argument
-    device = torch.device(kwargs.get("device") or _first_device(arguments) or "cpu")
+    return _default_of(kwargs.get("device") or _first_device(arguments) or "cpu")
+
+
+def _default_of(device: Any) -> Any:
+    """A device's default generator, or, of one that is no CPU, the device itself."""
+    device = torch.device(device)
     return torch.default_generator if device.type == "cpu" else with_index(device)
 
 

@@ -122,11 +122,9 @@ class WriteRecorder:
             keys = [key_of(target) for target in targets]
         except Untrackable:
             self._table.forget_before_write(targets)
-            targets = []
+            return self._run_unrecorded(func, info, args, kwargs)
         if not targets:
-            out = info.call(*args, **kwargs)
-            self._decisions.of(func, info, args, kwargs, out)
-            return out
+            return self._run_unrecorded(func, info, args, kwargs)
         counted_before = int(info.counts_first)
         olds = [
             self._table.find(key, target, counted_before)
@@ -150,6 +148,11 @@ class WriteRecorder:
         op.written = tuple(olds)  # type: ignore[arg-type]
         op.slices = is_small_slice(targets[0])
         self._add(op, targets, keys, returned, results, choices)
+        return out
+
+    def _run_unrecorded(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
+        out = info.call(*args, **kwargs)
+        self._decisions.of(func, info, args, kwargs, out)  # it has a number all the same
         return out
 
     def _open(
@@ -211,8 +214,12 @@ def _refuse_views(func: Any, targets: list[torch.Tensor]) -> None:
     """torch forgets the history of a view that a `_foreach` operation writes to under any dispatch
     mode.
     """
-    if torch.is_grad_enabled() and any(t.requires_grad and base_of(t) is not None for t in targets):
+    if torch.is_grad_enabled() and any(map(_is_view_with_gradient, targets)):
         raise UnsupportedOp(
             f"{func} writes to a view of a tensor that requires a gradient, and torch loses that"
             " gradient inside a scope. Call the operation on each tensor, or on copies."
         )
+
+
+def _is_view_with_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and base_of(tensor) is not None
