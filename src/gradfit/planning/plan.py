@@ -6,8 +6,6 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
 
 from gradfit import records
 from gradfit.tiling.tiles import Tiles
@@ -122,13 +120,6 @@ class Plan:
     online: str = ""
     # what the device's allocator will have reserved, by a trial's sequence of allocations
     reserved_bytes: int = 0
-
-    @cached_property
-    def memo(self) -> dict[str, Any]:
-        """For `apply`: the plan as it is followed, and the bytes that autograd saves after its last
-        decision.
-        """
-        return {}
 
     @property
     def keeps_everything(self) -> bool:
