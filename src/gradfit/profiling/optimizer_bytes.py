@@ -50,11 +50,16 @@ def optimizer_cost(
     existing = {} if stand_in is not None else getattr(optimizer, "state", {})
     cost = OptimizerCost(0, 0, 0.0)
     for group in optimizer.param_groups:
-        trained = [p for p in group["params"] if p.requires_grad]
+        trained = _trained_of(group)
         if trained:
             probe = _Probe(optimizer, group, make, clock)
             cost = cost.and_then(_cost_of_group(probe, trained, existing))
     return cost
+
+
+def _trained_of(group: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The parameters of an optimizer's group that are trained."""
+    return [parameter for parameter in group["params"] if parameter.requires_grad]
 
 
 class _Probe(NamedTuple):
@@ -81,15 +86,19 @@ def _cost_of_group(
     bursts = [cost.burst_bytes for cost in costs]
     small = trained[_least_that_bursts(trained, bursts)]
     few, many = probe.step([small] * 3), probe.step([small] * 6)
-    # what a step takes that is not any parameter's
-    call = max(0.0, 2 * few.seconds - many.seconds)
-    seconds = call + sum(max(0.0, cost.seconds - call) for cost in costs)
+    seconds = _seconds_of_all(costs, few, many)
     if not any(bursts):
         return OptimizerCost(state, 0, seconds)
     if _is_together(probe.group, few, many, elsewhere=trained[0].device.type != "cpu"):
         return OptimizerCost(state, sum(bursts), seconds)
     burst = max(probe.step(row).burst_bytes for row in _worst_rows(trained, bursts))
     return OptimizerCost(state, burst, seconds)
+
+
+def _seconds_of_all(costs: list[OptimizerCost], few: OptimizerCost, many: OptimizerCost) -> float:
+    """What each parameter takes, and once what a step takes that is not any parameter's."""
+    call = max(0.0, 2 * few.seconds - many.seconds)
+    return call + sum(max(0.0, cost.seconds - call) for cost in costs)
 
 
 def _cost_of_each(probe: _Probe, trained: list[torch.Tensor]) -> list[OptimizerCost]:
@@ -140,8 +149,7 @@ def probe_of(optimizer: Any, group: dict[str, Any], stand_ins: list[torch.nn.Par
     stepped yet.
     """
     probe = copy.copy(optimizer)  # by what a checkpoint has of it
-    trained = [parameter for one in optimizer.param_groups for parameter in one["params"]]
-    shared = {id(parameter): parameter for parameter in trained}
+    shared = _parameters_by_id(optimizer)
     for name, own in vars(optimizer).items():
         # a model, or the `step` that a scheduler puts there
         if name not in vars(probe) and not callable(own):
@@ -149,6 +157,13 @@ def probe_of(optimizer: Any, group: dict[str, Any], stand_ins: list[torch.nn.Par
     probe.param_groups = [{**group, "params": stand_ins}]
     probe.state = collections.defaultdict(dict)
     return probe
+
+
+def _parameters_by_id(optimizer: Any) -> dict[int, torch.Tensor]:
+    """All that an optimizer steps, as what `copy.deepcopy` is not to copy."""
+    return {
+        id(parameter): parameter for one in optimizer.param_groups for parameter in one["params"]
+    }
 
 
 def _step_alone(

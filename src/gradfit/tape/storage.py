@@ -51,9 +51,14 @@ def key_of(tensor: torch.Tensor) -> int:
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that a tensor without a storage of its own is made of."""
     if tensor.layout in _PARTS_BY_LAYOUT:
-        return [part(tensor) for part in _PARTS_BY_LAYOUT[tensor.layout]]
+        return sparse_parts(tensor)
     attributes = getattr(tensor, "__dict__", {}).values()
     return [part for part in attributes if isinstance(part, torch.Tensor) and part is not tensor]
+
+
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that a sparse one is made of; none of another."""
+    return [part(tensor) for part in _PARTS_BY_LAYOUT.get(tensor.layout, ())]
 
 
 def place_of(tensor: torch.Tensor) -> Geometry:
