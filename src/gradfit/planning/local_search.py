@@ -17,10 +17,12 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from gradfit.planning.simulate import KEEP, REBUILD, Segments, Simulation, Simulator
 from gradfit.profiling.step_graph import Graph
 
+_T = TypeVar("_T")
 # how much a byte too many rises in price while annealing: near the floor only that finds a fit
 _DEARER = 30.0
 
@@ -54,9 +56,9 @@ def fill(
     return best
 
 
-def _set_all(actions: list[int], values: Iterable[int], action: int) -> None:
+def _set_all(table: list[_T], values: Iterable[int], to: _T) -> None:
     for value in values:
-        actions[value] = action
+        table[value] = to
 
 
 def _worth_keeping(
@@ -228,8 +230,7 @@ def _needed(graph: Graph) -> list[bool]:
     needed = [last >= 0 for last in graph.last_need]
     for op in range(len(graph.op_inputs) - 1, -1, -1):
         if any(needed[value] for value in graph.op_outputs[op]):
-            for value in graph.op_inputs[op]:
-                needed[value] = True
+            _set_all(needed, graph.op_inputs[op], True)
     return needed
 
 

@@ -39,9 +39,7 @@ class PricedCut:
         self.graph = graph
         self.values, operations = len(graph.nbytes), len(graph.op_inputs)
         self.source, self.sink = self.values + operations, self.values + operations + 1
-        self.free = [op >= 0 for op in graph.producer]  # values that there is a choice for
-        for value in forced:
-            self.free[value] = False
+        self.free = _free_to_choose(graph, forced)
         total = sum(compress(graph.op_seconds, graph.op_replayable))
         self.scale = _TOTAL / total if total > 0 else 1.0
         self.priced = [v for v, free in enumerate(self.free) if free and not graph.overwritten[v]]
@@ -130,6 +128,14 @@ class PricedCut:
         reached = np.zeros(nodes, dtype=bool)
         reached[breadth_first_order(left, self.source, return_predecessors=False)] = True
         return reached
+
+
+def _free_to_choose(graph: Graph, forced: Collection[int]) -> list[bool]:
+    """Whether there is a choice for each value."""
+    free = [op >= 0 for op in graph.producer]
+    for value in forced:
+        free[value] = False
+    return free
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class ParameterReads:
         others.append(_reference_to(reference))
         # Looked through only when their number has doubled, so that adding one stays cheap.
         if len(others) >= _MANY and len(others) & (len(others) - 1) == 0:
-            others[:] = [other for other in others if other() is not None]
+            _remove_dead(others)
         return reference
 
     def copy_before_write(self, key: int, counted_before: int = 0) -> None:
@@ -83,6 +83,10 @@ def copy_for(references: Iterable[ParameterRef], counted_before: int) -> None:
         if copy is None:
             copy = copy_storage(reference.content, geometry)
         reference.content, reference.source = shaped(copy, geometry), None
+
+
+def _remove_dead(references: list[weakref.ref[ParameterRef]]) -> None:
+    references[:] = [reference for reference in references if reference() is not None]
 
 
 def _can_be_copied(reference: ParameterRef, counted_before: int) -> bool:

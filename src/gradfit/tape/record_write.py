@@ -131,8 +131,7 @@ class WriteRecorder:
             for key, target in zip(keys, targets, strict=True)
         ]
         op = self._open(func, info, args, kwargs, keys, olds)
-        for key, old, target in zip(keys, olds, targets, strict=True):
-            self._table.before_write(key, target, old, counted_before)
+        self._copy_what_is_needed(keys, olds, targets, counted_before)
         out = info.call(*args, **kwargs)
         if info.writes_lists:
             # torch (2.10 to 2.13) does not count these writes where Python is called below
@@ -141,7 +140,7 @@ class WriteRecorder:
         returned = _new_results(out, args, keys, targets)
         results, choices = self._decisions.of(func, info, args, kwargs, out)
         self._drop_olds(keys, olds)
-        if op is None or (choices is not None and not _NOT_WRITTEN_DOWN.isdisjoint(choices)):
+        if op is None or not _NOT_WRITTEN_DOWN.isdisjoint(choices or ()):
             self._table.move_out_written(targets, choices)
             return out  # rule 5: from here on it is a root, or lies elsewhere
         op.random_state = random_state
@@ -172,6 +171,16 @@ class WriteRecorder:
             for old in present:
                 old.unwritten = None  # written to, not read
         return self._table.open_operation(func, info, args, kwargs)
+
+    def _copy_what_is_needed(
+        self,
+        keys: list[int],
+        olds: list[TapeValue | None],
+        targets: list[torch.Tensor],
+        counted_before: int,
+    ) -> None:
+        for key, old, target in zip(keys, olds, targets, strict=True):
+            self._table.before_write(key, target, old, counted_before)
 
     def _drop_olds(self, keys: list[int], olds: list[TapeValue | None]) -> None:
         for key, old in zip(keys, olds, strict=True):

@@ -171,12 +171,15 @@ class SavedTensors:
             return value
         present = self._table.find(value.key, tensor)
         if present is not None and present.unwritten is not None:
-            self.copying = True  # autograd calls: what we do now would be observed
-            try:
-                self._table.hold_unwritten(present, tensor, detached)
-            finally:
-                self.copying = False
+            self._hold_unwritten(present, tensor)
         return present
+
+    def _hold_unwritten(self, value: TapeValue, tensor: torch.Tensor) -> None:
+        self.copying = True  # autograd calls: what we do now would be observed
+        try:
+            self._table.hold_unwritten(value, tensor, detached)
+        finally:
+            self.copying = False
 
     def _part(self, value: TapeValue, tensor: torch.Tensor) -> TapeValue | None:
         """What is saved of a storage that is written slice by slice: see `written_slices.py`."""

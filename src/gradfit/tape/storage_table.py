@@ -260,11 +260,10 @@ class StorageTable:
         """Rule 5: somebody reads memory that no recorded operation wrote; what is in it now is all
         there is. A constant that is still one can be made again.
         """
-        is_constant = value.unwritten == CONSTANT and tensor.device.type == "cpu"
-        if is_constant and holds_only(tensor, _constant_of(value.op)):
-            value.unwritten = None
-            return
+        can_be_made_again = _is_still_constant(value, tensor)
         value.unwritten = None
+        if can_be_made_again:
+            return
         self.values.pop(value.key, None)
         value.death_watch = None
         value.op = None
@@ -408,9 +407,12 @@ class StorageTable:
         elif old.held_version != -1:
             old.tensor = copy_storage(old.tensor, old.geometry)
             old.held_version = -1
-            if self.root(old.key) is old:
-                # the copy is not what lies there, even if the write now fails
-                del self.roots[old.key]
+            self._take_out_copied(old)
+
+    def _take_out_copied(self, root: TapeValue) -> None:
+        """Its copy is not what lies in the storage, even if the write now fails."""
+        if self.root(root.key) is root:
+            del self.roots[root.key]
 
     def before_unknown_write(self, target: torch.Tensor, key: int) -> None:
         """Somebody is about to write to a storage that no value of the table stands for.
@@ -572,6 +574,12 @@ def _is_overwritten(root: TapeValue | None) -> bool:
     if root is None or root.tensor is None:
         return False
     return -1 < root.held_version != root.tensor._version
+
+
+def _is_still_constant(value: TapeValue, tensor: torch.Tensor) -> bool:
+    if value.unwritten != CONSTANT or tensor.device.type != "cpu":
+        return False
+    return holds_only(tensor, _constant_of(value.op))
 
 
 def _constant_of(op: TapeOperation | None) -> Any:
