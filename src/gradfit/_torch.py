@@ -133,16 +133,21 @@ def raised_by_swap_tensors(trace: Any) -> bool:
 
 def raised_by_functorch(trace: Any) -> bool:
     """Whether torch.func was the last to be called before torch raised."""
-    modules = []
-    while trace is not None:
-        modules.append(trace.tb_frame.f_globals.get("__name__", ""))
-        trace = trace.tb_next
-    for module in reversed(modules):
+    for module in reversed(_modules_of(trace)):
         if module.startswith(_FUNCTORCH):
             return True
         if not module.startswith(("torch", "contextlib")):
             return False
     return False
+
+
+def _modules_of(trace: Any) -> list[str]:
+    """The names of the modules that a traceback goes through, the outermost first."""
+    modules = []
+    while trace is not None:
+        modules.append(trace.tb_frame.f_globals.get("__name__", ""))
+        trace = trace.tb_next
+    return modules
 
 
 with torch._C._AutoDispatchBelowAutograd():
@@ -213,21 +218,9 @@ def output_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
     with _disable_current_modes(), _quiet(logging.getLogger("torch._subclasses.fake_tensor")):
         try:
             with FakeTensorMode():
-                fake_args, fake_kwargs = tree_map(
-                    lambda leaf: _unrelated(leaf) if isinstance(leaf, torch.Tensor) else leaf,
-                    (args, kwargs),
-                )
-                leaves = [
-                    leaf
-                    for leaf in tree_leaves((fake_args, fake_kwargs))
-                    if isinstance(leaf, torch.Tensor)
-                ]
-                given = {storage_key(leaf) for leaf in leaves}
-                results = [
-                    r
-                    for r in tree_leaves(func(*fake_args, **fake_kwargs))
-                    if isinstance(r, torch.Tensor)
-                ]
+                fake_args, fake_kwargs = tree_map(_unrelated_leaf, (args, kwargs))
+                given = {storage_key(leaf) for leaf in _tensors((fake_args, fake_kwargs))}
+                results = _tensors(func(*fake_args, **fake_kwargs))
                 return sum(
                     r.untyped_storage().nbytes() for r in results if storage_key(r) not in given
                 )
@@ -235,6 +228,14 @@ def output_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
             Exception
         ):  # data-dependent shapes, operators without a meta kernel, layouts without a storage
             return None
+
+
+def _tensors(nest: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
+
+
+def _unrelated_leaf(leaf: Any) -> Any:
+    return _unrelated(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _unrelated(tensor: torch.Tensor) -> torch.Tensor:
@@ -285,14 +286,16 @@ def says_freed(error: RuntimeError) -> bool:
 
 def has_freed_tensors(node: Node) -> bool:
     """Whether a backward pass has already taken what this operation saved."""
-    for attribute in ("saved_tensors", *(name for name in dir(node) if name.startswith("_saved_"))):
-        try:
-            getattr(node, attribute, None)
-        except (
-            RuntimeError
-        ) as error:  # torch has one type for "freed" and "changed in place", only the text differs
-            if "freed" in str(error):
-                return True
+    names = ("saved_tensors", *(name for name in dir(node) if name.startswith("_saved_")))
+    return any(_is_freed(node, name) for name in names)
+
+
+def _is_freed(node: Node, name: str) -> bool:
+    try:
+        getattr(node, name, None)
+    except RuntimeError as error:
+        # torch has one type for "freed" and "changed in place", only the text differs
+        return "freed" in str(error)
     return False
 
 
@@ -557,13 +560,16 @@ def saved_slots(node: Node) -> list[SavedSlot]:
             raw = getattr(node, name)
         except RuntimeError:  # a Python function's tensors, freed
             continue
-        many = raw if isinstance(raw, tuple | list) else (raw,)
-        plain = name.removeprefix("_raw_saved_")
-        slots += [
-            SavedSlot(plain if len(many) == 1 else f"{plain}[{at}]", one)
-            for at, one in enumerate(many)
-        ]
+        slots += _slots_of(name.removeprefix("_raw_saved_"), raw)
     return slots
+
+
+def _slots_of(name: str, raw: Any) -> list[SavedSlot]:
+    """One, or of a list of tensors one for each."""
+    many = raw if isinstance(raw, tuple | list) else (raw,)
+    if len(many) == 1:
+        return [SavedSlot(name, many[0])]
+    return [SavedSlot(f"{name}[{at}]", one) for at, one in enumerate(many)]
 
 
 def result_shapes(node: Node) -> list[tuple[int, ...]]:

@@ -70,20 +70,18 @@ def gathered_into(module: Any) -> list[Tensor]:
     """Where a unit puts its full parameters whenever it gathers them; they have no memory in
     between.
     """
+    return _full_parameters(param_groups(module))
+
+
+def _full_parameters(units: list[Any]) -> list[Tensor]:
     return [
-        tensor
-        for unit in param_groups(module)
-        for kept in unit.fsdp_params
-        for tensor in kept.all_gather_outputs
+        tensor for unit in units for kept in unit.fsdp_params for tensor in kept.all_gather_outputs
     ]
 
 
 def gathered_tensors(units: list[Any]) -> list[Tensor]:
     """Full parameters and full gradients that are on this rank now, and are none of the model's."""
-    full = [
-        tensor for unit in units for kept in unit.fsdp_params for tensor in kept.all_gather_outputs
-    ]
-    return full + gathered_gradients(units)
+    return _full_parameters(units) + gathered_gradients(units)
 
 
 def gathered_gradients(units: list[Any]) -> list[Tensor]:
@@ -227,13 +225,17 @@ def set_unsharded_gradient(kept: Any, gradient: Tensor | None) -> None:
     if gradient is None:
         return
     if full is not None and owns_gradient:
-        if full.grad_dtype not in (None, gradient.dtype):
-            full.grad_dtype = gradient.dtype
-        full.grad = gradient
+        _set_gradient_of_any_type(full, gradient)
     elif full is not None and full.dtype == gradient.dtype:
         full.grad = gradient
     elif not owns_gradient:
         kept.unsharded_accumulated_grad = gradient
+
+
+def _set_gradient_of_any_type(full: Any, gradient: Tensor) -> None:
+    if full.grad_dtype not in (None, gradient.dtype):
+        full.grad_dtype = gradient.dtype
+    full.grad = gradient
 
 
 def _full_parameter_owns_gradient(kept: Any) -> bool:
@@ -289,9 +291,8 @@ def reduce_group(group: Any, dtype: torch.dtype | None) -> None:
         finally:
             group._training_state = state
     for tensor, _ in sharded_parameters(group):
-        gradient: Any = tensor.grad
-        if gradient is not None and gradient._spec.tensor_meta.dtype != gradient.dtype:
-            tensor.grad = _of_its_own_type(gradient)
+        if _is_described_wrongly(tensor.grad):
+            tensor.grad = _of_its_own_type(tensor.grad)
 
 
 _REDUCTION_FLAGS = (
@@ -340,6 +341,10 @@ def _drop_reduced_inputs(communication: Any) -> None:
         communication.reduce_scatter_state = None  # up to torch 2.10
 
 
+def _is_described_wrongly(gradient: Any) -> bool:
+    return gradient is not None and gradient._spec.tensor_meta.dtype != gradient.dtype
+
+
 def _of_its_own_type(gradient: Any) -> Tensor:
     """FSDP2 describes every gradient as if it had its parameter's type, which optimizers stumble
     over.
@@ -380,23 +385,29 @@ def _forget_pass_of(root: Any) -> None:
     """What `_reset_iter_state` does in later versions; torch 2.10 has no such function."""
     communication, context = root._comm_ctx, root._state_ctx
     for name in ("all_gather_state", "reduce_scatter_state"):
-        under_way = getattr(communication, name)
-        if under_way is not None and under_way.event is not None:
-            root._device_handle.current_stream().wait_event(under_way.event)
+        _wait_for(getattr(communication, name), root._device_handle)
         setattr(communication, name, None)
     communication.post_forward_order.clear()
     idle = type(root._training_state).IDLE
     for state in context.all_states:
         state._modules_to_run_forward.clear()
         state._training_state = idle
-        group = state._fsdp_param_group
-        if group is not None:
-            group.finalize_backward()  # waits for what this group communicates
-            group._partial_reduce_output = None
-            group._training_state = idle
-            group._to_sharded()
+        if state._fsdp_param_group is not None:
+            _forget_pass_of_group(state._fsdp_param_group, idle)
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False
+
+
+def _wait_for(under_way: Any, device_handle: Any) -> None:
+    if under_way is not None and under_way.event is not None:
+        device_handle.current_stream().wait_event(under_way.event)
+
+
+def _forget_pass_of_group(group: Any, idle: Any) -> None:
+    group.finalize_backward()  # waits for what this group communicates
+    group._partial_reduce_output = None
+    group._training_state = idle
+    group._to_sharded()
 
 
 def never_gathered(unit: Any) -> bool:
@@ -468,12 +479,12 @@ def _let_go(gathered: Any) -> None:
     Until then memory that FSDP2 frees is not free, and the peak of a step would depend on the
     scheduler.
     """
-    if (
-        gathered is None
-        or gathered.all_gather_work is not None
-        or gathered.all_gather_output.device.type != "cpu"
-    ):
+    if gathered is None or not _is_done_on_cpu(gathered):
         return
     end = time.monotonic() + 0.01
     while storage_owners(gathered.all_gather_output) > 1 and time.monotonic() < end:
         time.sleep(0)
+
+
+def _is_done_on_cpu(gathered: Any) -> bool:
+    return gathered.all_gather_work is None and gathered.all_gather_output.device.type == "cpu"

@@ -304,11 +304,17 @@ def listening(
         return _Mode(ear)
     if dispatch_modes() == 0:
         return _OnKey(ear, in_engine=in_engine)
+    return _Mode(ear) if doubt is None or _modes_are_ours() else _CheckedMode(ear, doubt)
+
+
+def _modes_are_ours() -> bool:
+    """Whether no mode does something else than it is asked for: all are ours, or torch's fake
+    one.
+    """
     modes = _get_current_dispatch_mode_stack()
-    own = all(isinstance(mode, DispatchMode) for mode in modes) or any(
-        isinstance(m, FakeTensorMode) for m in modes
+    return all(isinstance(mode, DispatchMode) for mode in modes) or any(
+        isinstance(mode, FakeTensorMode) for mode in modes
     )
-    return _Mode(ear) if own or doubt is None else _CheckedMode(ear, doubt)
 
 
 _SEES = _KEYS
@@ -477,14 +483,17 @@ def _register(views: Iterable[str]) -> None:
             namespace, _, name = full.partition("::")
             if namespace not in namespaces:
                 namespaces[namespace] = library(namespace, "IMPL")
-            passes = full in _views and full not in _HEARD_VIEWS
-            kernel = torch.library.fallthrough_kernel if passes else _kernel(namespace, name)
-            if kernel is not None:
-                namespaces[namespace].impl(
-                    name, kernel, _NAME, with_keyset=_ABOVE_MODES and not passes
-                )
+            _register_one(namespaces[namespace], namespace, name)
         _let_pass_higher_order()
         _libraries.extend((everything, *namespaces.values()))
+
+
+def _register_one(library: Any, namespace: str, name: str) -> None:
+    full = f"{namespace}::{name}"
+    passes = full in _views and full not in _HEARD_VIEWS
+    kernel = torch.library.fallthrough_kernel if passes else _kernel(namespace, name)
+    if kernel is not None:
+        library.impl(name, kernel, _NAME, with_keyset=_ABOVE_MODES and not passes)
 
 
 def _kernel(namespace: str, name: str) -> Any:

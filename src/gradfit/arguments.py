@@ -45,11 +45,15 @@ def show(value: Any) -> str:
         return f"<{type(value).__name__}>"
     if isinstance(value, int) and abs(value) > 10**30:
         return f"<a number of {value.bit_length()} bits>"  # Python refuses to print very long ones
-    try:
-        text = repr(value)
-    except Exception:
-        text = f"<{type(value).__name__}>"
+    text = _repr_or_kind(value)
     return text if len(text) <= 80 else text[:79] + "…"
+
+
+def _repr_or_kind(value: Any) -> str:
+    try:
+        return repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
 
 
 def plain_number(value: Any) -> Any:
@@ -58,9 +62,13 @@ def plain_number(value: Any) -> Any:
     >>> plain_number(torch.tensor([3])), plain_number("x")
     (3, 'x')
     """
+    return value.item() if _holds_one_number(value) else value
+
+
+def _holds_one_number(value: Any) -> bool:
     if isinstance(value, Tensor):
-        return value.item() if value.numel() == 1 and not value.is_meta else value
-    return value.item() if hasattr(value, "item") and getattr(value, "size", None) == 1 else value
+        return value.numel() == 1 and not value.is_meta
+    return hasattr(value, "item") and getattr(value, "size", None) == 1
 
 
 def read_count(value: Any, name: str, *, minimum: int = 1) -> int:
@@ -113,7 +121,7 @@ def read_number(
     instead = f"{name}={like:g}"
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise invalid(name, value, "is not a number", instead)
-    if (isinstance(number, int) and abs(number) > MOST) or not math.isfinite(number):
+    if not _is_finite(number):
         raise invalid(name, number, "must be a finite number", instead)
     for holds, reason in (
         (number > above, f"must be more than {above:g}"),
@@ -124,6 +132,12 @@ def read_number(
         if not holds:
             raise invalid(name, number, reason, instead)
     return number
+
+
+def _is_finite(number: Number) -> bool:
+    if isinstance(number, int):
+        return abs(number) <= MOST
+    return math.isfinite(number)
 
 
 def read_flag(value: Any, name: str) -> bool:
@@ -164,17 +178,21 @@ def read_callable(
     """
     if not callable(value):
         raise invalid(name, value, f"is a {type(value).__name__}, which is not callable", instead)
-    signature = None if arguments is None else _signature_of(value)
-    if signature is not None and arguments is not None:
-        try:
-            signature.bind(*range(arguments))
-        except TypeError as error:
-            reason = (
-                f"cannot be called with {arguments} argument{'s' if arguments != 1 else ''}"
-                f" ({error})"
-            )
-            raise invalid(name, value, reason, instead) from None
+    if arguments is not None:
+        _check_takes(value, arguments, name, instead)
     return value  # type: ignore[no-any-return]
+
+
+def _check_takes(function: Any, arguments: int, name: str, instead: str) -> None:
+    signature = _signature_of(function)
+    if signature is None:
+        return
+    try:
+        signature.bind(*range(arguments))
+    except TypeError as error:
+        plural = "s" if arguments != 1 else ""
+        reason = f"cannot be called with {arguments} argument{plural} ({error})"
+        raise invalid(name, function, reason, instead) from None
 
 
 def _signature_of(value: Any) -> inspect.Signature | None:
@@ -265,9 +283,11 @@ def check_arguments(
 
 def check_optimizer(optimizer: Any) -> None:
     """An optimizer: torch's, or any other that steps."""
-    if not callable(getattr(optimizer, "step", None)) or not callable(
-        getattr(optimizer, "zero_grad", None)
-    ):
+    if not _has_method(optimizer, "step") or not _has_method(optimizer, "zero_grad"):
         raise invalid(
             "optimizer", optimizer, "is no optimizer", "torch.optim.AdamW(model.parameters())"
         )
+
+
+def _has_method(thing: Any, name: str) -> bool:
+    return callable(getattr(thing, name, None))

@@ -20,9 +20,7 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type != "cpu":
         memory = memory_of(device)
         return None if memory is None else memory[0]
-    limits = [_meminfo(), _control_group(), _data_limit()]
-    told = [count for count in limits if count is not None]
-    return min(told) if told else None
+    return _least([_meminfo(), _control_group(), _data_limit()])
 
 
 def total_bytes(device: torch.device) -> int | None:
@@ -32,9 +30,12 @@ def total_bytes(device: torch.device) -> int | None:
     if device.type != "cpu":
         memory = memory_of(device)
         return None if memory is None else memory[1]
-    limits = [_meminfo("MemTotal:"), _group_limit(), _data_rlimit()]
-    there = [count for count in limits if count is not None]
-    return min(there) if there else None
+    return _least([_meminfo("MemTotal:"), _group_limit(), _data_rlimit()])
+
+
+def _least(limits: list[int | None]) -> int | None:
+    """Of those that are there."""
+    return min((count for count in limits if count is not None), default=None)
 
 
 def environment(model: torch.nn.Module) -> dict[str, str]:
@@ -60,10 +61,14 @@ def _meminfo(name: str = "MemAvailable:") -> int | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
     except (OSError, StopIteration, ValueError):
-        try:
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, ValueError, OSError):
-            return None
+        return _physical_memory()
+
+
+def _physical_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 def _group_limit() -> int | None:

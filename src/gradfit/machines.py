@@ -104,12 +104,10 @@ def find_machine(hardware: Any, dtype: torch.dtype) -> Hardware:
     name = hardware.strip().lower().replace("_", "-").replace(" ", "-")
     machine = MACHINES.get(name)
     if machine is None:
-        near = difflib.get_close_matches(name, MACHINES, n=3, cutoff=0.4)
-        meant = f"; near it are {', '.join(near)}" if near else ""
         raise invalid(
             "hardware",
             hardware,
-            f"is not in the table{meant}",
+            f"is not in the table{_names_near(name)}",
             f"a gf.Hardware(...), or one of {names}",
         )
     rate = machine.rate_for(dtype)
@@ -120,3 +118,8 @@ def find_machine(hardware: Any, dtype: torch.dtype) -> Hardware:
         host_bandwidth=machine.host,
         name=name,
     )
+
+
+def _names_near(name: str) -> str:
+    near = difflib.get_close_matches(name, MACHINES, n=3, cutoff=0.4)
+    return f"; near it are {', '.join(near)}" if near else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -30,19 +31,19 @@ def total_norm(gradients: Iterable[Tensor], p: float = 2.0) -> Tensor:
     """
     if math.isnan(p) or p <= 0:
         raise MisuseError(f"p={p!r} is not the order of a norm. Pass 2, 1 or float('inf').")
-    gradients = list(gradients)
-    if _in_one_call(gradients):
-        norms = norms_of(gradients, p, _wide(gradients[0]))
-    else:
-        norms = [_norm(gradient, p) for gradient in gradients]
+    norms = _norms(list(gradients), p)
     if not norms:
         return torch.zeros((), device="cpu")
-    widest = norms[0].dtype
-    for one in norms[1:]:
-        widest = torch.promote_types(widest, one.dtype)
+    widest = reduce(torch.promote_types, [one.dtype for one in norms])
     together = torch.stack([one.to(norms[0].device, widest) for one in norms])
     norm: Tensor = vector_norm(together, p)
     return norm
+
+
+def _norms(gradients: list[Tensor], p: float) -> list[Tensor]:
+    if _in_one_call(gradients):
+        return norms_of(gradients, p, _wide(gradients[0]))
+    return [_norm(gradient, p) for gradient in gradients]
 
 
 def _norm(gradient: Tensor, p: float) -> Tensor:
@@ -58,8 +59,8 @@ def _wide(gradient: Tensor) -> torch.dtype | None:
 def _in_one_call(gradients: list[Tensor]) -> bool:
     """Dense ones of one kind on an accelerator, where each call is a kernel to launch."""
     kinds = {(one.device, one.dtype) for one in gradients}
-    return (
-        len(kinds) == 1
-        and not gradients[0].is_cpu
-        and all(type(one) is Tensor and one.layout is torch.strided for one in gradients)
-    )
+    return len(kinds) == 1 and not gradients[0].is_cpu and all(map(_is_dense, gradients))
+
+
+def _is_dense(gradient: Tensor) -> bool:
+    return type(gradient) is Tensor and gradient.layout is torch.strided

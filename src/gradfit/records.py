@@ -28,22 +28,8 @@ def to_json(record: Any, *, indent: int | None = None) -> str:
 
 def from_json(cls: type[R], text: str) -> R:
     """Read what `to_json` wrote; anything else is a `StateError`, and no code is ever run."""
-    try:
-        data = json.loads(text)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise StateError(
-            f"This is not a {cls.__name__}: not JSON ({error}). Pass the text of to_json()."
-        ) from None
-    name = data.get("gradfit") if isinstance(data, dict) else type(data).__name__
-    if name != cls.__name__:
-        raise StateError(
-            f"This JSON holds a {name}, not a {cls.__name__}. Call {name}.from_json() or pass"
-            " another."
-        )
-    if data.get("version") != _VERSION:
-        raise StateError(
-            f"This {cls.__name__} has format {data.get('version')}, not {_VERSION}. Make it again."
-        )
+    data = _parsed(cls, text)
+    _check_header(cls, data)
     data = {key: value for key, value in data.items() if key not in ("gradfit", "version")}
     try:
         return typing.cast(R, _read_as(typing.cast(Any, cls))(data))
@@ -58,6 +44,29 @@ def from_json(cls: type[R], text: str) -> R:
         raise StateError(f"This {cls.__name__} is damaged: {error}. Make it again.") from None
 
 
+def _parsed(cls: type, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StateError(
+            f"This is not a {cls.__name__}: not JSON ({error}). Pass the text of to_json()."
+        ) from None
+
+
+def _check_header(cls: type, data: Any) -> None:
+    """Refuse what is of another kind, or of another version of this format."""
+    name = data.get("gradfit") if isinstance(data, dict) else type(data).__name__
+    if name != cls.__name__:
+        raise StateError(
+            f"This JSON holds a {name}, not a {cls.__name__}. Call {name}.from_json() or pass"
+            " another."
+        )
+    if data.get("version") != _VERSION:
+        raise StateError(
+            f"This {cls.__name__} has format {data.get('version')}, not {_VERSION}. Make it again."
+        )
+
+
 def _encode(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {name: _encode(getattr(value, name)) for name in _names(type(value))}
@@ -65,9 +74,11 @@ def _encode(value: Any) -> Any:
         return [_encode(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): _encode(item) for key, item in value.items()}
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)  # JSON has no NaN and no infinity
-    return value
+    return _encode_float(value) if isinstance(value, float) else value
+
+
+def _encode_float(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)  # JSON has no NaN and no infinity
 
 
 def _read_float(data: Any) -> float:

@@ -116,14 +116,18 @@ def _check_fields(
     if not isinstance(value, dict):
         raise wrong(where, value, "a dict")
     written = {**checks, **others}
-    for key in value:
-        if key not in written:
-            raise StateError(f"{where} has {str(key)[:60]!r}, which gradfit does not write.")
+    _check_names(written, where, value)
     for key, check in written.items():
         if key in value:
             check(f"{where}.{key}", value[key])
         elif key in checks:
             raise StateError(f"{where} has no {key!r}.")
+
+
+def _check_names(written: Mapping[str, Check], where: str, value: Mapping[Any, Any]) -> None:
+    for key in value:
+        if key not in written:
+            raise StateError(f"{where} has {str(key)[:60]!r}, which gradfit does not write.")
 
 
 def tensor(dtype: torch.dtype | None = None, shape: tuple[int, ...] | None = None) -> Check:
@@ -158,10 +162,16 @@ def same_kind(where: str, value: Any, here: Any) -> None:
         return
     if isinstance(here, bool) is not isinstance(value, bool):  # True is a number to Python
         raise wrong(where, value, f"as the job's, {here!r}")
-    for kind, check in _SAME_KIND:
-        if isinstance(here, kind) and isinstance(value, kind):
-            check(where, value, here)
-            return
+    check = next((check for kind, check in _SAME_KIND if _are_both(kind, value, here)), _same_type)
+    check(where, value, here)
+
+
+def _are_both(kind: Any, value: Any, here: Any) -> bool:
+    return isinstance(here, kind) and isinstance(value, kind)
+
+
+def _same_type(where: str, value: Any, here: Any) -> None:
+    """For a tensor a number will do."""
     is_number_for_tensor = isinstance(here, torch.Tensor) and isinstance(value, int | float)
     if type(here) is not type(value) and not is_number_for_tensor:
         raise wrong(where, value, f"a {type(here).__name__} as the job's")

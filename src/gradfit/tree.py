@@ -153,12 +153,7 @@ def size_of_batch(batch: Any, name: str = "The batch") -> int:
 
 def _size_of(batch: Any, holders: Mapping[int, Any], name: str = "The batch") -> int:
     entries = _entries(batch, holders)
-    sparse = next((entry.layout for entry in entries if entry.layout in _UNCUT), None)
-    if sparse is not None:
-        raise MisuseError(
-            f"{name} cannot be split: it has a {sparse} tensor. Pass split=, a function (batch,"
-            " size) -> parts."
-        )
+    _check_layouts(entries, name)
     tensors = [entry for entry in entries if entry.is_tensor]
     if not tensors:
         raise MisuseError(
@@ -169,6 +164,15 @@ def _size_of(batch: Any, holders: Mapping[int, Any], name: str = "The batch") ->
         if entry.rows != tensors[0].rows:
             raise _differs(entry, tensors[0], name)
     return tensors[0].rows
+
+
+def _check_layouts(entries: Sequence[_Entry], name: str) -> None:
+    sparse = next((entry.layout for entry in entries if entry.layout in _UNCUT), None)
+    if sparse is not None:
+        raise MisuseError(
+            f"{name} cannot be split: it has a {sparse} tensor. Pass split=, a function (batch,"
+            " size) -> parts."
+        )
 
 
 def _differs(entry: _Entry, first: _Entry, name: str) -> MisuseError:
@@ -263,15 +267,15 @@ def _take(nest: Any, rows: slice, holders: Mapping[int, Any]) -> Any:
 def _map_rows(nest: Any, holders: Mapping[int, Any], function: Callable[[Any], Any]) -> Any:
     """The nest with `function(item)` in the place of everything that has rows."""
 
-    def replaced(items: Sequence[Any]) -> Any:
-        item = items[0]
-        if isinstance(item, torch.Tensor | np.ndarray):
-            return function(item) if item.ndim else item
-        if isinstance(item, Whole):
-            return item
-        return function(item) if _is_row_list(item, holders) else _INSIDE
+    return _map_many([nest], lambda items: _replaced(items[0], holders, function))
 
-    return _map_many([nest], replaced)
+
+def _replaced(item: Any, holders: Mapping[int, Any], function: Callable[[Any], Any]) -> Any:
+    if isinstance(item, torch.Tensor | np.ndarray):
+        return function(item) if item.ndim else item
+    if isinstance(item, Whole):
+        return item
+    return function(item) if _is_row_list(item, holders) else _INSIDE
 
 
 def unmarked(nest: Any) -> Any:
@@ -289,14 +293,13 @@ def unmarked(nest: Any) -> Any:
 
 def _without_marks(nest: Any) -> Any:
     holders = _holders(nest)
+    return _map_many([nest], lambda items: _content(items[0], holders))
 
-    def content(items: Sequence[Any]) -> Any:
-        item = items[0]
-        if isinstance(item, Whole):
-            return item.content
-        return item if isinstance(item, torch.Tensor) or _is_row_list(item, holders) else _INSIDE
 
-    return _map_many([nest], content)
+def _content(item: Any, holders: Mapping[int, Any]) -> Any:
+    if isinstance(item, Whole):
+        return item.content
+    return item if isinstance(item, torch.Tensor) or _is_row_list(item, holders) else _INSIDE
 
 
 def repeat_rows(batch: Any, rows: int) -> Any:
@@ -337,8 +340,7 @@ def join_chunks(outputs: Sequence[Any], total: int, dim: int = 0) -> Any:
 
 
 def _join(parts: Sequence[torch.Tensor], total: int, dim: int) -> torch.Tensor:
-    too_few_dims = any(part.dim() <= dim for part in parts)
-    if too_few_dims or sum(part.size(dim) for part in parts) != total:
+    if not _make(total, parts, dim):
         shapes = [tuple(part.shape) for part in parts[:3]]
         along = f" along dim {dim}" if dim else ""
         raise MisuseError(
@@ -347,6 +349,13 @@ def _join(parts: Sequence[torch.Tensor], total: int, dim: int) -> torch.Tensor:
             " chunked()."
         )
     return torch.cat(list(parts), dim)
+
+
+def _make(total: int, parts: Sequence[torch.Tensor], dim: int) -> bool:
+    """Whether parts have so many rows together along a dimension that all of them have."""
+    if any(part.dim() <= dim for part in parts):
+        return False
+    return sum(part.size(dim) for part in parts) == total
 
 
 def map_tensors(nest: Any, function: Callable[[torch.Tensor], Any]) -> Any:

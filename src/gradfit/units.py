@@ -24,13 +24,14 @@ def parse_bytes(value: int | float | str, *, name: str = "memory") -> int:
         raise MisuseError(
             f"{name}={value!r} is not a number of bytes. Pass an int or text such as '1.5 GiB'."
         )
-    if isinstance(value, str):
-        number = _parse_text(value, name)
-    else:
-        number = float(value) if abs(value) < 2**63 else math.inf
+    number = _parse_text(value, name) if isinstance(value, str) else _as_float(value)
     if not math.isfinite(number) or number <= 0:
         raise MisuseError(f"{name}={value!r} must be more than 0 bytes. Pass for example '1 GiB'.")
     return int(number)
+
+
+def _as_float(value: int | float) -> float:
+    return float(value) if abs(value) < 2**63 else math.inf
 
 
 _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
@@ -53,15 +54,20 @@ def format_bytes(count: int | float) -> str:
     >>> format_bytes(1536 * 1024), format_bytes(17), format_bytes(-2048)
     ('1.5 MiB', '17 B', '-2 KiB')
     """
-    size = abs(float(count))
+    size, unit = _in_unit(abs(float(count)))
     sign = "-" if count < 0 else ""
+    text = f"{size:.0f}" if unit == "B" or size >= 100 else f"{size:.3g}"
+    return f"{sign}{text} {unit}"
+
+
+def _in_unit(size: float) -> tuple[float, str]:
+    """A number of bytes in the largest unit of which there is one."""
     unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
             break
         size, unit = size / 1024, larger
-    text = f"{size:.0f}" if unit == "B" or size >= 100 else f"{size:.3g}"
-    return f"{sign}{text} {unit}"
+    return size, unit
 
 
 def format_seconds(seconds: float) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 import gradfit as gf
 from gradfit.planning.recording_extent import in_effect, last_write, operations_heard
 from gradfit.planning.simulate import KEEP, REBUILD, alive_until
+from gradfit.recompute.apply import forwards_along
 from gradfit.recompute.follow_plan import PlanFollower, PlannedForward
 from gradfit.tape.recorder import Recorder
 from gradfit.tape.saved_tensors import SavedTensors
@@ -164,16 +166,45 @@ def test_a_write_that_the_plan_does_not_know_is_refused() -> None:
 
 def test_a_forward_that_failed_teaches_nothing() -> None:
     model, batch = Net(), rows()
-    plan, failing = light_plan(model, batch), copy.deepcopy(model)
-    failing.down[6] = nn.Linear(64, 32)  # in the tail
-    handle = gf.apply(failing, plan)
+    plan, layer = light_plan(model, batch), model.down[6]
+    model.down[6] = nn.Linear(64, 32)  # in the tail
+    handle = gf.apply(model, plan)
     with pytest.raises(RuntimeError, match="shape"):
-        failing(batch)
+        model(batch)
     handle.remove()
-    assert plan.memo["rest"] is None
+    assert forwards_along(model, plan).rest is None
+    model.down[6] = layer
     run(model, batch, plan)
-    tail: Any = plan.memo["rest"]
+    tail = forwards_along(model, plan).rest
+    assert tail is not None
     assert tail.saved_bytes > 0
+
+
+def test_a_plan_is_as_it_was_and_another_model_is_looked_at_for_itself() -> None:
+    model, batch = Net(), rows()
+    plan, other = light_plan(model, batch), copy.deepcopy(model)
+    before = dict(vars(plan))
+    run(model, batch, plan)
+    assert vars(plan) == before
+    assert forwards_along(other, plan).rest is None
+    assert forwards_along(model, plan) is forwards_along(model, plan)
+
+
+def test_what_forwards_have_shown_goes_with_the_plan_and_with_the_model() -> None:
+    model, batch = Net(), rows()
+    plan = light_plan(model, batch)
+    run(model, batch, plan)
+    shown = weakref.ref(forwards_along(model, plan))
+    del plan
+    gc.collect()
+    forwards_along(model, light_plan(model, batch))
+    assert shown() is None
+    plan = light_plan(model, batch)
+    run(model, batch, plan)
+    shown = weakref.ref(forwards_along(model, plan))
+    del model
+    gc.collect()
+    assert shown() is None
 
 
 def hooked() -> bool:

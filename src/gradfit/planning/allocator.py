@@ -22,7 +22,7 @@ memory is put behind it page by page, of 2 and 20 MiB, where it is needed (`Expa
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 MIB = 1 << 20
@@ -57,6 +57,15 @@ class MemoryBlock:
         self.previous: MemoryBlock | None = None
         self.next: MemoryBlock | None = None
 
+    @property
+    def end(self) -> int:
+        """The first address behind it."""
+        return self.address + self.size
+
+    @property
+    def is_whole_segment(self) -> bool:
+        return self.previous is None and self.next is None
+
     def split(self, size: int) -> MemoryBlock:
         """Cut off all but the first bytes; gives the rest."""
         rest = MemoryBlock(self.pool, self.address + size, self.size - size, mapped=self.mapped)
@@ -65,6 +74,10 @@ class MemoryBlock:
             self.next.previous = rest
         self.next, self.size = rest, size
         return rest
+
+    def joins(self, other: MemoryBlock) -> bool:
+        """Whether it becomes one with a free neighbour."""
+        return self.free and self.mapped == other.mapped
 
     def absorb_next(self) -> None:
         """The next block becomes part of this one."""
@@ -139,12 +152,11 @@ class CachingAllocator:
 
     def empty_cache(self) -> None:
         """Give back all segments that are free as a whole."""
-        for pool in (self._large, self._small):
-            for block in pool.blocks():
-                if block.previous is None and block.next is None:
-                    pool.remove(block)
-                    self.reserved_bytes -= block.size
-                    self._return_addresses(block.address, block.size)
+        for block in (*self._large.blocks(), *self._small.blocks()):
+            if block.is_whole_segment:
+                block.pool.remove(block)
+                self.reserved_bytes -= block.size
+                self._return_addresses(block.address, block.size)
 
     def load(self, segments: Iterable[Mapping[str, Any]]) -> None:
         """Begin where a device's allocator is, by its own snapshot (`torch.cuda.memory_snapshot`).
@@ -153,24 +165,22 @@ class CachingAllocator:
             segments: one entry for each, with "address", "total_size", "segment_type" and the
                 "blocks" in it, with "size" and "state".
         """
-        for segment in sorted(segments, key=lambda one: one["address"]):
-            pool = self._small if segment["segment_type"] == "small" else self._large
+        for segment in _by_address(segments):
             self._take_addresses(segment["total_size"], at=segment["address"])
             self._count(segment["total_size"])
-            self._load_blocks(pool, segment["address"], segment["blocks"], None)
+            self._load_blocks(self._pool_of(segment), segment, None)
+
+    def _pool_of(self, segment: Mapping[str, Any]) -> Pool:
+        return self._small if segment["segment_type"] == "small" else self._large
 
     def _load_blocks(
-        self,
-        pool: Pool,
-        address: int,
-        blocks: Sequence[Mapping[str, Any]],
-        previous: MemoryBlock | None,
+        self, pool: Pool, segment: Mapping[str, Any], previous: MemoryBlock | None
     ) -> MemoryBlock | None:
-        for one in blocks:
+        """Take over a segment's blocks, each behind the one before it; gives the last."""
+        address = segment["address"]
+        for one in segment["blocks"]:
             block = MemoryBlock(pool, address, one["size"])
-            block.previous = previous
-            if previous is not None:
-                previous.next = block
+            _append(previous, block)
             block.free = one["state"] == "inactive"
             if block.free:
                 pool.add(block)
@@ -187,12 +197,7 @@ class CachingAllocator:
 
     def _reserve(self, pool: Pool, size: int) -> MemoryBlock | None:
         """A new segment, free as a whole (rule 3)."""
-        if pool.small:
-            nbytes = _SMALL_SEGMENT
-        elif size < _SEGMENT_OF_ITS_OWN:
-            nbytes = _LARGE_SEGMENT
-        else:
-            nbytes = _up(size, _SEGMENT_ROUND)
+        nbytes = _segment_bytes(pool, size)
         if not self._is_within_cap(nbytes):
             return None
         self._count(nbytes)
@@ -212,11 +217,11 @@ class CachingAllocator:
     def _join(self, block: MemoryBlock) -> None:
         """Put a block that has become free among the free ones, joined with its neighbours."""
         before, after = block.previous, block.next
-        if before is not None and before.free and before.mapped == block.mapped:
+        if before is not None and before.joins(block):
             self._drop(before)
             before.absorb_next()
             block = before
-        if after is not None and after.free and after.mapped == block.mapped:
+        if after is not None and after.joins(block):
             self._drop(after)
             block.absorb_next()
         if block.mapped:
@@ -239,7 +244,7 @@ class CachingAllocator:
             begin = start if at is None else at
             if start <= begin and begin + nbytes <= end:
                 left = [(start, begin), (begin + nbytes, end)]
-                self._holes[place : place + 1] = [hole for hole in left if hole[0] < hole[1]]
+                self._holes[place : place + 1] = filter(_has_room, left)
                 return begin
         raise ValueError(f"The addresses from {at} on belong to another segment already.")
 
@@ -252,6 +257,28 @@ class CachingAllocator:
             else:
                 joined.append((start, end))
         self._holes = joined
+
+
+def _by_address(segments: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return sorted(segments, key=lambda one: one["address"])
+
+
+def _append(previous: MemoryBlock | None, block: MemoryBlock) -> None:
+    """Make a block the neighbour of the one before it, if there is one."""
+    block.previous = previous
+    if previous is not None:
+        previous.next = block
+
+
+def _segment_bytes(pool: Pool, size: int) -> int:
+    """What is reserved for a request that no free block can serve (rule 3)."""
+    if pool.small:
+        return _SMALL_SEGMENT
+    return _LARGE_SEGMENT if size < _SEGMENT_OF_ITS_OWN else _up(size, _SEGMENT_ROUND)
+
+
+def _has_room(hole: tuple[int, int]) -> bool:
+    return hole[0] < hole[1]
 
 
 class ExpandableAllocator(CachingAllocator):
@@ -267,83 +294,65 @@ class ExpandableAllocator(CachingAllocator):
 
     def empty_cache(self) -> None:
         """Take the memory away behind the whole pages of free blocks."""
-        for pool in (self._large, self._small):
-            for block in pool.blocks():
-                self._unmap(block)
+        for block in (*self._large.blocks(), *self._small.blocks()):
+            self._unmap(block)
 
     def load(self, segments: Iterable[Mapping[str, Any]]) -> None:
-        for small in (True, False):
-            pool = self._small if small else self._large
-            own = [one for one in segments if (one["segment_type"] == "small") == small]
-            end: int | None = None
-            last: MemoryBlock | None = None
-            for segment in sorted(own, key=lambda one: one["address"]):
-                if end is not None and segment["address"] > end:
-                    gap = MemoryBlock(pool, end, segment["address"] - end, mapped=False)
-                    gap.previous = last
-                    assert last is not None
-                    last.next = last = gap
-                self._count(segment["total_size"])
-                first = last is None
-                before = last
-                last = self._load_blocks(pool, segment["address"], segment["blocks"], before)
-                end = segment["address"] + segment["total_size"]
-                if first and last is not None:
-                    begin = last
-                    while begin.previous is not None:
-                        begin = begin.previous
-                    self._first[small] = begin
-            if last is not None and end is not None:
-                rest = MemoryBlock(pool, end, 1 << 62, mapped=False)
-                rest.previous, last.next = last, rest
+        by_address = _by_address(segments)
+        for pool in (self._small, self._large):
+            self._load_range(pool, [one for one in by_address if self._pool_of(one) is pool])
+
+    def _load_range(self, pool: Pool, segments: Sequence[Mapping[str, Any]]) -> None:
+        """Take over a pool's range: its segments, what is not mapped between them, and all
+        addresses behind.
+        """
+        last: MemoryBlock | None = None
+        for segment in segments:
+            last = _up_to(segment["address"], last)
+            self._count(segment["total_size"])
+            last = self._load_blocks(pool, segment, last)
+        if last is not None:
+            self._first[pool.small] = _first_of_range(last)
+            _append(last, MemoryBlock(pool, last.end, 1 << 62, mapped=False))
 
     def _find(self, pool: Pool, size: int) -> MemoryBlock | None:
         """At the end of what is mapped, a block counts with what it can grow to: others come
         first.
         """
-        found: MemoryBlock | None = None
+        best: MemoryBlock | None = None
         for block in pool.at_least(size):
-            if found is not None and _grown(block) >= _grown(found):
+            if best is not None and _grown(block) >= _grown(best):
                 break
-            found = block
-        if found is not None:
-            pool.remove(found)
-        return found
+            best = block
+        if best is not None:
+            pool.remove(best)
+        return best
 
     def _reserve(self, pool: Pool, size: int) -> MemoryBlock | None:
         """Put memory behind the first free addresses that are enough, in whole pages."""
-        block = self._place(pool, size)
-        if not block.mapped:
-            mapped = self._map(block, min(block.size, size))
-            if mapped is None:
-                return None
-            block = mapped
-        while block.size < size:
+        place = self._place(pool, size)
+        block = place if place.mapped else self._map(place, min(place.size, size))
+        while block is not None and block.size < size:
             assert block.next is not None
-            mapped = self._map(block.next, min(size - block.size, block.next.size))
-            if mapped is None:
-                return None
-            block = mapped
-        pool.remove(block)
+            block = self._map(block.next, min(size - block.size, block.next.size))
+        if block is not None:
+            pool.remove(block)
         return block
 
     def _place(self, pool: Pool, size: int) -> MemoryBlock:
+        """Where the first free addresses begin that are enough, mapped ones before them
+        included.
+        """
         if pool.small not in self._first:
             self._first[pool.small] = MemoryBlock(pool, 0, 1 << 62, mapped=False)
-        block: MemoryBlock | None = self._first[pool.small]
-        while block is not None:
-            if not block.mapped:
-                begin = block
-                if block.previous is not None and block.previous.free:
-                    begin = block.previous
-                if _room(begin, size) >= size:
-                    return begin
-            block = block.next
+        for block in _unmapped_from(self._first[pool.small]):
+            begin = _with_free_before(block)
+            if _room(begin, size) >= size:
+                return begin
         raise AssertionError("the last block of a range has no end")
 
     def _map(self, block: MemoryBlock, size: int) -> MemoryBlock | None:
-        page = _SMALL_SEGMENT if block.pool.small else _LARGE_SEGMENT
-        nbytes = min(_up(size, page), block.size)
+        nbytes = min(_up(size, _page(block.pool)), block.size)
         if not self._is_within_cap(nbytes):
             return None
         if nbytes < block.size:
@@ -355,10 +364,7 @@ class ExpandableAllocator(CachingAllocator):
         return before if before is not None and before.next is not block else block
 
     def _unmap(self, block: MemoryBlock) -> None:
-        page = _SMALL_SEGMENT if block.pool.small else _LARGE_SEGMENT
-        base = self._first[block.pool.small].address
-        start = base + _up(block.address - base, page)
-        end = base + (block.address + block.size - base) // page * page
+        start, end = self._whole_pages(block)
         if end <= start:
             return
         block.pool.remove(block)
@@ -366,14 +372,50 @@ class ExpandableAllocator(CachingAllocator):
             rest = block.split(start - block.address)
             block.pool.add(block)
             block = rest
-        if end < block.address + block.size:
+        if end < block.end:
             block.pool.add(block.split(end - block.address))
         block.mapped = False
         self.reserved_bytes -= block.size
         self._join(block)
 
+    def _whole_pages(self, block: MemoryBlock) -> tuple[int, int]:
+        """Where the pages begin and end that lie in a block as a whole."""
+        page, base = _page(block.pool), self._first[block.pool.small].address
+        return base + _up(block.address - base, page), base + (block.end - base) // page * page
+
     def _is_split(self, block: MemoryBlock, rest: int) -> bool:
         return rest >= _ROUND
+
+
+def _up_to(address: int, last: MemoryBlock | None) -> MemoryBlock | None:
+    """The last block of a range that reaches this address: if there is a gap before it, that."""
+    if last is None or last.end >= address:
+        return last
+    gap = MemoryBlock(last.pool, last.end, address - last.end, mapped=False)
+    _append(last, gap)
+    return gap
+
+
+def _first_of_range(block: MemoryBlock) -> MemoryBlock:
+    while block.previous is not None:
+        block = block.previous
+    return block
+
+
+def _unmapped_from(block: MemoryBlock | None) -> Iterator[MemoryBlock]:
+    while block is not None:
+        if not block.mapped:
+            yield block
+        block = block.next
+
+
+def _with_free_before(block: MemoryBlock) -> MemoryBlock:
+    before = block.previous
+    return before if before is not None and before.free else block
+
+
+def _page(pool: Pool) -> int:
+    return _SMALL_SEGMENT if pool.small else _LARGE_SEGMENT
 
 
 def _grown(block: MemoryBlock) -> int:
@@ -412,21 +454,27 @@ class AllOnPaper:
             events: (name, bytes, device) where something is allocated; (name, -1, -1) where it is
                 freed. What is freed and was not allocated here was there before, and stays.
         """
-        for name, nbytes, device in events:
-            if nbytes < 0:
-                allocator_and_block = self._held.pop(name, None)
-                if allocator_and_block is not None:
-                    allocator_and_block[0].free(allocator_and_block[1])
-            elif nbytes > 0 and device in self._devices:
-                allocator = self._devices[device]
-                block = allocator.allocate(nbytes)
-                if block is None:
-                    return False
-                self._held[name] = allocator, block
+        return all(self._follow(name, nbytes, device) for name, nbytes, device in events)
+
+    def _follow(self, name: int, nbytes: int, device: int) -> bool:
+        if nbytes < 0:
+            self._free(name)
+        elif nbytes > 0 and device in self._devices:
+            return self._allocate(name, nbytes, self._devices[device])
         return True
+
+    def _allocate(self, name: int, nbytes: int, allocator: CachingAllocator) -> bool:
+        block = allocator.allocate(nbytes)
+        if block is not None:
+            self._held[name] = allocator, block
+        return block is not None
+
+    def _free(self, name: int) -> None:
+        allocator_and_block = self._held.pop(name, None)
+        if allocator_and_block is not None:
+            allocator_and_block[0].free(allocator_and_block[1])
 
     def free(self, keep: Container[int] = ()) -> None:
         """Free all that is held, but for these names."""
         for name in [name for name in self._held if name not in keep]:
-            allocator, block = self._held.pop(name)
-            allocator.free(block)
+            self._free(name)

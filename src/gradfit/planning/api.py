@@ -5,8 +5,9 @@ touched.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from itertools import takewhile
+from collections.abc import Iterable, Sequence
+from itertools import chain, takewhile
+from typing import TypeVar
 
 from gradfit.arguments import invalid, read_count, read_flag, read_instance
 from gradfit.errors import BudgetInfeasible, MisuseError
@@ -15,10 +16,12 @@ from gradfit.planning.plan import Alternative, Decision, Plan
 from gradfit.planning.recording_extent import in_effect, last_write
 from gradfit.planning.simulate import ACTION_NAMES, KEEP, REBUILD, Segments, Simulation
 from gradfit.planning.solver import Effort, Solution
-from gradfit.profiling.profile import Profile
+from gradfit.profiling.profile import Operation, Profile, Value
 from gradfit.profiling.step_graph import Graph
 from gradfit.units import format_bytes, parse_bytes
 
+_T = TypeVar("_T")
+_Candidate = tuple[SizedPlan, MicrobatchSearch]
 _DECISIONS = 10
 _MOST_POINTS = 1000  # of a frontier: each takes a search
 _EFFORTS: tuple[Effort, ...] = ("glance", "fill")  # for a plan that is only named
@@ -66,38 +69,69 @@ def plan(
     size = _batch_size(profile, batch_size)
     profiles = _variants(profile, read_flag(tile, "tile"))
     if not read_flag(exact, "exact"):
-        profiles = [dataclasses.replace(one, splittable=True) for one in profiles]
+        profiles = _cut_all_the_same(profiles)
     _check_micro_batch(profiles[0], size, micro_batch)
-    searches = [
-        MicrobatchSearch(one, size, split=batch_size is not None, micro_batch=micro_batch)
-        for one in profiles
-    ]
-    best = [(choice, search) for search in searches if (choice := search.best(budget)) is not None]
-    if not best:
+    searches = _searches(profiles, size, batch_size, micro_batch)
+    candidates = _that_fit(searches, budget)
+    if not candidates:
         error = _infeasible(_least_demanding(searches), budget, batch_size, micro_batch)
         raise error if tile else _with_tiles_named(error, profile, size, batch_size)
-    plans = [(_plan(search, choice, budget), choice) for choice, search in best]
-    # tiles only where memory is short, whatever the clock said of them
-    untiled = [(made, choice) for made, choice in plans if made.tiles is None and not made.is_short]
-    return _with_alternatives(*min(untiled or plans, key=lambda one: one[1].step_seconds))
+    plans = [(_plan(search, choice, budget), choice) for choice, search in candidates]
+    return _with_alternatives(*_fastest(plans))
+
+
+def _cut_all_the_same(profiles: Sequence[Profile]) -> list[Profile]:
+    return [dataclasses.replace(one, splittable=True) for one in profiles]
+
+
+def _searches(
+    profiles: Sequence[Profile], size: int, batch_size: int | None, micro_batch: int | None
+) -> list[MicrobatchSearch]:
+    """One for each profile; a batch of no given size is not split."""
+    split = batch_size is not None
+    return [MicrobatchSearch(one, size, split=split, micro_batch=micro_batch) for one in profiles]
+
+
+def _that_fit(searches: Sequence[MicrobatchSearch], budget: int) -> list[_Candidate]:
+    choices = [(search.best(budget), search) for search in searches]
+    return [(choice, search) for choice, search in choices if choice is not None]
+
+
+def _fastest(plans: Sequence[tuple[Plan, SizedPlan]]) -> tuple[Plan, SizedPlan]:
+    """Of these the one to take: with tiles only where memory is short, whatever the clock said of
+    them.
+    """
+    ample = [(one, choice) for one, choice in plans if _is_ample(one)]
+    return min(ample or plans, key=lambda one: one[1].step_seconds)
+
+
+def _is_ample(plan: Plan) -> bool:
+    return plan.tiles is None and not plan.is_short
 
 
 def _check_micro_batch(profile: Profile, size: int, micro_batch: int | None) -> None:
     """Refuse a micro-batch that is no count, larger than the batch, or cuts what must not be."""
     if micro_batch is None:
         return
-    read_count(micro_batch, "micro_batch")
+    _check_within_batch(size, micro_batch)
     if micro_batch < size and not profile.splittable:
-        why = profile.additivity.reason if profile.additivity is not None else "its profile says so"
         raise MisuseError(
-            f"micro_batch={micro_batch!r} cuts a batch of {size} whose loss does not add up: {why}."
-            " Leave it out, or pass exact=False to cut all the same."
+            f"micro_batch={micro_batch!r} cuts a batch of {size} whose loss does not add up:"
+            f" {_why_not_splittable(profile)}. Leave it out, or pass exact=False to cut all the"
+            " same."
         )
-    if micro_batch > size:
+
+
+def _check_within_batch(size: int, micro_batch: int) -> None:
+    if read_count(micro_batch, "micro_batch") > size:
         raise MisuseError(
             f"micro_batch={micro_batch!r} must be from 1 to the batch size, {size}. Pass less, or"
             " None."
         )
+
+
+def _why_not_splittable(profile: Profile) -> str:
+    return "its profile says so" if profile.additivity is None else profile.additivity.reason
 
 
 def _variants(profile: Profile, tile: bool) -> list[Profile]:
@@ -167,23 +201,16 @@ def frontier(
     if read_count(points, "points", minimum=2) > _MOST_POINTS:
         raise invalid("points", points, f"must be at most {_MOST_POINTS}", "points=16")
     size = _batch_size(profile, batch_size)
-    if micro_batch is not None and read_count(micro_batch, "micro_batch") > size:
-        raise MisuseError(
-            f"micro_batch={micro_batch!r} must be from 1 to the batch size, {size}. Pass less, or"
-            " None."
-        )
-    searches = [
-        MicrobatchSearch(one, size, split=batch_size is not None, micro_batch=micro_batch)
-        for one in _variants(profile, read_flag(tile, "tile"))
-    ]
-    candidates = [pair for search in searches for pair in _points(search, points)]
+    if micro_batch is not None:
+        _check_within_batch(size, micro_batch)
+    profiles = _variants(profile, read_flag(tile, "tile"))
+    candidates: list[_Candidate] = []
+    for search in _searches(profiles, size, batch_size, micro_batch):
+        candidates += _points(search, points)
     return [
         _plan(search, choice, choice.solution.peak_bytes)
         for choice, search in reversed(_undominated(candidates))
     ]
-
-
-_Candidate = tuple[SizedPlan, MicrobatchSearch]
 
 
 def _undominated(candidates: list[_Candidate]) -> list[_Candidate]:
@@ -202,22 +229,21 @@ def _points(search: MicrobatchSearch, points: int) -> list[_Candidate]:
     """The best choices for so many budgets between the smallest and that of the fastest."""
     fastest = search.solver(search.largest).plain.peak_bytes
     smallest = search.smallest()
-    choices = [smallest]
-    for budget in _budgets(smallest.solution.peak_bytes, fastest, points):
-        choice = search.best(budget, effort="fill")
-        if choice is not None:
-            choices.append(choice)
-    return [(choice, search) for choice in choices]
+    budgets = _budgets(smallest.solution.peak_bytes, fastest, points)
+    best = [search.best(budget, effort="fill") for budget in budgets]
+    return [(choice, search) for choice in (smallest, *best) if choice is not None]
 
 
 def _budgets(smallest: int, fastest: int, points: int) -> list[int]:
     """Even in memory at the top and in ratio at the bottom: the mean of both."""
-    ratio = fastest / smallest if smallest else 1.0
     shares = [index / (points - 1) for index in range(points)]
-    means = [
-        (smallest + share * (fastest - smallest) + smallest * ratio**share) / 2 for share in shares
-    ]
-    return [max(int(mean), smallest) for mean in means]
+    return [max(int(_between(smallest, fastest, share)), smallest) for share in shares]
+
+
+def _between(smallest: int, fastest: int, share: float) -> float:
+    ratio = fastest / smallest if smallest else 1.0
+    in_ratio: float = smallest * ratio**share
+    return (smallest + share * (fastest - smallest) + in_ratio) / 2
 
 
 def predicted(profile: Profile, plan: Plan) -> tuple[int, float]:
@@ -248,20 +274,32 @@ def beginning_like(profile: Profile, plan: Plan, other: Plan) -> Plan | None:
     pairs = _shared_values(profile, plan, other)
     if any(other.segments[theirs] for _, theirs in pairs):
         return None
-    actions, theirs_by_number = _action_numbers(plan), _action_numbers(other)
-    segments = list(plan.segments)
-    for mine, theirs in pairs:
-        actions[mine], segments[mine] = theirs_by_number[theirs], 0
+    actions = _taken_over(_action_numbers(plan), _action_numbers(other), pairs)
+    segments = _taken_over(plan.segments, other.segments, pairs)  # all of these are in the root
     search = MicrobatchSearch(profile, plan.batch_size, split=True, micro_batch=plan.micro_batch)
     choice = search.of_plan(plan.micro_batch, actions, Segments(segments, plan.segment_parents))
-    if not choice.solution.can_be_run or choice.solution.peak_bytes > plan.budget_bytes:
+    if not _can_be_run_within(choice.solution, plan.budget_bytes):
         return None
     alike = _plan(search, choice, plan.budget_bytes)
     # where nothing asks for a value it was made a kept one, which it need not be
-    names = list(alike.actions)
-    for mine, theirs in pairs:
-        names[mine] = other.actions[theirs]
+    names = _taken_over(alike.actions, other.actions, pairs)
     return dataclasses.replace(alike, actions=tuple(names))
+
+
+def _taken_over(
+    own: Sequence[_T], others: Sequence[_T], pairs: Iterable[tuple[int, int]]
+) -> list[_T]:
+    """What is there for each value, where the shared ones (numbered here and there) have the
+    other's.
+    """
+    taken = list(own)
+    for mine, theirs in pairs:
+        taken[mine] = others[theirs]
+    return taken
+
+
+def _can_be_run_within(solution: Solution, budget: int) -> bool:
+    return solution.can_be_run and solution.peak_bytes <= budget
 
 
 def _shared_values(profile: Profile, plan: Plan, other: Plan) -> list[tuple[int, int]]:
@@ -269,13 +307,13 @@ def _shared_values(profile: Profile, plan: Plan, other: Plan) -> list[tuple[int,
     is the first's.
     """
     operations = _shared_operations(plan, other)
-    mine = [
-        value
-        for value, one in enumerate(profile.values)
-        if one.operation is not None and one.operation < operations
-    ]
+    mine = [value for value, one in enumerate(profile.values) if _is_made_before(one, operations)]
     theirs = [value for value, action in enumerate(other.actions) if action != "external"]
     return list(zip(mine, theirs, strict=False))
+
+
+def _is_made_before(value: Value, operation: int) -> bool:
+    return value.operation is not None and value.operation < operation
 
 
 def _shared_operations(plan: Plan, other: Plan) -> int:
@@ -318,17 +356,33 @@ def _infeasible(
 def _what_would_help(
     search: MicrobatchSearch, choice: SizedPlan, batch_size: int | None, micro_batch: int | None
 ) -> str:
-    profile, size = search.profile, search.batch_size
-    if not profile.splittable and size > 1:
-        return "Lower `batch_size` or raise `memory`; this batch cannot be split."
-    if profile.splittable and micro_batch is not None and choice.micro_batch > profile.min_batch:
-        return "Leave out `micro_batch`, so that it can be smaller, or raise `memory`."
-    if profile.splittable and batch_size is None and size > profile.min_batch:
-        return f"Pass batch_size={size} so that the batch may be split, or raise `memory`."
-    return (
+    if search.profile.splittable:
+        smaller = _how_to_allow_smaller(search, choice, batch_size, micro_batch)
+    else:
+        smaller = _how_to_lower_the_batch(search)
+    return smaller or (
         f"Raise `memory` to at least {choice.solution.peak_bytes} bytes, or make the model or an"
         " item of the batch smaller."
     )
+
+
+def _how_to_lower_the_batch(search: MicrobatchSearch) -> str:
+    """For a batch that cannot be split; "" if it cannot be smaller."""
+    if search.batch_size <= 1:
+        return ""
+    return "Lower `batch_size` or raise `memory`; this batch cannot be split."
+
+
+def _how_to_allow_smaller(
+    search: MicrobatchSearch, choice: SizedPlan, batch_size: int | None, micro_batch: int | None
+) -> str:
+    """Which argument stands against smaller micro-batches; "" if none does."""
+    size, least = search.batch_size, search.profile.min_batch
+    if micro_batch is not None and choice.micro_batch > least:
+        return "Leave out `micro_batch`, so that it can be smaller, or raise `memory`."
+    if batch_size is None and size > least:
+        return f"Pass batch_size={size} so that the batch may be split, or raise `memory`."
+    return ""
 
 
 def _breakdown(graph: Graph, result: Simulation) -> dict[str, int]:
@@ -378,11 +432,15 @@ def _saved_and_kept(choice: SizedPlan, until: Sequence[int]) -> tuple[set[int], 
     """The values that autograd saves, and those that the plan keeps between the passes."""
     graph, actions = choice.solver.graph, choice.solution.actions
     plain = graph.plain_needs if choice.solution is choice.solver.plain else None
-    needed = {value for needs in plain or graph.node_needs for value in needs}
-    saved = {value for value in needed if graph.producer[value] >= 0}
-    alive = {v for v, last in enumerate(until) if last >= 0 and graph.producer[v] >= 0}
+    saved = _made_here(graph, chain.from_iterable(plain or graph.node_needs))
+    alive = _made_here(graph, (value for value, last in enumerate(until) if last >= 0))
     kept = {value for value in alive if actions[value] == KEEP}
     return saved, kept & saved if plain else kept
+
+
+def _made_here(graph: Graph, values: Iterable[int]) -> set[int]:
+    """Those of the values that an operation of the forward makes."""
+    return {value for value in values if graph.producer[value] >= 0}
 
 
 def _action_names(graph: Graph, actions: Sequence[int]) -> tuple[str, ...]:
@@ -397,17 +455,20 @@ def _where(profile: Profile, result: Simulation) -> str:
     if result.phase == "optimizer":
         return "in the optimizer's step"
     if result.phase == "forward":
-        operation = profile.operations[result.index]
-        return f"in the forward pass, at {operation.name} in {operation.module or 'the model'}"
+        return f"in the forward pass, at {_operation_in_module(profile.operations[result.index])}"
     doing = "rebuilding for" if result.phase == "sweep" else "at"
     return f"in the backward pass, {doing} {profile.nodes[result.index].name}"
+
+
+def _operation_in_module(operation: Operation) -> str:
+    return f"{operation.name} in {operation.module or 'the model'}"
 
 
 def _dearest_decisions(profile: Profile, graph: Graph, solution: Solution) -> tuple[Decision, ...]:
     decisions = [
         _decision(profile, graph, solution, value)
-        for value, op in enumerate(graph.producer)
-        if op >= 0 and _is_decided(graph, solution.actions, value)
+        for value in range(len(graph.producer))
+        if _is_decided(graph, solution.actions, value)
     ]
     decisions.sort(key=lambda d: (-d.seconds, d.value))
     return tuple(d for d in decisions[:_DECISIONS] if d.seconds > 0)
@@ -415,21 +476,30 @@ def _dearest_decisions(profile: Profile, graph: Graph, solution: Solution) -> tu
 
 def _is_decided(graph: Graph, actions: Sequence[int], value: int) -> bool:
     """Whether a value stands for a decision: of results rebuilt together the first."""
-    if actions[value] == REBUILD:
-        return graph.op_outputs[graph.producer[value]][0] == value
-    return actions[value] != KEEP
+    op = graph.producer[value]
+    if op >= 0 and actions[value] == REBUILD:
+        return graph.op_outputs[op][0] == value
+    return op >= 0 and actions[value] != KEEP
 
 
 def _decision(profile: Profile, graph: Graph, solution: Solution, value: int) -> Decision:
     op, action = graph.producer[value], solution.actions[value]
     if action == REBUILD:
-        seconds = graph.op_seconds[op] * solution.simulation.replays[op]
-        nbytes = sum(graph.nbytes[output] for output in graph.op_outputs[op])
+        nbytes, seconds = _cost_of_rebuilding(graph, solution, op)
     else:
-        nbytes = graph.nbytes[value]
-        seconds = 2 * nbytes * graph.transfer_seconds_per_byte
+        nbytes, seconds = _cost_of_moving(graph, value)
     by = profile.operations[op]
     return Decision(value, ACTION_NAMES[action], by.name, by.module, by.source, nbytes, seconds)
+
+
+def _cost_of_rebuilding(graph: Graph, solution: Solution, op: int) -> tuple[int, float]:
+    seconds = graph.op_seconds[op] * solution.simulation.replays[op]
+    return sum(graph.nbytes[output] for output in graph.op_outputs[op]), seconds
+
+
+def _cost_of_moving(graph: Graph, value: int) -> tuple[int, float]:
+    nbytes = graph.nbytes[value]
+    return nbytes, 2 * nbytes * graph.transfer_seconds_per_byte
 
 
 def _with_alternatives(plan: Plan, choice: SizedPlan) -> Plan:
@@ -460,12 +530,11 @@ def _faster_within(choice: SizedPlan, budget: int) -> Solution | None:
     now = choice.solution
     if not now.extra_seconds:
         return None
-    for effort in _EFFORTS:
-        other = choice.solver.solve(budget, effort=effort)
-        if other is not None and _buys_time(other, now):
-            return other
-    return None
+    others = (choice.solver.solve(budget, effort=effort) for effort in _EFFORTS)
+    return next((other for other in others if _buys_time(other, now)), None)
 
 
-def _buys_time(other: Solution, now: Solution) -> bool:
+def _buys_time(other: Solution | None, now: Solution) -> bool:
+    if other is None:
+        return False
     return other.peak_bytes > now.peak_bytes and other.extra_seconds < now.extra_seconds

@@ -24,6 +24,7 @@ from gradfit.planning.piece_options import Option
 
 SLOTS = 512
 
+Spans = Callable[[int], Sequence[int]]
 Menu = Callable[[int, int], tuple[Sequence[Option], int]]
 
 
@@ -39,7 +40,7 @@ class _Offer(NamedTuple):
 
 
 def best_chain(
-    cuts: int, spans: Callable[[int], Sequence[int]], menu: Menu, limit_bytes: float
+    cuts: int, spans: Spans, menu: Menu, limit_bytes: float
 ) -> list[tuple[int, int, Option]] | None:
     """The pieces (first cut, last cut, option) of least seconds under the limit; None if there are
     none.
@@ -51,10 +52,7 @@ def best_chain(
         return None
     table = _Table(cuts, limit_bytes)
     for start in range(cuts - 1):
-        lowest = table.lowest_slot(start)
-        if lowest is not None:
-            for stop in spans(start):
-                table.extend(start, stop, lowest, *menu(start, stop))
+        table.extend_from(start, spans, menu)
     return None if table.lowest_slot(cuts - 1) is None else table.chain_to(cuts - 1, menu)
 
 
@@ -72,6 +70,13 @@ class _Table:
         """The fewest slots with which a cut is reached; None if it is not."""
         reached = np.flatnonzero(np.isfinite(self.seconds[cut]))
         return int(reached[0]) if len(reached) else None
+
+    def extend_from(self, start: int, spans: Spans, menu: Menu) -> None:
+        """Go on from a cut, if it is reached, by all pieces that may start there."""
+        lowest = self.lowest_slot(start)
+        if lowest is not None:
+            for stop in spans(start):
+                self.extend(start, stop, lowest, *menu(start, stop))
 
     def extend(
         self, start: int, stop: int, lowest: int, options: Sequence[Option], around: int

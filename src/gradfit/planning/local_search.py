@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 from gradfit.planning.simulate import KEEP, REBUILD, Segments, Simulation, Simulator
 from gradfit.profiling.step_graph import Graph
 
+_T = TypeVar("_T")
 # how much a byte too many rises in price while annealing: near the floor only that finds a fit
 _DEARER = 30.0
 
@@ -54,9 +56,9 @@ def fill(
     return best
 
 
-def _set_all(actions: list[int], values: Iterable[int], action: int) -> None:
+def _set_all(table: list[_T], values: Iterable[int], to: _T) -> None:
     for value in values:
-        actions[value] = action
+        table[value] = to
 
 
 def _worth_keeping(
@@ -67,9 +69,13 @@ def _worth_keeping(
     for op, group in groups.items():
         dropped = [value for value in group if actions[value] == REBUILD]
         if dropped and result.replays[op]:
-            size = sum(graph.held_bytes[value] for value in dropped)
-            worth.append((graph.op_seconds[op] * result.replays[op] / max(1, size), dropped))
+            seconds = graph.op_seconds[op] * result.replays[op]
+            worth.append((seconds / max(1, _held_bytes(graph, dropped)), dropped))
     return [dropped for _, dropped in sorted(worth, reverse=True)]
+
+
+def _held_bytes(graph: Graph, values: Iterable[int]) -> int:
+    return sum([graph.held_bytes[value] for value in values])
 
 
 def anneal(
@@ -113,7 +119,7 @@ class _Annealing:
         by_op = _groups(graph)
         self.groups = list(by_op.values())
         self.neighbours = _neighbours(graph, list(by_op))
-        self.sizes = [sum(graph.held_bytes[value] for value in group) for group in self.groups]
+        self.sizes = [_held_bytes(graph, group) for group in self.groups]
         self.current = list(actions)
         self.result = simulator.run(self.current, segments)
         fits = self.result.peak_bytes <= budget_bytes
@@ -133,10 +139,7 @@ class _Annealing:
         is.
         """
         before = self.flip(self.choose_groups())
-        plan = bytes(self.current)
-        if plan not in self.simulated:
-            self.simulated[plan] = self.simulator.run(self.current, self.segments)
-        trial = self.simulated[plan]
+        trial = self.simulate_current()
         loss = self.cost(trial, dearer) - self.cost(self.result, dearer)
         if loss <= 0 or self.random.random() < math.exp(-loss / temperature):
             self.result = trial
@@ -144,6 +147,12 @@ class _Annealing:
         else:
             for value, action in before:
                 self.current[value] = action
+
+    def simulate_current(self) -> Simulation:
+        plan = bytes(self.current)
+        if plan not in self.simulated:
+            self.simulated[plan] = self.simulator.run(self.current, self.segments)
+        return self.simulated[plan]
 
     def cost(self, of: Simulation, dearer: float) -> float:
         return of.extra_seconds + dearer * self.price * max(0, of.peak_bytes - self.budget_bytes)
@@ -207,9 +216,13 @@ def _groups(graph: Graph) -> dict[int, list[int]]:
     needed, there_anyway = _needed(graph), _there_anyway(graph)
     groups: dict[int, list[int]] = {}
     for value, op in enumerate(graph.producer):
-        if op >= 0 and needed[value] and not there_anyway[value] and graph.op_replayable[op]:
+        if needed[value] and not there_anyway[value] and _can_be_replayed(graph, op):
             groups.setdefault(op, []).append(value)
     return groups
+
+
+def _can_be_replayed(graph: Graph, op: int) -> bool:
+    return op >= 0 and graph.op_replayable[op]
 
 
 def _needed(graph: Graph) -> list[bool]:
@@ -217,8 +230,7 @@ def _needed(graph: Graph) -> list[bool]:
     needed = [last >= 0 for last in graph.last_need]
     for op in range(len(graph.op_inputs) - 1, -1, -1):
         if any(needed[value] for value in graph.op_outputs[op]):
-            for value in graph.op_inputs[op]:
-                needed[value] = True
+            _set_all(needed, graph.op_inputs[op], True)
     return needed
 
 
@@ -231,11 +243,13 @@ def _there_anyway(graph: Graph) -> list[bool]:
 def _neighbours(graph: Graph, ops: list[int]) -> list[tuple[list[int], list[int]]]:
     """For each group, the groups that are made from it, and those that it is made from."""
     place = {op: number for number, op in enumerate(ops)}
+    return [
+        (_in_order(place, _readers(graph, op)), _in_order(place, _makers(graph, op))) for op in ops
+    ]
 
-    def groups(operations: Iterable[int]) -> list[int]:
-        return sorted(place[op] for op in {*operations} & place.keys())
 
-    return [(groups(_readers(graph, op)), groups(_makers(graph, op))) for op in ops]
+def _in_order(place: Mapping[int, int], operations: Iterable[int]) -> list[int]:
+    return sorted(place[op] for op in {*operations} & place.keys())
 
 
 def _readers(graph: Graph, op: int) -> list[int]:

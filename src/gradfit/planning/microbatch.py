@@ -12,7 +12,8 @@ best, not one by one; the search stops after two sizes that do not pay, though a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -41,12 +42,9 @@ class MicrobatchSearch:
         self, profile: Profile, batch_size: int, *, split: bool, micro_batch: int | None = None
     ) -> None:
         self.profile, self.batch_size = profile, batch_size
-        if micro_batch is not None:
-            self.least, self.largest = micro_batch, micro_batch
-        elif split and profile.splittable:
-            self.least, self.largest = max(1, min(profile.min_batch, batch_size)), batch_size
-        else:
-            self.least, self.largest = batch_size, batch_size
+        self.least = self.largest = batch_size if micro_batch is None else micro_batch
+        if micro_batch is None and split and profile.splittable:
+            self.least = max(1, min(profile.min_batch, batch_size))
         self._solvers: dict[int, FastSolver] = {}
         self._book: Book = {}
 
@@ -54,30 +52,31 @@ class MicrobatchSearch:
         """The fastest step found, or None if nothing fits."""
         sizes = self._sizes()
         best = self._best_on_grid(sizes, budget_bytes)
-        if best is None and self.least < self.largest:
+        if best is None and self._has_a_choice:
             # In one piece there are no gradients to hold during the forward, so it can fit where
             # two pieces do not.
             best = self.at_size(self.largest, budget_bytes, effort="chain")
         if best is None:
             return None
-        for size in self._between(sizes, best.micro_batch):
-            if self._plain_step_seconds(size) < best.step_seconds:
-                best = _faster(best, self.at_size(size, budget_bytes, effort="chain")) or best
+        best = self._best_next_to(best, sizes, budget_bytes)
         return _faster(best, self.at_size(best.micro_batch, budget_bytes, effort=effort))
 
+    @property
+    def _has_a_choice(self) -> bool:
+        return self.least < self.largest
+
     def _sizes(self) -> list[int]:
-        return _grid(self.batch_size, self.least) if self.least < self.largest else [self.least]
+        return _grid(self.batch_size, self.least) if self._has_a_choice else [self.least]
 
     def _best_on_grid(self, sizes: list[int], budget_bytes: int) -> SizedPlan | None:
         """From the largest size that needs no recomputation upwards, for as long as that pays."""
-        start = self._largest_plain(sizes, budget_bytes)
-        best = self.at_size(sizes[start], budget_bytes, effort="chain")
+        larger = iter(sizes[self._largest_plain(sizes, budget_bytes) :: -1])
+        best = self._first_that_fits(larger, budget_bytes)
+        if best is None:
+            return None
         idle = 0  # sizes in a row that were not faster
-        for size in sizes[:start][::-1]:
-            if best is None:
-                best = self.at_size(size, budget_bytes, effort="chain")
-                continue
-            if idle == 2 or self._plain_step_seconds(size) >= best.step_seconds:
+        for size in larger:
+            if idle == 2 or not self._may_be_faster(size, best):
                 break
             choice = self.at_size(size, budget_bytes, effort="chain")
             if choice is None:
@@ -85,6 +84,22 @@ class MicrobatchSearch:
             idle = idle + 1 if choice.step_seconds >= best.step_seconds else 0
             best = _faster(best, choice)
         return best
+
+    def _first_that_fits(self, sizes: Iterator[int], budget_bytes: int) -> SizedPlan | None:
+        """The plan of the first size that has one; goes through the sizes so far."""
+        choices = (self.at_size(size, budget_bytes, effort="chain") for size in sizes)
+        return next((choice for choice in choices if choice is not None), None)
+
+    def _best_next_to(self, best: SizedPlan, sizes: list[int], budget_bytes: int) -> SizedPlan:
+        """The faster of this plan and those of the sizes between it and its neighbours."""
+        for size in self._between(sizes, best.micro_batch):
+            if self._may_be_faster(size, best):
+                best = _faster(best, self.at_size(size, budget_bytes, effort="chain"))
+        return best
+
+    def _may_be_faster(self, size: int, best: SizedPlan) -> bool:
+        """Recomputation comes on top: what is too slow with everything kept need not be planned."""
+        return self._plain_step_seconds(size) < best.step_seconds
 
     def at_size(
         self, micro_batch: int, budget_bytes: int, *, effort: Effort = "anneal"
@@ -95,30 +110,42 @@ class MicrobatchSearch:
 
     def plain(self, budget_bytes: int) -> SizedPlan | None:
         """The largest micro-batch that needs no recomputation."""
+        size = self._largest_plain_size(budget_bytes)
+        if size < self.least:
+            return None
+        if self._has_a_choice:
+            size = even(self.batch_size, size)
+        return self._choice(size, self.solver(size).plain)
+
+    def _largest_plain_size(self, budget_bytes: int) -> int:
+        """By bisection; less than the least size if even that needs recomputation."""
         low, high = self.least - 1, self.largest
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (
-                (middle, high) if self._is_plain(middle, budget_bytes) else (low, middle - 1)
-            )
-        if low < self.least:
-            return None
-        size = even(self.batch_size, low) if self.least < self.largest else low
-        return self._choice(size, self.solver(size).plain)
+            if self._is_plain(middle, budget_bytes):
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def recomputing(self, above: int, budget_bytes: int, most_seconds: float) -> SizedPlan | None:
         """The fastest step of micro-batches larger than this one, all of which need recomputation;
         None if too slow.
         """
+        best = self._best_above(above, budget_bytes)
+        if best is None or best.step_seconds > most_seconds:
+            return None
+        return _faster(best, self.at_size(best.micro_batch, budget_bytes))
+
+    def _best_above(self, above: int, budget_bytes: int) -> SizedPlan | None:
+        """At a glance, the fastest of the grid's sizes above this one."""
         best: SizedPlan | None = None
         for size in reversed([size for size in _grid(self.batch_size, self.least) if size > above]):
             choice = self.at_size(size, budget_bytes, effort="glance")
             if choice is None:
                 break  # larger ones need more
-            best = _faster(best, choice)
-        if best is None or best.step_seconds > most_seconds:
-            return None
-        return _faster(best, self.at_size(best.micro_batch, budget_bytes))
+            best = choice if best is None else _faster(best, choice)
+        return best
 
     def of_plan(self, micro_batch: int, actions: Sequence[int], segments: Segments) -> SizedPlan:
         """What this profile says of a plan that exists already, whatever was measured of it
@@ -151,14 +178,11 @@ class MicrobatchSearch:
         """The position of the largest size that needs no recomputation; the last if all do."""
         if self._is_plain(sizes[0], budget_bytes):
             return 0
-        low, high = 1, len(sizes) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if self._is_plain(sizes[middle], budget_bytes):
-                high = middle
-            else:
-                low = middle + 1
-        return min(low, len(sizes) - 1)
+        last = len(sizes) - 1
+        smaller = bisect_left(
+            sizes, True, 1, last, key=lambda size: self._is_plain(size, budget_bytes)
+        )
+        return min(smaller, last)
 
     def _between(self, sizes: list[int], size: int) -> list[int]:
         position = sizes.index(size)
@@ -198,9 +222,9 @@ class MicrobatchSearch:
         )
 
 
-def _faster(first: SizedPlan | None, second: SizedPlan | None) -> SizedPlan | None:
-    if first is None or second is None:
-        return first or second
+def _faster(first: SizedPlan, second: SizedPlan | None) -> SizedPlan:
+    if second is None:
+        return first
     return second if second.step_seconds < first.step_seconds else first
 
 

@@ -15,8 +15,10 @@ are never found; local search has to.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import compress, islice
 
 import numpy as np
 
@@ -37,30 +39,33 @@ class PricedCut:
         self.graph = graph
         self.values, operations = len(graph.nbytes), len(graph.op_inputs)
         self.source, self.sink = self.values + operations, self.values + operations + 1
-        self.free = [op >= 0 for op in graph.producer]  # values that there is a choice for
-        for value in forced:
-            self.free[value] = False
-        replayable = zip(graph.op_seconds, graph.op_replayable, strict=True)
-        total = sum(seconds for seconds, can_be_replayed in replayable if can_be_replayed)
+        self.free = _free_to_choose(graph, forced)
+        total = sum(compress(graph.op_seconds, graph.op_replayable))
         self.scale = _TOTAL / total if total > 0 else 1.0
         self.priced = [v for v, free in enumerate(self.free) if free and not graph.overwritten[v]]
         self._lay_out(self._edges())
 
     def _edges(self) -> dict[tuple[int, int], int]:
         """The capacity of each edge; 0 where the price decides."""
-        room: dict[tuple[int, int], int] = {}
-        for op in range(len(self.graph.op_inputs)):
-            room[self.values + op, self.sink] = self._replay_cost(op)
-            for value in self.graph.op_inputs[op]:
+        return dict([*self._edges_of_operations(), *self._edges_of_values()])
+
+    def _edges_of_operations(self) -> Iterator[tuple[tuple[int, int], int]]:
+        """What a replay costs, and that it needs the operation's inputs."""
+        for op, inputs in enumerate(self.graph.op_inputs):
+            yield (self.values + op, self.sink), self._replay_cost(op)
+            for value in inputs:
                 if self.free[value]:
-                    room[self.values + op, value] = _INFINITE
-        for value, op in enumerate(self.graph.producer):
-            if self.free[value]:
-                # what is written over cannot be kept: it is there only if its operation ran again
-                room[value, self.values + op] = _INFINITE if self.graph.overwritten[value] else 0
-                if self.graph.last_need[value] >= 0:
-                    room[self.source, value] = _INFINITE
-        return room
+                    yield (self.values + op, value), _INFINITE
+
+    def _edges_of_values(self) -> Iterator[tuple[tuple[int, int], int]]:
+        """What it costs to have a value without a replay, and that backward needs it."""
+        graph = self.graph
+        for value in compress(range(self.values), self.free):
+            # what is written over cannot be kept: it is there only if its operation ran again
+            cost = _INFINITE if graph.overwritten[value] else 0
+            yield (value, self.values + graph.producer[value]), cost
+            if graph.last_need[value] >= 0:
+                yield (self.source, value), _INFINITE
 
     def _replay_cost(self, op: int) -> int:
         if not self.graph.op_replayable[op]:
@@ -125,6 +130,14 @@ class PricedCut:
         return reached
 
 
+def _free_to_choose(graph: Graph, forced: Collection[int]) -> list[bool]:
+    """Whether there is a choice for each value."""
+    free = [op >= 0 for op in graph.producer]
+    for value in forced:
+        free[value] = False
+    return free
+
+
 @dataclass(frozen=True)
 class _Point:
     """A keep-set, and where it is on the trade-off."""
@@ -147,16 +160,21 @@ def hull(graph: Graph, forced: Collection[int], *, most: int = 24) -> list[list[
     """
     everything = sum(graph.op_seconds) + 2 * graph.transfer_seconds_per_byte * sum(graph.nbytes)
     cut = PricedCut(graph, forced)
-    points = [_point(graph, cut.at(price)) for price in (0.0, everything + 1.0)]
-    gaps = [(points[0], points[1])]
-    while gaps and len(points) < most:
-        left, right = gaps.pop(0)
-        between = _point_below(cut, left, right)
-        if between is not None:
-            points.append(between)
-            gaps += [(left, between), (between, right)]
+    ends = [_point(graph, cut.at(price)) for price in (0.0, everything + 1.0)]
+    points = [*ends, *islice(_points_between(cut, *ends), most - len(ends))]
     points.sort(key=lambda point: (-point.held_bytes, point.seconds))
     return [point.actions for point in points]
+
+
+def _points_between(cut: PricedCut, left: _Point, right: _Point) -> Iterator[_Point]:
+    """The points of the hull between two of them, the widest gaps first."""
+    gaps = deque([(left, right)])
+    while gaps:
+        left, right = gaps.popleft()
+        between = _point_below(cut, left, right)
+        if between is not None:
+            gaps += [(left, between), (between, right)]
+            yield between
 
 
 def _point_below(cut: PricedCut, left: _Point, right: _Point) -> _Point | None:
@@ -168,10 +186,9 @@ def _point_below(cut: PricedCut, left: _Point, right: _Point) -> _Point | None:
         return None
     price = slower / saved
     point = _point(cut.graph, cut.at(price))
-    if not right.held_bytes < point.held_bytes < left.held_bytes:
-        return None
     line = left.seconds + price * left.held_bytes - 1e-6 * slower  # less what is rounding
-    return point if point.seconds + price * point.held_bytes < line else None
+    is_below = point.seconds + price * point.held_bytes < line
+    return point if is_below and right.held_bytes < point.held_bytes < left.held_bytes else None
 
 
 def replay_seconds(graph: Graph, actions: Sequence[int]) -> float:

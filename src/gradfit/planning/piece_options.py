@@ -11,6 +11,7 @@ from itertools import pairwise
 from gradfit.planning.min_cut import hull
 from gradfit.planning.pieces import Piece, last_readers, nest
 from gradfit.planning.simulate import KEEP, REBUILD, Segments, Simulator
+from gradfit.profiling.step_graph import Graph
 
 _LONG = 600  # operations; trees over more are few, since each is simulated
 
@@ -37,17 +38,20 @@ def ways(piece: Piece, units: Sequence[int], *, nested: bool, hull_units: int) -
     `units` are the piece's cuts, as positions in it. A piece of more than `hull_units` units only
     serves to drop everything in it.
     """
-    graph, many = piece.graph, len(units) - 1
+    many = len(units) - 1
     nothing = _keeping_nothing(piece)
     flat = [nothing]
     if many <= hull_units:
-        flat = hull(graph, piece.forced, most=12 if many == 1 else 8)
+        flat = hull(piece.graph, piece.forced, most=12 if many == 1 else 8)
     ways: list[Way] = [(actions, None) for actions in flat]
     if nested:
-        last = last_readers(graph)
-        splits = nestings(units, len(graph.op_inputs))
-        ways += [(nothing, nest(graph, last, levels)) for levels in splits]
+        ways += [(nothing, tree) for tree in _trees(piece.graph, units)]
     return ways
+
+
+def _trees(graph: Graph, units: Sequence[int]) -> list[Segments]:
+    last = last_readers(graph)
+    return [nest(graph, last, levels) for levels in nestings(units, len(graph.op_inputs))]
 
 
 def _keeping_nothing(piece: Piece) -> list[int]:
@@ -82,16 +86,13 @@ def _kept_bytes(piece: Piece, actions: Sequence[int]) -> int:
     """Of kept values that somebody will ask for: after the piece, in backward, or to rebuild."""
     graph, leaving = piece.graph, set(piece.leaving)
     kept = [value for value in range(len(piece.values)) if actions[value] == KEEP]
-    return sum(
-        graph.held_bytes[value]
-        for value in kept
-        if value in leaving or graph.last_need[value] >= 0 or _feeds(piece, value, actions)
-    )
+    asked_for = [value for value in kept if value in leaving or _is_used(graph, value, actions)]
+    return sum([graph.held_bytes[value] for value in asked_for])
 
 
-def _feeds(piece: Piece, value: int, actions: Sequence[int]) -> bool:
-    graph = piece.graph
-    return any(
+def _is_used(graph: Graph, value: int, actions: Sequence[int]) -> bool:
+    """Whether backward needs a value, or something is rebuilt from it."""
+    return graph.last_need[value] >= 0 or any(
         actions[output] == REBUILD
         for op in graph.consumers[value]
         for output in graph.op_outputs[op]
@@ -107,29 +108,37 @@ def nestings(units: Sequence[int], operations: int) -> list[list[list[int]]]:
     """
     inner = [position for position in units if 0 < position < operations]
     if operations > _LONG and inner:
-        finer, coarse = halvings_within(inner, operations), halvings(inner)
-        return [coarse, [*coarse, *finer[:2]], [*coarse, *finer]]
-    at_cuts = _nestings_at_cuts(inner) if inner else []
-    return at_cuts + (_nestings_between(inner, operations) if operations > 2 else [])
+        return _few_nestings(inner, operations)
+    return _nestings_at_cuts(inner) + _nestings_between(inner, operations)
+
+
+def _few_nestings(inner: list[int], operations: int) -> list[list[list[int]]]:
+    finer, coarse = halvings_within(inner, operations), halvings(inner)
+    return [coarse, [*coarse, *finer[:2]], [*coarse, *finer]]
 
 
 def _nestings_at_cuts(inner: list[int]) -> list[list[list[int]]]:
     if len(inner) < 3:
-        return [[inner]]
+        return [[inner]] if inner else []
     step = round((len(inner) + 1) ** 0.5)
     return [[inner], halvings(inner), [inner[step - 1 :: step], inner]]
 
 
 def _nestings_between(inner: list[int], operations: int) -> list[list[list[int]]]:
     """Splits between any two operations, below those at the cuts."""
+    if operations <= 2:
+        return []
     finer = halvings_within(inner, operations)
-    if not inner:
-        depths = [finer[:depth] for depth in range(1, len(finer) + 1)]
-        return [*depths, [list(range(1, operations))]]
-    # of many units, each simulated, the extremes will do
-    few = len(inner) < 4
-    depths_tried = range(1, len(finer) + 1) if few else sorted({min(2, len(finer)), len(finer)})
-    return [[*halvings(inner), *finer[:depth]] for depth in depths_tried]
+    coarse = halvings(inner) if inner else []
+    splits = [[*coarse, *finer[:depth]] for depth in _depths(len(inner), len(finer))]
+    return splits if inner else [*splits, [list(range(1, operations))]]
+
+
+def _depths(cuts: int, deepest: int) -> Sequence[int]:
+    """To which depths a piece of so many inner cuts is split: of many units, each simulated, the
+    extremes will do.
+    """
+    return range(1, deepest + 1) if cuts < 4 else sorted({min(2, deepest), deepest})
 
 
 def halvings(positions: Sequence[int]) -> list[list[int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from typing import TypeVar
 
 from gradfit.planning.simulate import KEEP, REBUILD, Segments
@@ -54,11 +54,9 @@ def find_cuts(graph: Graph, *, most: int = 400) -> list[int]:
     operations = len(graph.op_inputs)
     crossing, overwritten = _what_crosses(graph)
     free = [position for position in range(1, operations) if not overwritten[position]]
-    minima = [
-        position for position in free if crossing[position] <= _least_near(crossing, position, 3)
-    ]
+    minima = _near_the_least(free, crossing, distance=3)
     if len(minima) > _FEW_CUTS:  # then the best of each neighbourhood will do
-        minima = [p for p in minima if crossing[p] <= 1.5 * _least_near(crossing, p, 16)]
+        minima = _near_the_least(minima, crossing, distance=16, slack=1.5)
     return [0, *_at_most(most, _thinned(minima, crossing), crossing), operations]
 
 
@@ -81,6 +79,13 @@ def _what_crosses(graph: Graph) -> tuple[list[int], list[int]]:
     return list(accumulate(crossing)), list(accumulate(overwritten))
 
 
+def _near_the_least(
+    positions: Sequence[int], crossing: list[int], *, distance: int, slack: float = 1
+) -> list[int]:
+    """The positions where not much more crosses than anywhere within the distance."""
+    return [p for p in positions if crossing[p] <= slack * _least_near(crossing, p, distance)]
+
+
 def _least_near(crossing: list[int], position: int, distance: int) -> int:
     return min(
         crossing[max(1, position - distance) : min(len(crossing) - 1, position + distance + 1)]
@@ -89,9 +94,9 @@ def _least_near(crossing: list[int], position: int, distance: int) -> int:
 
 def _thinned(minima: list[int], crossing: list[int]) -> list[int]:
     """On a plateau every third position is enough."""
-    spaced: list[int] = []
-    for position in minima:
-        if not spaced or position - spaced[-1] >= 3 or crossing[position] < crossing[spaced[-1]]:
+    spaced = minima[:1]
+    for position in minima[1:]:
+        if position - spaced[-1] >= 3 or crossing[position] < crossing[spaced[-1]]:
             spaced.append(position)
     return spaced
 
@@ -103,12 +108,8 @@ def _at_most(most: int, positions: list[int], crossing: list[int]) -> list[int]:
     if len(positions) <= most:
         return positions
     stretch = (len(crossing) - 1) / most
-    best: dict[int, int] = {}
-    for position in positions:
-        number = int(position / stretch)
-        if number not in best or crossing[position] < crossing[best[number]]:
-            best[number] = position
-    return sorted(best.values())
+    stretches = groupby(positions, key=lambda position: int(position / stretch))
+    return [min(group, key=crossing.__getitem__) for _, group in stretches]
 
 
 class Anatomy:
@@ -119,10 +120,7 @@ class Anatomy:
         self.last = last_readers(graph)
         self.survives = graph.survives
         self.nodes_of = _nodes_of_operations(graph)
-        self._position = [0] * len(graph.nbytes)
-        for outputs in graph.op_outputs:
-            for place, value in enumerate(outputs):
-                self._position[value] = place
+        self._position = _places_among_results(graph)
 
     def nodes(self, start: int, end: int) -> list[int]:
         return sorted({node for op in range(start, end) for node in self.nodes_of[op]})
@@ -185,7 +183,7 @@ class Anatomy:
         """The operations `start` to `end` (not included) as a graph of their own, with these
         seconds.
         """
-        values = [value for op in range(start, end) for value in self.graph.op_outputs[op]]
+        values = list(chain.from_iterable(self.graph.op_outputs[start:end]))
         forced = [index for index, value in enumerate(values) if self._is_forced(value, end)]
         leaving = [index for index, value in enumerate(values) if self.last[value] >= end]
         return Piece(
@@ -211,6 +209,8 @@ class Anatomy:
         local = {value: index for index, value in enumerate(values)}
         from_before = [0] * (len(values) - len(inner))
         base = self._bytes_around(nodes)
+        own = set(inner)
+        needs = [[value for value in graph.node_needs[node] if value in own] for node in nodes]
         return Graph(
             nbytes=_at(graph.nbytes, inner) + from_before,
             held_bytes=_at(graph.held_bytes, inner) + from_before,
@@ -223,16 +223,10 @@ class Anatomy:
             op_seconds=op_seconds,
             op_workspace=graph.op_workspace[start:end],
             op_replayable=graph.op_replayable[start:end],
-            node_needs=_renumbered(
-                [
-                    [v for v in graph.node_needs[node] if local.get(v, len(inner)) < len(inner)]
-                    for node in nodes
-                ],
-                local,
-            ),
-            node_before=[graph.node_before[node] - base for node in nodes],
-            node_peak=[graph.node_peak[node] - base for node in nodes],
-            node_after=[graph.node_after[node] - base for node in nodes],
+            node_needs=_renumbered(needs, local),
+            node_before=_above(base, _at(graph.node_before, nodes)),
+            node_peak=_above(base, _at(graph.node_peak, nodes)),
+            node_after=_above(base, _at(graph.node_after, nodes)),
             static_bytes=0,
             optimizer_burst_bytes=0,
             plain_seconds=0.0,
@@ -251,8 +245,21 @@ class Anatomy:
         return min(max(self.graph.dies[value] - start, 0), end - start - 1)
 
 
+def _places_among_results(graph: Graph) -> list[int]:
+    """For each value, which of its operation's results it is."""
+    places = [0] * len(graph.nbytes)
+    for outputs in graph.op_outputs:
+        for place, value in enumerate(outputs):
+            places[value] = place
+    return places
+
+
 def _at(numbers: Sequence[_T], places: Sequence[int]) -> list[_T]:
     return [numbers[place] for place in places]
+
+
+def _above(base: int, numbers: Sequence[int]) -> list[int]:
+    return [number - base for number in numbers]
 
 
 def _renumbered(lists: Sequence[Sequence[int]], local: Mapping[int, int]) -> list[tuple[int, ...]]:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
 
 from gradfit import records
 from gradfit.tiling.tiles import Tiles
@@ -123,13 +121,6 @@ class Plan:
     # what the device's allocator will have reserved, by a trial's sequence of allocations
     reserved_bytes: int = 0
 
-    @cached_property
-    def memo(self) -> dict[str, Any]:
-        """For `apply`: the plan as it is followed, and the bytes that autograd saves after its last
-        decision.
-        """
-        return {}
-
     @property
     def keeps_everything(self) -> bool:
         """Whether nothing is rebuilt or moved out: then a forward need not be recorded."""
@@ -215,25 +206,25 @@ class Plan:
                 f"{format_bytes(self.kept_bytes)} of {format_bytes(self.saved_bytes)}"
             ),
             f"the predicted peak is {self.peak_at}: {_parts(self.breakdown)}",
+            *self._remarks(),
         ]
-        if self.reserved_bytes:
-            lines.append(
-                f"predicted to be reserved on the device: {format_bytes(self.reserved_bytes)}"
-            )
-        if self.tiles is not None:
-            lines.append(
-                f"{self.tiles}: gradients are equal to the untiled ones up to the rounding of a"
-                " float sum"
-            )
-        if self.online:
-            lines.append(
-                f"not followed by all micro-batches, which run online, more slowly: {self.online}"
-            )
         if self.decisions:
             lines += ["most expensive decisions, predicted:", *map(str, self.decisions)]
         lines += self._comparison("less memory", self.less_memory)
         lines += self._comparison("more memory", self.more_memory)
         return "\n".join(lines)
+
+    def _remarks(self) -> Iterator[str]:
+        """What holds of this plan and not of every other."""
+        if self.reserved_bytes:
+            yield f"predicted to be reserved on the device: {format_bytes(self.reserved_bytes)}"
+        if self.tiles is not None:
+            yield (
+                f"{self.tiles}: gradients are equal to the untiled ones up to the rounding of a"
+                " float sum"
+            )
+        if self.online:
+            yield f"not followed by all micro-batches, which run online, more slowly: {self.online}"
 
     def _split_and_prediction(self) -> str:
         where = " for a machine that is not here" if self.predicted else ""

@@ -19,23 +19,21 @@ def operations_heard(graph: Graph, actions: Sequence[int]) -> int:
     """How many operations, from the first, somebody has to hear who follows these actions (those
     `in_effect`).
     """
-    last = max(
-        (op for op, outputs in enumerate(graph.op_outputs) if _is_chosen(outputs, actions)),
-        default=-1,
-    )
-    return max(last, last_write(graph, actions)) + 1
+    return max([*_not_kept(graph, actions)[-1:], last_write(graph, actions)]) + 1
 
 
 def last_write(graph: Graph, actions: Sequence[int]) -> int:
     """The last operation that writes over something that a rebuilt value is made from; -1 if none
     does.
     """
-    rebuilt = [op for op, outputs in enumerate(graph.op_outputs) if _is_chosen(outputs, actions)]
-    sources = {value for op in rebuilt for value in graph.op_inputs[op]}
-    return max(
-        (op for op, old in enumerate(graph.op_overwrites) if not sources.isdisjoint(old)),
-        default=-1,
-    )
+    sources = {value for op in _not_kept(graph, actions) for value in graph.op_inputs[op]}
+    writers = (op for op, old in enumerate(graph.op_overwrites) if not sources.isdisjoint(old))
+    return max(writers, default=-1)
+
+
+def _not_kept(graph: Graph, actions: Sequence[int]) -> list[int]:
+    """The operations of which some result is rebuilt or moved out, in their order."""
+    return [op for op, outputs in enumerate(graph.op_outputs) if _is_chosen(outputs, actions)]
 
 
 def _is_chosen(outputs: Sequence[int], actions: Sequence[int]) -> bool:

@@ -31,7 +31,7 @@ import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import add
 
 from gradfit.profiling.step_graph import Graph
@@ -58,13 +58,21 @@ class Segments:
         for segment in range(len(self.parent) - 1, 0, -1):  # children come before their parent
             children[self.parent[segment]].append(segment)
             size[self.parent[segment]] += size[segment]
-        start = [0] * len(self.parent)
-        for segment, below in enumerate(children):
-            position = start[segment] + 1
-            for child in below:
-                start[child] = position
-                position += size[child]
+        start = _starts(children, size)
         return start, list(map(add, start, size))
+
+
+def _starts(children: Sequence[Sequence[int]], size: Sequence[int]) -> list[int]:
+    """Where each segment comes in depth-first order; a parent's number is smaller than its
+    children's.
+    """
+    start = [0] * len(children)
+    for segment, below in enumerate(children):
+        position = start[segment] + 1
+        for child in below:
+            start[child] = position
+            position += size[child]
+    return start
 
 
 @dataclass(frozen=True)
@@ -115,13 +123,9 @@ class Simulator:
         self.handles = _handle_counts(graph)
         self.needs = [tuple([v for v in needs if producer[v] >= 0]) for needs in graph.node_needs]
         self.external = [value for value, op in enumerate(producer) if op < 0]
-        self.latest_first = sorted(
-            (v for v, op in enumerate(producer) if op >= 0), key=lambda v: -producer[v]
-        )
+        self.latest_first = _latest_first(producer)
         # after which operation a value that is not kept goes; -1: no operation makes it
-        self.dies = [
-            max(dies, op) if op >= 0 else -1 for dies, op in zip(graph.dies, producer, strict=True)
-        ]
+        self.dies = list(map(_last_operation, graph.dies, producer))
         self.curve, self.surviving = _curve_of_keeping_nothing(graph, self.dies)
 
     @cached_property
@@ -171,12 +175,21 @@ class Simulator:
         )
 
 
+def _latest_first(producer: Sequence[int]) -> list[int]:
+    """The values that operations make, those of the last one first."""
+    made = [value for value, op in enumerate(producer) if op >= 0]
+    return sorted(made, key=lambda value: -producer[value])
+
+
+def _last_operation(dies: int, op: int) -> int:
+    return max(dies, op) if op >= 0 else -1
+
+
 def _handle_counts(graph: Graph) -> list[int]:
     """How often the backward pass unpacks each value."""
     counts = [0] * len(graph.nbytes)
-    for needs in graph.node_needs:
-        for value in needs:
-            counts[value] += 1
+    for value in chain.from_iterable(graph.node_needs):
+        counts[value] += 1
     return counts
 
 

@@ -26,7 +26,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal
 
 import numpy as np
@@ -98,7 +98,7 @@ class FastSolver:
         self._networks: dict[int, PricedCut] = {}
         self._at_prices: dict[tuple[int, float], Solution] = {}
         self._smallest: Solution | None = None
-        densities = [s / b for s, b in self._seconds_and_bytes() if s > 0 and b > 0]
+        densities = self._seconds_per_byte()
         self._cheapest_price = min(densities, default=1.0) / 2
         self._dearest_price = max(densities, default=1.0) * 100
 
@@ -110,20 +110,28 @@ class FastSolver:
         """
         if self.plain.peak_bytes <= budget_bytes:
             return self.plain
-        if effort == "glance":
-            return self._at_a_glance(budget_bytes)
-        starts = self._starts(budget_bytes)
-        if effort == "chain":
-            return _fastest(starts)
-        filled = _fastest([self._filled(start, budget_bytes) for start in starts])
-        if filled is None or effort == "fill":
-            return filled
-        return self._annealed(filled, budget_bytes)
+        by_effort = {
+            "glance": self._at_a_glance,
+            "chain": self._fastest_start,
+            "fill": self._fastest_filled,
+            "anneal": self._fastest_annealed,
+        }
+        return by_effort[effort](budget_bytes)
 
     def _at_a_glance(self, budget_bytes: int) -> Solution | None:
         flat = self._fitted(budget_bytes, nested=False, tries=2)
         fastest = _fastest([*_there(flat), *self._priced(budget_bytes)])
         return fastest or self._fitted(budget_bytes, nested=True, tries=2)
+
+    def _fastest_start(self, budget_bytes: int) -> Solution | None:
+        return _fastest(self._starts(budget_bytes))
+
+    def _fastest_filled(self, budget_bytes: int) -> Solution | None:
+        return _fastest([self._filled(one, budget_bytes) for one in self._starts(budget_bytes)])
+
+    def _fastest_annealed(self, budget_bytes: int) -> Solution | None:
+        filled = self._fastest_filled(budget_bytes)
+        return None if filled is None else self._annealed(filled, budget_bytes)
 
     def _starts(self, budget_bytes: int) -> list[Solution]:
         """Plans to begin a local search with: the chain's, the best at one price, and where these
@@ -193,34 +201,31 @@ class FastSolver:
 
     def _crossing(self, every: int) -> set[int]:
         """What crosses every n-th cut (0: none), and what is there anyway."""
-        graph, last, survives = self.graph, self._anatomy.last, self._anatomy.survives
+        survives = self._anatomy.survives
         cuts = self._cuts[every:-1:every] if every else []
+        can_be_kept = [value for value, keepable in enumerate(self.graph.keepable) if keepable]
+        return {value for value in can_be_kept if survives[value] or self._crosses(value, cuts)}
 
-        def crosses(value: int) -> bool:
-            return bisect_right(cuts, graph.producer[value]) < bisect_right(cuts, last[value])
-
-        can_be_kept = [value for value, keepable in enumerate(graph.keepable) if keepable]
-        return {value for value in can_be_kept if survives[value] or crosses(value)}
+    def _crosses(self, value: int, cuts: Sequence[int]) -> bool:
+        """Whether a value is made before one of the cuts and read after it."""
+        made, last = self.graph.producer[value], self._anatomy.last[value]
+        return bisect_right(cuts, made) < bisect_right(cuts, last)
 
     def _fitted(self, budget_bytes: int, *, nested: bool, tries: int = 6) -> Solution | None:
         """Move the chain's limit, which is not quite the simulator's peak, until the plan just
         fits.
         """
-        best: Solution | None = None
+        fits: list[Solution] = []
         limit = _ChainLimit(float(budget_bytes - self.graph.static_bytes))
         for _ in range(tries):
             trial = self._chain(limit.now, nested=nested)
             spare = None if trial is None else budget_bytes - trial.peak_bytes
-            if trial is None or spare is None:
-                if limit.never_broken:
-                    # nothing at the budget itself: more room on paper will not help the simulator
-                    return best
-            elif spare >= 0:
-                best = _fastest([*_there(best), trial])
-                if spare < 0.005 * limit.now:
-                    return best
+            if trial is not None and trial.peak_bytes <= budget_bytes:
+                fits.append(trial)
+            if limit.is_settled_by(spare):
+                break
             limit.move(spare)
-        return best
+        return _fastest(fits)
 
     def smallest(self) -> Solution:
         """The plan of the smallest peak found, whatever its seconds."""
@@ -243,11 +248,12 @@ class FastSolver:
 
     def _spans(self, start: int, *, nested: bool) -> list[int]:
         last = len(self._cuts) - 1
-        lengths = _NESTED_SPANS if nested else _FLAT_SPANS
-        ends = {start + length for length in lengths if start + length <= last}
-        if nested:
-            ends = {end for end in ends if self._may_be_nested(start, end)}
+        ends = self._nested_ends(start, last) if nested else _ends(start, last, _FLAT_SPANS)
         return sorted(ends | {last}) if start == 0 else sorted(ends)
+
+    def _nested_ends(self, start: int, last: int) -> set[int]:
+        ends = _ends(start, last, _NESTED_SPANS)
+        return {end for end in ends if self._may_be_nested(start, end)}
 
     def _may_be_nested(self, start: int, end: int) -> bool:
         return end == start + 1 or self._cuts[end] - self._cuts[start] <= _LONGEST_NESTED
@@ -263,16 +269,15 @@ class FastSolver:
         units = self._units[start:stop]
         base = min(around for _, around in units)
         alike = (nested, *((kind, around - base) for kind, around in units))
-        usual = [seconds for kind, _ in units for seconds in self._mean_seconds[kind]]
+        usual = self._usual_seconds(units)
         if alike not in self._alike:
             self._alike[alike] = self._options(start, stop, usual, nested=nested)
         own = self.graph.op_seconds[self._cuts[start] : self._cuts[stop]]
         differs = np.array(own) - usual
-        menu = [
-            replace(option, seconds=option.seconds + float(differs @ option.replays))
-            for option in self._alike[alike]
-        ]
-        return menu, base
+        return [_with_seconds_of(option, differs) for option in self._alike[alike]], base
+
+    def _usual_seconds(self, units: Sequence[tuple[int, int]]) -> list[float]:
+        return [seconds for kind, _ in units for seconds in self._mean_seconds[kind]]
 
     def _options(self, start: int, stop: int, usual: list[float], *, nested: bool) -> list[Option]:
         cuts = self._cuts[start : stop + 1]
@@ -287,14 +292,17 @@ class FastSolver:
 
     def _chain(self, limit_bytes: float, *, nested: bool) -> Solution | None:
         spans, menu_of = partial(self._spans, nested=nested), partial(self._menu, nested=nested)
-        chain = best_chain(len(self._cuts), spans, menu_of, limit_bytes)
-        if chain is None:
+        pieces = best_chain(len(self._cuts), spans, menu_of, limit_bytes)
+        if pieces is None:
             return None
-        whole = _Joined(self.graph)
-        for start, stop, option in chain:
-            whole.add(self._cuts[start], self._cuts[stop], option)
-        joined = self._simulated(whole.actions, Segments(whole.segment_of, whole.parent))
+        joined = self._joined(pieces)
         return joined if joined.can_be_run else None
+
+    def _joined(self, pieces: Sequence[tuple[int, int, Option]]) -> Solution:
+        whole = _Joined(self.graph)
+        for start, stop, option in pieces:
+            whole.add(self._cuts[start], self._cuts[stop], option)
+        return self._simulated(whole.actions, Segments(whole.segment_of, whole.parent))
 
     def _seconds_by_kind(self) -> dict[int, list[float]]:
         """The mean over the units of a kind: one measurement of a short operation says little."""
@@ -302,6 +310,11 @@ class FastSolver:
         for (kind, _), (start, end) in zip(self._units, pairwise(self._cuts), strict=True):
             units.setdefault(kind, []).append(self.graph.op_seconds[start:end])
         return {kind: np.mean(seconds, axis=0).tolist() for kind, seconds in units.items()}
+
+    def _seconds_per_byte(self) -> list[float]:
+        """Of each value that a plan can trade, what its operation takes for a byte of it."""
+        both = self._seconds_and_bytes()
+        return [seconds / size for seconds, size in both if seconds > 0 and size > 0]
 
     def _seconds_and_bytes(self) -> list[tuple[float, int]]:
         graph = self.graph
@@ -355,6 +368,15 @@ class _ChainLimit:
         """No limit so far was too much."""
         return math.isinf(self._high)
 
+    def is_settled_by(self, spare: int | None) -> bool:
+        """Whether to stop at a limit whose plan leaves so many bytes of the budget (None: it has no
+        plan).
+        """
+        if spare is None:
+            # nothing at the budget itself: more room on paper will not help the simulator
+            return self.never_broken
+        return 0 <= spare < 0.005 * self.now
+
     def move(self, spare: int | None) -> None:
         """Go on from a limit whose plan leaves so many bytes of the budget; None: it has no
         plan.
@@ -379,19 +401,33 @@ class _Joined:
         self.parent = [-1]
 
     def add(self, first: int, end: int, option: Option) -> None:
-        values = [v for outputs in self.graph.op_outputs[first:end] for v in outputs]
-        for index, value in enumerate(values):
-            self.actions[value] = option.actions[index]
+        values = list(chain.from_iterable(self.graph.op_outputs[first:end]))
+        # the option's actions go on with values from before the piece
+        for value, action in zip(values, option.actions, strict=False):
+            self.actions[value] = action
         if option.segments is not None:
             self._add_segments(values, option.segments)
 
     def _add_segments(self, values: list[int], segments: Segments) -> None:
         """A piece's segments get numbers of their own; its root is everybody's."""
         shift = len(self.parent) - 1
-        for index, value in enumerate(values):
-            segment = segments.of[index]
-            self.segment_of[value] = segment + shift if segment else 0
-        self.parent += [p + shift if p > 0 else 0 for p in segments.parent[1:]]
+        for value, segment in zip(values, segments.of, strict=False):
+            self.segment_of[value] = _shifted(segment, shift)
+        self.parent += [_shifted(parent, shift) for parent in segments.parent[1:]]
+
+
+def _shifted(segment: int, shift: int) -> int:
+    return segment + shift if segment > 0 else 0
+
+
+def _ends(start: int, last: int, lengths: Sequence[int]) -> set[int]:
+    """The cuts at which pieces of these lengths end that start at a cut."""
+    return {start + length for length in lengths if start + length <= last}
+
+
+def _with_seconds_of(option: Option, differs: np.ndarray) -> Option:
+    """The option in a piece whose operations take so much longer or shorter than is usual."""
+    return replace(option, seconds=option.seconds + float(differs @ option.replays))
 
 
 def _order(solution: Solution) -> tuple[float, int]:

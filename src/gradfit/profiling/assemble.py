@@ -7,6 +7,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -57,21 +58,18 @@ def assemble(
     """
     lines = _Lines(samples)
     trace = lines.big.trace
-    constants = Linear()
-    if static is not None:
-        constants = _constant_line(lines, static)
     overhead = tape_overhead()
     return Profile(
-        values=tuple(lines.value(i, value) for i, value in enumerate(trace.values)),
-        operations=tuple(lines.operation(i, op) for i, op in enumerate(trace.operations)),
-        nodes=tuple(lines.node(i, node) for i, node in enumerate(trace.nodes)),
+        values=tuple(starmap(lines.value, enumerate(trace.values))),
+        operations=tuple(starmap(lines.operation, enumerate(trace.operations))),
+        nodes=tuple(starmap(lines.node, enumerate(trace.nodes))),
         parameter_bytes=storage_bytes(model.parameters()),
         gradient_bytes=gradient_bytes(model),
         buffer_bytes=storage_bytes(model.buffers()),
         optimizer_bytes=cost.state_bytes,
         optimizer_burst_bytes=cost.burst_bytes,
         batch_bytes=Linear(0.0, _batch_bytes(model, batch) / rows),
-        constant_bytes=constants,
+        constant_bytes=Linear() if static is None else _constant_line(lines, static),
         optimizer_seconds=cost.seconds,
         overhead_seconds=_overhead(samples, len(trace.operations) + len(trace.nodes)),
         plain_points=_plain_points(samples),

@@ -198,9 +198,7 @@ def _measure(step: _Step, limits: _Limits, additivity: Additivity | None) -> Pro
     measuring_bytes = 0
     # the optimizer's probe too: Ctrl-C could leave its `no_grad` on
     with trials_end(), untouched(model) as before:
-        cost = OptimizerCost(0, 0, 0.0)
-        if step.optimizer is not None:
-            cost = optimizer_cost(step.optimizer)
+        cost = _cost_of(step.optimizer)
         if additivity is None:
             with meter(model, step.optimizer, batch) as live:
                 additivity = additivity_within(
@@ -230,6 +228,10 @@ def _measure(step: _Step, limits: _Limits, additivity: Additivity | None) -> Pro
         splittable=additivity.adds_up,
         measuring_bytes=measuring_bytes,
     )
+
+
+def _cost_of(optimizer: Any) -> OptimizerCost:
+    return OptimizerCost(0, 0, 0.0) if optimizer is None else optimizer_cost(optimizer)
 
 
 def _static_storages(model: torch.nn.Module, batch: Any) -> set[int]:
@@ -296,13 +298,11 @@ class _RoomForRows:
             self.rows = self.gradient_rows = 2
             return
         of_row = max(1, live.peak_bytes - before) / few
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         room = 0.9 * (memory_bytes - before - storage_bytes(model.parameters()) / 16)
         self.rows = max(2, min(MOST_ROWS, int(room / of_row)))
         if distributed.is_running():
             return
-        # for gradients, one that is about to be added and one that is made from it
-        room -= storage_bytes(trained) + 2 * max(parameter.nbytes for parameter in trained)
+        room -= _bytes_for_gradients(model)
         # Beside what a row takes in a forward there are its gradients, and what is rebuilt.
         self._quota_bytes = max(0.0, room) / 6
         self.gradient_rows = min(self.rows, int(room / (4 * of_row)))
@@ -314,6 +314,12 @@ class _RoomForRows:
         if math.isinf(self._quota_bytes):
             return contextlib.nullcontext()
         return rebuilding(self._quota_bytes)
+
+
+def _bytes_for_gradients(model: torch.nn.Module) -> int:
+    """With one that is about to be added and one that is made from it."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return storage_bytes(trained) + 2 * max(parameter.nbytes for parameter in trained)
 
 
 def check_model(model: torch.nn.Module) -> None:
@@ -387,15 +393,18 @@ class _Sampler:
         budget too.
         """
         samples = self.doubling()
-        size = samples[-1].size
         # where forwards wait for each other, all ranks must run the same
-        if len(samples) == 1 and size < self.total and not distributed.is_running():
-            from gradfit.profiling.predict import extrapolated
-
-            parts = [(rows, self.part(rows)) for rows in (size, self.total)]
-            step = self.step
-            samples = [*extrapolated(step.model, step.loss_fn, parts, samples[0]), *samples]
+        alone = len(samples) == 1 and not distributed.is_running()
+        if alone and samples[0].size < self.total:
+            return [*self.extrapolated(samples[0]), *samples]
         return samples
+
+    def extrapolated(self, only: Sample) -> list[Sample]:
+        """What the whole batch would do, by its shapes."""
+        from gradfit.profiling.predict import extrapolated
+
+        parts = [(rows, self.part(rows)) for rows in (only.size, self.total)]
+        return extrapolated(self.step.model, self.step.loss_fn, parts, only)
 
     def doubling(self) -> list[Sample]:
         samples: list[Sample] = []
@@ -425,11 +434,8 @@ class _Sampler:
         # Beside the working set there is a sixth for what is rebuilt.
         if _working_bytes(trace) * 2 > (free / 2 if enough else free * 5 / 6):
             return True
-        if distributed.is_running():  # all ranks must run the same, and each has its own clock
-            return False
-        seconds = _forward_seconds(trace)
-        is_long = len(samples) >= _SIZES and seconds > _LONG_SECONDS
-        return enough and (is_long or seconds > _PLENTY_SECONDS)
+        # all ranks must run the same, and each has its own clock
+        return enough and not distributed.is_running() and _takes_long(samples)
 
     def timed_in_turn(self, samples: list[Sample]) -> list[Sample]:
         """Plain passes, of all sizes in turn: what disturbed one must not make it look the slower
@@ -504,6 +510,12 @@ class _Sampler:
         return seconds
 
 
+def _takes_long(samples: list[Sample]) -> bool:
+    seconds = _forward_seconds(samples[-1].trace)
+    is_long = len(samples) >= _SIZES and seconds > _LONG_SECONDS
+    return is_long or seconds > _PLENTY_SECONDS
+
+
 def _loss_without_functorch(step: _Step, part: Any) -> torch.Tensor:
     try:
         return run_part(step.loss_fn, step.model, part).loss
@@ -550,9 +562,7 @@ def _plain_bytes(trace: Trace) -> int:
 
 def _plain_lives(trace: Trace, forward: int) -> Iterable[tuple[int, int, int]]:
     """The first and the last step of each storage's life, and its bytes."""
-    last = {
-        value: forward + index for index, node in enumerate(trace.nodes) for value in node.needs
-    }
+    last = _last_needs(trace, forward)
     lives: dict[int, tuple[int, int, int]] = {}
     for number, value in enumerate(trace.values):
         if value.operation is not None:
@@ -560,6 +570,13 @@ def _plain_lives(trace: Trace, forward: int) -> Iterable[tuple[int, int, int]]:
             end = max(end, value.dies, last.get(number, 0))
             lives[value.storage] = (first, end, max(size, value.nbytes))
     return lives.values()
+
+
+def _last_needs(trace: Trace, forward: int) -> dict[int, int]:
+    """By value: the step, after so many of the forward, of the last node that needs it."""
+    return {
+        value: forward + index for index, node in enumerate(trace.nodes) for value in node.needs
+    }
 
 
 def _working_bytes(trace: Trace) -> int:
@@ -601,9 +618,13 @@ def _least(first: Trace, second: Trace) -> Trace:
 
 
 def _keep_shorter(first: Sequence[_Timed], second: Sequence[_Timed]) -> None:
-    if [one.name for one in first] == [one.name for one in second]:
+    if _names(first) == _names(second):
         for old, new in zip(first, second, strict=True):
             new.seconds = min(new.seconds, old.seconds)
+
+
+def _names(items: Sequence[_Timed]) -> list[str]:
+    return [one.name for one in items]
 
 
 def _pool(trace: Trace) -> None:
@@ -618,12 +639,15 @@ def _pool(trace: Trace) -> None:
 
 
 def _alike(trace: Trace) -> Iterable[list[_Timed]]:
-    sizes = [value.nbytes for value in trace.values]
     groups: dict[Any, list[_Timed]] = {}
     for op in trace.operations:
-        key = (op.name, *[sizes[v] for v in (*op.inputs, *op.outputs)])
+        key = (op.name, *_sizes(trace, (*op.inputs, *op.outputs)))
         groups.setdefault(key, []).append(op)
     for node in trace.nodes:
         taken = node.peak_bytes - node.before_bytes
-        groups.setdefault((node.name, taken, *[sizes[v] for v in node.needs]), []).append(node)
+        groups.setdefault((node.name, taken, *_sizes(trace, node.needs)), []).append(node)
     return groups.values()
+
+
+def _sizes(trace: Trace, values: Sequence[int]) -> list[int]:
+    return [trace.values[value].nbytes for value in values]

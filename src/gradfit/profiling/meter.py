@@ -21,6 +21,7 @@ from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.arguments import read_device, read_flag
 from gradfit.errors import MisuseError
 from gradfit.tape.listener import OperationListener
+from gradfit.tape.storage import sparse_parts
 from gradfit.units import format_bytes
 
 
@@ -133,7 +134,7 @@ class Meter(OperationListener):
         try:
             key = storage_key(tensor)
         except (RuntimeError, NotImplementedError):
-            self._see_all(_parts(tensor))
+            self._see_all(sparse_parts(tensor))
             return
         counted = self._live.get(key)
         if counted is not None:
@@ -197,12 +198,7 @@ def _check_device(device: str | torch.device | None) -> None:
     """Refuse a device that is not here: nothing could live on it, and 0 bytes would look like a
     result.
     """
-    try:
-        kind = "cpu" if device is None else torch.device(device).type
-    except (RuntimeError, TypeError) as error:
-        raise MisuseError(
-            f"device={device!r} is not a device ({error}). Pass for example device='cpu'."
-        ) from None
+    kind = "cpu" if device is None else _kind_of(device)
     if kind in ("cpu", "meta") or inside_fake_mode():
         return
     here = torch.accelerator.current_accelerator(check_available=True)
@@ -214,6 +210,15 @@ def _check_device(device: str | torch.device | None) -> None:
         )
 
 
+def _kind_of(device: str | torch.device) -> str:
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise MisuseError(
+            f"device={device!r} is not a device ({error}). Pass for example device='cpu'."
+        ) from None
+
+
 def tensors_in(nest: Any) -> Iterable[torch.Tensor]:
     """Every tensor of a nest of modules, optimizers, mappings, sequences and tensors, gradients
     included.
@@ -222,9 +227,7 @@ def tensors_in(nest: Any) -> Iterable[torch.Tensor]:
     also what it has gathered, and gradients that are not reduced yet.
     """
     if isinstance(nest, torch.Tensor):
-        yield distributed.local_part(nest)
-        if nest.is_leaf and nest.grad is not None:
-            yield distributed.local_part(nest.grad)
+        yield from _with_gradient(nest)
     elif isinstance(nest, torch.nn.Module):
         yield from tensors_in(list(nest.parameters()))
         yield from nest.buffers()
@@ -237,9 +240,15 @@ def tensors_in(nest: Any) -> Iterable[torch.Tensor]:
             yield from tensors_in(item)
 
 
+def _with_gradient(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
+    yield distributed.local_part(tensor)
+    if tensor.is_leaf and tensor.grad is not None:
+        yield distributed.local_part(tensor.grad)
+
+
 def _items_of(nest: Any) -> Iterable[Any]:
     """What a collection holds, or the fields of any other object that may hold tensors."""
-    if isinstance(nest, dict) or (hasattr(nest, "values") and hasattr(nest, "keys")):
+    if _is_mapping(nest):
         return list(nest.values())
     if isinstance(nest, list | tuple | set | frozenset):
         return nest
@@ -251,12 +260,5 @@ def _items_of(nest: Any) -> Iterable[Any]:
     return [v for v in fields.values() if isinstance(v, torch.Tensor | list | tuple | dict)]
 
 
-def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The dense tensors that a sparse one is made of."""
-    if tensor.layout is torch.sparse_coo:
-        return (tensor._indices(), tensor._values())
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    return ()
+def _is_mapping(nest: Any) -> bool:
+    return isinstance(nest, dict) or (hasattr(nest, "values") and hasattr(nest, "keys"))

@@ -50,11 +50,16 @@ def optimizer_cost(
     existing = {} if stand_in is not None else getattr(optimizer, "state", {})
     cost = OptimizerCost(0, 0, 0.0)
     for group in optimizer.param_groups:
-        trained = [p for p in group["params"] if p.requires_grad]
+        trained = _trained_of(group)
         if trained:
             probe = _Probe(optimizer, group, make, clock)
             cost = cost.and_then(_cost_of_group(probe, trained, existing))
     return cost
+
+
+def _trained_of(group: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The parameters of an optimizer's group that are trained."""
+    return [parameter for parameter in group["params"] if parameter.requires_grad]
 
 
 class _Probe(NamedTuple):
@@ -67,7 +72,9 @@ class _Probe(NamedTuple):
 
     def step(self, parameters: list[torch.Tensor]) -> OptimizerCost:
         contents = [self.make(parameter) for parameter in parameters]
-        return _step_alone(self.optimizer, self.group, contents, self.clock)
+        stand_ins = [torch.nn.Parameter(content) for content in contents]
+        probe = probe_of(self.optimizer, self.group, stand_ins, parameters)
+        return _step_alone(probe, stand_ins, self.clock)
 
 
 def _cost_of_group(
@@ -81,15 +88,19 @@ def _cost_of_group(
     bursts = [cost.burst_bytes for cost in costs]
     small = trained[_least_that_bursts(trained, bursts)]
     few, many = probe.step([small] * 3), probe.step([small] * 6)
-    # what a step takes that is not any parameter's
-    call = max(0.0, 2 * few.seconds - many.seconds)
-    seconds = call + sum(max(0.0, cost.seconds - call) for cost in costs)
+    seconds = _seconds_of_all(costs, few, many)
     if not any(bursts):
         return OptimizerCost(state, 0, seconds)
     if _is_together(probe.group, few, many, elsewhere=trained[0].device.type != "cpu"):
         return OptimizerCost(state, sum(bursts), seconds)
     burst = max(probe.step(row).burst_bytes for row in _worst_rows(trained, bursts))
     return OptimizerCost(state, burst, seconds)
+
+
+def _seconds_of_all(costs: list[OptimizerCost], few: OptimizerCost, many: OptimizerCost) -> float:
+    """What each parameter takes, and once what a step takes that is not any parameter's."""
+    call = max(0.0, 2 * few.seconds - many.seconds)
+    return call + sum(max(0.0, cost.seconds - call) for cost in costs)
 
 
 def _cost_of_each(probe: _Probe, trained: list[torch.Tensor]) -> list[OptimizerCost]:
@@ -135,31 +146,83 @@ def _worst_rows(parameters: list[torch.Tensor], bursts: list[int]) -> list[list[
     return [row for one in rows if one for row in (one, one[::-1])]
 
 
-def probe_of(optimizer: Any, group: dict[str, Any], stand_ins: list[torch.nn.Parameter]) -> Any:
-    """A copy of the optimizer with one group, of these parameters in place of its own, that has not
+class _StatesOfStandIns(collections.defaultdict[torch.Tensor, dict[str, Any]]):
+    """A probe's state, empty as before a first step.
+
+    Some optimizers make their state when they are made, torch's Adagrad before 2.13 for one
+    (torch/optim/adagrad.py), and look it up in the first step. They get an entry like the one that
+    the parameter has.
+    """
+
+    def __init__(self, states: Mapping[torch.Tensor, Any], pairs: Mapping[int, torch.Tensor]):
+        super().__init__(dict)
+        self._states, self._pairs = states, pairs
+
+    def __missing__(self, stand_in: torch.Tensor) -> dict[str, Any]:
+        parameter = self._pairs.get(id(stand_in))
+        held = None if parameter is None else self._states.get(parameter)
+        entry = _EntryOfStandIn(held if isinstance(held, dict) else {}, parameter, stand_in)
+        self[stand_in] = entry
+        return entry
+
+
+class _EntryOfStandIn(dict[str, Any]):
+    """One stand-in's entry, and what it is like."""
+
+    def __init__(
+        self, held: Mapping[str, Any], parameter: torch.Tensor | None, stand_in: torch.Tensor
+    ) -> None:
+        super().__init__()
+        self._held, self._stand_in = held, stand_in
+        self._shape = None if parameter is None else parameter.shape
+
+    def __missing__(self, name: str) -> Any:
+        self[name] = value = self._like(self._held[name])
+        return value
+
+    def _like(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return copy.copy(value)
+        like = self._stand_in
+        shape = like.shape if value.shape == self._shape else value.shape
+        return torch.zeros(shape, dtype=value.dtype, device=like.device)
+
+
+def probe_of(
+    optimizer: Any,
+    group: dict[str, Any],
+    stand_ins: list[torch.nn.Parameter],
+    parameters: list[torch.Tensor],
+) -> Any:
+    """A copy of the optimizer with one group, of stand-ins for these parameters, that has not
     stepped yet.
     """
     probe = copy.copy(optimizer)  # by what a checkpoint has of it
-    trained = [parameter for one in optimizer.param_groups for parameter in one["params"]]
-    shared = {id(parameter): parameter for parameter in trained}
+    shared = _parameters_by_id(optimizer)
     for name, own in vars(optimizer).items():
         # a model, or the `step` that a scheduler puts there
         if name not in vars(probe) and not callable(own):
             setattr(probe, name, copy.deepcopy(own, dict(shared)))
     probe.param_groups = [{**group, "params": stand_ins}]
-    probe.state = collections.defaultdict(dict)
+    pairs = dict(zip(map(id, stand_ins), parameters, strict=True))
+    probe.state = _StatesOfStandIns(getattr(optimizer, "state", {}), pairs)
     return probe
 
 
+def _parameters_by_id(optimizer: Any) -> dict[int, torch.Tensor]:
+    """All that an optimizer steps, as what `copy.deepcopy` is not to copy."""
+    return {
+        id(parameter): parameter for one in optimizer.param_groups for parameter in one["params"]
+    }
+
+
 def _step_alone(
-    optimizer: Any, group: dict[str, Any], contents: list[torch.Tensor], clock: Callable[[], float]
+    probe: Any, stand_ins: list[torch.nn.Parameter], clock: Callable[[], float]
 ) -> OptimizerCost:
-    stand_ins = [torch.nn.Parameter(content) for content in contents]
     for stand_in in stand_ins:
         # One memory for both, whose content is of no interest: so this takes no more than the real
         # step will.
         stand_in.grad = stand_in.detach()
-    probe = probe_of(optimizer, group, stand_ins)
     try:
         with torch.no_grad(), meter(stand_ins) as live:
             before = live.current_bytes
@@ -171,7 +234,7 @@ def _step_alone(
             seconds = min(_seconds(probe.step, clock, devices_of(stand_ins)) for _ in range(2))
     except TypeError as error:
         raise MisuseError(
-            f"{type(optimizer).__name__}.step() cannot be called without arguments ({error}); an"
+            f"{type(probe).__name__}.step() cannot be called without arguments ({error}); an"
             " optimizer that needs a closure evaluates the loss itself. Use one that steps on"
             " gradients, such as torch.optim.AdamW."
         ) from None

@@ -47,6 +47,7 @@ from gradfit.tree import map_tensors, split_batch
 from gradfit.units import format_bytes
 
 _TIMES = 8
+_Empty = Callable[[torch.Tensor, int], torch.Tensor]
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential)
 # a core's, where seconds are only compared with each other
 _SOME = Hardware(memory=1, flops=5e10, bandwidth=1e10)
@@ -94,9 +95,7 @@ def predict(
             choices: tuple[Tiles, ...] = ()
             if tile:
                 row = next(iter((split or split_batch)(sample_batch, 1)))
-                with shapes:
-                    row = map_tensors(row, lambda tensor: empty(tensor, 1))
-                    choices = tile_choices(model, loss_fn, row).tiles
+                choices = _choose_tiles(model, loss_fn, row, shapes, empty)
             for tiles in (None, *choices):
                 samples = [
                     _sample(model, with_tiles(loss_fn, tiles), batch, size, shapes, roofline)
@@ -114,6 +113,14 @@ def predict(
         for one in profiles
     ]
     return replace(profiles[0], tiled=tuple(profiles[1:]))
+
+
+def _choose_tiles(
+    model: torch.nn.Module, loss_fn: LossFunction, row: Any, shapes: Shapes, empty: _Empty
+) -> tuple[Tiles, ...]:
+    with shapes:
+        row = map_tensors(row, lambda tensor: empty(tensor, 1))
+        return tile_choices(model, loss_fn, row).tiles
 
 
 def extrapolated(
@@ -238,7 +245,7 @@ def _batches(
     batch: Any,
     rows: int,
     split: Callable[[Any, int], Iterable[Any]] | None,
-    empty: Callable[[torch.Tensor, int], torch.Tensor],
+    empty: _Empty,
 ) -> Iterator[tuple[int, Any]]:
     """The batch and, as shapes cost nothing, many times it; or half of it, where only `split` can
     cut it.
@@ -272,8 +279,8 @@ def _sample(
     trace.finish_backward()
     for parameter in model.parameters():
         parameter.grad = None
-    busy = sum(op.seconds for op in trace.operations) + sum(node.seconds for node in trace.nodes)
-    return Sample(size, trace, busy)
+    sample = Sample(size, trace, None)
+    return replace(sample, plain_seconds=sample.busy_seconds)
 
 
 def _device_of(model: torch.nn.Module) -> torch.device:
@@ -302,18 +309,21 @@ def _sharded(whole: Profile, model: torch.nn.Module, devices: int) -> Profile:
     if devices == 1:
         return whole
     parameters = list(model.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
     units = _units(model)
     gathered = min(2 * max(map(_nbytes, units)), _nbytes(parameters))
-    reduced = max(_nbytes([p for p in unit if p.requires_grad]) for unit in units)
+    reduced = max(_nbytes(_trained(unit)) for unit in units)
     return replace(
         whole,
         parameter_bytes=_shard_bytes(parameters, devices) + gathered,
-        gradient_bytes=_shard_bytes(trained, devices) + reduced,
+        gradient_bytes=_shard_bytes(_trained(parameters), devices) + reduced,
         nodes=tuple(
             replace(node, gradient_bytes=node.gradient_bytes // devices) for node in whole.nodes
         ),
     )
+
+
+def _trained(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameter for parameter in parameters if parameter.requires_grad]
 
 
 def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -322,17 +332,22 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def _units(model: torch.nn.Module) -> list[list[torch.Tensor]]:
     """The parameters in the groups in which they would be gathered; see the top of this file."""
+    items = _items_of_containers(model)
+    units: dict[str, list[torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        units.setdefault(_unit_of(name, items), []).append(parameter)
+    return list(units.values())
+
+
+def _items_of_containers(model: torch.nn.Module) -> set[str]:
+    """The names of modules that lie in containers, and are none."""
     containers = [(n, m) for n, m in model.named_modules() if isinstance(m, _CONTAINERS)]
-    items = {
+    return {
         f"{name}.{key}" if name else key
         for name, container in containers
         for key, child in container.named_children()
         if not isinstance(child, _CONTAINERS)
     }
-    units: dict[str, list[torch.Tensor]] = {}
-    for name, parameter in model.named_parameters():
-        units.setdefault(_unit_of(name, items), []).append(parameter)
-    return list(units.values())
 
 
 def _unit_of(name: str, items: set[str]) -> str:

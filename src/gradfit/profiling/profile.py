@@ -8,10 +8,12 @@ assumed, so one profile serves every size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from operator import add
+from operator import add, attrgetter
+from typing import Any
 
 from gradfit import records
 from gradfit.arguments import read_count, read_instance, read_number
@@ -37,6 +39,11 @@ class Linear:
     def at(self, batch_size: int) -> float:
         """The number at this micro-batch size; never below zero, as a fit through noise can be."""
         return max(0.0, self.fixed + self.per_item * batch_size)
+
+    @property
+    def grows(self) -> bool:
+        """Whether it begins at or above zero and does not fall."""
+        return self.fixed >= 0 and self.per_item >= 0
 
     @classmethod
     def through(cls, first: tuple[int, float], second: tuple[int, float]) -> Linear:
@@ -221,7 +228,8 @@ class Profile:
 
     def __post_init__(self) -> None:
         for index, op in enumerate(self.operations):
-            self._check_operation(index, op)
+            self._check_values_of(index, op)
+            self._check_order(index, op)
         for index, node in enumerate(self.nodes):
             if not self._has_values(node.needs):
                 raise StateError(
@@ -229,12 +237,14 @@ class Profile:
                     f" {len(self.values)}."
                 )
 
-    def _check_operation(self, index: int, op: Operation) -> None:
+    def _check_values_of(self, index: int, op: Operation) -> None:
         if not self._has_values((*op.inputs, *op.outputs, *op.overwrites)):
             raise StateError(
                 f"Operation {index} ({op.name}) names a value that is not in the profile's"
                 f" {len(self.values)}."
             )
+
+    def _check_order(self, index: int, op: Operation) -> None:
         if any(self.values[v].operation != index for v in op.outputs):
             raise StateError(
                 f"Operation {index} ({op.name}) has an output that says another operation made it."
@@ -258,29 +268,22 @@ class Profile:
             rows: rows of the whole batch; None: of one micro-batch.
         """
         nbytes = [_own_bytes(value, batch_size) for value in self.values]
-        late = 0 if accumulates else sum(node.gradient_bytes for node in self.nodes)
+        late = 0 if accumulates else self._bytes_of_gradients_that_come()
         before, peak, after = self._bytes_of_nodes(batch_size, gradients_come=late > 0)
-        static = {
-            "parameters": self.parameter_bytes,
-            "gradients": max(0, self.gradient_bytes - late),
-            "buffers": self.buffer_bytes,
-            "optimizer": self.optimizer_bytes,
-            "batch": round(self.batch_bytes.at(max(batch_size, rows or 0))),
-            "constants": round(self.constant_bytes.at(batch_size)),
-        }
+        static = self._static_bytes(batch_size, rows or 0, late)
         return Graph(
             nbytes=nbytes,
             held_bytes=self._held_bytes(nbytes),
-            producer=[_made_at(v) for v in self.values],
-            dies=[v.dies for v in self.values],
-            overwritten=[v.overwritten for v in self.values],
-            op_inputs=[op.inputs for op in self.operations],
-            op_outputs=[op.outputs for op in self.operations],
-            op_overwrites=[op.overwrites for op in self.operations],
+            producer=list(map(_made_at, self.values)),
+            dies=_each("dies", self.values),
+            overwritten=_each("overwritten", self.values),
+            op_inputs=_each("inputs", self.operations),
+            op_outputs=_each("outputs", self.operations),
+            op_overwrites=_each("overwrites", self.operations),
             op_seconds=self._replay_seconds(batch_size),
-            op_workspace=[round(op.workspace_bytes.at(batch_size)) for op in self.operations],
-            op_replayable=[op.replayable for op in self.operations],
-            node_needs=[node.needs for node in self.nodes],
+            op_workspace=_rounded_at(batch_size, _each("workspace_bytes", self.operations)),
+            op_replayable=_each("replayable", self.operations),
+            node_needs=_each("needs", self.nodes),
             node_before=before,
             node_peak=peak,
             node_after=after,
@@ -290,23 +293,41 @@ class Profile:
             plain_seconds=self.plain_seconds(batch_size),
             transfer_seconds_per_byte=1.0 / self.host_bandwidth if self.host_bandwidth > 0 else 0.0,
             static_breakdown=static,
-            op_gathered=[op.gathered_bytes for op in self.operations],
+            op_gathered=_each("gathered_bytes", self.operations),
             plain_needs=self.plain_needs,
         )
+
+    def _bytes_of_gradients_that_come(self) -> int:
+        """Of those that a backward makes where there were none."""
+        return sum(node.gradient_bytes for node in self.nodes)
+
+    def _static_bytes(self, batch_size: int, rows: int, late: int) -> dict[str, int]:
+        """What is there all the time, by its name; gradients without those that come late."""
+        return {
+            "parameters": self.parameter_bytes,
+            "gradients": max(0, self.gradient_bytes - late),
+            "buffers": self.buffer_bytes,
+            "optimizer": self.optimizer_bytes,
+            "batch": round(self.batch_bytes.at(max(batch_size, rows))),
+            "constants": round(self.constant_bytes.at(batch_size)),
+        }
 
     def _held_bytes(self, nbytes: list[int]) -> list[int]:
         """What keeping each value costs: nothing where its storage is there anyway, or is counted
         by another result of the same operation, which wrote to several parts of it.
         """
         held = list(nbytes)
-        external = {value.storage for value in self.values if value.operation is None}
-        for number, value in enumerate(self.values):
-            if value.storage in external:
-                held[number] = 0
+        for number in self._in_external_storages():
+            held[number] = 0
         for op in self.operations:
             for number in self._further_parts(op):
                 held[number] = 0
         return held
+
+    def _in_external_storages(self) -> list[int]:
+        """Values whose storage is a parameter's, a buffer's or the batch's."""
+        external = {value.storage for value in self.values if value.operation is None}
+        return [number for number, value in enumerate(self.values) if value.storage in external]
 
     def _further_parts(self, op: Operation) -> list[int]:
         """Results in a storage that an earlier result of the operation is in."""
@@ -333,9 +354,9 @@ class Profile:
         """Bytes in flight before, during and after each node; with the gradients made so far, if
         these do not exist from the start.
         """
-        before = [round(node.before_bytes.at(batch_size)) for node in self.nodes]
-        peak = [round(node.peak_bytes.at(batch_size)) for node in self.nodes]
-        after = [round(node.after_bytes.at(batch_size)) for node in self.nodes]
+        before = _rounded_at(batch_size, _each("before_bytes", self.nodes))
+        peak = _rounded_at(batch_size, _each("peak_bytes", self.nodes))
+        after = _rounded_at(batch_size, _each("after_bytes", self.nodes))
         if not gradients_come:
             return before, peak, after
         gradients = [0, *accumulate(node.gradient_bytes for node in self.nodes)]
@@ -364,10 +385,14 @@ class Profile:
         """
         if not self.runs_plain or not self._nodes_need_what_is_written_over():
             return None
+        newest = self._newest_versions()
+        return [tuple([newest.get(number, number) for number in node.needs]) for node in self.nodes]
+
+    def _newest_versions(self) -> dict[int, int]:
+        """For each value that an operation makes, the last one in its storage."""
         last = {value.storage: number for number, value in enumerate(self.values)}
         own = [number for number, value in enumerate(self.values) if value.operation is not None]
-        newest = {number: last[self.values[number].storage] for number in own}
-        return [tuple([newest.get(number, number) for number in node.needs]) for node in self.nodes]
+        return {number: last[self.values[number].storage] for number in own}
 
     def _nodes_need_what_is_written_over(self) -> bool:
         return any(self.values[v].overwritten for node in self.nodes for v in node.needs)
@@ -450,10 +475,20 @@ def _between(points: tuple[tuple[int, float], ...], size: int) -> float:
     if low[0] < size < high[0]:
         after = next(place for place, (at, _) in enumerate(points) if at >= size)
         return Linear.through(points[after - 1], points[after]).at(size)
-    near = low if size <= low[0] else high
     line = Linear.through(low, high)
-    is_sound = low != high and line.fixed >= 0 and line.per_item >= 0
-    return line.at(size) if is_sound else near[1] * size / near[0]
+    if low != high and line.grows:
+        return line.at(size)
+    near = low if size <= low[0] else high
+    return near[1] * size / near[0]
+
+
+def _each(name: str, items: Sequence[object]) -> list[Any]:
+    """One attribute of all of these."""
+    return list(map(attrgetter(name), items))
+
+
+def _rounded_at(batch_size: int, lines: Sequence[Linear]) -> list[int]:
+    return [round(line.at(batch_size)) for line in lines]
 
 
 def _own_bytes(value: Value, batch_size: int) -> int:

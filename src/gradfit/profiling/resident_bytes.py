@@ -19,9 +19,13 @@ def gradient_bytes(model: torch.nn.Module) -> int:
     32
     """
     units = fsdp.units_of(model)
-    sharded = {id(tensor) for unit in units for tensor, _ in fsdp.sharded_parameters(unit)}
+    sharded = _sharded_ids(units)
     whole = [p for p in model.parameters() if p.requires_grad and id(p) not in sharded]
     return sum(map(_whole_gradient_bytes, whole)) + sum(map(fsdp.gradient_bytes, units))
+
+
+def _sharded_ids(units: Iterable[torch.nn.Module]) -> set[int]:
+    return {id(tensor) for unit in units for tensor, _ in fsdp.sharded_parameters(unit)}
 
 
 def _whole_gradient_bytes(parameter: torch.Tensor) -> int:
@@ -35,8 +39,5 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     >>> storage_bytes([x, x[1:]])
     32
     """
-    storages = {}
-    for tensor in tensors:
-        for part in tensors_in(tensor.detach()):
-            storages[storage_key(part)] = part.untyped_storage().nbytes()
-    return sum(storages.values())
+    parts = (part for tensor in tensors for part in tensors_in(tensor.detach()))
+    return sum({storage_key(part): part.untyped_storage().nbytes() for part in parts}.values())

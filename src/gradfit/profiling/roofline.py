@@ -44,9 +44,7 @@ class Roofline:
         formula = _FLOPS.get(operator) or flop_registry.get(operator)
         flops = float(formula(*args, **kwargs, out_val=out)) if formula is not None else 0.0
         nests = [out, out] if operator in _LOOKUPS else [args, list(kwargs.values()), out]
-        nbytes = sum(
-            _touched_bytes(item) for item in flatten(nests) if isinstance(item, torch.Tensor)
-        )
+        nbytes = _bytes_of_traffic(nests)
         return max(flops / self._hardware.flops, nbytes / self._hardware.bandwidth) + LAUNCH_SECONDS
 
 
@@ -65,11 +63,15 @@ class Stopwatch(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            dtype = args[0].dtype
-            return 0.5 if dtype.is_floating_point else dtype is torch.bool or 1
-        out = func(*args, **(kwargs or {}))
-        self.seconds += self._roofline.seconds(func, args, kwargs or {}, out)
+            return _some_number(args[0].dtype)
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.seconds += self._roofline.seconds(func, args, kwargs, out)
         return out
+
+
+def _some_number(dtype: torch.dtype) -> float | bool:
+    return 0.5 if dtype.is_floating_point else dtype is torch.bool or 1
 
 
 def this_machine(device: torch.device, dtype: torch.dtype) -> Hardware:
@@ -100,6 +102,10 @@ def _memory_bytes(device: torch.device) -> int:
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(torch.accelerator.get_memory_info(device)[1])
+
+
+def _bytes_of_traffic(nests: Any) -> int:
+    return sum(_touched_bytes(item) for item in flatten(nests) if isinstance(item, torch.Tensor))
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:

@@ -139,8 +139,7 @@ class _StandIns:
         # parameters and buffers: a new dict, as the forward may register some
         if type(item) is dict:
             return {key: self._for_item(value) for key, value in item.items()}
-        # an LSTM's flat weights
-        if type(item) is list and any(isinstance(value, torch.Tensor) for value in item):
+        if _is_list_of_tensors(item):
             return [self._for_item(value) for value in item]
         return self._for_item(item)
 
@@ -171,6 +170,11 @@ class _StandIns:
 
     def _where(self, tensor: torch.Tensor) -> torch.device:
         return self._device or (self._meta_device if tensor.is_meta else tensor.device)
+
+
+def _is_list_of_tensors(item: Any) -> bool:
+    """As an LSTM's flat weights are."""
+    return type(item) is list and any(isinstance(value, torch.Tensor) for value in item)
 
 
 def _tensors_in(nest: Any) -> list[torch.Tensor]:

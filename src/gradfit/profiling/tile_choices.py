@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -49,11 +49,15 @@ def tile_choices(model: torch.nn.Module, loss_fn: Any, part: Any) -> TileChoices
             return TileChoices()
         modules, tokens = list(tiled.modules), tiled.tokens
     heads = [head for head in tiled.heads.values() if _is_worth_cutting(head)]
-    head_tiles = _head_tiles(model, heads)
-    choices = [head_tiles] if heads else []
+    choices = tuple(_choices(_head_tiles(model, heads), modules, tokens))
+    return TileChoices(choices, sum(head.nbytes for head in heads))
+
+
+def _choices(head_tiles: Tiles, modules: list[str], tokens: int) -> Iterator[Tiles]:
+    if head_tiles.heads:
+        yield head_tiles
     if modules and tokens >= _FEW_ROWS:
-        choices.append(_with_modules(head_tiles, modules, tokens))
-    return TileChoices(tuple(choices), sum(head.nbytes for head in heads))
+        yield _with_modules(head_tiles, modules, tokens)
 
 
 def _with_modules(tiles: Tiles, modules: list[str], tokens: int) -> Tiles:

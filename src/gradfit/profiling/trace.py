@@ -290,14 +290,17 @@ class Trace(OperationListener):
         self._let_boundaries_go()
         if self._events is not None:
             self._events.read()
-        for value in self.values:
-            # after the last operation, which is backward's own: it makes the loss's gradient, 1
-            if value.dies < 0:
-                value.dies = len(self.operations)
+        self._let_survivors_go()
         self._node = self.after_forward = None
         self._watchers.clear()
         self._other.clear()
         self._newest.clear()
+
+    def _let_survivors_go(self) -> None:
+        """After the last operation, which is backward's own: it makes the loss's gradient, 1."""
+        for value in self.values:
+            if value.dies < 0:
+                value.dies = len(self.operations)
 
     # ------------------------------------------------------------------------------------- backward
 
@@ -396,13 +399,14 @@ class Trace(OperationListener):
         """It is the tape that held these through the forward: reckon that Python drops them once
         they were read.
         """
-        if not self._boundaries:
-            return
-        last = {value: at for at, op in enumerate(self.operations) for value in op.inputs}
+        last = self._last_readers() if self._boundaries else {}
         for number in self._boundaries:
             value = self.values[number]
             if value.dies < 0:
                 value.dies = max(last.get(number, -1), value.operation or 0)
+
+    def _last_readers(self) -> dict[int, int]:
+        return {value: at for at, op in enumerate(self.operations) for value in op.inputs}
 
     # -------------------------------------------------------------------------------- saved tensors
 

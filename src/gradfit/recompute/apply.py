@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -12,7 +13,14 @@ from gradfit.arguments import read_instance
 from gradfit.errors import MisuseError, StateError
 from gradfit.not_copied import NotCopied
 from gradfit.planning.plan import Plan
-from gradfit.recompute.follow_plan import Diverged, Script, recording
+from gradfit.recompute.follow_plan import (
+    Diverged,
+    PlanFollower,
+    PlannedForward,
+    Script,
+    UnrecordedRest,
+    recording,
+)
 from gradfit.tiling.tile import tile_as
 
 # of so many forwards one is watched after the plan's last decision, too: the others are as fast as
@@ -32,6 +40,7 @@ class AppliedPlan(NotCopied):
 
     def __init__(self, model: torch.nn.Module, plan: Plan) -> None:
         self.plan = plan
+        self._forwards = forwards_along(model, plan)
         self._local = threading.local()
         self._hooks = [
             model.register_forward_pre_hook(self._before),
@@ -56,7 +65,7 @@ class AppliedPlan(NotCopied):
             raise MisuseError(
                 "This plan is entered already. Call gf.apply() again for a second block."
             )
-        block = _Following(self.plan)
+        block = _Following(self.plan, self._forwards)
         block.__enter__()
         self._block = block
         self._local.depth = getattr(self._local, "depth", 0) + 1
@@ -72,7 +81,7 @@ class AppliedPlan(NotCopied):
     def _before(self, *_: Any) -> None:
         depth = self._local.depth = getattr(self._local, "depth", 0) + 1
         if depth == 1 and torch.is_grad_enabled():
-            self._local.follow = _Following(self.plan)
+            self._local.follow = _Following(self.plan, self._forwards)
             self._local.follow.__enter__()
 
     def _after(self, module: torch.nn.Module, args: Any, result: Any) -> None:
@@ -83,19 +92,48 @@ class AppliedPlan(NotCopied):
             follow.end(None, None, None, whole=result is not None)
 
 
+class Forwards:
+    """What a model's forwards along one plan have in common, however often it is applied.
+
+    The first that comes to its end is observed all the way; what autograd saves after the last
+    decision tells if others are alike.
+
+    Args:
+        plan: that they follow.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = weakref.ref(plan)
+        self.rest: UnrecordedRest | None = None
+        self._script = Script(plan)
+        self._count = 0
+
+    def begin(self) -> tuple[PlannedForward, PlanFollower]:
+        """What the next one runs in, and the policy that tells how it went."""
+        self._count += 1
+        return recording(self._script, self.rest, watched=self._count % _WATCHED == 0)
+
+
+_forwards: weakref.WeakKeyDictionary[torch.nn.Module, list[Forwards]] = weakref.WeakKeyDictionary()
+
+
+def forwards_along(model: torch.nn.Module, plan: Plan) -> Forwards:
+    """Those of a model along a plan, from the first time on that it is applied."""
+    alive = [one for one in _forwards.get(model, ()) if one.plan() is not None]
+    for forwards in alive:
+        if forwards.plan() is plan:
+            return forwards
+    forwards = Forwards(plan)
+    _forwards[model] = [*alive, forwards]
+    return forwards
+
+
 class _Following:
     """One forward along a plan: says so if it is another one."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        # The first forward is observed to its end; what autograd saves after the last decision
-        # tells if others are alike.
-        memo = plan.memo
-        if "script" not in memo:
-            memo |= {"script": Script(plan), "rest": None, "forwards": 0}
-        memo["forwards"] += 1
-        watched = memo["forwards"] % _WATCHED == 0
-        self._forward, self._policy = recording(memo["script"], memo["rest"], watched=watched)
+    def __init__(self, plan: Plan, forwards: Forwards) -> None:
+        self._plan, self._forwards = plan, forwards
+        self._forward, self._policy = forwards.begin()
 
     def __enter__(self) -> None:
         if not self._plan.keeps_everything:
@@ -108,13 +146,7 @@ class _Following:
         """Not `whole`: the forward may have failed though there is no error here."""
         if self._plan.keeps_everything:
             return
-        try:
-            self._forward.__exit__(kind, *error)
-        except Diverged as left:
-            raise StateError(
-                f"The forward pass does not follow its plan: {left}, and what that held cannot be"
-                " rebuilt. Make a plan for this input with gf.profile and gf.plan."
-            ) from None
+        self._exit(kind, *error)
         if kind is not None:
             return
         if self._policy.diverged is not None:
@@ -125,8 +157,16 @@ class _Following:
                 stacklevel=3,
             )
         elif whole:
-            memo = self._plan.memo
-            memo["rest"] = memo["rest"] or self._forward.rest
+            self._forwards.rest = self._forwards.rest or self._forward.rest
+
+    def _exit(self, *error: Any) -> None:
+        try:
+            self._forward.__exit__(*error)
+        except Diverged as left:
+            raise StateError(
+                f"The forward pass does not follow its plan: {left}, and what that held cannot be"
+                " rebuilt. Make a plan for this input with gf.profile and gf.plan."
+            ) from None
 
 
 def apply(model: torch.nn.Module, plan: Plan) -> AppliedPlan:

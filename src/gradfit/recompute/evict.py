@@ -142,11 +142,7 @@ class Evictor(Meter):
         """Drop the cheapest first. What they cost is looked at again when half of those in the
         queue are gone.
         """
-        busy = {
-            storage_key(a)
-            for a in args
-            if isinstance(a, torch.Tensor) and a.layout is torch.strided
-        }
+        busy = _storages_of(args)
         now = time.perf_counter()
         with self._lock:
             need_bytes -= self._drop(need_bytes, busy, now, self._before_scan)
@@ -188,10 +184,15 @@ class Evictor(Meter):
             self.evictions += 1
             self._before_scan -= 1
             most -= 1
-        tape = None if self._tape is None else self._tape()
-        if freed and tape is not None:
-            tape.begin_epoch()
+        if freed:
+            self._begin_epoch()
         return freed
+
+    def _begin_epoch(self) -> None:
+        """What was dropped may have to be made again, from what nobody wanted so far."""
+        tape = None if self._tape is None else self._tape()
+        if tape is not None:
+            tape.begin_epoch()
 
     def _price(self, value: TapeValue, now: float) -> float:
         """Seconds to rebuild a value that is there, for each byte and each second that it was not
@@ -254,13 +255,7 @@ class Online:
         finally:
             self.evictor.__exit__(kind, error, trace)
         refused, self.evictor.refused = self.evictor.refused, None
-        # TorchScript's interpreter makes an error of its own, without a text, from whatever is
-        # raised inside.
-        if (
-            refused is not None
-            and type(error) is RuntimeError
-            and "TorchScript interpreter" in str(error)
-        ):
+        if refused is not None and _is_from_torchscript(error):
             raise refused from error
 
     def count_module(self, module: torch.nn.Module, _: Any) -> None:
@@ -268,6 +263,13 @@ class Online:
         if module not in self._counted:
             self._counted.update(module.modules())
             self.evictor.watch(module)
+
+
+def _is_from_torchscript(error: Any) -> bool:
+    """TorchScript's interpreter makes an error of its own, without a text, from whatever is raised
+    inside.
+    """
+    return type(error) is RuntimeError and "TorchScript interpreter" in str(error)
 
 
 _HOLD_ONE = TapeDecision((HOLD,))  # made once: it is what nearly all operations get
@@ -279,6 +281,14 @@ class _HoldAll:
     def decide(self, func: Any, results: list[torch.Tensor], *call: Any) -> TapeDecision:
         count = len(results)
         return _HOLD_ONE if count == 1 else TapeDecision((HOLD,) * count)
+
+
+def _storages_of(args: Any) -> set[int]:
+    return {
+        storage_key(one)
+        for one in args
+        if isinstance(one, torch.Tensor) and one.layout is torch.strided
+    }
 
 
 def _is_droppable(value: TapeValue, busy: set[int]) -> bool:
@@ -317,14 +327,18 @@ def _bound(args: Any) -> int:
     """More than any sensible operation on these arguments returns: each row of one against each
     column of another.
     """
-    tensors = [a for a in _tensors_in(args) if a.dim() and a.numel()]
-    rows = max((t.numel() // t.shape[-1] for t in tensors), default=0)
-    columns = max((t.shape[-1] for t in tensors), default=0)
-    size = max((t.element_size() for t in tensors), default=0)
-    # Not `nbytes`, which sparse tensors do not have.
-    return max(
-        rows * columns * size, 2 * max((t.numel() * t.element_size() for t in tensors), default=0)
-    )
+    tensors = [one for one in _tensors_in(args) if one.dim() and one.numel()]
+    if not tensors:
+        return 0
+    rows = max(one.numel() // one.shape[-1] for one in tensors)
+    columns = max(one.shape[-1] for one in tensors)
+    size = max(one.element_size() for one in tensors)
+    return max(rows * columns * size, 2 * max(map(_bytes_of_elements, tensors)))
+
+
+def _bytes_of_elements(tensor: torch.Tensor) -> int:
+    """Not `nbytes`, which sparse tensors do not have."""
+    return tensor.numel() * tensor.element_size()
 
 
 def _shape(argument: Any) -> Any:

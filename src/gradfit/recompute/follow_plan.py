@@ -13,7 +13,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit._torch_listen import untraced
-from gradfit.choices import KEEP, OFFLOAD, PACK, REBUILD
+from gradfit.choices import KEEP, OFFLOAD, PACK, REBUILD, Choice
 from gradfit.planning.plan import Plan
 from gradfit.recompute.offload import Store
 from gradfit.tape.decisions import ALL_KEPT, Rest, TapeDecision
@@ -57,9 +57,7 @@ class Script:
         self.segments = [plan.segments[value] for value in results]
         self.sizes = None if sizes is None else [sizes[value] for value in results]
         self.recorded = plan.heard  # how many operations must be
-        self.last = max(
-            (value for value, choice in enumerate(self.choices) if choice != KEEP), default=-1
-        )
+        self.last = _last_not_kept(self.choices)
         self._decisions: dict[tuple[int, int], TapeDecision] = {}
         self._shared: dict[int, tuple[Script, int, int]] = {}
 
@@ -69,14 +67,15 @@ class Script:
         """
         if id(other) not in self._shared:
             names = _common(self.names, other.names)
-            values = _common(self.choices, other.choices, _common(self.segments, other.segments))
-            parents = _common(self.parents, other.parents)
-            inside = next(
-                (n for n, segment in enumerate(self.segments[:values]) if segment >= parents),
-                values,
-            )
-            self._shared[id(other)] = other, names, min(values, inside)
+            self._shared[id(other)] = other, names, self._shared_values(other)
         return self._shared[id(other)][1:]
+
+    def _shared_values(self, other: Script) -> int:
+        """How many values, from the first, have the same choice in the same segment."""
+        values = _common(self.choices, other.choices, _common(self.segments, other.segments))
+        parents = _common(self.parents, other.parents)
+        segments = enumerate(self.segments[:values])
+        return next((n for n, segment in segments if segment >= parents), values)
 
     def has_room(self, result_bytes: Sequence[int]) -> bool:
         """Whether values of these sizes, from the first, are no larger than the plan reckons
@@ -112,6 +111,11 @@ class Script:
             decision = TapeDecision(None if kept else choices, None, last)
             self._decisions[first, after] = decision
         return decision
+
+
+def _last_not_kept(choices: Sequence[Choice]) -> int:
+    """The last value that is rebuilt or moved out; -1 if all are kept."""
+    return max((value for value, choice in enumerate(choices) if choice != KEEP), default=-1)
 
 
 def _common(first: Sequence[Any], second: Sequence[Any], most: int | None = None) -> int:
@@ -222,11 +226,15 @@ class PlanFollower:
             return decision
         if self._others and self._switch(func, results):
             return self.decide(func, results, *call)
+        self._leave_at(func)
+        return ALL_KEPT
+
+    def _leave_at(self, func: Any) -> None:
+        """This is not the plan's next operation."""
         position, names = self._operation, self._script.names
         expected = names[position] if position < len(names) else "the end"
         said = f"operation {position} is {name_of(func)}, the plan has {expected}"
         self.leave(said, position, name_of(func))
-        return ALL_KEPT
 
     def _next_mask(self, func: Any, results: list[torch.Tensor]) -> TapeDecision | None:
         """Pass the two operations that the drawing of a mask is to a plan: its bits, and the
@@ -253,9 +261,7 @@ class PlanFollower:
         if script.sizes is not None and (too_large := self._too_large(results)) is not None:
             if self._others and self._switch(func, results):
                 return self._next(func, results)
-            nbytes, size = too_large
-            said = f"operation {position}, {name}, made {nbytes} bytes, the plan has {size}"
-            self.leave(said, position, name_of(func))
+            self._leave_for_size(func, *too_large)
         if self._others:
             self._result_bytes += [new_bytes(result) for result in results]
         self._operation, self._value = position + 1, after
@@ -263,6 +269,13 @@ class PlanFollower:
         if decision.choices is None:
             return decision
         return TapeDecision(decision.choices, self._segments[script.segments[first]], decision.last)
+
+    def _leave_for_size(self, func: Any, nbytes: int, size: int) -> None:
+        """This is the plan's next operation, but larger."""
+        position = self._operation
+        name = self._script.names[position]
+        said = f"operation {position}, {name}, made {nbytes} bytes, the plan has {size}"
+        self.leave(said, position, name_of(func))
 
     def _too_large(self, results: Sequence[torch.Tensor]) -> tuple[int, int] | None:
         """The bytes of the first result that is larger than the plan reckons with, and what it

@@ -72,17 +72,21 @@ def checkpoint(
     scope = CheckpointScope(getattr(function, "__name__", type(function).__name__))
     around: Any = contextlib.nullcontext()
     if context_fn is not None:
-        around, replaying = _contexts(
-            read_callable(context_fn, "context_fn", _CONTEXTS, arguments=0)
-        )
-        policy = selective_policy(around)
-        if policy is not None:
-            scope.keep_operation = _as_keep_operation(policy)
-            around = contextlib.nullcontext()
-        elif not isinstance(replaying, contextlib.nullcontext):
-            scope.replay_context = lambda: _Around(replaying)
+        read_callable(context_fn, "context_fn", _CONTEXTS, arguments=0)
+        around = _put_contexts_around(scope, *_contexts(context_fn))
     with scope, _Around(around):
         return function(*args, **kwargs)
+
+
+def _put_contexts_around(scope: CheckpointScope, around: Any, replaying: Any) -> Any:
+    """Have a scope do what torch's two contexts say; gives the one to enter around the forward."""
+    policy = selective_policy(around)
+    if policy is not None:
+        scope.keep_operation = _as_keep_operation(policy)
+        return contextlib.nullcontext()
+    if not isinstance(replaying, contextlib.nullcontext):
+        scope.replay_context = lambda: _Around(replaying)
+    return around
 
 
 def checkpoint_sequential(
@@ -122,7 +126,7 @@ def checkpoint_sequential(
     result = input
     for number in range(segments):
         last = number == segments - 1
-        part = chain[number * length :] if last else chain[number * length : (number + 1) * length]
+        part = chain[number * length : None if last else (number + 1) * length]
         with CheckpointScope(f"segment {number}", enabled=not last):
             for function in part:
                 result = function(result)
@@ -153,11 +157,8 @@ def chunked(fn: Callable[[Any], T], batch: Any, size: int, dim: int = 0) -> T:
     read_count(size, "size")
     read_count(dim, "dim", minimum=0)
     read_callable(fn, "fn", "a function of one chunk", arguments=1)
-    for tensor in leaves(batch) if dim else ():
-        if tensor.dim() <= dim:
-            raise invalid(
-                "dim", dim, f"is no dimension of a tensor of shape {tuple(tensor.shape)}", "dim=0"
-            )
+    if dim:
+        _check_all_have(dim, batch)
     in_front = _moved(batch, dim, 0)  # views: what is cut is dim 0
     total = size_of_batch(in_front)
     if not total:
@@ -168,6 +169,14 @@ def chunked(fn: Callable[[Any], T], batch: Any, size: int, dim: int = 0) -> T:
             outputs.append(fn(_moved(chunk, 0, dim)))
     joined: T = join_chunks(outputs, total, dim)
     return joined
+
+
+def _check_all_have(dim: int, batch: Any) -> None:
+    for tensor in leaves(batch):
+        if tensor.dim() <= dim:
+            raise invalid(
+                "dim", dim, f"is no dimension of a tensor of shape {tuple(tensor.shape)}", "dim=0"
+            )
 
 
 def _moved(nest: Any, source: int, to: int) -> Any:
@@ -202,13 +211,17 @@ def mark_checkpoint(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout != torch.strided:  # kept in any case: nothing without a storage is replayed
         return tensor
     recorder.keep(tensor)
+    _mark(tensor)
+    return tensor
+
+
+def _mark(tensor: torch.Tensor) -> None:
     key = storage_key(tensor)
     if key not in _marked:
         watch = _marked[key] = watch_storage(
             tensor.untyped_storage(), lambda dead: _marked.pop(dead.key, None)
         )
         watch.key = key
-    return tensor
 
 
 def is_checkpoint(tensor: torch.Tensor) -> bool:
@@ -245,13 +258,13 @@ def _check_function(function: Any, arguments: int | None) -> None:
 
 def _contexts(context_fn: Callable[[], Any]) -> tuple[Any, Any]:
     pair = context_fn()
-    if (
-        not isinstance(pair, tuple)
-        or len(pair) != 2
-        or not all(hasattr(one, "__enter__") for one in pair)
-    ):
+    if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(_can_be_entered, pair)):
         raise invalid("context_fn", context_fn, f"returned a {type(pair).__name__}", _CONTEXTS)
     return pair
+
+
+def _can_be_entered(context: Any) -> bool:
+    return hasattr(context, "__enter__")
 
 
 def _check_switches(use_reentrant: Any, preserve_rng_state: Any, **others: Any) -> None:

@@ -184,21 +184,18 @@ class CheckpointManager:
         free = [
             node for node in nodes if isinstance(node, CheckpointNode) and not node.is_checkpoint
         ]
-        chosen: list[CheckpointNode] = []
-        if self.limit_bytes is None:
-            chosen = _spread(free, math.isqrt(len(free)))
-        else:
-            room = self.limit_bytes - self.checkpoint_bytes
-            for count in range(len(free), 0, -1):
-                chosen = _spread(free, count)
-                if sum(node.nbytes for node in chosen) <= room:
-                    break
-            else:
-                chosen = []
+        chosen = self._chosen_of(free)
         for node in chosen:
             node.is_checkpoint = True
         self._nodes.extend(chosen)
         return chosen
+
+    def _chosen_of(self, free: list[CheckpointNode]) -> list[CheckpointNode]:
+        if self.limit_bytes is None:
+            return _spread(free, math.isqrt(len(free)))
+        room = self.limit_bytes - self.checkpoint_bytes
+        choices = (_spread(free, count) for count in range(len(free), 0, -1))
+        return next((chosen for chosen in choices if _total_bytes(chosen) <= room), [])
 
     def clear_all_checkpoints(self) -> None:
         """Let go of everything that was kept: it is recomputed when backward asks for it."""
@@ -225,23 +222,26 @@ class CheckpointManager:
                 "This CheckpointManager is entered already. Make another one for a second block."
             )
         if self.auto_checkpoint:
-            limit = self.limit_bytes
-            if limit is None:
-                raise MisuseError(
-                    "auto_checkpoint=True needs to know how much memory there is. Pass"
-                    " max_memory_mb=1024, for example."
-                )
-            # only automatic managers need the eviction engine
-            from gradfit.recompute.evict import Online
-
-            self._online = Online(limit)
-            self._online.__enter__()
-            # A module's last parameter is there when its first is used, so it must be counted from
-            # the beginning.
-            self._hook = register_module_forward_pre_hook(self._online.count_module)
+            self._begin_evicting()
         self._entered = self._was_entered = True
         add_observer(self.register_scope)
         return self
+
+    def _begin_evicting(self) -> None:
+        limit = self.limit_bytes
+        if limit is None:
+            raise MisuseError(
+                "auto_checkpoint=True needs to know how much memory there is. Pass"
+                " max_memory_mb=1024, for example."
+            )
+        # only automatic managers need the eviction engine
+        from gradfit.recompute.evict import Online
+
+        self._online = Online(limit)
+        self._online.__enter__()
+        # A module's last parameter is there when its first is used, so it must be counted from
+        # the beginning.
+        self._hook = register_module_forward_pre_hook(self._online.count_module)
 
     def __exit__(self, *error: Any) -> None:
         remove_observer(self.register_scope)
@@ -250,6 +250,10 @@ class CheckpointManager:
             self._hook.remove()
             online, self._online = self._online, None
             online.__exit__(*error)
+
+
+def _total_bytes(nodes: Sequence[GraphNode]) -> int:
+    return sum(node.nbytes for node in nodes)
 
 
 def _spread(nodes: Sequence[CheckpointNode], count: int) -> list[CheckpointNode]:
@@ -268,14 +272,9 @@ def _say_if_never_entered(manager: CheckpointManager) -> None:
     handle: Any = None
 
     def watch(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        idle = _idle(reference())
-        if idle is None:
+        if _idle(reference()) is None:
             handle.remove()
-        elif (
-            isinstance(output, torch.Tensor)
-            and output.grad_fn is not None
-            and not inside_functorch()
-        ):
+        elif _will_be_differentiated(output):
             output.grad_fn.register_prehook(warn)
 
     def warn(gradients: Any) -> None:
@@ -290,6 +289,12 @@ def _say_if_never_entered(manager: CheckpointManager) -> None:
             )
 
     handle = register_module_forward_hook(watch)
+
+
+def _will_be_differentiated(output: Any) -> bool:
+    return (
+        isinstance(output, torch.Tensor) and output.grad_fn is not None and not inside_functorch()
+    )
 
 
 def _idle(manager: CheckpointManager | None) -> CheckpointManager | None:

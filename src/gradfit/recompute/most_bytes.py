@@ -48,13 +48,13 @@ def _are_strided(args: Sequence[Any]) -> bool:
 
 def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
     """Of an operation's arguments, those in lists too."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for argument in args:
         if isinstance(argument, torch.Tensor):
-            found.append(argument)
+            tensors.append(argument)
         elif isinstance(argument, list | tuple):
-            found += [item for item in argument if isinstance(item, torch.Tensor)]
-    return found
+            tensors += [item for item in argument if isinstance(item, torch.Tensor)]
+    return tensors
 
 
 def _unknown(args: Sequence[Any]) -> int:
@@ -103,22 +103,25 @@ def _table(args: Sequence[Any]) -> int:
 def _picked(args: Sequence[Any]) -> int:
     """As many slices as positions; masks, of which only the data tell how many, count in full."""
     source, positions = args[:2]
-    given = [index for index in positions if index is not None]
-    masks = [index for index in given if _is_mask(index)]
-    shapes = [index.shape for index in given if not _is_mask(index)]
+    masks = [index for index in positions if _is_mask(index)]
+    shapes = [index.shape for index in positions if index is not None and not _is_mask(index)]
     picked = _broadcast_size(shapes) * math.prod(mask.numel() for mask in masks)
-    rest: list[int] = list(source.shape)
-    dim = 0
+    return int(picked * math.prod(_sizes_left(source.shape, positions)))
+
+
+def _sizes_left(shape: Sequence[int], positions: Sequence[torch.Tensor | None]) -> list[int]:
+    """A tensor's sizes, with 1 where an index picks from a dimension; a mask picks from several."""
+    sizes, dim = list(shape), 0
     for index in positions:
         taken = index.dim() if index is not None and _is_mask(index) else 1
         if index is not None:
-            rest[dim : dim + taken] = [1] * taken
+            sizes[dim : dim + taken] = [1] * taken
         dim += taken
-    return int(picked * math.prod(rest))
+    return sizes
 
 
-def _is_mask(index: torch.Tensor) -> bool:
-    return index.dtype in (torch.bool, torch.uint8)
+def _is_mask(index: torch.Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
 def _slices(args: Sequence[Any]) -> int:
@@ -205,13 +208,25 @@ def _rule_of(func: Any) -> Rule:
     schema, info = schema_of(func), info_of(func)
     if any(isinstance(where, str) for where in info.writes):
         return _unknown  # `out=`, which may be resized
-    if info.writes_self or not any("Tensor" in str(one.type) for one in schema.returns):
+    if info.writes_self or not _returns_tensors(schema):
         return _nothing
-    namespace, name = schema.name.split("::")
-    rule = _broadcast if torch.Tag.pointwise in func.tags else _BY_NAME.get(name)
-    if namespace != "aten" or rule is None or info.writes:
+    if info.writes:
         return _unknown
-    results = len(schema.returns)
-    if results == 1:
+    return _times(len(schema.returns), _rule_of_one_result(func, schema))
+
+
+def _returns_tensors(schema: Any) -> bool:
+    return any("Tensor" in str(one.type) for one in schema.returns)
+
+
+def _rule_of_one_result(func: Any, schema: Any) -> Rule:
+    namespace, name = schema.name.split("::")
+    if namespace != "aten":
+        return _unknown
+    return _broadcast if torch.Tag.pointwise in func.tags else _BY_NAME.get(name, _unknown)
+
+
+def _times(results: int, rule: Rule) -> Rule:
+    if results == 1 or rule is _unknown:
         return rule
     return lambda args: results * rule(args)

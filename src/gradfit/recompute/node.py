@@ -135,17 +135,10 @@ class CheckpointNode(GraphNode):
     def is_checkpoint(self, kept: bool) -> None:
         self._is_checkpoint = read_flag(kept, "is_checkpoint")
         for value in self._live():
-            if not kept:
-                if value.op is not None:
-                    value.tensor = None
-            elif value.tensor is None:
-                there = _unchanged(value)
-                tensor = (
-                    replay.rebuild(value, Tape.alone(), retain=False)
-                    if there is None
-                    else detached(there)
-                )
-                value.tensor, value.held_version = tensor, tensor._version
+            if kept:
+                _keep(value)
+            elif value.op is not None:
+                value.tensor = None
 
     def save_activations(self, *activations: torch.Tensor) -> None:
         """Hold these until `clear_saved_activations()`.
@@ -175,21 +168,10 @@ class CheckpointNode(GraphNode):
         A node with neither gives what was saved.
         """
         if self.recompute_functions:
-            activations: list[torch.Tensor] = []
-            for function in self.recompute_functions:
-                result = function()
-                activations.extend([result] if isinstance(result, torch.Tensor) else result)
-            return activations
+            return self._call_functions()
         values = self._live()
         if values:
-            return [
-                (
-                    replay.content(value)
-                    if value.tensor is not None
-                    else replay.rebuild(value, Tape.alone(), retain=False)
-                )
-                for value in values
-            ]
+            return [_replayed(value) for value in values]
         if self.saved_activations:
             return list(self.saved_activations)
         raise MisuseError(
@@ -197,12 +179,33 @@ class CheckpointNode(GraphNode):
             " saved. Call add_recompute_function() or save_activations() first."
         )
 
+    def _call_functions(self) -> list[torch.Tensor]:
+        activations: list[torch.Tensor] = []
+        for function in self.recompute_functions:
+            result = function()
+            activations.extend([result] if isinstance(result, torch.Tensor) else result)
+        return activations
+
     def clear_saved_activations(self) -> None:
         """Let go of what was saved."""
         self.saved_activations.clear()
 
     def _live(self) -> list[TapeValue]:
         return [value for reference in self._values if (value := reference()) is not None]
+
+
+def _keep(value: TapeValue) -> None:
+    if value.tensor is None:
+        there = _unchanged(value)
+        tensor = _replayed(value) if there is None else detached(there)
+        value.tensor, value.held_version = tensor, tensor._version
+
+
+def _replayed(value: TapeValue) -> torch.Tensor:
+    """What a value is, checked if it is there and rebuilt if it is not."""
+    if value.tensor is not None:
+        return replay.content(value)
+    return replay.rebuild(value, Tape.alone(), retain=False)
 
 
 def _unchanged(value: TapeValue) -> torch.Tensor | None:
@@ -215,6 +218,15 @@ def _unchanged(value: TapeValue) -> torch.Tensor | None:
 
 def nodes_from(values: Iterable[TapeValue]) -> list[CheckpointNode]:
     """The nodes of everything that these values are made from, in the order of the forward pass."""
+    nodes: dict[TapeOperation, CheckpointNode] = {}
+    for op in sorted(_operations_behind(values), key=lambda op: op.index):
+        makers = dict.fromkeys(value.op for value in op.inputs)
+        nodes[op] = CheckpointNode.of(op, [nodes[maker] for maker in makers if maker in nodes])
+    return list(nodes.values())
+
+
+def _operations_behind(values: Iterable[TapeValue]) -> Iterable[TapeOperation]:
+    """All that these values are made by, over whatever steps."""
     operations: dict[TapeOperation, None] = {}
     stack = list(values)
     while stack:
@@ -222,8 +234,4 @@ def nodes_from(values: Iterable[TapeValue]) -> list[CheckpointNode]:
         if op is not None and op not in operations:
             operations[op] = None
             stack.extend(op.inputs)
-    nodes: dict[TapeOperation, CheckpointNode] = {}
-    for op in sorted(operations, key=lambda op: op.index):
-        makers = {value.op: None for value in op.inputs if value.op is not None}
-        nodes[op] = CheckpointNode.of(op, [nodes[maker] for maker in makers if maker in nodes])
-    return list(nodes.values())
+    return operations

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 KeepPolicy = Callable[[Any, torch.Tensor], bool]
 KeepOperation = Callable[[Any, list[torch.Tensor], Any, Any], bool]  # (op, results, args, kwargs)
 F = TypeVar("F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -179,11 +180,7 @@ class CheckpointScope:
             frames.append((self, None, None))
             return
         if inside_functorch():
-            raise UnsupportedOp(
-                f"CheckpointScope({self.name!r}) was entered inside a torch.func transform, which"
-                " does not allow saved tensors to be replaced. Put the scope around the"
-                " transform's result, or use torch.autograd.grad."
-            )
+            raise self._inside_transform()
         for observer in _frames.observers:
             observer(self)
         if _frames.suspended:
@@ -197,6 +194,13 @@ class CheckpointScope:
             self._open_outermost(frames)
         else:
             frames.append((self, None, None))
+
+    def _inside_transform(self) -> UnsupportedOp:
+        return UnsupportedOp(
+            f"CheckpointScope({self.name!r}) was entered inside a torch.func transform, which"
+            " does not allow saved tensors to be replaced. Put the scope around the"
+            " transform's result, or use torch.autograd.grad."
+        )
 
     @untraced
     def _open_outermost(self, frames: list[Any]) -> None:
@@ -249,12 +253,14 @@ class CheckpointScope:
         elif self in (closed := [reference() for reference in _frames.closed]):
             del _frames.closed[closed.index(self)]
         else:
-            raise MisuseError(
-                f"CheckpointScope({self.name!r}) is left but was not entered. Use it in a `with`"
-                " block."
-            )
+            raise self._not_entered()
         if kind is not None and issubclass(kind, RuntimeError):
             self._explain(kind, error, trace)
+
+    def _not_entered(self) -> MisuseError:
+        return MisuseError(
+            f"CheckpointScope({self.name!r}) is left but was not entered. Use it in a `with` block."
+        )
 
     def _leave_before_inner(self, kind: Any) -> None:
         """One that was entered after this one is still open: close both, and say so."""
@@ -313,10 +319,9 @@ class CheckpointScope:
         return nodes_from(self._saved_values())
 
     def _saved_values(self) -> list[TapeValue]:
-        values = [value for reference in self._saved if (value := reference()) is not None]
-        for reference in self._inner:
-            inner = reference()
-            if inner is not None and inner is not self:
+        values = _alive(self._saved)
+        for inner in _alive(self._inner):
+            if inner is not self:
                 values += inner._saved_values()
         return values
 
@@ -345,6 +350,10 @@ class CheckpointScope:
             seconds: of the clock.
         """
         self.stats.recomputed_seconds += seconds
+
+
+def _alive(references: Iterable[weakref.ref[_T]]) -> list[_T]:
+    return [there for reference in references if (there := reference()) is not None]
 
 
 def _close_innermost() -> CheckpointScope:

@@ -338,7 +338,7 @@ def _state_after_one_step(
     """What this optimizer keeps for such a parameter, seen on a stand-in."""
     stand_in = torch.nn.Parameter(torch.zeros_like(parameter))
     stand_in.grad = torch.zeros_like(parameter)
-    probe = probe_of(optimizer, group, [stand_in])
+    probe = probe_of(optimizer, group, [stand_in], [parameter])
     with torch.no_grad():
         probe.step()
     return dict(probe.state.get(stand_in, {}))

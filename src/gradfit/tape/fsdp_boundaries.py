@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,29 +33,48 @@ def watch_units(keep: Callable[[torch.Tensor], None], refilled: set[int]) -> lis
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None or not fsdp.FSDPModule.__subclasses__():
         return []
-    unit, thread = fsdp.FSDPModule, threading.get_ident()
+    hooks = _UnitHooks(fsdp.FSDPModule, keep, refilled)
+    return [
+        register_module_forward_pre_hook(hooks.before),
+        register_module_forward_hook(hooks.after),
+    ]
 
-    def keep_all(module: torch.nn.Module, nest: Any) -> None:
-        if isinstance(module, unit) and threading.get_ident() == thread and graph_task_id() == -1:
+
+class _UnitHooks:
+    """What is called around the forwards of all modules."""
+
+    def __init__(
+        self, unit: type, keep: Callable[[torch.Tensor], None], refilled: set[int]
+    ) -> None:
+        self._unit, self._keep, self._refilled = unit, keep, refilled
+        self._thread = threading.get_ident()
+
+    def before(self, module: torch.nn.Module, nest: Any) -> None:
+        if isinstance(module, self._unit) and self._is_recorded():
             for tensor in _tensors(nest):
-                keep(tensor)
+                self._keep(tensor)
 
-    def after(module: torch.nn.Module, _: Any, results: Any) -> None:
-        keep_all(module, results)
-        if isinstance(module, unit):
-            refilled.update(map(storage_key, gathered_into(module)))
+    def after(self, module: torch.nn.Module, _: Any, results: Any) -> None:
+        self.before(module, results)
+        if isinstance(module, self._unit):
+            self._refilled.update(map(storage_key, gathered_into(module)))
 
-    return [register_module_forward_pre_hook(keep_all), register_module_forward_hook(after)]
+    def _is_recorded(self) -> bool:
+        """Whether this is the recorder's thread, and no backward pass."""
+        return threading.get_ident() == self._thread and graph_task_id() == -1
 
 
 def _tensors(nest: Any) -> Iterator[torch.Tensor]:
     if isinstance(nest, torch.Tensor):
         yield nest
-    elif isinstance(nest, dict):
-        for item in nest.values():
-            yield from _tensors(item)
-    elif isinstance(nest, list | tuple):
-        for item in nest:
-            yield from _tensors(item)
-    elif hasattr(nest, "__dataclass_fields__"):
-        yield from _tensors(vars(nest))
+        return
+    for item in _items(nest):
+        yield from _tensors(item)
+
+
+def _items(nest: Any) -> Iterable[Any]:
+    if isinstance(nest, dict):
+        return nest.values()
+    if isinstance(nest, list | tuple):
+        return nest
+    return vars(nest).values() if hasattr(nest, "__dataclass_fields__") else ()

@@ -29,10 +29,12 @@ def draws(info: OpInfo, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         return False
     if "device" in kwargs and _is_meta(kwargs["device"]):
         return False
-    if info.dropout is None:
-        return True
-    probability = args[info.dropout] if info.dropout < len(args) else kwargs.get("dropout_p", 0.0)
-    return bool(probability != 0.0)
+    return info.dropout is None or _dropout_probability(info.dropout, args, kwargs) != 0.0
+
+
+def _dropout_probability(place: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    probability: float = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+    return probability
 
 
 def _is_meta(device: Any) -> bool:
@@ -80,7 +82,12 @@ def _source(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     for argument in arguments:
         if isinstance(argument, torch.Generator):
             return argument
-    device = torch.device(kwargs.get("device") or _first_device(arguments) or "cpu")
+    return _default_of(kwargs.get("device") or _first_device(arguments) or "cpu")
+
+
+def _default_of(device: Any) -> Any:
+    """A device's default generator, or, of one that is no CPU, the device itself."""
+    device = torch.device(device)
     return torch.default_generator if device.type == "cpu" else with_index(device)
 
 

@@ -165,12 +165,14 @@ def view_names() -> list[str]:
 
 def _is_view(schema: Any) -> bool:
     namespace, name = schema.name.split("::")
-    if namespace == "aten" and (name in _METADATA or name in _UNDECLARED_VIEWS):
+    if namespace == "aten" and name in _METADATA | _UNDECLARED_VIEWS:
         return name in _UNDECLARED_VIEWS
-    aliases = [
-        argument.alias_info for argument in schema.arguments if argument.alias_info is not None
-    ]
-    return bool(aliases) and not any(alias.is_write for alias in aliases)
+    aliases = [argument.alias_info for argument in schema.arguments]
+    return any(aliases) and not any(map(_is_write, aliases))
+
+
+def _is_write(alias: Any) -> bool:
+    return alias is not None and alias.is_write
 
 
 def _describe(op: Any) -> OpInfo:
@@ -236,7 +238,7 @@ class _Schema:
         return [
             position
             for position, argument in enumerate(self._arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            if _is_write(argument.alias_info)
         ]
 
     @property
@@ -258,14 +260,13 @@ class _Schema:
 
     @property
     def writes_self(self) -> bool:
-        return (
-            self.writes == (0,)
-            and self.among({self.name})
-            and self.recordable
-            and len(self._returns) == 1
-            and self.name.endswith("_")
-            and not self.writes_lists
-        )
+        is_method = self.namespace == "aten" and self.name.endswith("_") and self.recordable
+        return is_method and self._writes_first and len(self._returns) == 1
+
+    @property
+    def _writes_first(self) -> bool:
+        """Only its first argument, which is one tensor."""
+        return self.writes == (0,) and not self.writes_lists
 
     @property
     def writes_lists(self) -> bool:
@@ -279,8 +280,11 @@ class _Schema:
 
     @property
     def makes_from_nothing(self) -> bool:
-        takes_tensors = any("Tensor" in str(argument.type) for argument in self._arguments)
-        return self.namespace == "aten" and "dtype" in self.names and not takes_tensors
+        return self.namespace == "aten" and "dtype" in self.names and not self._takes_tensors
+
+    @property
+    def _takes_tensors(self) -> bool:
+        return any("Tensor" in str(argument.type) for argument in self._arguments)
 
     @property
     def unwritten(self) -> str | None:

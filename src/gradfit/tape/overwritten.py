@@ -32,18 +32,19 @@ def overwritten(
     operation, traced_line = _running_operation()
     use = "from which activations are rebuilt" if rebuilt_from else "that backward needs"
     needed = f" (for {operation})" if operation else ""
-    line = traced_line or line_at(used_at)
-    where = (
-        f" It was used at {line}."
-        if line
-        else " torch.autograd.set_detect_anomaly(True) shows where it was used."
-    )
+    where = _where_it_was_used(traced_line or line_at(used_at))
     return ActivationOverwritten(
         f"A tensor of {shape_of(tensor)} {use}{needed} has been modified by an inplace operation"
         f" since the forward pass: it is at version {version}, version {expected} was"
-        f" expected.{where} Call backward() before changing it in place, or write `x = x + y`"
+        f" expected. {where} Call backward() before changing it in place, or write `x = x + y`"
         " instead of `x += y`."
     )
+
+
+def _where_it_was_used(line: str) -> str:
+    if line:
+        return f"It was used at {line}."
+    return "torch.autograd.set_detect_anomaly(True) shows where it was used."
 
 
 def shape_of(tensor: torch.Tensor) -> str:

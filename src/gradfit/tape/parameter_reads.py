@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from itertools import chain
 
 import torch
 
 from gradfit.tape.storage import copy_storage
+from gradfit.tape.unwatched import share_memory
 from gradfit.tape.values import ParameterRef, geometry_of, shaped
 
 _MANY = 16  # references to one parameter, before dead ones are looked for
@@ -37,7 +39,7 @@ class ParameterReads:
         others.append(_reference_to(reference))
         # Looked through only when their number has doubled, so that adding one stays cheap.
         if len(others) >= _MANY and len(others) & (len(others) - 1) == 0:
-            others[:] = [other for other in others if other() is not None]
+            _remove_dead(others)
         return reference
 
     def copy_before_write(self, key: int, counted_before: int = 0) -> None:
@@ -45,19 +47,23 @@ class ParameterReads:
         if key not in self.refilled:
             copy_for(_alive(self.by_storage.pop(key, ())), counted_before)
 
+    def copy_sharing(self, target: torch.Tensor) -> None:
+        """The same for all that lie in the memory of a tensor that is about to be written to."""
+        for key, references in list(self.by_storage.items()):
+            read = _first_alive(references)
+            if read is not None and share_memory(read.content, target):
+                self.copy_before_write(key)
+
     def overwritten(self) -> torch.Tensor | None:
         """One that somebody has written to since it was read, if there is one."""
-        for references in self.by_storage.values():
-            for reference in _alive(references):
-                if reference.overwritten:
-                    return reference.content
-        return None
+        reads = chain.from_iterable(map(_alive, self.by_storage.values()))
+        return next((read.content for read in reads if read.overwritten), None)
 
     def clear(self) -> None:
         self.by_storage.clear()
 
 
-def first_alive(references: Iterable[weakref.ref[ParameterRef]]) -> ParameterRef | None:
+def _first_alive(references: Iterable[weakref.ref[ParameterRef]]) -> ParameterRef | None:
     return next(iter(_alive(references)), None)
 
 
@@ -71,15 +77,23 @@ def copy_for(references: Iterable[ParameterRef], counted_before: int) -> None:
     """
     copy: torch.Tensor | None = None
     for reference in references:
-        source = reference.source
-        if source is None or source._version - counted_before != reference.version:
-            continue  # it has a copy already, or it is too late: then replay refuses
-        if source.is_conj():  # its bits are not its content; replay compares versions
+        if not _can_be_copied(reference, counted_before):
             continue
         geometry = geometry_of(reference.content)
         if copy is None:
             copy = copy_storage(reference.content, geometry)
         reference.content, reference.source = shaped(copy, geometry), None
+
+
+def _remove_dead(references: list[weakref.ref[ParameterRef]]) -> None:
+    references[:] = [reference for reference in references if reference() is not None]
+
+
+def _can_be_copied(reference: ParameterRef, counted_before: int) -> bool:
+    source = reference.source
+    if source is None or source._version - counted_before != reference.version:
+        return False  # it has a copy already, or it is too late: then replay refuses
+    return not source.is_conj()  # its bits are not its content; replay compares versions
 
 
 def _alive(references: Iterable[weakref.ref[ParameterRef]]) -> list[ParameterRef]:

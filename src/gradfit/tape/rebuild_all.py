@@ -54,8 +54,12 @@ class RebuildAll:
             saved: the values that backward will ask for.
         """
         saved = list(saved)
-        has_scopes = any(value.segment.scope is not None for value in saved)  # of the user's own
-        if math.isinf(self._quota) or has_scopes:
+        if math.isinf(self._quota) or _are_in_scopes(saved):
             return
         needed = assign_segments(saved, self._around)
         self._tape.retains = self._operations > _FEW or needed < _SEGMENTS * self._quota
+
+
+def _are_in_scopes(values: Iterable[TapeValue]) -> bool:
+    """Whether some belong to scopes of the user's own, which are segments already."""
+    return any(value.segment.scope is not None for value in values)

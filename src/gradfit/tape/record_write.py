@@ -122,19 +122,16 @@ class WriteRecorder:
             keys = [key_of(target) for target in targets]
         except Untrackable:
             self._table.forget_before_write(targets)
-            targets = []
+            return self._run_unrecorded(func, info, args, kwargs)
         if not targets:
-            out = info.call(*args, **kwargs)
-            self._decisions.of(func, info, args, kwargs, out)
-            return out
+            return self._run_unrecorded(func, info, args, kwargs)
         counted_before = int(info.counts_first)
         olds = [
             self._table.find(key, target, counted_before)
             for key, target in zip(keys, targets, strict=True)
         ]
         op = self._open(func, info, args, kwargs, keys, olds)
-        for key, old, target in zip(keys, olds, targets, strict=True):
-            self._table.before_write(key, target, old, counted_before)
+        self._copy_what_is_needed(keys, olds, targets, counted_before)
         out = info.call(*args, **kwargs)
         if info.writes_lists:
             # torch (2.10 to 2.13) does not count these writes where Python is called below
@@ -143,13 +140,18 @@ class WriteRecorder:
         returned = _new_results(out, args, keys, targets)
         results, choices = self._decisions.of(func, info, args, kwargs, out)
         self._drop_olds(keys, olds)
-        if op is None or (choices is not None and not _NOT_WRITTEN_DOWN.isdisjoint(choices)):
+        if op is None or not _NOT_WRITTEN_DOWN.isdisjoint(choices or ()):
             self._table.move_out_written(targets, choices)
             return out  # rule 5: from here on it is a root, or lies elsewhere
         op.random_state = random_state
         op.written = tuple(olds)  # type: ignore[arg-type]
         op.slices = is_small_slice(targets[0])
         self._add(op, targets, keys, returned, results, choices)
+        return out
+
+    def _run_unrecorded(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
+        out = info.call(*args, **kwargs)
+        self._decisions.of(func, info, args, kwargs, out)  # it has a number all the same
         return out
 
     def _open(
@@ -169,6 +171,16 @@ class WriteRecorder:
             for old in present:
                 old.unwritten = None  # written to, not read
         return self._table.open_operation(func, info, args, kwargs)
+
+    def _copy_what_is_needed(
+        self,
+        keys: list[int],
+        olds: list[TapeValue | None],
+        targets: list[torch.Tensor],
+        counted_before: int,
+    ) -> None:
+        for key, old, target in zip(keys, olds, targets, strict=True):
+            self._table.before_write(key, target, old, counted_before)
 
     def _drop_olds(self, keys: list[int], olds: list[TapeValue | None]) -> None:
         for key, old in zip(keys, olds, strict=True):
@@ -211,8 +223,12 @@ def _refuse_views(func: Any, targets: list[torch.Tensor]) -> None:
     """torch forgets the history of a view that a `_foreach` operation writes to under any dispatch
     mode.
     """
-    if torch.is_grad_enabled() and any(t.requires_grad and base_of(t) is not None for t in targets):
+    if torch.is_grad_enabled() and any(map(_is_view_with_gradient, targets)):
         raise UnsupportedOp(
             f"{func} writes to a view of a tensor that requires a gradient, and torch loses that"
             " gradient inside a scope. Call the operation on each tensor, or on copies."
         )
+
+
+def _is_view_with_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and base_of(tensor) is not None

@@ -71,11 +71,14 @@ _entered = _EnteredRecorders()
 
 def _leave(table: StorageTable) -> None:
     """A recording ends; one around it may go on, and takes care of what this one reads from."""
-    alive = [one for reference in _entered.tables if (one := reference()) is not None]
-    outer = [one for one in alive if one is not table]
+    outer = [one for one in _tables_alive() if one is not table]
     _entered.tables = [weakref.ref(one) for one in outer]
     if outer:
         outer[-1].inherit(table)
+
+
+def _tables_alive() -> list[StorageTable]:
+    return [table for reference in _entered.tables if (table := reference()) is not None]
 
 
 class Recorder:
@@ -183,13 +186,17 @@ class Recorder:
         """Nothing that comes now will be rebuilt: the policy says how it wants to follow it."""
         self._decisions.is_over = False
         begin_rest = getattr(self._decisions.policy, "begin_rest", None)
-        # FSDP2 writes to parameters as it goes: then everything is observed to the end.
-        if begin_rest is None or self._units or self._listening is None:
+        if begin_rest is None or not self._may_stop_early:
             return
         rest = begin_rest()
         self.saved_tensors.observer = rest.observer
         if not rest.observe_operations:
             self._listening.rest()
+
+    @property
+    def _may_stop_early(self) -> bool:
+        """FSDP2 writes to parameters as it goes: then everything is observed to the end."""
+        return not self._units and self._listening is not None
 
     # ----------------------------------------------------------------------------------- operations
 
@@ -263,8 +270,7 @@ class Recorder:
         """Random operations, those that make tensors from nothing, and those with hidden state."""
         updates = info.scratch and _in_training(args)
         if updates:
-            statistics = [args[position] for position in info.scratch]
-            self.table.forget_before_write([t for t in statistics if isinstance(t, _Tensor)])
+            self.table.forget_before_write(_running_statistics(info, args))
         out = info.call(*args, **kwargs)
         if info.chunks:
             self.table.split_results.add(out, self._values)
@@ -272,9 +278,7 @@ class Recorder:
         if choices is ALL or not info.recordable:  # rule 5
             return out
         if updates:
-            args = list(args)
-            for position in info.scratch:
-                args[position] = _scratch(args[position])
+            args = _with_scratch(info, args)
         if info.dtype or info.shape_only:
             info, args, kwargs = _as_replayed(info, args, kwargs, out)
         self._record(func, info, args, kwargs, out, random_state, choices, results)
@@ -400,12 +404,16 @@ def _new_results(out: Any, inputs: list[TapeValue]) -> Results:
 
 def _as_replayed(info: OpInfo, args: Any, kwargs: Any, out: Any) -> tuple[OpInfo, Any, Any]:
     """An operation as it is recorded, where that differs from how it was called."""
-    if info.dtype and isinstance(out, _Tensor) and ("dtype" not in kwargs or not out.is_cpu):
-        # At replay another dtype may be the default one, and another accelerator the current one.
+    if info.dtype and _depends_on_defaults(kwargs, out):
         kwargs = {**kwargs, "dtype": out.dtype, "device": out.device}
     if info.shape_only and (instead := without_content(info, args, kwargs, out)) is not None:
         return instead
     return info, args, kwargs
+
+
+def _depends_on_defaults(kwargs: Any, out: Any) -> bool:
+    """At replay another dtype may be the default one, and another accelerator the current one."""
+    return isinstance(out, _Tensor) and ("dtype" not in kwargs or not out.is_cpu)
 
 
 def _all_tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
@@ -417,10 +425,17 @@ def _in_training(args: Any) -> bool:
     return not (len(args) > 5 and args[5] is False)
 
 
-def _scratch(statistics: Any) -> Any:
+def _running_statistics(info: OpInfo, args: Any) -> list[torch.Tensor]:
+    return [args[place] for place in info.scratch if isinstance(args[place], _Tensor)]
+
+
+def _with_scratch(info: OpInfo, args: Any) -> list[Any]:
     """Replay must not update running statistics a second time: it gets tensors whose content is not
     read.
     """
-    if isinstance(statistics, _Tensor):
-        return Scratch(statistics.shape, statistics.dtype)
-    return statistics
+    replaced = list(args)
+    for place in info.scratch:
+        statistics = args[place]
+        if isinstance(statistics, _Tensor):
+            replaced[place] = Scratch(statistics.shape, statistics.dtype)
+    return replaced

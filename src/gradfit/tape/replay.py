@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -123,9 +123,7 @@ def rebuild(target: TapeValue, tape: Tape, *, retain: bool = True) -> torch.Tens
     if tape.on_held is not None:
         tape.on_held(retained)
     if retain:
-        for value in sweep.reads_left:
-            if value.tensor is not None and value.op is not None:
-                release_if_done(value, tape)
+        _release_done(sweep.reads_left, tape)
     scope = target.segment.scope
     if scope is not None:
         scope.note_recomputed(time.perf_counter() - started)
@@ -139,6 +137,13 @@ def _context_of(segment: Segment | None) -> Any:
             return segment.scope.replay_context()
         segment = segment.parent
     return contextlib.nullcontext()
+
+
+def _release_done(values: Iterable[TapeValue], tape: Tape) -> None:
+    """Drop those of a sweep's inputs that the rest of the pass will not ask for."""
+    for value in values:
+        if value.tensor is not None and value.op is not None:
+            release_if_done(value, tape)
 
 
 def release_if_done(value: TapeValue, tape: Tape) -> None:
@@ -206,13 +211,17 @@ def content(value: TapeValue) -> torch.Tensor:
         if value.op is None:
             _check_there(tensor)
     elif value.digest is not None and digest_of(tensor) != value.digest:
-        raise ActivationOverwritten(
-            f"A tensor of {shape_of(tensor)} from which activations are rebuilt has changed since"
-            " the forward pass. It lies in memory that torch does not watch (NumPy's, DLPack's, a"
-            " mapped file's, or inference mode's). Call backward() before refilling it, or use"
-            " `x.clone()` in the forward pass."
-        )
+        raise _changed_unwatched(tensor)
     return tensor
+
+
+def _changed_unwatched(tensor: torch.Tensor) -> ActivationOverwritten:
+    return ActivationOverwritten(
+        f"A tensor of {shape_of(tensor)} from which activations are rebuilt has changed since"
+        " the forward pass. It lies in memory that torch does not watch (NumPy's, DLPack's, a"
+        " mapped file's, or inference mode's). Call backward() before refilling it, or use"
+        " `x.clone()` in the forward pass."
+    )
 
 
 def _content_of_parameter(read: ParameterRef) -> torch.Tensor:
@@ -255,11 +264,14 @@ def _add_copies(operations: set[TapeOperation], target: TapeValue, tape: Tape) -
     """
     for op in [op for op in operations if op.slices]:
         operations.update(
-            reader
-            for version in (*op.written, *_alive(op.outputs))
-            for reader in _alive(version.users or ())
-            if reader.info.copies and _is_asked_for(reader, target.segment, tape)
+            copy for copy in _copies_around(op) if _is_asked_for(copy, target.segment, tape)
         )
+
+
+def _copies_around(op: TapeOperation) -> Iterator[TapeOperation]:
+    """The copies of what a write makes or writes over."""
+    for version in (*op.written, *_alive(op.outputs)):
+        yield from (reader for reader in _alive(version.users or ()) if reader.info.copies)
 
 
 def _alive(references: Iterable[weakref.ref[Any] | None]) -> list[Any]:
@@ -378,11 +390,7 @@ class _Sweep:
     ) -> None:
         self.target, self.retained = target, retained
         self.rewound = Rewound()
-        # By value: how many operations of the sweep have still to read it.
-        self.reads_left: dict[TapeValue, int] = {}
-        for op in operations:
-            for value in op.inputs:
-                self.reads_left[value] = self.reads_left.get(value, 0) + 1
+        self.reads_left = _reads_of(operations)
         self._asked = {target, *self.reads_left, *retained}
         # What is there now. What was cached and is read here is pinned: memory may run short on the
         # way, and whoever evicts must not take it.
@@ -450,9 +458,7 @@ class _Sweep:
             tensor = tensors.get(old)
             if tensor is None or not self._is_last_use(old):
                 covered[old] = tensor
-                tensor = tensors[old] = copy_storage(
-                    content(old) if tensor is None else tensor, old.geometry
-                )
+                tensor = tensors[old] = _copy_of(old, tensor)
             private[old] = tensor
         args = [each if type(each) in ATOMS else self._argument(each, op) for each in op.args]
         out = self._call(op, args)
@@ -463,10 +469,7 @@ class _Sweep:
             if value.position < 0:
                 self._put_written(value, op.written[-1 - value.position], private)
             else:
-                result = flat_results(out)[value.position]
-                if geometry_of(result) != value.geometry:
-                    _refuse(op, value, result)
-                self._store(value, result)
+                self._put_returned(value, op, flat_results(out)[value.position])
 
     def _is_last_use(self, old: TapeValue) -> bool:
         """Whether nobody but the operation that now writes over it wants a value."""
@@ -490,6 +493,11 @@ class _Sweep:
         result = private[old]
         if value.geometry != old.geometry:
             result = shaped(result, value.geometry)
+        self._store(value, result)
+
+    def _put_returned(self, value: TapeValue, op: TapeOperation, result: torch.Tensor) -> None:
+        if geometry_of(result) != value.geometry:
+            _refuse(op, value, result)
         self._store(value, result)
 
     def _store(self, value: TapeValue, result: torch.Tensor) -> None:
@@ -526,13 +534,31 @@ class _Sweep:
                 return reference
             return [self._argument(item, op) for item in reference]
         if kind is Scratch:
-            device = self._argument(op.args[0], op).device
-            return torch.zeros(reference.shape, dtype=reference.dtype, device=device)
+            return self._throw_away_tensor(reference, op)
         return reference
+
+    def _throw_away_tensor(self, like: Scratch, op: TapeOperation) -> torch.Tensor:
+        """For hidden state that an operation updates, on the device of its first argument."""
+        device = self._argument(op.args[0], op).device
+        return torch.zeros(like.shape, dtype=like.dtype, device=device)
 
     def _tensor(self, value: TapeValue) -> torch.Tensor:
         tensor = self.tensors.get(value)
         return content(value) if tensor is None else tensor
+
+
+def _copy_of(value: TapeValue, tensor: torch.Tensor | None) -> torch.Tensor:
+    """To be written to: of what a sweep has for a value, or of what is held of it."""
+    return copy_storage(content(value) if tensor is None else tensor, value.geometry)
+
+
+def _reads_of(operations: list[TapeOperation]) -> dict[TapeValue, int]:
+    """By value: how many operations of a sweep have still to read it."""
+    reads: dict[TapeValue, int] = {}
+    for op in operations:
+        for value in op.inputs:
+            reads[value] = reads.get(value, 0) + 1
+    return reads
 
 
 def _uncover(

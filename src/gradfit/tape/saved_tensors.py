@@ -14,7 +14,8 @@ import torch
 
 from gradfit._torch import FakeTensor, as_class, detached, graph_task_id, storage_key
 from gradfit._torch_listen import pop_hooks, push_hooks, top_hooks
-from gradfit.source_line import source_place
+from gradfit.errors import ActivationOverwritten
+from gradfit.source_line import Place, source_place
 from gradfit.tape.decisions import SaveObserver
 from gradfit.tape.overwritten import overwritten
 from gradfit.tape.replay import look, take
@@ -172,12 +173,15 @@ class SavedTensors:
             return value
         present = self._table.find(value.key, tensor)
         if present is not None and present.unwritten is not None:
-            self.copying = True  # autograd calls: what we do now would be observed
-            try:
-                self._table.hold_unwritten(present, tensor, detached)
-            finally:
-                self.copying = False
+            self._hold_unwritten(present, tensor)
         return present
+
+    def _hold_unwritten(self, value: TapeValue, tensor: torch.Tensor) -> None:
+        self.copying = True  # autograd calls: what we do now would be observed
+        try:
+            self._table.hold_unwritten(value, tensor, detached)
+        finally:
+            self.copying = False
 
     def _part(self, value: TapeValue, tensor: torch.Tensor) -> TapeValue | None:
         """What is saved of a storage that is written slice by slice: see `written_slices.py`."""
@@ -275,12 +279,20 @@ def unpack(packed: Any) -> torch.Tensor:
     if type(packed) is Handle:
         return take(packed) if graph_task_id() != -1 else look(packed)
     if type(packed) is OfSubclass:
-        alias = as_class(unpack(packed.content), packed.kind)
-        vars(alias).update(packed.attributes)
-        return alias
+        return _unpack_subclass(packed)
     tensor: torch.Tensor = packed[0]
     if packed[1] is not None and packed[1] >= 0 and tensor._version != packed[1]:
-        raise overwritten(
-            tensor, tensor._version, packed[1], used_at=packed[2] if len(packed) > 2 else None
-        )
+        raise _written_since(*packed)
     return tensor
+
+
+def _unpack_subclass(packed: OfSubclass) -> torch.Tensor:
+    alias = as_class(unpack(packed.content), packed.kind)
+    vars(alias).update(packed.attributes)
+    return alias
+
+
+def _written_since(
+    tensor: torch.Tensor, version: int, used_at: Place | None = None
+) -> ActivationOverwritten:
+    return overwritten(tensor, tensor._version, version, used_at=used_at)

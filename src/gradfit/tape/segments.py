@@ -32,10 +32,7 @@ def assign_segments(saved: Iterable[TapeValue], around: Segment) -> int:
     if not forward.values:
         return 0
     cuts = min(forward.candidates(), key=forward.peak_bytes)
-    segments = [Segment(around) for _ in range(len(cuts) + 1)]
-    for value, made, last in forward.values:
-        first = segments[bisect_right(cuts, made)]
-        value.segment = first if segments[bisect_right(cuts, last)] is first else around
+    forward.assign(cuts, around)
     return forward.peak_bytes(cuts)
 
 
@@ -45,27 +42,38 @@ class _Forward:
     """
 
     def __init__(self, saved: Iterable[TapeValue]) -> None:
-        found = _to_rebuild(saved)
-        operations = sorted({_maker(value) for value in found}, key=lambda op: op.index)
+        values = _to_rebuild(saved)
+        operations = sorted({_maker(value) for value in values}, key=lambda op: op.index)
+        last = _last_readers(values, operations)
         place = {op: at for at, op in enumerate(operations)}
-        last = {value: place[_maker(value)] for value in found}
-        for at, op in enumerate(operations):
-            for value in op.inputs:
-                if value in last:
-                    last[value] = at
         # each with the operation that makes it and the last one that reads it
-        self.values = [(value, place[_maker(value)], last[value]) for value in found]
-        count = len(operations)
-        self._saved = [0] * count  # bytes that each makes and backward asks for
-        change = [0] * (count + 1)
+        self.values = [(value, place[_maker(value)], last[value]) for value in values]
+        self._saved = self._saved_bytes(len(operations))
+        self._crossing = self._bytes_that_cross(len(operations))
+        self._sums = [0, *accumulate(self._saved)]
+
+    def _saved_bytes(self, operations: int) -> list[int]:
+        """By operation: the bytes that it makes and backward asks for."""
+        saved = [0] * operations
+        for value, made, _ in self.values:
+            saved[made] += _bytes_of(value) if value.handles else 0
+        return saved
+
+    def _bytes_that_cross(self, operations: int) -> list[int]:
+        """By operation: the bytes that lead over the border before it."""
+        change = [0] * (operations + 1)
         for value, made, end in self.values:
             size = _bytes_of(value)
-            self._saved[made] += size if value.handles else 0
             change[made + 1] += size
-            change[end + 1 if end < count else count] -= size
-        # bytes that lead over the border before each
-        self._crossing = list(accumulate(change))
-        self._sums = [0, *accumulate(self._saved)]
+            change[min(end + 1, operations)] -= size
+        return list(accumulate(change))
+
+    def assign(self, cuts: Sequence[int], around: Segment) -> None:
+        """Give each value the segment that it is made and read in, or the one around all."""
+        segments = [Segment(around) for _ in range(len(cuts) + 1)]
+        for value, made, last in self.values:
+            first = segments[bisect_right(cuts, made)]
+            value.segment = first if segments[bisect_right(cuts, last)] is first else around
 
     def candidates(self) -> Iterable[tuple[int, ...]]:
         """Ways to cut, each as the first operations of all segments but the first."""
@@ -80,38 +88,59 @@ class _Forward:
         """
         cuts, begin, best = [], 0, 0
         for at in range(1, len(self._saved)):
-            if self._sums[at] - self._sums[begin] >= quota / 2 and (
-                best <= begin or self._crossing[at] <= self._crossing[best]
-            ):
+            if self._bytes_in(begin, at) >= quota / 2 and self._is_no_worse(at, best, begin):
                 best = at
-            if self._sums[at + 1] - self._sums[begin] > quota and best > begin:
+            if self._bytes_in(begin, at + 1) > quota and best > begin:
                 cuts.append(best)
                 begin = best
         return tuple(cuts)
 
+    def _bytes_in(self, begin: int, end: int) -> int:
+        return self._sums[end] - self._sums[begin]
+
+    def _is_no_worse(self, at: int, best: int, begin: int) -> bool:
+        """Whether to cut here, rather than at the best place so far, if there is one."""
+        return best <= begin or self._crossing[at] <= self._crossing[best]
+
     def peak_bytes(self, cuts: Sequence[int]) -> int:
         """The most of: what leads into a segment from all before it, and what it makes."""
+        bounds = [0, *cuts, len(self._saved)]
+        inside = [self._bytes_in(begin, end) for begin, end in pairwise(bounds)]
+        leading = accumulate(self._leading_bytes(cuts))
+        return max(before + own for before, own in zip(leading, inside, strict=False))
+
+    def _leading_bytes(self, cuts: Sequence[int]) -> list[int]:
+        """By segment: the bytes that lead into it, or further, from the one before."""
         leading = [0] * (len(cuts) + 2)
         for value, made, last in self.values:
             segment = bisect_right(cuts, made)
             if bisect_right(cuts, last) != segment:
                 leading[segment + 1] += _bytes_of(value)
-        bounds = [0, *cuts, len(self._saved)]
-        inside = [self._sums[end] - self._sums[begin] for begin, end in pairwise(bounds)]
-        return max(before + own for before, own in zip(accumulate(leading), inside, strict=False))
+        return leading
 
 
 def _to_rebuild(saved: Iterable[TapeValue]) -> list[TapeValue]:
     """These and all that they are made from, as far as it is not there."""
-    found: dict[TapeValue, None] = {}
+    absent: dict[TapeValue, None] = {}
     stack = list(saved)
     while stack:
         value = stack.pop()
-        if value.op is None or value.tensor is not None or value in found:
+        if value.op is None or value.tensor is not None or value in absent:
             continue
-        found[value] = None
+        absent[value] = None
         stack.extend(value.op.inputs)
-    return list(found)
+    return list(absent)
+
+
+def _last_readers(
+    values: Iterable[TapeValue], operations: Sequence[TapeOperation]
+) -> dict[TapeValue, int]:
+    """The place of the last operation that reads each value, or of the one that makes it."""
+    place = {op: at for at, op in enumerate(operations)}
+    last = {value: place[_maker(value)] for value in values}
+    for at, op in enumerate(operations):
+        last.update((value, at) for value in op.inputs if value in last)
+    return last
 
 
 def _maker(value: TapeValue) -> TapeOperation:

@@ -44,10 +44,14 @@ def without_content(
         # No generator: the device's own, unless replay has a private one to give, as it has on the
         # CPU.
         return info_of(_RANDOM[name]), (out.size(),), {"generator": None, **options}
-    number = _FILLED[name]
-    if number is None:
-        number = kwargs["fill_value"] if "fill_value" in kwargs else args[-1]
-    return info_of(_aten.full.default), (out.size(), number), options
+    return info_of(_aten.full.default), (out.size(), _number_in(name, args, kwargs)), options
+
+
+def _number_in(name: str, args: Any, kwargs: Any) -> Any:
+    """What a constant tensor is filled with."""
+    if _FILLED[name] is not None:
+        return _FILLED[name]
+    return kwargs["fill_value"] if "fill_value" in kwargs else args[-1]
 
 
 def _is_plain(out: Any) -> bool:

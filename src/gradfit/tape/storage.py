@@ -5,7 +5,7 @@ own.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,15 @@ from gradfit.tape.values import Geometry, shaped
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
 _COMPLEX = frozenset({torch.complex32, torch.complex64, torch.complex128})
 _PART = 1 << 20
+_BY_ROWS = (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values)
+_BY_COLUMNS = (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values)
+_PARTS_BY_LAYOUT: dict[torch.layout, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
+    torch.sparse_coo: (torch.Tensor._indices, torch.Tensor._values),
+    torch.sparse_csr: _BY_ROWS,
+    torch.sparse_bsr: _BY_ROWS,
+    torch.sparse_csc: _BY_COLUMNS,
+    torch.sparse_bsc: _BY_COLUMNS,
+}
 _default_dispatch = torch.Tensor.__torch_dispatch__
 
 
@@ -41,14 +50,15 @@ def key_of(tensor: torch.Tensor) -> int:
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that a tensor without a storage of its own is made of."""
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.layout in _PARTS_BY_LAYOUT:
+        return sparse_parts(tensor)
     attributes = getattr(tensor, "__dict__", {}).values()
     return [part for part in attributes if isinstance(part, torch.Tensor) and part is not tensor]
+
+
+def sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The dense tensors that a sparse one is made of; none of another."""
+    return [part(tensor) for part in _PARTS_BY_LAYOUT.get(tensor.layout, ())]
 
 
 def place_of(tensor: torch.Tensor) -> Geometry:
@@ -129,10 +139,14 @@ def fresh_results(out: Any, args: Any) -> list[tuple[int, torch.Tensor, int]]:
             for position, tensor in enumerate(flatten((out,)))
             if isinstance(tensor, torch.Tensor)
         ]
-        given = {key_of(each) for each in args if isinstance(each, torch.Tensor)} if results else ()
+        given = _storages_of(args) if results else set()
     except Untrackable:
         return []
     return [result for result in results if result[2] not in given]
+
+
+def _storages_of(args: Any) -> set[int]:
+    return {key_of(each) for each in args if isinstance(each, torch.Tensor)}
 
 
 def written_tensors(info: OpInfo, args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -19,7 +19,7 @@ from gradfit.choices import HOLD, KEEP, OFFLOAD, PACK, REBUILD, Choice
 from gradfit.source_line import source_place
 from gradfit.tape.dropout_mask import pack
 from gradfit.tape.operators import CONSTANT, LOAD, OpInfo
-from gradfit.tape.parameter_reads import ParameterReads, copy_for, first_alive
+from gradfit.tape.parameter_reads import ParameterReads, copy_for
 from gradfit.tape.storage import (
     Untrackable,
     copy_storage,
@@ -171,11 +171,9 @@ class StorageTable:
         """Something that rebuilds start from, to which somebody has written since it was read, if
         there is one.
         """
-        for reference in self.roots.values():
-            root = reference()
-            if root is not None and _is_overwritten(root):
-                return root.tensor
-        return self.parameters.overwritten()
+        roots = (reference() for reference in self.roots.values())
+        root = next(filter(_is_overwritten, roots), None)
+        return self.parameters.overwritten() if root is None else root.tensor
 
     # ----------------------------------------------------------------------------------- references
 
@@ -262,11 +260,10 @@ class StorageTable:
         """Rule 5: somebody reads memory that no recorded operation wrote; what is in it now is all
         there is. A constant that is still one can be made again.
         """
-        is_constant = value.unwritten == CONSTANT and tensor.device.type == "cpu"
-        if is_constant and holds_only(tensor, _constant_of(value.op)):
-            value.unwritten = None
-            return
+        can_be_made_again = _is_still_constant(value, tensor)
         value.unwritten = None
+        if can_be_made_again:
+            return
         self.values.pop(value.key, None)
         value.death_watch = None
         value.op = None
@@ -365,11 +362,14 @@ class StorageTable:
         """
         for target, choice in zip(targets, choices or (), strict=False):
             if choice in (OFFLOAD, PACK) and fills_storage(target):
-                key = key_of(target)
-                self.roots.pop(key, None)
-                load = TapeOperation(next_index(), None, LOAD, [], NO_KWARGS, [])
-                self.add(load, [(0, target, key)], [choice])
-                self.expect_counted_write(target, key, None)
+                self._move_out_target(target, choice)
+
+    def _move_out_target(self, target: torch.Tensor, choice: Choice) -> None:
+        key = key_of(target)
+        self.roots.pop(key, None)
+        load = TapeOperation(next_index(), None, LOAD, [], NO_KWARGS, [])
+        self.add(load, [(0, target, key)], [choice])
+        self.expect_counted_write(target, key, None)
 
     def expect_counted_write(self, target: torch.Tensor, key: int, old: TapeValue | None) -> None:
         """Note by which version counter a write will be counted, and that the others stay as they
@@ -407,9 +407,12 @@ class StorageTable:
         elif old.held_version != -1:
             old.tensor = copy_storage(old.tensor, old.geometry)
             old.held_version = -1
-            if self.root(old.key) is old:
-                # the copy is not what lies there, even if the write now fails
-                del self.roots[old.key]
+            self._take_out_copied(old)
+
+    def _take_out_copied(self, root: TapeValue) -> None:
+        """Its copy is not what lies in the storage, even if the write now fails."""
+        if self.root(root.key) is root:
+            del self.roots[root.key]
 
     def before_unknown_write(self, target: torch.Tensor, key: int) -> None:
         """Somebody is about to write to a storage that no value of the table stands for.
@@ -425,18 +428,12 @@ class StorageTable:
 
     def _forget_sharing(self, target: torch.Tensor) -> None:
         for key, value in list(self.values.items()):
-            tensor = value.unmoved_forward_tensor()
-            # None: only views are left, nobody can say of what
-            if tensor is None or share_memory(tensor, target):
+            if _may_share_memory(value, target):
                 self._forget_key(key)
         for key in list(self.roots):
-            root = self.root(key)
-            if root is not None and root.tensor is not None and share_memory(root.tensor, target):
+            if _shares_memory(self.root(key), target):
                 self._forget_key(key)
-        for key, references in list(self.parameters.by_storage.items()):
-            read = first_alive(references)
-            if read is not None and share_memory(read.content, target):
-                self.parameters.copy_before_write(key)
+        self.parameters.copy_sharing(target)
 
     def forget_before_write(self, tensors: Iterable[torch.Tensor]) -> None:
         """Somebody is about to write to these without being recorded: they will be roots."""
@@ -463,8 +460,7 @@ class StorageTable:
 
     def _forget_value(self, key: int, value: TapeValue) -> None:
         self.copy_value(value)
-        value.death_watch = None
-        value.forward_tensor = nothing
+        _let_go(value)
         self.roots.pop(key, None)
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -472,10 +468,8 @@ class StorageTable:
         for tensor in tensors:
             with contextlib.suppress(Untrackable):
                 key = key_of(tensor)
-                for value in (self.values.pop(key, None), self.root(key)):
-                    if value is not None:
-                        value.death_watch = None
-                        value.forward_tensor = nothing
+                _let_go(self.values.pop(key, None))
+                _let_go(self.root(key))
                 self.roots.pop(key, None)
 
     # -------------------------------------------------------------------------- recordings inside
@@ -499,12 +493,16 @@ class StorageTable:
         """These are about to be written to: who has read them in a recording inside gets a copy."""
         for tensor in tensors:
             with contextlib.suppress(Untrackable):
-                held = [reference() for reference in self.inherited.pop(key_of(tensor), ())]
-                copy_for([read for read in held if isinstance(read, ParameterRef)], counted_before)
-                for root in held:
-                    # At another version it is too late: then replay refuses.
-                    if isinstance(root, TapeValue) and _is_unchanged(root, counted_before):
-                        self.copy_value(root)
+                references = self.inherited.pop(key_of(tensor), ())
+                self._copy_for([reference() for reference in references], counted_before)
+
+    def _copy_for(self, readers: Sequence[Any], counted_before: int) -> None:
+        """Give these, references to parameters and roots, a copy of what they have read."""
+        copy_for([read for read in readers if isinstance(read, ParameterRef)], counted_before)
+        for root in readers:
+            # At another version it is too late: then replay refuses.
+            if isinstance(root, TapeValue) and _is_unchanged(root, counted_before):
+                self.copy_value(root)
 
 
 def add_input(value: TapeValue, inputs: list[TapeValue]) -> None:
@@ -541,6 +539,23 @@ def _is_of_parameter(tensor: torch.Tensor) -> bool:
     return owner.requires_grad and owner.is_leaf and not tensor.is_inference()
 
 
+def _let_go(value: TapeValue | None) -> None:
+    """A value stands no longer for the storage that it was seen in."""
+    if value is not None:
+        value.death_watch = None
+        value.forward_tensor = nothing
+
+
+def _may_share_memory(value: TapeValue, target: torch.Tensor) -> bool:
+    tensor = value.unmoved_forward_tensor()
+    # None: only views are left, nobody can say of what
+    return tensor is None or share_memory(tensor, target)
+
+
+def _shares_memory(root: TapeValue | None, target: torch.Tensor) -> bool:
+    return root is not None and root.tensor is not None and share_memory(root.tensor, target)
+
+
 def _is_read_through_data(root: TapeValue) -> bool:
     """Whether a root was read through `.data`, which counts for itself, and is as it was."""
     return (
@@ -555,8 +570,16 @@ def _is_unchanged(root: TapeValue, counted_before: int) -> bool:
     return root.tensor is not None and root.held_version == root.tensor._version - counted_before
 
 
-def _is_overwritten(root: TapeValue) -> bool:
-    return root.tensor is not None and -1 < root.held_version != root.tensor._version
+def _is_overwritten(root: TapeValue | None) -> bool:
+    if root is None or root.tensor is None:
+        return False
+    return -1 < root.held_version != root.tensor._version
+
+
+def _is_still_constant(value: TapeValue, tensor: torch.Tensor) -> bool:
+    if value.unwritten != CONSTANT or tensor.device.type != "cpu":
+        return False
+    return holds_only(tensor, _constant_of(value.op))
 
 
 def _constant_of(op: TapeOperation | None) -> Any:
@@ -565,5 +588,5 @@ def _constant_of(op: TapeOperation | None) -> Any:
         return None
     name = op.func.__name__
     if "full" not in name:
-        return 1 if "ones" in name else 0
+        return int("ones" in name)
     return op.kwargs["fill_value"] if "fill_value" in op.kwargs else op.args[-1]

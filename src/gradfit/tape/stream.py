@@ -35,9 +35,9 @@ def results_of(info: OpInfo, args: Any, kwargs: Any, out: Any) -> list[torch.Ten
 def _new_returns(info: OpInfo, out: Any) -> Any:
     if info.aliased_returns is None:
         return (out,)
-    if True not in info.aliased_returns:
-        return out if len(info.aliased_returns) > 1 else (out,)
     returned = out if len(info.aliased_returns) > 1 else (out,)
+    if True not in info.aliased_returns:
+        return returned
     return [
         one for one, aliased in zip(returned, info.aliased_returns, strict=False) if not aliased
     ]

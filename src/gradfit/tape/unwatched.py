@@ -72,10 +72,12 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the storages of two tensors overlap, though they may be two."""
     if isinstance(a, FakeTensor) or isinstance(b, FakeTensor):  # which have no memory
         return False
-    one, other = a.untyped_storage(), b.untyped_storage()
+    return a.device == b.device and _overlap(a.untyped_storage(), b.untyped_storage())
+
+
+def _overlap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
     return (
-        a.device == b.device
-        and one.data_ptr() < other.data_ptr() + other.nbytes()
+        one.data_ptr() < other.data_ptr() + other.nbytes()
         and other.data_ptr() < one.data_ptr() + one.nbytes()
     )
 

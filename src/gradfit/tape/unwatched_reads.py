@@ -27,13 +27,12 @@ class UnwatchedReads:
         still the same.
         """
         geometry = place_of(tensor)
-        small = span_bytes(tensor) < LARGE_BYTES
-        digest = None if small else digest_of(tensor)
+        digest = None if span_bytes(tensor) < LARGE_BYTES else digest_of(tensor)
         earlier = self.by_storage.setdefault(key, {})
         value = earlier[geometry]() if geometry in earlier else None
         if value is not None and _holds(value, tensor, digest):
             return value
-        held = copy_span(tensor) if small else detached_in_dispatch(tensor)
+        held = copy_span(tensor) if digest is None else detached_in_dispatch(tensor)
         value = TapeValue(key, geometry_of(held), segment)
         value.tensor, value.digest = held, digest
         earlier[geometry] = weakref.ref(value)

@@ -84,12 +84,12 @@ class SplitResults:
                 and not tensor.is_inference()
                 and (key := storage_key(tensor)) in values
             ):
-                alive = {
-                    identity: result
-                    for identity, result in self.by_storage.get(key, {}).items()
-                    if result.tensor() is not None
-                }
+                alive = _alive(self.by_storage.get(key, {}))
                 self.by_storage[key] = alive | {id(tensor): SplitResult(tensor)}
 
     def clear(self) -> None:
         self.by_storage.clear()
+
+
+def _alive(results: dict[int, SplitResult]) -> dict[int, SplitResult]:
+    return {identity: one for identity, one in results.items() if one.tensor() is not None}

@@ -34,12 +34,16 @@ def part_of(value: TapeValue, geometry: Geometry) -> TapeValue | None:
     """The part that is this slice of a value's storage; None if nobody wrote just this."""
     while _writes_one_storage(value):
         if value.geometry == geometry:
-            part = None if value.part is None else value.part()
-            return _cut(value) if part is None else part
+            return _part(value)
         if not _are_apart(value.geometry, geometry) or value.op is None:
             return None
         value = value.op.written[0]
     return None
+
+
+def _part(whole: TapeValue) -> TapeValue:
+    part = None if whole.part is None else whole.part()
+    return _cut(whole) if part is None else part
 
 
 def _writes_one_storage(value: TapeValue) -> bool:
@@ -102,13 +106,23 @@ def _are_apart(one: Geometry, other: Geometry) -> bool:
     """
     if one[3] is not other[3]:
         return False  # offsets are counted in elements
-    if _ends(one) <= other[2] or _ends(other) <= one[2]:
+    if _are_disjoint((one[2], _ends(one)), (other[2], _ends(other))):
         return True
-    row = max((step for length, step in zip(one[0], one[1], strict=True) if length > 1), default=0)
+    row = max((step for _, step in _steps(one)), default=0)
     first, second = _columns(one, row), _columns(other, row)
     if first is None or second is None:
         return False
-    return first[1] <= second[0] or second[1] <= first[0]
+    return _are_disjoint(first, second)
+
+
+def _are_disjoint(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Whether one range ends before the other begins."""
+    return one[1] <= other[0] or other[1] <= one[0]
+
+
+def _steps(geometry: Geometry) -> list[tuple[int, int]]:
+    """Length and stride of the dimensions in which a slice has more than one element."""
+    return [(length, step) for length, step in zip(*geometry[:2], strict=True) if length > 1]
 
 
 def _ends(geometry: Geometry) -> int:
@@ -122,12 +136,7 @@ def _columns(geometry: Geometry, row: int) -> tuple[int, int] | None:
     """
     if row == 0:
         return None
-    size, stride, offset, _ = geometry
-    inner = [
-        (length, step)
-        for length, step in zip(size, stride, strict=True)
-        if length > 1 and step % row
-    ]
-    first = int(offset) % row
-    end = first + _span([length for length, _ in inner], [step for _, step in inner])
+    within_rows = [(length, step) for length, step in _steps(geometry) if step % row]
+    first = int(geometry[2]) % row
+    end = first + 1 + int(sum((length - 1) * step for length, step in within_rows))
     return (first, end) if end <= row else None
