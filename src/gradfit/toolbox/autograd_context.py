@@ -110,10 +110,15 @@ class AutogradContext:
                 " block."
             )
         for node in _nodes(self):
-            for slot in _torch.saved_slots(node):
-                slot.release(_Cleared(operation_name(node)))
+            _release(node)
         if self is not None:
             self._recorder = None
+
+
+def _release(node: Node) -> None:
+    """Give back what a node saved, and let a backward pass through it say so."""
+    for slot in _torch.saved_slots(node):
+        slot.release(_Cleared(operation_name(node)))
 
 
 class _Cleared:
