@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
@@ -45,3 +47,12 @@ class GradientSum:
         """The sum, as wide as what it is the gradient of; nothing is left here."""
         total, self._sum = self._sum, None
         return None if total is None else total.to(self._dtype)
+
+
+def in_places(
+    gradients: Iterable[Tensor | None], needed: Iterable[bool]
+) -> Iterator[Tensor | None]:
+    """One for each argument of a backward pass: the next gradient where it is needed, else None."""
+    remaining = iter(gradients)
+    for is_needed in needed:
+        yield next(remaining) if is_needed else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from itertools import compress
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.func import functional_call
 
 from gradfit.tiling.cut import Cut
 from gradfit.tiling.expression import AutocastState
-from gradfit.tiling.gradient_sum import GradientSum
+from gradfit.tiling.gradient_sum import GradientSum, in_places
 
 
 def run_in_tiles(module: nn.Module, x: Tensor, cut: Cut) -> Tensor:
@@ -103,11 +104,12 @@ class _TiledModule(torch.autograd.Function):
         ctx.shell, ctx.cut, ctx.names = shell, cut, names
         ctx.autocast = AutocastState.now(x.device)
         ctx.save_for_backward(x, *parameters)
-        ctx.draws = []
+        ctx.draws = []  # of each tile, to draw the same again
         results = []
         for begin, end in cut.bounds(x.shape[-2]):
             draws = _Draws(x.device)
             results.append(shell(x[..., begin:end, :]))
+            # Most tiles draw nothing, and a generator's state is 5 kB.
             ctx.draws.append(draws if draws.have_been_used() else None)
         return torch.cat(results, -2) if len(results) > 1 else results[0]
 
@@ -116,27 +118,27 @@ class _TiledModule(torch.autograd.Function):
         x, *parameters = ctx.saved_tensors
         needed = ctx.needs_input_grad[3:]
         with ctx.autocast():
-            found = (
-                _whole(ctx, gradient)
+            gradients = (
+                _differentiate_whole(ctx, gradient)
                 if torch.is_grad_enabled()
-                else _tiles(ctx, x, parameters, gradient, needed)
+                else _differentiate_tiles(ctx, x, parameters, gradient, needed)
             )
-        return None, None, None, *found
+        return None, None, None, *gradients
 
 
-def _tiles(
+def _differentiate_tiles(
     ctx: Any, x: Tensor, parameters: list[Tensor], gradient: Tensor, needed: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    found = _TileGradients(x, parameters, needed)
-    call = _with_parameters(ctx.shell, ctx.names, found.leaves)
+    gradients = _TileGradients(x, parameters, needed)
+    call = _with_parameters(ctx.shell, ctx.names, gradients.leaves)
     after = _Draws(x.device)
     for (begin, end), draws in zip(ctx.cut.bounds(x.shape[-2]), ctx.draws, strict=True):
         if draws is not None and begin < end:
             draws.restore()
         if begin < end:
-            found.add_tile(call, begin, end, gradient)
+            gradients.add_tile(call, begin, end, gradient)
     after.restore()
-    return found.results()
+    return gradients.results()
 
 
 class _TileGradients:
@@ -178,11 +180,11 @@ class _TileGradients:
 
     def results(self) -> list[Tensor | None]:
         """One gradient, or None, for the input and each parameter."""
-        gradients = iter([total.result() for total in self._sums])
-        return [self._of_input, *(next(gradients) if n else None for n in self._needed[1:])]
+        gradients = [total.result() for total in self._sums]
+        return [self._of_input, *in_places(gradients, self._needed[1:])]
 
 
-def _whole(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
+def _differentiate_whole(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
     """Where the gradient is differentiated again: autograd's own, of all tokens at once."""
     x, *parameters = ctx.saved_tensors
     if any(draws is not None for draws in ctx.draws):
@@ -190,16 +192,11 @@ def _whole(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
             "A module with dropout that runs in tiles cannot be differentiated twice: its masks"
             " were drawn tile by tile. Leave it out: gf.tile(model, exclude=[...])."
         )
-    wanted = [
-        each
-        for each, is_needed in zip((x, *parameters), ctx.needs_input_grad[3:], strict=True)
-        if is_needed
-    ]
+    needed = ctx.needs_input_grad[3:]
+    wanted = list(compress((x, *parameters), needed))
     result = _with_parameters(ctx.shell, ctx.names, parameters)(x)
-    found = iter(
-        torch.autograd.grad(result, wanted, gradient, create_graph=True, allow_unused=True)
-    )
-    return [next(found) if is_needed else None for is_needed in ctx.needs_input_grad[3:]]
+    gradients = torch.autograd.grad(result, wanted, gradient, create_graph=True, allow_unused=True)
+    return list(in_places(gradients, needed))
 
 
 def _with_parameters(
