@@ -44,10 +44,12 @@ def is_fully_sharded(model: torch.nn.Module) -> bool:
 
 def data_parallel_size(model: torch.nn.Module) -> int:
     """Over how many ranks a `fully_shard` model's gradients are added up."""
-    units = [
-        unit for m in model.modules() if isinstance(m, FSDPModule) for unit in fsdp.param_groups(m)
-    ]
+    units = _units_of([module for module in model.modules() if isinstance(module, FSDPModule)])
     return fsdp.data_parallel_group(units[0]).size() if units else 1
+
+
+def _units_of(modules: list[Any]) -> list[Any]:
+    return [unit for module in modules for unit in fsdp.param_groups(module)]
 
 
 class Unsharded:
@@ -72,12 +74,19 @@ class Sharded(AllRanks):
 
     def __init__(self, tensors: list[Tensor], window: Any) -> None:
         modules = modules_of(FSDPModule, tensors)
-        self.units = [unit for module in modules for unit in fsdp.param_groups(module)]
+        self.units = _units_of(modules)
         self._kept = {
             id(tensor): kept
             for unit in self.units
             for tensor, kept in fsdp.sharded_parameters(unit)
         }
+        self._check_all_kept(tensors)
+        super().__init__(modules, Group(fsdp.data_parallel_group(self.units[0])), window)
+        self._not_reducing: list[Any] = []
+        self._depth = 0
+        self._gathers = Gathers(self.group, modules, self.units)
+
+    def _check_all_kept(self, tensors: list[Tensor]) -> None:
         for at, tensor in enumerate(tensors):
             if id(tensor) not in self._kept:
                 raise MisuseError(
@@ -85,10 +94,6 @@ class Sharded(AllRanks):
                     " fully_shard module. Make the optimizer after fully_shard, from"
                     " model.parameters()."
                 )
-        super().__init__(modules, Group(fsdp.data_parallel_group(self.units[0])), window)
-        self._not_reducing: list[Any] = []
-        self._depth = 0
-        self._gathers = Gathers(self.group, modules, self.units)
 
     @property
     def reduce_bytes(self) -> int:  # type: ignore[override]
@@ -106,8 +111,7 @@ class Sharded(AllRanks):
         """
         fsdp.initialise(self.modules)
         for unit in self.units:
-            if fsdp.never_gathered(unit):  # on this rank, and so on no other: they gather together
-                fsdp.take_part(unit)
+            _gather_first(unit)
 
     # -- while a window fills ---------------------------------------------------------------------
 
@@ -164,9 +168,7 @@ class Sharded(AllRanks):
         mine = [(tensor, kept) for tensor, kept in parameters if id(tensor) in present]
         if not mine:
             return
-        # on this rank, and so on no other: they gather together
-        if fsdp.never_gathered(unit):
-            fsdp.take_part(unit)
+        _gather_first(unit)
         another_optimizers = [kept for tensor, kept in parameters if id(tensor) not in present]
         with _gradients_taken_out(another_optimizers):
             for tensor, kept in mine:
@@ -195,11 +197,20 @@ class Sharded(AllRanks):
 
     def spread_nonfinite(self, gradients: list[Tensor]) -> None:
         if not math.isfinite(self.norm(gradients)):
-            for gradient in gradients:
-                part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                if part.numel():
-                    part.view(-1)[0] = math.inf
-                    break
+            parts = map(_local_part, gradients)
+            first = next((part for part in parts if part.numel()), None)
+            if first is not None:
+                first.view(-1)[0] = math.inf
+
+
+def _local_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _gather_first(unit: Any) -> None:
+    """Have a unit gather if it never did on this rank, and so on no other: they gather together."""
+    if fsdp.never_gathered(unit):
+        fsdp.take_part(unit)
 
 
 @contextlib.contextmanager
