@@ -71,6 +71,7 @@ class Replicated(AllRanks):
         for bucket in _buckets(tensors):
             flat = _fill(bucket, factor)
             work = dist.all_reduce(flat, group=self.group.handle, async_op=True)
+            # The one before is waited for only now: this one was filled while it was on its way.
             if pending is not None:
                 _take_out(*pending)
             pending = (work, bucket, flat)
@@ -151,6 +152,7 @@ def _places(bucket: list[Tensor], flat: Tensor) -> Iterator[Tensor]:
 
 def _reduce_sparse(tensor: Tensor, factor: float, group: dist.ProcessGroup) -> None:
     gradient = tensor.grad
+    # Sparse on every rank, whatever this one has, or the collectives do not match.
     if gradient is None:
         gradient = torch.zeros_like(tensor, dtype=_grad_dtype(tensor), layout=torch.sparse_coo)
     elif not gradient.is_sparse:

@@ -159,7 +159,7 @@ class Sharded(AllRanks):
         present = {id(window.tensors[at]) for at in positions}
         fsdp.initialise(self.modules)
         with torch.no_grad(), own_pass():
-            for unit in reversed(self.units):
+            for unit in reversed(self.units):  # as a backward pass reduces them, on every rank
                 self._reduce_unit(unit, present, factor)
 
     def _reduce_unit(self, unit: Any, present: set[int], factor: float) -> None:
@@ -198,6 +198,7 @@ class Sharded(AllRanks):
     def spread_nonfinite(self, gradients: list[Tensor]) -> None:
         if not math.isfinite(self.norm(gradients)):
             parts = map(_local_part, gradients)
+            # One element is enough for whoever looks; a rank's shards may all be empty.
             first = next((part for part in parts if part.numel()), None)
             if first is not None:
                 first.view(-1)[0] = math.inf
@@ -228,6 +229,8 @@ def _scaled_or_zeros(tensor: Tensor, kept: Any, factor: float) -> Tensor:
     """This rank's sum for a parameter, times a factor; zeros if nothing has come in."""
     gradient = fsdp.unsharded_gradient(kept)
     if gradient is None:
+        # In the type in which the others add up: FSDP2 reduces no gradients of two types together
+        # (torch 2.13, https://github.com/pytorch/pytorch/issues/196996).
         dtype = tensor.grad_dtype or tensor.dtype
         return torch.zeros(fsdp.unsharded_size(kept), dtype=dtype, device=tensor.device)
     return gradient if factor == 1.0 else gradient.mul_(factor)
@@ -236,7 +239,7 @@ def _scaled_or_zeros(tensor: Tensor, kept: Any, factor: float) -> Tensor:
 def _squares(gradient: Tensor) -> float:
     """This rank's share of a gradient's squared norm."""
     spread: Any = gradient
-    copies = 1
+    copies = 1  # ranks that have the same shard, each of which adds it to the sum
     for dimension, placement in enumerate(spread.placements):
         if isinstance(placement, Replicate):
             copies *= spread.device_mesh.size(dimension)

@@ -35,6 +35,7 @@ class Gathers:
         self.announces = False
         self.lost = False  # a pass has failed: nobody knows at which unit
         self._begins, self._follows = len(units) + 1, len(units) + 2
+        # Once for all: a tensor for each word would be an operation more in each gather.
         self._words = torch.arange(len(units) + 3, dtype=torch.int32, device=group.device)
         fsdp.before_gather(units, self)
 

@@ -27,7 +27,9 @@ def _init(backend: str) -> None:
 
     torchrun keeps one store over all restarts, and torch's own start reads it as it is: the
     addresses of killed processes are still there, and a restarted one may try to reach them.
-    Restarts are counted per machine, so only on one machine do all ranks know the same number.
+    Restarts are counted per machine, so only on one machine do all ranks know the same number
+    (https://github.com/pytorch/pytorch/issues/135712,
+    https://github.com/pytorch/pytorch/issues/108158).
     """
     size = int(os.environ["WORLD_SIZE"])
     if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) != size:

@@ -60,6 +60,7 @@ class Group:
         self.meetings += 1
         if self.size == 1:
             return [record]
+        # Not torch's `all_gather_object`: it pickles, and takes two collectives for a few bytes.
         text = json.dumps(record, separators=(",", ":")).encode()
         try:
             texts = self._gather(text)
@@ -99,6 +100,7 @@ class Group:
     def explain(self, error: RuntimeError, where: str) -> RankFailed:
         """Who did not come, and what they said."""
         self._write("")  # this one came
+        # What failed elsewhere may be written down a moment after it is felt here.
         time.sleep(_PATIENCE_SECONDS)
         said = {rank: self._read(rank) for rank in range(self.size) if rank != self.rank}
         first = str(error).split("\n")[0]

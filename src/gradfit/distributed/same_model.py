@@ -74,6 +74,7 @@ def require_same_settings(settings: Mapping[str, Any], exchange: Exchange) -> No
 
 
 def _require_same(what: str, lines: list[str], exchange: Exchange, instead: str) -> None:
+    # Digests first: the lines of a large model are long, and almost always the same.
     digest = hashlib.sha256("\n".join(lines).encode("utf-8", "backslashreplace")).hexdigest()
     digests = [one.get("digest") for one in exchange({"kind": what, "digest": digest})]
     if len(set(digests)) == 1:

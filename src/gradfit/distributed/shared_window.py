@@ -36,6 +36,7 @@ from gradfit.errors import MisuseError, RankFailed
 
 def all_ranks(tensors: list[Tensor], window: WindowOfProcess) -> SingleProcess:
     """The processes that share these parameters; nobody if no DDP or FSDP2 module holds them."""
+    # Here and not above: both are built on this file, and FSDP2 takes 0.6 s to import.
     from gradfit.distributed.fsdp import Sharded, is_sharded
     from gradfit.distributed.replicas import replicas_of
 
@@ -128,6 +129,7 @@ class AllRanks(SingleProcess):
         """
         with _gradients_aside([*window.tensors, *window.sources]):
             for at, gradient in gradients.items():
+                # A copy: whoever adds up gives up the sources.
                 window.sources[at].grad = to_dense(gradient).clone()
             self.add_up(window, tuple(range(len(window.tensors))), (), factor)
             return [tensor.grad for tensor in window.tensors]
@@ -280,6 +282,8 @@ def _gradients_aside(slots: list[Any]) -> Iterator[None]:
             slot.grad = None
         yield
     finally:
+        # All are emptied before any is filled: under DDP a parameter is in the list twice, as its
+        # own source.
         for slot in slots:
             slot.grad = None
         for slot, gradient in zip(slots, kept, strict=True):

@@ -153,6 +153,7 @@ def _load_checkpoint(accumulator: GradientAccumulator, path: Any, like: dict[str
     }
     content: dict[str, Any] = {prefix[:-1]: {"tensors": template, "window": ""}}
     with warnings.catch_warnings():
+        # One process alone is what `no_dist` is for; torch says so each time.
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
         )

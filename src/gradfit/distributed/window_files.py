@@ -229,7 +229,7 @@ def write_window(
         )
         raise StateNotWritten(text) if failed else RankFailed(text)
     os.replace(temporary, target)
-    exchange({"kind": "in place"})
+    exchange({"kind": "in place"})  # nobody reads before all files are of this save
 
 
 def failures_in(records: list[dict[str, Any]]) -> str:

@@ -27,6 +27,7 @@ class GradientSum:
         if gradient is None:
             return
         if self._sum is None:
+            # A copy: it is added to in place, and autograd may have given it to others, too.
             self._sum = gradient.to(self._sum_dtype, copy=True)
         else:
             self._sum.add_(gradient)

@@ -32,6 +32,7 @@ def find_heads(model: nn.Module) -> dict[str, bool]:
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     heads: dict[str, bool] = {}
     for name, module in _linear_layers(model):
+        # Not `module.weight`, which a parametrization would compute.
         is_sure = id(module) in says or id(module._parameters.get("weight")) in embedded
         if is_sure or module.out_features >= _WIDENING * module.in_features:
             heads[name] = is_sure

@@ -135,12 +135,13 @@ class LazyLogits(Tensor):
         origin: tuple[Any, Any, Any] | None = None,
         family: _Family | None = None,
     ) -> LazyLogits:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # rule 2, whenever the numbers are made
             expression = detached(expression)
         operands = Operands(expression)
         first = operands.projections[0]
         shape = [*lead]
         shape.insert(class_dim, first.weight.shape[0])
+        # One by one, not in the program: autograd sees tensors only as arguments of `apply`.
         given = operands.tensors_as_given()
         kind = (dtype, first.hidden.device)
         made: LazyLogits = _Wrapped.apply(operands.program, tuple(shape), kind, class_dim, *given)  # type: ignore[no-untyped-call]
@@ -227,6 +228,7 @@ class LazyLogits(Tensor):
         expression = Applied(function, args, kwargs, AutocastState.now(_described(self, "device")))
         results = reduce_rows(expression, self._head.cut)
         self._head.reduced += 1
+        # FSDP2 waits for a gradient of the logits, and none comes to what does not exist.
         differentiable = [each for each in results if each.requires_grad]
         for hook in self._hooks:
             for each in differentiable:
@@ -302,6 +304,8 @@ class LazyLogits(Tensor):
         result = _in_tiles(func, args, kwargs)
         return _on_numbers(func, args, kwargs) if result is NotImplemented else result
 
+    # Below autograd, for those who did not ask `__torch_function__` (rule 3): the numbers without a
+    # graph, since `_Wrapped` is the node to which the gradient will come.
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -376,6 +380,7 @@ def _mode(enabled: bool) -> Any:
 
 
 def _described(tensor: Tensor, name: str) -> Any:
+    # Else a lazy tensor's shape is asked of its own `__torch_function__`, in which this is called.
     with without_torch_function():
         return getattr(tensor, name)
 

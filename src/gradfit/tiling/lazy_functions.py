@@ -28,6 +28,8 @@ _NO_KWARGS: dict[str, Any] = {}
 def _functions(*names: str) -> Iterator[Any]:
     """Every function of torch that has one of these names."""
     for name in names:
+        # `Tensor.softmax`, `torch.softmax` and `F.softmax` are three objects, and handlers are
+        # looked up by object.
         for place in (Tensor, torch, F, torch.special):
             function = getattr(place, name, None)
             if callable(function):
@@ -94,6 +96,7 @@ def _is_last(dim: int, dims: int) -> bool:
 
 
 def _may_arrange(lazy: LazyLogits) -> bool:
+    # What has rows of its own (a mask, say) would have to be arranged alike, and is flat already.
     return lazy.has_words_last and not Operands(lazy.expression).rows
 
 
@@ -102,6 +105,7 @@ def _view(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
     sizes = _one_by_one(() if kwargs else args[1:])
     if not _may_arrange(lazy) or not _keeps_words(lazy, sizes):
         return NotImplemented
+    # `reshape` also where `view` was called: hidden states may lie otherwise than logits would.
     origin = (torch.reshape, (lazy, sizes), _NO_KWARGS)
     return lazy.arrange(
         lambda hidden: hidden.reshape(*sizes[:-1], hidden.shape[-1]), origin, is_view=True
@@ -640,6 +644,7 @@ def _label_losses(
     up.
     """
     ignored = flat == ignore_index
+    # An ignored label need not be a word (-100 by default): any word will do for it.
     label = torch.where(ignored, 0, flat).unsqueeze(-1)
     losses = -lazy.reduce(LabelLogProbability(), (lazy.expression, Rows(label)), {})[0].squeeze(-1)
     if weight is not None:

@@ -52,6 +52,7 @@ class TiledForward(NotCopied):
     def is_tiled(self) -> bool:
         return self.reason == "" and self.tokens > 0
 
+    # Not traced by torch.compile: it finds out about the module by running it.
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if inside_tile() or not self._may_tile(args, kwargs):

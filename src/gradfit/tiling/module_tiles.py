@@ -35,7 +35,10 @@ def run_in_tiles(module: nn.Module, x: Tensor, cut: Cut) -> Tensor:
     """
     shell = _Shell(module)
     named = dict(shell.named_parameters())
+    # One long row of tokens, so that a tile is a slice of it; in as many dimensions as before,
+    # which is what a module may look at.
     tokens = x.reshape(1, -1, x.shape[-1]) if x.dim() > 2 else x
+    # Parameters are passed one by one: autograd gives gradients to arguments of `apply` alone.
     result: Tensor = _TiledModule.apply(shell, cut, tuple(named), tokens, *named.values())  # type: ignore[no-untyped-call]
     return result.reshape(*x.shape[:-1], result.shape[-1])
 
@@ -131,6 +134,7 @@ def _differentiate_tiles(
 ) -> list[Tensor | None]:
     gradients = _TileGradients(x, parameters, needed)
     call = _with_parameters(ctx.shell, ctx.names, gradients.leaves)
+    # The tiles draw what they drew in the forward; whoever draws next must not notice.
     after = _Draws(x.device)
     for (begin, end), draws in zip(ctx.cut.bounds(x.shape[-2]), ctx.draws, strict=True):
         if draws is not None and begin < end:
@@ -171,7 +175,7 @@ class _TileGradients:
         found = list(
             torch.autograd.grad(result, wanted, gradient[..., begin:end, :], allow_unused=True)
         )
-        del result
+        del result  # and with it the tile's graph, before the next tile's
         if self._of_input is not None:
             of_tile = found.pop(0)
             self._of_input[..., begin:end, :] = 0 if of_tile is None else of_tile

@@ -35,6 +35,8 @@ def reduce_rows(expression: Expression, cut: Cut) -> tuple[Tensor, ...]:
     """
     operands = Operands(expression)
     tensors = operands.tensors()
+    # The products are cast by hand, weights once for all tiles; each function of the program
+    # enters the autocast under which it was written down.
     with without_autocast(operands.projections[0].hidden.device):
         results: tuple[Tensor, ...] = _TiledProgram.apply(operands.program, cut, *tensors)  # type: ignore[no-untyped-call]
     return results
@@ -67,6 +69,7 @@ class _TiledProgram(torch.autograd.Function):
         tensors = ctx.saved_tensors
         needed: tuple[bool, ...] = ctx.needs_input_grad[2:]
         with without_autocast(tensors[0].device):
+            # torch runs a backward with gradients on if `create_graph` was passed, else never.
             if torch.is_grad_enabled():
                 return (
                     None,

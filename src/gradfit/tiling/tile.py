@@ -50,6 +50,8 @@ class TiledModel(NotCopied):
         """
         for name in names:
             module: Any = self._model.get_submodule(name)
+            # On the instance, which hides its class's: `nn.Module.__call__`, and so all hooks,
+            # stay around it.
             forward = TiledForward(module, name, cut, is_named=is_named, is_checked=is_checked)
             module.forward = self._modules[name] = forward
 

@@ -70,12 +70,13 @@ def _flows(module: nn.Module, tokens: Tensor, dims: int) -> str:
 
 
 def _differs_in_parts(module: nn.Module, tokens: Tensor, dims: int, whole: Tensor) -> str:
+    # By one, where a module that looks at its neighbours has none; and in parts of unequal sizes.
     for size in (1, len(tokens) // 3 + 1):
         parts = torch.cat(
             [_run(module, part, dims).reshape(len(part), -1) for part in torch.split(tokens, size)]
         )
         error = float((parts - whole).double().norm() / whole.double().norm().clamp(min=1e-30))
-        if not error <= torch.finfo(whole.dtype).eps ** 0.5:
+        if not error <= torch.finfo(whole.dtype).eps ** 0.5:  # a NaN differs, too
             return f"run in parts of {size} tokens it differs by {error:.2g}"
     return ""
 

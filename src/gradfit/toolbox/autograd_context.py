@@ -109,6 +109,7 @@ class AutogradContext:
                 "clear() inside the block would lose what is being recorded. Call it after the"
                 " block."
             )
+        # The slots of the nodes, not the nodes: whoever holds a loss holds its whole graph.
         for node in _nodes(self):
             _release(node)
         if self is not None:

@@ -24,6 +24,8 @@ def backward_order(*results: Tensor) -> list[Node]:
         stack = [] if root is None or root in seen else [(root, iter(root.next_functions))]
         seen.update(node for node, _ in stack)
         while stack:
+            # One child at a time: a node is done once everything that it took its inputs from is,
+            # which is why what is left of its children waits on the stack with it.
             node, rest = stack[-1]
             for child, _ in rest:
                 if child is not None and child not in seen:

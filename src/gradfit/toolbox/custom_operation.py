@@ -31,6 +31,8 @@ class CustomOp:
             (torch.autograd.Function,),
             {
                 "forward": staticmethod(self.forward),
+                # apart from the forward, which is what lets torch.func differentiate it
+                # (https://docs.pytorch.org/docs/stable/notes/extending.func.html)
                 "setup_context": staticmethod(_save_inputs),
                 "backward": staticmethod(
                     lambda ctx, grad_output: self.backward(grad_output, ctx.saved_tensors)

@@ -338,6 +338,8 @@ class GradientMap(MutableMapping[Key, Tensor]):
         """
         tensors = [self._tensor_to_assign_to(key) for key in self._gradients]
         for tensor, gradient in zip(tensors, self._gradients.values(), strict=True):
+            # torch takes no `.grad` that is on another device, and none of another type (unless
+            # the tensor's `grad_dtype` says so).
             tensor.grad = gradient.detach().to(dtype=tensor.dtype, device=tensor.device)
 
     def _tensor_to_assign_to(self, key: Key) -> Tensor:

@@ -74,6 +74,8 @@ class LossScaler:
         self.dynamic = read_flag(dynamic, "dynamic")
         self._enabled = read_flag(enabled, "enabled")
         self._growth_tracker = 0
+        # By optimizer, and not together: each steps or not by its own gradients, while the scale
+        # follows all of them.
         self._finite: dict[object, bool] = {}  # whatever was unscaled since the last update
         self._stepped: set[object] = set()
 
@@ -113,6 +115,7 @@ class LossScaler:
         self._require_not_unscaled(target)
         if not isinstance(target, GradientMap):
             _require_not_float16(gradients)
+        # A product with the inverse, as in `torch.amp.GradScaler`, and no division.
         inverse = 1.0 / self._scale
         # A list, so that all of them are scaled: `all` stops at the first that is not finite.
         are_finite = [_scale_in_place(gradient, inverse) for gradient in gradients]

@@ -179,6 +179,8 @@ class Probe:
         """
         point = self.inputs[at]
         here = point.flatten()[flat].item()
+        # The extrapolation is off by h⁴, rounding by ε/h: both are alike at h = ε^(1/5). Steps go
+        # down from there, since nobody knows how large the fifth derivative is.
         step = (
             eps
             if eps is not None

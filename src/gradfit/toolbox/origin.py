@@ -22,10 +22,12 @@ from gradfit.errors import MisuseError
 from gradfit.tape.operators import info_of
 from gradfit.toolbox.autograd_nodes import operation_name
 
+# torch and gradfit: the line to be shown is the user's, or that of a library of theirs.
 _SKIPPED = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
     for path in (torch.__file__, os.path.dirname(__file__))
 )
+# By code object and not by file name: every operation walks up through the same frames.
 _is_skipped: dict[CodeType, bool] = {}
 
 
@@ -58,6 +60,7 @@ class OriginRecorder(_torch_listen.DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        # Numbers and origins and never nodes, which would hold their graph.
         self._numbers: list[int] = []  # of the nodes seen, rising
         self._origins: list[Origin] = []
         self._blocks: list[range] = []  # the numbers given out inside each `with`
@@ -112,12 +115,14 @@ class OriginRecorder(_torch_listen.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number = _torch.last_sequence_number()
+        # No newer number: nothing that it reads requires a gradient, so autograd made no node.
         if number > self._newest:
             self._newest = number
             self._numbers.append(number)
             self._origins.append(Origin(self._running_module(), _source_line(sys._getframe(1))))
         started = time.perf_counter()
         result = func(*args, **(kwargs or {}))
+        # An accelerator's kernels may still run when the call is over; it takes what they take.
         if self._asynchronous:
             torch.accelerator.synchronize()
         seconds = time.perf_counter() - started

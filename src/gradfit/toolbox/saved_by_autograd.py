@@ -57,6 +57,7 @@ def parameter_storages(nodes: Iterable[Node]) -> set[int]:
     counted as saved.
     """
     owned = [leaf for leaf in map(leaf_of, nodes) if leaf is not None]
+    # Leaves alone do not tell: a graph also saves frozen parameters, and buffers.
     for value in _living(nn.Parameter, nn.Module):
         owned += [value] if isinstance(value, nn.Parameter) else _buffers_of(value)
     return {storage_of(tensor)[0] for tensor in owned}
@@ -94,6 +95,7 @@ def _tensors_in(content: Any) -> Iterator[Tensor]:
     """Follow containers, and the handles of a recomputed scope, to the tensors that they keep
     alive.
     """
+    # Without recursion: values of a tape are made of one another, as long as the forward is.
     stack: list[Any] = [content]
     seen: set[int] = set()
     while stack:

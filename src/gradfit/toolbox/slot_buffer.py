@@ -312,6 +312,7 @@ class AccumulationBufferDynamic:
             )
         if self._storage is None:
             self._storage = torch.zeros(self._capacity_for(size), *self._item, **self._options)
+        # It shrinks far below where it grew: a size that goes back and forth moves nothing.
         elif size > len(self._storage) or size * 4 <= len(self._storage):
             self._storage = self._moved(self._storage, self._capacity_for(size))
         return self._storage
