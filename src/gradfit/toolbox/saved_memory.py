@@ -124,11 +124,12 @@ def measure(nodes: list[Node], recorder: OriginRecorder | None) -> MemoryStats:
     """Add up what these nodes (first operation first) hold; of a recording, only what was made in
     it.
     """
-    owned = parameter_storages(nodes)
+    counted = parameter_storages(nodes)  # which are there anyway
     held: dict[int, HeldTensor] = {}
     for node in nodes:
         for tensor, storage, nbytes in _storages_held_by(node):
-            if storage not in owned and storage not in held and _was_made_in(recorder, storage):
+            if storage not in counted and _was_made_in(recorder, storage):
+                counted.add(storage)
                 held[storage] = _describe(node, tensor, nbytes, find_origin(recorder, node))
     if recorder is not None:
         _add_rebuild_seconds(held, {storage: recorder.makers[storage] for storage in held})
