@@ -118,12 +118,12 @@ class LazyLogits(Tensor):
             head: whose logits these are.
         """
         projection = Projection(hidden, weight, bias, AutocastState.now(hidden.device))
-        made = LazyLogits._make(
+        logits = LazyLogits._make(
             projection, hidden.shape[:-1], hidden.dim() - 1, head, projection.dtype
         )
-        head.rows = max(head.rows, made.numel() // max(1, weight.shape[0]))
-        head.nbytes = max(head.nbytes, made.numel() * made.element_size())
-        return made
+        head.rows = max(head.rows, logits.numel() // max(1, weight.shape[0]))
+        head.nbytes = max(head.nbytes, logits.numel() * logits.element_size())
+        return logits
 
     @staticmethod
     def _make(
@@ -144,18 +144,18 @@ class LazyLogits(Tensor):
         # One by one, not in the program: autograd sees tensors only as arguments of `apply`.
         given = operands.tensors_as_given()
         kind = (dtype, first.hidden.device)
-        made: LazyLogits = _Wrapped.apply(operands.program, tuple(shape), kind, class_dim, *given)  # type: ignore[no-untyped-call]
-        made._expression, made._head, made._class_dim = expression, head, class_dim
-        made._origin, made._is_lazy_view = origin, family is not None
-        made._family = family or _Family()
-        made._grad_mode, made._autocast = (
+        logits: LazyLogits = _Wrapped.apply(operands.program, tuple(shape), kind, class_dim, *given)  # type: ignore[no-untyped-call]
+        logits._expression, logits._head, logits._class_dim = expression, head, class_dim
+        logits._origin, logits._is_lazy_view = origin, family is not None
+        logits._family = family or _Family()
+        logits._grad_mode, logits._autocast = (
             torch.is_grad_enabled(),
             AutocastState.now(first.hidden.device),
         )
-        made._dense = None
-        made._hooks = [hook for parent in _lazy_in(origin) for hook in parent._hooks]
-        made._place = _place(made)
-        return made
+        logits._dense = None
+        logits._hooks = [hook for parent in _lazy_in(origin) for hook in parent._hooks]
+        logits._place = _place(logits)
+        return logits
 
     # --------------------------------------------------------------------------------- for handlers
 
@@ -340,8 +340,8 @@ class _Wrapped(torch.autograd.Function):
     ) -> Tensor:
         ctx.program, ctx.class_dim = program, class_dim
         ctx.save_for_backward(*tensors)
-        made: Tensor = tensor_without_storage(LazyLogits, shape, *kind)
-        return made
+        without_numbers: Tensor = tensor_without_storage(LazyLogits, shape, *kind)
+        return without_numbers
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

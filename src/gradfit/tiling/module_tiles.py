@@ -172,14 +172,14 @@ class _TileGradients:
         with torch.enable_grad():
             result = call(tile)
         wanted = [*self._trained] if self._of_input is None else [tile, *self._trained]
-        found = list(
+        gradients = list(
             torch.autograd.grad(result, wanted, gradient[..., begin:end, :], allow_unused=True)
         )
         del result  # and with it the tile's graph, before the next tile's
         if self._of_input is not None:
-            of_tile = found.pop(0)
+            of_tile = gradients.pop(0)
             self._of_input[..., begin:end, :] = 0 if of_tile is None else of_tile
-        for total, one in zip(self._sums, found, strict=True):
+        for total, one in zip(self._sums, gradients, strict=True):
             total.add(one)
 
     def results(self) -> list[Tensor | None]:

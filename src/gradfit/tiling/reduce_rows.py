@@ -151,13 +151,13 @@ class _Backward:
 
     def _tile(self, begin: int, end: int, gradients: list[Tensor | None]) -> None:
         hidden = self._operands.hidden(begin, end)
-        found = self._differentiate(hidden, begin, end, gradients)
+        of_operands = self._differentiate(hidden, begin, end, gradients)
         for at, states in enumerate(hidden):
-            gradient = found.pop(3 * at, None)
+            gradient = of_operands.pop(3 * at, None)
             if gradient is not None:
                 self._through_projection(3 * at, gradient, states, begin, end)
             del gradient
-        for at, other in found.items():
+        for at, other in of_operands.items():
             if at in self._by_row:
                 self._by_row[at][begin:end] = other
             else:
