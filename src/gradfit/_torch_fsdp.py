@@ -193,6 +193,7 @@ def data_parallel_group(group: Any) -> dist.ProcessGroup:
     replicas.
     """
     mesh = group.mesh_info.mesh
+    # Two dimensions: shards, and replicas of them (HSDP). Both together are a mesh of their own.
     handle: dist.ProcessGroup = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
     return handle
 

@@ -53,6 +53,8 @@ class Replicated(AllRanks):
             private.restore_flags(module, changed.pop())
 
     def reduce(self, window: Any, whole: AllParts, factor: float) -> float:
+        # DDP does it before each forward, which here is silenced: once per window, from the first
+        # rank that has seen data.
         for module in self.modules:
             if private.broadcasts_buffers(module) and whole.active:
                 private.broadcast_buffers(module, whole.active[0])

@@ -110,6 +110,7 @@ class AllRanks(SingleProcess):
         return _add_up_records(records, part, count)
 
     def reduce(self, window: Any, whole: AllParts, factor: float) -> float:
+        # FSDP2 reduces on one rank, too: nothing else brings its gradients to `.grad`.
         if self.size == 1 and not self.lockstep:
             return factor
         self.add_up(window, whole.present, whole.sparse, factor)

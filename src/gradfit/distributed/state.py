@@ -299,6 +299,7 @@ def restore(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
         holds = rank == 0 or whole["final"]
         tensors = _tensors_to_load(state["tensors"], whole, holds=holds)
         numbers = _numbers_to_load(whole, rank, size, holds=holds)
+    # A state is input: whatever is wrong with it comes out as one kind of error, before any change.
     except (
         KeyError,
         TypeError,

@@ -157,6 +157,7 @@ def _is_place(place: Any) -> bool:
 
 
 def _are_counts(numbers: Any) -> bool:
+    # By type: True is an instance of int.
     return isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
 
 
@@ -261,7 +262,7 @@ def _write(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> st
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # a link would be followed
-        # the format has no views
+        # Copies: the format has no views, and refuses tensors that share memory.
         contents = {name: part.contiguous().clone() for name, part in tensors.items()}
         save_file(contents, path, metadata={"gradfit": json.dumps(header)})
     except (OSError, SafetensorError) as error:

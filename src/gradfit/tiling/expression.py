@@ -40,6 +40,7 @@ class AutocastState(NamedTuple):
 
     def __call__(self) -> Any:
         """A context with autocast as it was."""
+        # Some kinds of devices have none, and torch raises where it is asked for.
         if not torch.amp.is_autocast_available(self.device):
             return contextlib.nullcontext()
         if not self.enabled:
@@ -68,6 +69,7 @@ class Projection:
     @property
     def dtype(self) -> torch.dtype:
         """Of the logits."""
+        # Autocast leaves float64 as it is.
         if self.autocast.enabled and self.hidden.dtype is not torch.float64:
             return self.autocast.dtype
         return self.hidden.dtype
@@ -104,6 +106,7 @@ class Projection:
         )
 
     def _versions(self) -> tuple[int, ...]:
+        # An inference tensor counts no versions, and torch raises where they are read.
         tensors = (self.hidden, self.weight, self.bias)
         return tuple(
             each._version for each in tensors if each is not None and not each.is_inference()

@@ -75,6 +75,7 @@ class LazyForward(NotCopied):
     @untraced
     def __call__(self, input: Tensor) -> Tensor:
         module = self._module
+        # Where somebody asks for the numbers anyway, the layer makes them in fewer steps.
         if inside_tile() or self.head.is_of_no_use or not _may_be_lazy(module, input):
             return nn.Linear.forward(module, input)
         return LazyLogits.project(input, module.weight, module.bias, self.head)

@@ -81,6 +81,7 @@ class TiledModel(NotCopied):
         """
         for name in (*self.heads, *self._modules):
             module = self._model.get_submodule(name)
+            # Somebody may have put another forward in its place since.
             if _has_our_forward(module):
                 del module.__dict__["forward"]
 

@@ -26,6 +26,7 @@ def mixes_tokens(module: nn.Module, x: Tensor) -> str:
     """
     if any(isinstance(each, _NormBase) for each in module.modules()):
         return "it normalises over the batch"
+    # A copy: the module may write to its input.
     tokens = x.detach().reshape(-1, x.shape[-1])[:_TOKENS].clone()
     if len(tokens) < 2:
         return "it was called with one token, which tells nothing"

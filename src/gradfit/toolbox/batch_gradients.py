@@ -92,6 +92,7 @@ class DynamicBatchAccumulator:
         if self._sums is not None:
             self._check(batch_gradient, values)
         self._steps += 1
+        # Left out, and not multiplied by zero, which leaves a NaN a NaN.
         if size:
             self._add(batch_gradient, values, size / self._divisor_for(size))
             self._total.weight += size

@@ -118,6 +118,7 @@ def custom_op(
     if name is not None:
         read_text(name, "name", "for example 'double'")
     given = name if name is not None else getattr(forward, "__name__", "custom_op")
+    # It becomes the name of a class, which "<lambda>" cannot be.
     return CustomOp(forward, backward, given if given.isidentifier() else "custom_op")
 
 

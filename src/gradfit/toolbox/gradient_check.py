@@ -195,6 +195,7 @@ class _Comparison:
         relative = max(1e-6, 3 * precision**0.5)
         tolerance = _SAFETY * differences.bar + relative * abs(value) + 64 * precision * largest
         result = ElementCheck(at, index, value, differences.value, tolerance)
+        # Where the function has no derivative, the backward may say any of its slopes.
         if result.excess > 1 and _is_kink(differences, result):
             self._unresolved += 1
             return

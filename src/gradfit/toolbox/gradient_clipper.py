@@ -94,6 +94,7 @@ def _check_bound(bound: Any, name: str) -> None:
 
 
 def _clip_elements(gradients: GradientMap, bound: float) -> None:
+    # All are looked at before any is clipped: a refusal changes nothing.
     for key, gradient in gradients.items():
         if gradient.is_sparse:
             raise MisuseError(

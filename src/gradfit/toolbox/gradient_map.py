@@ -149,6 +149,7 @@ class GradientMap(MutableMapping[Key, Tensor]):
 
     def iter(self) -> Iterator[tuple[Key, Tensor]]:
         """Each key with its gradient, `items()` one by one."""
+        # Of a list: entries may be replaced, or taken out, on the way.
         return iter(list(self._gradients.items()))
 
     def iter_mut(self) -> Iterator[tuple[Key, Tensor]]:
@@ -434,6 +435,7 @@ class GradientMap(MutableMapping[Key, Tensor]):
                 f"key={show(key)}: these gradients have no names. Pass inputs=model to backward, or"
                 " look up by tensor."
             )
+        # Of a long key its beginning: comparing takes time in the square of its length.
         close = difflib.get_close_matches(str(key)[:200], names, n=3) or names[:3]
         return UnknownName(
             f"key={show(key)}: there is no gradient of that name. The nearest of {len(names)}:"

@@ -152,6 +152,7 @@ def _problems_of(gradient: Any, name: str) -> list[str]:
 
 
 def _problems_of_elements(gradient: Tensor, name: str) -> list[str]:
+    # Before, an element may be there several times: its value is their sum.
     values = gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
     bad = int((~values.isfinite()).sum().item())
     return [f"{name} holds {bad} NaN or infinite of {values.numel()} elements."] if bad else []
