@@ -32,8 +32,9 @@ __all__ = ["FakeTensor", "FakeTensorMode"]
 _make_subclass = torch.Tensor._make_subclass
 _plain_tensor = torch.Tensor
 
+# The address of a tensor's StorageImpl, which views share. Not `data_ptr()`: that is 0 for every
+# empty storage, and the same for two of one piece of memory (`from_numpy` of one array).
 storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
-# the address of a tensor's StorageImpl: views share it
 graph_task_id = torch._C._current_graph_task_id  # -1 outside of a backward pass
 
 
@@ -85,6 +86,7 @@ def as_class(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
     return alias
 
 
+# As they are when this is imported, outside of any operator: what a thread begins with.
 _USUAL_INCLUDED = torch._C._dispatch_tls_local_include_set()
 _USUAL_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 
@@ -124,6 +126,8 @@ def raised_by_swap_tensors(trace: Any) -> bool:
     """Whether torch raised in `torch.utils.swap_tensors`, which a module's conversion may use,
     too.
     """
+    # It refuses tensors that anybody has weak references to, and its error is a plain RuntimeError
+    # (torch 2.13, https://github.com/pytorch/pytorch/issues/187008).
     while trace is not None:
         if trace.tb_frame.f_code is torch.utils.swap_tensors.__code__:
             return True
@@ -150,6 +154,8 @@ def _modules_of(trace: Any) -> list[str]:
     return modules
 
 
+# What is above the recorder. Asked of torch's own guard and not written down: another version may
+# have other keys for autograd.
 with torch._C._AutoDispatchBelowAutograd():
     _UPPER_KEYS = torch._C._dispatch_tls_local_exclude_set()
 for _name in dir(torch._C.DispatchKey):
@@ -286,6 +292,7 @@ def says_freed(error: RuntimeError) -> bool:
 
 def has_freed_tensors(node: Node) -> bool:
     """Whether a backward pass has already taken what this operation saved."""
+    # Nothing says it but an attempt: torch raises when what it gave back is read.
     names = ("saved_tensors", *(name for name in dir(node) if name.startswith("_saved_")))
     return any(_is_freed(node, name) for name in names)
 
@@ -321,6 +328,8 @@ def running_backward() -> RunningBackward | None:
     in a backward pass, or nobody knows.
     """
     here = threading.get_ident()
+    # Every call of the engine from Python goes through one function of torch's, whose frame has
+    # the arguments: `_engine_run_backward` in torch/autograd/graph.py.
     calls = _engine_calls(sys._getframe(1))
     if calls and _is_python_thread(here):
         return _describe_call(here, calls[-1], nested=len(calls) > 1)
@@ -555,6 +564,7 @@ def saved_slots(node: Node) -> list[SavedSlot]:
     if kind not in _raw_names:
         _raw_names[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
     slots = []
+    # `_raw_saved_…` and not `_saved_…`, which unpacks, and so would run our own replay.
     for name in _raw_names[kind]:
         try:
             raw = getattr(node, name)
@@ -596,6 +606,8 @@ def fake_mode() -> FakeTensorMode:
     """Tensors made inside have a shape, a type and a device, but no memory. Nothing is ever run for
     real.
     """
+    # A fallback kernel would run the operator on real zeros; a model's constants and a user's
+    # tensors come in as they are.
     return FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
 
 

@@ -27,6 +27,7 @@ def live_modules(kinds: tuple[type, ...]) -> list[Any]:
         wanted.add(kind)
         below: list[type] = type.__subclasses__(kind)
         queue += [one for one in below if one not in wanted]
+    # By type and not `isinstance`, which asks proxies for a `__class__` and so wakes them up.
     return [one for one in gc.get_objects() if type(one) in wanted]
 
 
@@ -46,6 +47,7 @@ def all_gather_flat(
     output: Tensor, piece: Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> Any:
     """Everybody's piece, one after the other; torch has renamed it."""
+    # torch 2.13 has both names
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(output, piece, group=group, async_op=async_op)
 
@@ -62,6 +64,7 @@ def default_store() -> Any:
 
 def tcp_store(host: str, port: int, hosts: bool) -> Any:
     """A store that processes on other machines can reach."""
+    # With `multi_tenant` a process that has a server at that port already shares it.
     return torch._C._distributed_c10d.TCPStore(host, port, is_master=hosts, multi_tenant=True)
 
 
@@ -126,7 +129,8 @@ def silence_ddp(module: DistributedDataParallel) -> dict[str, Any]:
     before = {name: getattr(module, name) for name in _DDP_FLAGS if hasattr(module, name)}
     module.require_backward_grad_sync = module.require_forward_param_sync = False
     if "_static_graph_delay_allreduce_enqueued" in before:
-        # else the first backward reduces, silenced or not
+        # Else the first backward reduces, silenced or not (torch 2.13, `_DDPSink` in
+        # torch/nn/parallel/distributed.py).
         module._static_graph_delay_allreduce_enqueued = True
     return before
 

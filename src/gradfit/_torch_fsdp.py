@@ -133,6 +133,7 @@ def _unreduced_dtype(tensor: Tensor, kept: Any) -> torch.dtype:
 
 _resize_lock = threading.RLock()  # a meter in one thread may begin while one in another ends
 _resize_ears: list[Callable[[Tensor], None]] = []
+# Where they are called: the second module imports from the first by name, so each has its own.
 _resizers = [
     (f"torch.distributed.fsdp._fully_shard.{module}", name)
     for module in ("_fsdp_param", "_fsdp_param_group")
@@ -190,6 +191,7 @@ def data_parallel_group(group: Any) -> dist.ProcessGroup:
     replicas.
     """
     mesh = group.mesh_info.mesh
+    # Two dimensions: shards, and replicas of them (HSDP). Both together are a mesh of their own.
     handle: dist.ProcessGroup = mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
     return handle
 
@@ -259,6 +261,8 @@ def unsharded_size(kept: Any) -> torch.Size:
 
 def accumulate_in(kept: Any, dtype: torch.dtype) -> None:
     """Add up this parameter's unreduced gradients in a wider type than its own."""
+    # `fully_shard` does not hand on what a parameter's `grad_dtype` says
+    # (https://github.com/pytorch/pytorch/issues/170648).
     kept.reduce_dtype = dtype
     full = unsharded_parameter(kept)
     if (
@@ -279,6 +283,7 @@ def reduce_group(group: Any, dtype: torch.dtype | None) -> None:
     same.
     """
     with _attributes_restored(group, _REDUCTION_FLAGS, _type_attributes(group)) as type_attributes:
+        # A sum and no mean: each rank has multiplied its part by its share of the whole.
         group.reduce_grads = group.all_reduce_grads = group.force_sum_reduction_for_comms = True
         group.gradient_divide_factor = 1.0
         for owner, name in type_attributes if dtype is not None else ():
@@ -349,6 +354,8 @@ def _of_its_own_type(gradient: Any) -> Tensor:
     """FSDP2 describes every gradient as if it had its parameter's type, which optimizers stumble
     over.
     """
+    # torch 2.13 gives it the parameter's `_sharding_spec`
+    # (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
     shape, stride = gradient.shape, gradient.stride()
     typed: Tensor = type(gradient).from_local(
         gradient._local_tensor,
@@ -375,6 +382,7 @@ def forget_pass(modules: list[Any]) -> None:
     """
     for module in modules:
         state = module._get_fsdp_state()
+        # The root does it for all: `_reset_iter_state` refuses to be called on any other.
         if state._is_root and hasattr(state, "_reset_iter_state"):
             state._reset_iter_state()
         elif state._is_root:
@@ -434,6 +442,7 @@ def before_gather(units: list[Any], listener: Any) -> None:
     for number, unit in enumerate(units):
         if unit not in _before_gather:
             _before_gather[unit] = []
+            # On the instance, and by a weak reference: a method of it that holds it is a cycle.
             unit.unshard = _telling(weakref.ref(unit), type(unit).unshard)
         alive = [(one, at) for one, at in _before_gather[unit] if one() is not None]
         _before_gather[unit] = [*alive, (weakref.ref(listener), number)]
@@ -481,7 +490,7 @@ def _let_go(gathered: Any) -> None:
     """
     if gathered is None or not _is_done_on_cpu(gathered):
         return
-    end = time.monotonic() + 0.01
+    end = time.monotonic() + 0.01  # at most: whoever else holds it may do so for good
     while storage_owners(gathered.all_gather_output) > 1 and time.monotonic() < end:
         time.sleep(0)
 

@@ -3,7 +3,8 @@
 
 torch's own way is a dispatch mode. It calls Python for every operator, and two thirds of a
 transformer's operators are views, which the tape does not record; and under a mode torch takes
-other operators for some functions (`max_pool1d`). So listeners are on a dispatch key of their own:
+other operators for some functions (`max_pool1d`, aten/src/ATen/native/MaxPooling.cpp, since
+https://github.com/pytorch/pytorch/pull/43745). So listeners are on a dispatch key of their own:
 it lies below autograd, as modes do, and each view is registered there as *fallthrough*, which the
 dispatcher passes over at no cost.
 
@@ -100,6 +101,7 @@ class DispatchMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
+    # Of torch's own (2.13, torch/utils/_python_dispatch.py): asked once, when a class is made.
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
@@ -266,7 +268,7 @@ def _stash(name: str, content: object) -> None:
 def _stashing_takes() -> bool:
     """Whether torch gives back a reference, at the end, that it has not taken, so that the object
     is freed while others have it: torch 2.10 does, 2.13 does not (`_stash_obj_in_tls` in
-    torch/csrc/Module.cpp).
+    torch/csrc/Module.cpp; https://github.com/pytorch/pytorch/pull/180295 works around the same).
     """
     probe, name = object(), "gradfit.probe"
     before = sys.getrefcount(probe)
@@ -298,9 +300,9 @@ def listening(
     changed. With `in_engine`, the autograd engine's own threads are listened to as well, where an
     accelerator's backward passes run. Fake tensors are heard `as_mode` only.
     """
-    if not _libraries:
+    if not _libraries:  # not at import: it takes a while, and not everybody records
         _register(views())
-    if len(_libraries) == 1 or as_mode:
+    if len(_libraries) == 1 or as_mode:  # one: the key is somebody else's
         return _Mode(ear)
     if dispatch_modes() == 0:
         return _OnKey(ear, in_engine=in_engine)
@@ -656,6 +658,7 @@ _frames = torch._C._dynamo.eval_frame
 
 def untraced(function: _F) -> _F:
     """A decorator: torch.compile does not look into the function, but calls it."""
+    # `torch._dynamo.disable` would import dynamo, which takes a second, and wrap each call.
     action = _frames._FrameAction
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     _frames.set_code_exec_strategy(

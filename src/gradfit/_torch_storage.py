@@ -3,7 +3,8 @@
 A weak reference to the storage's Python object would tell, but is not safe. When an object with
 several weak references dies that have callbacks, CPython before 3.12 allocates a tuple for them
 (`PyObject_ClearWeakRefs`), which may start a collection; and if that one frees some of the
-references, because they were garbage, the interpreter crashes. Who else watches a storage we cannot
+references, because they were garbage, the interpreter crashes. From 3.12 on no allocation starts a
+collection (https://github.com/python/cpython/issues/97922). Who else watches a storage we cannot
 know: torch does for every fake tensor it makes of a real one, a user may.
 
 So each watcher gives the storage an object of its own to hold, a `_Life`, and watches that: it has

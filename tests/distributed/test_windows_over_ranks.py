@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 import gradfit as gf
+from gradfit._torch_fsdp import param_groups
 
 
 def models(how: str, size: int) -> tuple[nn.Module, nn.Module]:
@@ -251,12 +252,12 @@ def flags(rank: int, size: int) -> Any:
     acc = gf.GradientAccumulator(torch.optim.SGD(sharded.parameters(), lr=0.1), steps=2)
     units = [m for m in sharded.modules() if isinstance(m, FSDPModule)]
     # what the user has set stays
-    units[0]._get_fsdp_state()._fsdp_param_groups[0].reduce_grads = False
-    before = [m._get_fsdp_state()._fsdp_param_groups[0].reduce_grads for m in units]
+    param_groups(units[0])[0].reduce_grads = False
+    before = [param_groups(unit)[0].reduce_grads for unit in units]
     acc.backward(sharded(rows(0, 2)).square().mean())
-    middle = [m._get_fsdp_state()._fsdp_param_groups[0].reduce_grads for m in units]
+    middle = [param_groups(unit)[0].reduce_grads for unit in units]
     acc.flush()
-    after = [m._get_fsdp_state()._fsdp_param_groups[0].reduce_grads for m in units]
+    after = [param_groups(unit)[0].reduce_grads for unit in units]
     same = torch.allclose(total / size, gradients[0])
     return seen, inside[:2], same, counts["all_reduce"], middle, before == after
 

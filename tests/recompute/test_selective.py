@@ -80,9 +80,11 @@ def test_a_policy_reads_arguments_and_is_asked_once_for_each_operation() -> None
         gf.checkpoint, context_fn=lambda: create_selective_checkpoint_contexts(ours)
     )
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
-    assert ours.products == theirs.products == 4
+    # torch 2.10 asks a policy once more when it recomputes, later versions do not
+    assert ours.products == 4 and theirs.products in (4, 7)
     heavy = (aten.mm.default, aten.native_layer_norm.default, aten.gelu.default, aten.tanh.default)
-    assert [op for op in ours.asked if op in heavy] == [op for op in theirs.asked if op in heavy]
+    asked = [op for op in ours.asked if op in heavy]
+    assert asked == [op for op in theirs.asked if op in heavy][: len(asked)]
     assert len(products) == len(torchs_products)  # the same ones are replayed
 
 

@@ -431,6 +431,7 @@ ROWS = torch.tensor([1, 0])
 INDICES: dict[str, tuple[Any, bool]] = {  # with whether it takes rows and all their words
     "a number": (1, True),
     "a slice": (slice(None, 1), True),
+    "nothing": ((), True),
     "a shift": ((..., slice(None, -1), slice(None)), True),
     "dots at the end": ((0, ...), True),
     "dots before rows": ((..., 0, slice(None)), True),
@@ -458,6 +459,28 @@ def test_an_index_is_lazy_if_it_takes_rows(name: str) -> None:
     found, expected = parts.lazy()[index], parts.plain()[index]
     assert (type(found) is not Tensor) == stays_lazy
     torch.testing.assert_close(found + 0, expected)
+
+
+BEYOND: dict[str, Callable[[Any], Any]] = {
+    "softmax": lambda x: x.softmax(5),
+    "sum": lambda x: x.sum(dim=-4),
+    "transpose": lambda x: x.transpose(3, 1),
+    "permute": lambda x: x.permute(0, 1, 5),
+    "movedim": lambda x: x.movedim(0, -4),
+    "flatten": lambda x: x.flatten(0, 4),
+    "select": lambda x: x.select(3, 0),
+    "unsqueeze": lambda x: x.unsqueeze(4),
+}
+
+
+@pytest.mark.parametrize("name", BEYOND)
+def test_a_dimension_that_there_is_not_is_refused_as_by_torch(name: str) -> None:
+    parts = Parts()
+    with pytest.raises(IndexError) as expected:
+        BEYOND[name](parts.plain())
+    with pytest.raises(IndexError) as raised:
+        BEYOND[name](parts.lazy())
+    assert str(raised.value) == str(expected.value)
 
 
 @pytest.mark.filterwarnings("ignore::gradfit.LogitsMaterialised")

@@ -53,6 +53,8 @@ class Replicated(AllRanks):
             private.restore_flags(module, changed.pop())
 
     def reduce(self, window: Any, whole: AllParts, factor: float) -> float:
+        # DDP does it before each forward, which here is silenced: once per window, from the first
+        # rank that has seen data.
         for module in self.modules:
             if private.broadcasts_buffers(module) and whole.active:
                 private.broadcast_buffers(module, whole.active[0])
@@ -62,18 +64,21 @@ class Replicated(AllRanks):
         self, window: Any, present: tuple[int, ...], sparse: tuple[int, ...], factor: float
     ) -> None:
         with torch.no_grad():
-            dense = [window.tensors[at] for at in present if at not in set(sparse)]
-            pending: tuple[Any, list[Tensor], Tensor] | None = None
-            for bucket in _buckets(dense):
-                flat = _fill(bucket, factor)
-                work = dist.all_reduce(flat, group=self.group.handle, async_op=True)
-                if pending is not None:
-                    _take_out(*pending)
-                pending = (work, bucket, flat)
-            if pending is not None:
-                _take_out(*pending)
+            self._add_up_dense([window.tensors[at] for at in present if at not in sparse], factor)
             for at in sparse:
                 _reduce_sparse(window.tensors[at], factor, self.group.handle)
+
+    def _add_up_dense(self, tensors: list[Tensor], factor: float) -> None:
+        pending: tuple[Any, list[Tensor], Tensor] | None = None
+        for bucket in _buckets(tensors):
+            flat = _fill(bucket, factor)
+            work = dist.all_reduce(flat, group=self.group.handle, async_op=True)
+            # The one before is waited for only now: this one was filled while it was on its way.
+            if pending is not None:
+                _take_out(*pending)
+            pending = (work, bucket, flat)
+        if pending is not None:
+            _take_out(*pending)
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -84,27 +89,27 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     for tensor in tensors:
         kinds.setdefault((_grad_dtype(tensor), tensor.device), []).append(tensor)
     for (dtype, _), members in kinds.items():
-        bucket: list[Tensor] = []
-        filled = 0
-        for tensor in reversed(members):
-            size = tensor.numel() * dtype.itemsize
-            if bucket and filled + size > BUCKET_BYTES:
-                yield bucket
-                bucket, filled = [], 0
-            bucket.append(tensor)
-            filled += size
-        if bucket:
+        yield from _cut_by_bytes(members[::-1], dtype.itemsize)
+
+
+def _cut_by_bytes(tensors: list[Tensor], itemsize: int) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        size = tensor.numel() * itemsize
+        if bucket and filled + size > BUCKET_BYTES:
             yield bucket
+            bucket, filled = [], 0
+        bucket.append(tensor)
+        filled += size
+    yield bucket
 
 
 def _grad_dtype(tensor: Tensor) -> torch.dtype:
-    return (
-        tensor.dtype
-        if tensor.grad is None and tensor.grad_dtype is None
-        else (
-            tensor.grad.dtype if tensor.grad is not None else tensor.grad_dtype  # type: ignore[return-value]
-        )
-    )
+    """Of the gradient that there is, or will be."""
+    if tensor.grad is not None:
+        return tensor.grad.dtype
+    return tensor.grad_dtype or tensor.dtype
 
 
 def _fill(bucket: list[Tensor], factor: float) -> Tensor:
@@ -115,15 +120,18 @@ def _fill(bucket: list[Tensor], factor: float) -> Tensor:
         sum(t.numel() for t in bucket), dtype=_grad_dtype(bucket[0]), device=bucket[0].device
     )
     for tensor, place in zip(bucket, _places(bucket, flat), strict=True):
-        gradient = tensor.grad
-        if gradient is None:
-            place.zero_()
-        elif factor == 1.0:
-            place.copy_(gradient)
-        else:
-            torch.mul(gradient, factor, out=place)
+        _fill_place(place, tensor.grad, factor)
         tensor.grad = None
     return flat
+
+
+def _fill_place(place: Tensor, gradient: Tensor | None, factor: float) -> None:
+    if gradient is None:
+        place.zero_()
+    elif factor == 1.0:
+        place.copy_(gradient)
+    else:
+        torch.mul(gradient, factor, out=place)
 
 
 def _take_out(work: Any, bucket: list[Tensor], flat: Tensor) -> None:
@@ -146,6 +154,7 @@ def _places(bucket: list[Tensor], flat: Tensor) -> Iterator[Tensor]:
 
 def _reduce_sparse(tensor: Tensor, factor: float, group: dist.ProcessGroup) -> None:
     gradient = tensor.grad
+    # Sparse on every rank, whatever this one has, or the collectives do not match.
     if gradient is None:
         gradient = torch.zeros_like(tensor, dtype=_grad_dtype(tensor), layout=torch.sparse_coo)
     elif not gradient.is_sparse:

@@ -44,10 +44,12 @@ def is_fully_sharded(model: torch.nn.Module) -> bool:
 
 def data_parallel_size(model: torch.nn.Module) -> int:
     """Over how many ranks a `fully_shard` model's gradients are added up."""
-    units = [
-        unit for m in model.modules() if isinstance(m, FSDPModule) for unit in fsdp.param_groups(m)
-    ]
+    units = _units_of([module for module in model.modules() if isinstance(module, FSDPModule)])
     return fsdp.data_parallel_group(units[0]).size() if units else 1
+
+
+def _units_of(modules: list[Any]) -> list[Any]:
+    return [unit for module in modules for unit in fsdp.param_groups(module)]
 
 
 class Unsharded:
@@ -72,12 +74,19 @@ class Sharded(AllRanks):
 
     def __init__(self, tensors: list[Tensor], window: Any) -> None:
         modules = modules_of(FSDPModule, tensors)
-        self.units = [unit for module in modules for unit in fsdp.param_groups(module)]
+        self.units = _units_of(modules)
         self._kept = {
             id(tensor): kept
             for unit in self.units
             for tensor, kept in fsdp.sharded_parameters(unit)
         }
+        self._check_all_kept(tensors)
+        super().__init__(modules, Group(fsdp.data_parallel_group(self.units[0])), window)
+        self._not_reducing: list[Any] = []
+        self._depth = 0
+        self._gathers = Gathers(self.group, modules, self.units)
+
+    def _check_all_kept(self, tensors: list[Tensor]) -> None:
         for at, tensor in enumerate(tensors):
             if id(tensor) not in self._kept:
                 raise MisuseError(
@@ -85,10 +94,6 @@ class Sharded(AllRanks):
                     " fully_shard module. Make the optimizer after fully_shard, from"
                     " model.parameters()."
                 )
-        super().__init__(modules, Group(fsdp.data_parallel_group(self.units[0])), window)
-        self._not_reducing: list[Any] = []
-        self._depth = 0
-        self._gathers = Gathers(self.group, modules, self.units)
 
     @property
     def reduce_bytes(self) -> int:  # type: ignore[override]
@@ -106,8 +111,7 @@ class Sharded(AllRanks):
         """
         fsdp.initialise(self.modules)
         for unit in self.units:
-            if fsdp.never_gathered(unit):  # on this rank, and so on no other: they gather together
-                fsdp.take_part(unit)
+            _gather_first(unit)
 
     # -- while a window fills ---------------------------------------------------------------------
 
@@ -155,7 +159,7 @@ class Sharded(AllRanks):
         present = {id(window.tensors[at]) for at in positions}
         fsdp.initialise(self.modules)
         with torch.no_grad(), own_pass():
-            for unit in reversed(self.units):
+            for unit in reversed(self.units):  # as a backward pass reduces them, on every rank
                 self._reduce_unit(unit, present, factor)
 
     def _reduce_unit(self, unit: Any, present: set[int], factor: float) -> None:
@@ -164,9 +168,7 @@ class Sharded(AllRanks):
         mine = [(tensor, kept) for tensor, kept in parameters if id(tensor) in present]
         if not mine:
             return
-        # on this rank, and so on no other: they gather together
-        if fsdp.never_gathered(unit):
-            fsdp.take_part(unit)
+        _gather_first(unit)
         another_optimizers = [kept for tensor, kept in parameters if id(tensor) not in present]
         with _gradients_taken_out(another_optimizers):
             for tensor, kept in mine:
@@ -195,11 +197,21 @@ class Sharded(AllRanks):
 
     def spread_nonfinite(self, gradients: list[Tensor]) -> None:
         if not math.isfinite(self.norm(gradients)):
-            for gradient in gradients:
-                part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                if part.numel():
-                    part.view(-1)[0] = math.inf
-                    break
+            parts = map(_local_part, gradients)
+            # One element is enough for whoever looks; a rank's shards may all be empty.
+            first = next((part for part in parts if part.numel()), None)
+            if first is not None:
+                first.view(-1)[0] = math.inf
+
+
+def _local_part(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _gather_first(unit: Any) -> None:
+    """Have a unit gather if it never did on this rank, and so on no other: they gather together."""
+    if fsdp.never_gathered(unit):
+        fsdp.take_part(unit)
 
 
 @contextlib.contextmanager
@@ -217,6 +229,8 @@ def _scaled_or_zeros(tensor: Tensor, kept: Any, factor: float) -> Tensor:
     """This rank's sum for a parameter, times a factor; zeros if nothing has come in."""
     gradient = fsdp.unsharded_gradient(kept)
     if gradient is None:
+        # In the type in which the others add up: FSDP2 reduces no gradients of two types together
+        # (torch 2.13, https://github.com/pytorch/pytorch/issues/196996).
         dtype = tensor.grad_dtype or tensor.dtype
         return torch.zeros(fsdp.unsharded_size(kept), dtype=dtype, device=tensor.device)
     return gradient if factor == 1.0 else gradient.mul_(factor)
@@ -225,7 +239,7 @@ def _scaled_or_zeros(tensor: Tensor, kept: Any, factor: float) -> Tensor:
 def _squares(gradient: Tensor) -> float:
     """This rank's share of a gradient's squared norm."""
     spread: Any = gradient
-    copies = 1
+    copies = 1  # ranks that have the same shard, each of which adds it to the sum
     for dimension, placement in enumerate(spread.placements):
         if isinstance(placement, Replicate):
             copies *= spread.device_mesh.size(dimension)

@@ -35,6 +35,7 @@ class Gathers:
         self.announces = False
         self.lost = False  # a pass has failed: nobody knows at which unit
         self._begins, self._follows = len(units) + 1, len(units) + 2
+        # Once for all: a tensor for each word would be an operation more in each gather.
         self._words = torch.arange(len(units) + 3, dtype=torch.int32, device=group.device)
         fsdp.before_gather(units, self)
 
@@ -76,24 +77,29 @@ class Gathers:
         (rule 2).
         """
         while self._group.size > 1:
-            of_all_ranks, work = self._say(word)
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self._group.explain(error, "the end of a window") from error
-            words = set(of_all_ranks.tolist())
-            running = words - {_WAITS, self._follows}
-            if words == {_WAITS} or (word == self._follows and running <= {self._begins}):
+            words = self._hear(word)
+            running = set(words) - {_WAITS, self._follows}
+            if set(words) == {_WAITS} or (word == self._follows and running <= {self._begins}):
                 return
             if len(running) > 1:
                 raise RankFailed(
-                    f"The ranks gather different fully_shard units at once: {of_all_ranks.tolist()}"
-                    f" ({_WAITS} for a rank at the end of its window). Let all ranks run the same"
-                    " modules in the same order."
+                    f"The ranks gather different fully_shard units at once: {words} ({_WAITS} for"
+                    " a rank at the end of its window). Let all ranks run the same modules in the"
+                    " same order."
                 )
             for number in running - {self._begins}:
                 fsdp.initialise(self._modules)
                 fsdp.take_part(self._units[number - 1])
+
+    def _hear(self, word: int) -> list[int]:
+        """Say a word, and wait for those of all ranks."""
+        of_all_ranks, work = self._say(word)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._group.explain(error, "the end of a window") from error
+        words: list[int] = of_all_ranks.tolist()
+        return words
 
     def _say(self, word: int) -> tuple[Tensor, Any]:
         with unseen():

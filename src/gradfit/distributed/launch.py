@@ -27,7 +27,9 @@ def _init(backend: str) -> None:
 
     torchrun keeps one store over all restarts, and torch's own start reads it as it is: the
     addresses of killed processes are still there, and a restarted one may try to reach them.
-    Restarts are counted per machine, so only on one machine do all ranks know the same number.
+    Restarts are counted per machine, so only on one machine do all ranks know the same number
+    (https://github.com/pytorch/pytorch/issues/135712,
+    https://github.com/pytorch/pytorch/issues/108158).
     """
     size = int(os.environ["WORLD_SIZE"])
     if int(os.environ.get("LOCAL_WORLD_SIZE", "0")) != size:
@@ -55,10 +57,11 @@ class Ranks:
         """
         if not dist.is_torchelastic_launched():
             return cls()
-        if not dist.is_initialized():
-            if torch.cuda.is_available():
-                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            _init("nccl" if torch.cuda.is_available() else "gloo")
+        if not dist.is_initialized() and torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            _init("nccl")
+        elif not dist.is_initialized():
+            _init("gloo")
         world = dist.group.WORLD
         assert world is not None
         return cls(Group(world))
@@ -82,20 +85,23 @@ class Ranks:
 
     def share(self, model: torch.nn.Module) -> None:
         """Make the model one over all ranks, unless the job has done so itself."""
-        if self._group is not None and self.size > 1:
-            require_same_model(model, self._group.exchange)
+        if self.size > 1:
+            require_same_model(model, self.tell_all)
         if isinstance(model, DistributedDataParallel):
             return
         if is_fully_sharded(model):
-            ranks = data_parallel_size(model)
-            if ranks != self.size:
-                raise MisuseError(
-                    f"The model is fully_shard over {ranks} ranks, the run has {self.size}: each"
-                    " rank takes rows of its own. Make the mesh of all ranks, or start torchrun"
-                    f" with --nproc-per-node {ranks}."
-                )
+            self._require_over_all_ranks(model)
         elif self.size > 1:
             replicate(model)
+
+    def _require_over_all_ranks(self, model: torch.nn.Module) -> None:
+        ranks = data_parallel_size(model)
+        if ranks != self.size:
+            raise MisuseError(
+                f"The model is fully_shard over {ranks} ranks, the run has {self.size}: each"
+                " rank takes rows of its own. Make the mesh of all ranks, or start torchrun"
+                f" with --nproc-per-node {ranks}."
+            )
 
     def require_same(self, settings: Mapping[str, Any]) -> None:
         """Raise a `MisuseError` that names what differs, on all ranks, unless all have these
@@ -115,17 +121,13 @@ class Ranks:
 
     def first_says(self, text: str) -> str:
         """What the first rank says."""
-        if self._group is None:
-            return text
-        said: str = self._group.exchange({"text": text})[0]["text"]
+        said: str = self.tell_all({"text": text})[0]["text"]
         return said
 
     def any_of(self, *wishes: bool) -> list[bool]:
         """For each wish, whether any rank has it."""
-        if self._group is None:
-            return list(wishes)
-        records = self._group.exchange({"wishes": [int(wish) for wish in wishes]})
-        return [any(one["wishes"][at] for one in records) for at in range(len(wishes))]
+        records = self.tell_all({"wishes": list(map(int, wishes))})
+        return list(map(any, zip(*(one["wishes"] for one in records), strict=True)))
 
     def tell_all(self, record: dict[str, Any]) -> list[dict[str, Any]]:
         """Everybody's record, in the order of the ranks."""

@@ -88,6 +88,7 @@ class ForwardHooks:
                 module.register_forward_pre_hook(hooks.before, prepend=True),
                 module.register_forward_hook(hooks.after, always_call=True),
             ]
+        # The modules outlive an accumulator that nobody closes: its hooks go when it does.
         weakref.finalize(listener, _remove_all, self._handles)
 
     def close(self) -> None:

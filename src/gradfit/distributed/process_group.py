@@ -60,6 +60,7 @@ class Group:
         self.meetings += 1
         if self.size == 1:
             return [record]
+        # Not torch's `all_gather_object`: it pickles, and takes two collectives for a few bytes.
         text = json.dumps(record, separators=(",", ":")).encode()
         try:
             texts = self._gather(text)
@@ -74,12 +75,10 @@ class Group:
         slots = self._all_gather(first, _SLOT_BYTES)
         lengths = [int.from_bytes(slot[:_LENGTH_BYTES], "little") for slot in slots]
         if max(lengths) <= room:
-            return [
-                slot[_LENGTH_BYTES : _LENGTH_BYTES + length]
-                for slot, length in zip(slots, lengths, strict=True)
-            ]
-        rest = self._all_gather(text, max(lengths))
-        return [one[:length] for one, length in zip(rest, lengths, strict=True)]
+            texts = [slot[_LENGTH_BYTES:] for slot in slots]
+        else:
+            texts = self._all_gather(text, max(lengths))
+        return [one[:length] for one, length in zip(texts, lengths, strict=True)]
 
     def _all_gather(self, content: bytes, size: int) -> list[bytes]:
         mine = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8).to(
@@ -101,16 +100,13 @@ class Group:
     def explain(self, error: RuntimeError, where: str) -> RankFailed:
         """Who did not come, and what they said."""
         self._write("")  # this one came
+        # What failed elsewhere may be written down a moment after it is felt here.
         time.sleep(_PATIENCE_SECONDS)
         said = {rank: self._read(rank) for rank in range(self.size) if rank != self.rank}
-        failed = [f"rank {rank} raised {text}" for rank, text in said.items() if text]
-        missing = [str(rank) for rank, text in said.items() if text is None]
-        if not failed and missing:
-            failed = [f"rank {', '.join(missing)} did not come to {where} and left no word"]
         first = str(error).split("\n")[0]
         return RankFailed(
-            f"{'; '.join(failed) or 'The processes lost each other'}. Rank {self.rank} waited for"
-            f" it: {first} Restart from the last saved state."
+            f"{_who_failed(said, where)}. Rank {self.rank} waited for it: {first} Restart from the"
+            " last saved state."
         )
 
     def _key(self, rank: int) -> str:
@@ -135,3 +131,12 @@ class Group:
                     store.set_timeout(before)
                 return text
         return None
+
+
+def _who_failed(said: dict[int, str | None], where: str) -> str:
+    """From what each rank has written down: an error, nothing ("") if it came, or None."""
+    failed = [f"rank {rank} raised {text}" for rank, text in said.items() if text]
+    missing = [str(rank) for rank, text in said.items() if text is None]
+    if missing and not failed:
+        return f"rank {', '.join(missing)} did not come to {where} and left no word"
+    return "; ".join(failed) or "The processes lost each other"

@@ -26,12 +26,13 @@ def require_same_model(model: torch.nn.Module, exchange: Exchange) -> None:
         exchange: Tells all ranks a record, and gives every rank's.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
-    lines = [
-        f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        f"{' trained' if tensor.requires_grad else ''}"
-        for name, tensor in named
-    ]
+    lines = [_describe(name, tensor) for name, tensor in named]
     _require_same("models", lines, exchange, "Build the same model on every rank.")
+
+
+def _describe(name: str, tensor: torch.Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{name} {tuple(tensor.shape)} {dtype}{' trained' if tensor.requires_grad else ''}"
 
 
 def require_same_update(optimizer: Any, options: Mapping[str, Any], exchange: Exchange) -> None:
@@ -73,24 +74,27 @@ def require_same_settings(settings: Mapping[str, Any], exchange: Exchange) -> No
 
 
 def _require_same(what: str, lines: list[str], exchange: Exchange, instead: str) -> None:
+    # Digests first: the lines of a large model are long, and almost always the same.
     digest = hashlib.sha256("\n".join(lines).encode("utf-8", "backslashreplace")).hexdigest()
     digests = [one.get("digest") for one in exchange({"kind": what, "digest": digest})]
     if len(set(digests)) == 1:
         return
-    of_all_ranks = [
-        one.get("lines", []) for one in exchange({"kind": f"{what}, in full", "lines": lines})
-    ]
-    rank = next(rank for rank, other in enumerate(digests) if other != digests[0])
-    first, other = of_all_ranks[0], of_all_ranks[rank]
+    in_full = exchange({"kind": f"{what}, in full", "lines": lines})
+    rank = _first_difference(digests, [digests[0]] * len(digests))
+    first, other = (in_full[one].get("lines", []) for one in (0, rank))
     at = _first_difference(first, other)
-    here, there = (lines[at] if at < len(lines) else "no more" for lines in (first, other))
+    here, there = (_entry(lines, at) for lines in (first, other))
     raise MisuseError(
         f"The ranks have different {what}: rank 0 has {here!r}, rank {rank} has {there!r} (entry"
         f" {at} of {len(first)} and {len(other)}). {instead}"
     )
 
 
-def _first_difference(first: list[str], other: list[str]) -> int:
+def _entry(lines: list[str], at: int) -> str:
+    return lines[at] if at < len(lines) else "no more"
+
+
+def _first_difference(first: list[Any], other: list[Any]) -> int:
     pairs = enumerate(zip(first, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(first), len(other)))
 
@@ -105,12 +109,12 @@ def _shown(value: Any) -> str:
         return repr(value)
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_shown, value))}]"
-    held = [
-        f"{name}={one!r}"
-        for name, one in getattr(value, "__dict__", {}).items()
-        if isinstance(one, _Plain)
-    ]
-    return f"{type(value).__name__}({', '.join(held)})"
+    return f"{type(value).__name__}({', '.join(_plain_attributes(value))})"
+
+
+def _plain_attributes(value: Any) -> list[str]:
+    attributes = getattr(value, "__dict__", {})
+    return [f"{name}={one!r}" for name, one in attributes.items() if isinstance(one, _Plain)]
 
 
 _Plain = bool | int | float | str | torch.dtype | None

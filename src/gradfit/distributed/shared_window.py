@@ -10,7 +10,10 @@ and no rank needs to have held as many micro-batches as another.
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
+import operator
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -33,23 +36,28 @@ from gradfit.errors import MisuseError, RankFailed
 
 def all_ranks(tensors: list[Tensor], window: WindowOfProcess) -> SingleProcess:
     """The processes that share these parameters; nobody if no DDP or FSDP2 module holds them."""
+    # Here and not above: both are built on this file, and FSDP2 takes 0.6 s to import.
     from gradfit.distributed.fsdp import Sharded, is_sharded
     from gradfit.distributed.replicas import replicas_of
 
     sharded = [is_sharded(tensor) for tensor in tensors]
-    if all(sharded) and sharded:
-        return Sharded(tensors, window)
     if any(sharded):
+        _check_all_sharded(sharded, tensors)
+        return Sharded(tensors, window)
+    modules = modules_of(private.DistributedDataParallel, tensors)
+    if not modules:
+        return replicas_of(tensors, window) or SINGLE_PROCESS
+    return _of_ddp_modules(modules, tensors, window)
+
+
+def _check_all_sharded(sharded: list[bool], tensors: list[Tensor]) -> None:
+    if not all(sharded):
         at = sharded.index(False)
         raise MisuseError(
             f"The parameter at {at}, of shape {tuple(tensors[at].shape)}, is not sharded,"
             " others are: nobody would add up its gradient over the ranks. Call"
             " fully_shard(model) on the root module too."
         )
-    modules = modules_of(private.DistributedDataParallel, tensors)
-    if not modules:
-        return replicas_of(tensors, window) or SINGLE_PROCESS
-    return _of_ddp_modules(modules, tensors, window)
 
 
 def _of_ddp_modules(
@@ -102,6 +110,7 @@ class AllRanks(SingleProcess):
         return _add_up_records(records, part, count)
 
     def reduce(self, window: Any, whole: AllParts, factor: float) -> float:
+        # FSDP2 reduces on one rank, too: nothing else brings its gradients to `.grad`.
         if self.size == 1 and not self.lockstep:
             return factor
         self.add_up(window, whole.present, whole.sparse, factor)
@@ -121,8 +130,8 @@ class AllRanks(SingleProcess):
         """
         with _gradients_aside([*window.tensors, *window.sources]):
             for at, gradient in gradients.items():
-                dense = gradient.to_dense() if gradient.is_sparse else gradient
-                window.sources[at].grad = dense.clone()
+                # A copy: whoever adds up gives up the sources.
+                window.sources[at].grad = to_dense(gradient).clone()
             self.add_up(window, tuple(range(len(window.tensors))), (), factor)
             return [tensor.grad for tensor in window.tensors]
 
@@ -134,6 +143,15 @@ class AllRanks(SingleProcess):
                 f"The ranks do different things: {', '.join(kinds)}. Call"
                 " step(), flush() and state_dict() on all ranks in the same order."
             )
+        self._check_none_broken(records)
+        counts = [one["parameters"] for one in records]
+        if len(set(counts)) > 1:
+            raise MisuseError(
+                f"The ranks accumulate {counts} parameters. Pass the same parameters on every rank."
+            )
+
+    def _check_none_broken(self, records: list[dict[str, Any]]) -> None:
+        """On no rank but this one, which has raised by itself."""
         broken = {rank for rank, one in enumerate(records) if one["flags"][2]}
         others = sorted(broken - {self.group.rank})
         if others:
@@ -141,11 +159,6 @@ class AllRanks(SingleProcess):
                 f"On rank {', '.join(map(str, others))} a backward pass failed half-way, so the"
                 " window holds part of a micro-batch. Call reset() on every rank and repeat the"
                 " window."
-            )
-        counts = [one["parameters"] for one in records]
-        if len(set(counts)) > 1:
-            raise MisuseError(
-                f"The ranks accumulate {counts} parameters. Pass the same parameters on every rank."
             )
 
     def agree(self, error: Exception | None) -> None:
@@ -155,9 +168,13 @@ class AllRanks(SingleProcess):
         self.settle()
         said = "" if error is None else f"{type(error).__name__}: {error}"
         records = self.group.exchange({"kind": "fit", "failed": said})
-        failed = {rank: one["failed"] for rank, one in enumerate(records) if one.get("failed")}
-        if failed and error is None:
-            raise RankFailed("; ".join(f"rank {rank} raised {why}" for rank, why in failed.items()))
+        reasons = [
+            f"rank {rank} raised {one['failed']}"
+            for rank, one in enumerate(records)
+            if one.get("failed")
+        ]
+        if reasons and error is None:
+            raise RankFailed("; ".join(reasons))
 
     def share_options(self, optimizer: Any, whole: AllParts, joined: bool) -> None:
         groups = getattr(optimizer, "param_groups", None)
@@ -253,7 +270,7 @@ def _leader(joined: list[int]) -> int | None:
 
 
 def _add_by_name(weights: list[dict[str, Number]]) -> dict[str, Number]:
-    names = dict.fromkeys(name for one in weights for name in one)
+    names = dict.fromkeys(itertools.chain(*weights))
     return {name: add_weights([one.get(name, 0) for one in weights]) for name in names}
 
 
@@ -266,6 +283,8 @@ def _gradients_aside(slots: list[Any]) -> Iterator[None]:
             slot.grad = None
         yield
     finally:
+        # All are emptied before any is filled: under DDP a parameter is in the list twice, as its
+        # own source.
         for slot in slots:
             slot.grad = None
         for slot, gradient in zip(slots, kept, strict=True):
@@ -278,6 +297,10 @@ def add_weights(weights: list[Number]) -> Number:
     return sum(weights) if all(type(one) is int for one in weights) else math.fsum(weights)
 
 
+def to_dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
 def _pack(positions: tuple[int, ...], count: int) -> str:
     """Positions as a string that is short if they are all there, or none is."""
     if len(positions) == count:
@@ -288,7 +311,5 @@ def _pack(positions: tuple[int, ...], count: int) -> str:
 def _unpack(packed: list[str], count: int) -> tuple[int, ...]:
     if "*" in packed:
         return tuple(range(count))
-    bits = 0
-    for one in packed:
-        bits |= int(one or "0", 16)
+    bits = functools.reduce(operator.or_, (int(one or "0", 16) for one in packed))
     return tuple(at for at in range(count) if bits >> at & 1)

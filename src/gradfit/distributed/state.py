@@ -13,6 +13,7 @@ holds what.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import warnings
@@ -29,8 +30,14 @@ from torch.distributed.tensor import DTensor
 
 from gradfit.accumulate import accumulator_state as local
 from gradfit.accumulate.window_state import Total
-from gradfit.distributed.shared_window import AllRanks, add_weights
-from gradfit.distributed.window_files import Exchange, WindowFiles, file_of, write_window
+from gradfit.distributed.shared_window import AllRanks, add_weights, to_dense
+from gradfit.distributed.window_files import (
+    Exchange,
+    WindowFiles,
+    failures_in,
+    file_of,
+    write_window,
+)
 from gradfit.errors import RankFailed, StateError
 
 if TYPE_CHECKING:
@@ -78,24 +85,27 @@ def load(
     if trust_pickles and _is_checkpoint(Path(path)):
         _load_checkpoint(accumulator, path, like)
         return
-    problem: StateError | None = None
-    content: dict[str, Any] = {}
-    try:
-        content = _read(Path(path), like)
-    except StateError as error:
-        problem = error
+    content = _read_or_error(Path(path), like)
     _, exchange = _ranks(accumulator)
-    said = exchange({"kind": "load", "failed": "" if problem is None else str(problem)})
-    if problem is not None:
-        raise problem
+    failed = str(content) if isinstance(content, StateError) else ""
+    said = exchange({"kind": "load", "failed": failed})
+    if isinstance(content, StateError):
+        raise content  # only now: the other ranks wait for what this one says
     _check_all_read(said, path)
     restore(accumulator, content)
 
 
+def _read_or_error(path: Path, like: dict[str, Tensor]) -> dict[str, Any] | StateError:
+    try:
+        return _read(path, like)
+    except StateError as error:
+        return error
+
+
 def _check_all_read(said: list[dict[str, Any]], path: str | os.PathLike[str]) -> None:
-    failed = [f"rank {rank}: {one['failed']}" for rank, one in enumerate(said) if one["failed"]]
-    if failed:
-        raise RankFailed(f"Not every rank could read {str(path)!r} ({'; '.join(failed)}).")
+    failures = failures_in(said)
+    if failures:
+        raise RankFailed(f"Not every rank could read {str(path)!r} ({failures}).")
 
 
 def _is_checkpoint(folder: Path) -> bool:
@@ -136,19 +146,29 @@ def _load_checkpoint(accumulator: GradientAccumulator, path: Any, like: dict[str
     prefix = next(
         (key.removesuffix("window") for key in index if key.endswith(".window")), "accumulator."
     )
-    template: dict[str, Any] = {}
-    for key, entry in index.items():
-        if key.startswith(f"{prefix}tensors.") and isinstance(entry, TensorStorageMetadata):
-            name = key.removeprefix(f"{prefix}tensors.")
-            template[name] = _template(like, name, tuple(entry.size), entry.properties.dtype)
+    entries = _tensors_in(index, f"{prefix}tensors.")
+    template = {
+        name: _template(like, name, tuple(entry.size), entry.properties.dtype)
+        for name, entry in entries.items()
+    }
     content: dict[str, Any] = {prefix[:-1]: {"tensors": template, "window": ""}}
     with warnings.catch_warnings():
+        # One process alone is what `no_dist` is for; torch says so each time.
         warnings.filterwarnings(
             "ignore", message="torch.distributed is disabled, unavailable or uninitialized"
         )
         alone = not isinstance(accumulator.ranks, AllRanks)
         state_dict_loader.load(content, checkpoint_id=path, no_dist=alone)
     restore(accumulator, content[prefix[:-1]])
+
+
+def _tensors_in(index: Mapping[str, Any], prefix: str) -> dict[str, TensorStorageMetadata]:
+    """The tensors of an index whose names begin so, by the rest of their names."""
+    return {
+        key.removeprefix(prefix): entry
+        for key, entry in index.items()
+        if key.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
 
 
 def _ranks(accumulator: GradientAccumulator) -> tuple[int, Exchange]:
@@ -170,11 +190,10 @@ def share(accumulator: GradientAccumulator) -> dict[str, Any]:
     numbers = local.numbers_of(accumulator)
     shapes = numbers.pop("shapes")
     numbers["steps"] = window.accumulation_steps
-    numbers["present"] = [at for at, slot in enumerate(_slots(window)) if slot.grad is not None]
+    numbers["present"] = list(_gradients_in(window))
     whole = {**_add(_exchanged(ranks, numbers, len(shapes))), "shapes": shapes}
-    adding = _Adding(window, None)  # nothing to add up
-    if isinstance(ranks, AllRanks) and not window.is_final and whole["steps"]:
-        adding = _Adding(window, ranks)
+    is_spread = not window.is_final and whole["steps"] > 0
+    adding = _Adding(window, ranks if is_spread and isinstance(ranks, AllRanks) else None)
     tensors = adding.total("grad", window.state.main, whole["divisor"])
     for name, (_, divisor) in whole["terms"].items():
         term = window.state.terms.get(name, Total())
@@ -210,15 +229,18 @@ class _Adding(NamedTuple):
             totals = self._added(sums, _factor_to(divisor, part.divisor))
             for at, tensor in enumerate(self.window.tensors):
                 if totals.get(at) is None:
-                    totals[at] = torch.zeros_like(
-                        tensor, dtype=tensor.grad_dtype or tensor.dtype, requires_grad=False
-                    )
+                    totals[at] = _zero_gradient(tensor)
         return {f"{name}.{at}": total.detach() for at, total in totals.items()}
 
     def _added(self, sums: dict[int, Tensor], factor: float) -> dict[int, Tensor]:
         if self.ranks is not None:
             return dict(enumerate(self.ranks.total(self.window, sums, factor)))
-        return {at: (one.to_dense() if one.is_sparse else one).clone() for at, one in sums.items()}
+        return {at: to_dense(one).clone() for at, one in sums.items()}
+
+
+def _zero_gradient(tensor: Tensor) -> Tensor:
+    dtype = tensor.grad_dtype or tensor.dtype
+    return torch.zeros_like(tensor, dtype=dtype, requires_grad=False)
 
 
 def _gradients_in(window: Any) -> dict[int, Tensor]:
@@ -231,11 +253,10 @@ def _factor_to(divisor: float | None, own: float | None) -> float:
 
 def _add(records: list[dict[str, Any]]) -> dict[str, Any]:
     """What the ranks hold, as the numbers of one window."""
-    holding = next((one for one in records if one["steps"]), records[0])
     all_of = {name: [one[name] for one in records] for name in records[0]}
     return {
         **{name: records[0][name] for name in ("version", "windows", "strategy", "final")},
-        "scale": holding["scale"],
+        "scale": _first_holding(records)["scale"],
         "rescaled": any(all_of["rescaled"]),
         "steps": sum(all_of["steps"]),
         "skipped": sum(all_of["skipped"]),
@@ -243,13 +264,18 @@ def _add(records: list[dict[str, Any]]) -> dict[str, Any]:
         "weight": add_weights(all_of["weight"]),
         "divisor": _first(all_of["divisor"]),
         "terms": _add_terms(all_of["terms"]),
-        "present": sorted({at for present in all_of["present"] for at in present}),
+        "present": sorted(set().union(*all_of["present"])),
     }
+
+
+def _first_holding(records: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first rank that something has come in on; the first of all if none has."""
+    return next((one for one in records if one["steps"]), records[0])
 
 
 def _add_terms(terms: list[dict[str, Any]]) -> dict[str, Any]:
     """Of each term the sum of its weights, and the first divisor that there is."""
-    names = dict.fromkeys(name for one in terms for name in one)
+    names = dict.fromkeys(itertools.chain(*terms))
     return {name: _add_term([one[name] for one in terms if name in one]) for name in names}
 
 
@@ -273,6 +299,7 @@ def restore(accumulator: GradientAccumulator, state: Mapping[str, Any]) -> None:
         holds = rank == 0 or whole["final"]
         tensors = _tensors_to_load(state["tensors"], whole, holds=holds)
         numbers = _numbers_to_load(whole, rank, size, holds=holds)
+    # A state is input: whatever is wrong with it comes out as one kind of error, before any change.
     except (
         KeyError,
         TypeError,
@@ -292,16 +319,19 @@ def _tensors_to_load(
     tensors: Mapping[str, Any], whole: dict[str, Any], *, holds: bool
 ) -> dict[str, Tensor]:
     """The sums that this rank goes on with: all, if it `holds` them, or none."""
-    parameters = range(len(whole["shapes"]))
-    names = [f"grad.{at}" for at in whole["present"]]
-    names += [f"term.{name}.{at}" for name in whole["terms"] for at in parameters]
     loaded = {}
-    for name in names:
+    for name in _names_of_sums(whole):
         # by all ranks together; who does not hold it lets it go before the next
         tensor = _whole_sum(tensors[name], final=whole["final"])
         if holds:
             loaded[name] = tensor
     return loaded
+
+
+def _names_of_sums(whole: dict[str, Any]) -> list[str]:
+    parameters = range(len(whole["shapes"]))
+    names = [f"grad.{at}" for at in whole["present"]]
+    return names + [f"term.{name}.{at}" for name in whole["terms"] for at in parameters]
 
 
 def _whole_sum(tensor: Any, *, final: bool) -> Any:
@@ -310,15 +340,13 @@ def _whole_sum(tensor: Any, *, final: bool) -> Any:
 
 def _numbers_to_load(whole: dict[str, Any], rank: int, size: int, *, holds: bool) -> dict[str, Any]:
     """This rank's share of the window's counts, and the weights of the sums that it holds."""
-    steps, skipped = (
-        whole[name] // size + (rank < whole[name] % size) for name in ("steps", "skipped")
-    )
+    steps = _share_of(whole["steps"], rank, size)
     return {
         **{name: whole[name] for name in _SAME_ON_ALL},
         "closed": steps,
         "open": 0,
         "open_plain": 0,
-        "skipped": min(skipped, steps),
+        "skipped": min(_share_of(whole["skipped"], rank, size), steps),
         "weight": whole["weight"] if holds else 0,
         "terms": {
             name: [weight if holds else 0, divisor]
@@ -326,3 +354,8 @@ def _numbers_to_load(whole: dict[str, Any], rank: int, size: int, *, holds: bool
         },
         "sparse": {},
     }
+
+
+def _share_of(count: int, rank: int, size: int) -> int:
+    """As even as it goes: the first ranks have one more."""
+    return count // size + (rank < count % size)

@@ -83,12 +83,10 @@ class WindowFiles:
         missing = torch.ones(local.shape, dtype=torch.bool, device="cpu")
         for part in self.parts[name]:
             common = _in_common(start, local.shape, part)
-            if common is None:
-                continue
-            mine, theirs = common
-            content = part.file.get_slice(part.name)
-            local[mine] = (content[theirs] if theirs else content[...]).to(local.device)
-            missing[mine] = False
+            if common is not None:
+                mine, theirs = common
+                local[mine] = _content_of(part, theirs).to(local.device)
+                missing[mine] = False
         if bool(missing.any()):
             raise StateError(
                 f"The files in {str(self._folder)!r} do not have all of {name!r}:"
@@ -98,15 +96,14 @@ class WindowFiles:
     def _open(self, rank: int) -> tuple[Any, dict[str, Any]]:
         path = file_of(self._folder, rank)
         try:
-            if not stat.S_ISREG(os.lstat(path).st_mode):
-                raise StateError(f"{str(path)!r} is not a regular file.")
+            _require_regular(path)
             file: Any = safe_open(path, framework="pt", device="cpu")
             header = json.loads((file.metadata() or {}).get("gradfit", "null"))
         except OSError as error:
             raise StateError(
                 f"There is no state of rank {rank} in {str(self._folder)!r}: {error.strerror}."
             ) from None
-        except StateError:
+        except StateError:  # which is a ValueError, too
             raise
         except (SafetensorError, ValueError, RecursionError) as error:
             raise StateError(f"{str(path)!r} is not a window of gradfit ({error}).") from None
@@ -114,7 +111,21 @@ class WindowFiles:
         return file, header
 
 
+def _require_regular(path: Path) -> None:
+    """A link or a pipe is nothing that `save` has written: reading it may reach elsewhere, or
+    wait.
+    """
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise StateError(f"{str(path)!r} is not a regular file.")
+
+
 _Slices = tuple[slice, ...]
+
+
+def _content_of(part: SavedPart, slices: _Slices) -> Tensor:
+    content = part.file.get_slice(part.name)
+    selected: Tensor = content[slices] if slices else content[...]  # no dimensions, no slices
+    return selected
 
 
 def _in_common(
@@ -146,6 +157,7 @@ def _is_place(place: Any) -> bool:
 
 
 def _are_counts(numbers: Any) -> bool:
+    # By type: True is an instance of int.
     return isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
 
 
@@ -169,14 +181,17 @@ def _part(file: Any, name: str, shape: list[int], offset: list[int]) -> SavedPar
         raise StateError(
             f"A file of the state has no gradient {name!r:.60}, though it says so."
         ) from None
-    inside = len(shape) == len(offset) == len(size) and all(
-        at + count <= whole for at, count, whole in zip(offset, size, shape, strict=True)
-    )
-    if not inside:
+    if not _is_inside(size, offset, shape):
         raise StateError(
             f"The state's {name!r:.60} reaches beyond its tensor: {size} at {offset} of {shape}."
         )
     return SavedPart(file, name, tuple(shape), tuple(offset), size, dtype)
+
+
+def _is_inside(size: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> bool:
+    return len(shape) == len(offset) == len(size) and all(
+        at + count <= whole for at, count, whole in zip(offset, size, shape, strict=True)
+    )
 
 
 def file_of(folder: Path, rank: int) -> Path:
@@ -206,17 +221,23 @@ def write_window(
     target = file_of(Path(path), rank)
     temporary = target.with_name(f".{target.name}.tmp")
     failed = _write(temporary, mine, header)
-    said = exchange({"kind": "saved", "failed": failed})
-    wrong = [f"rank {at}: {one['failed']}" for at, one in enumerate(said) if one["failed"]]
-    if wrong:
+    failures = failures_in(exchange({"kind": "saved", "failed": failed}))
+    if failures:
         temporary.unlink(missing_ok=True)
         text = (
-            f"The window could not be written to {str(path)!r} ({'; '.join(wrong)}). What was there"
-            " before is whole."
+            f"The window could not be written to {str(path)!r} ({failures}). What was there before"
+            " is whole."
         )
         raise StateNotWritten(text) if failed else RankFailed(text)
     os.replace(temporary, target)
-    exchange({"kind": "in place"})
+    exchange({"kind": "in place"})  # nobody reads before all files are of this save
+
+
+def failures_in(records: list[dict[str, Any]]) -> str:
+    """What has failed on which rank, from what each has said."""
+    return "; ".join(
+        f"rank {rank}: {one['failed']}" for rank, one in enumerate(records) if one["failed"]
+    )
 
 
 def _held_here(
@@ -230,8 +251,8 @@ def _held_here(
     for name, tensor in tensors.items():
         shard = shard_of(tensor)
         if shard is None and rank == 0:
-            mine[name], parts[name] = tensor.detach(), [list(tensor.shape), [0] * tensor.dim()]
-        elif shard is not None:
+            shard = (tensor.detach(), (0,) * tensor.dim())
+        if shard is not None:
             mine[name], parts[name] = shard[0], [list(tensor.shape), list(shard[1])]
     return mine, parts
 
@@ -241,7 +262,7 @@ def _write(path: Path, tensors: dict[str, Tensor], header: dict[str, Any]) -> st
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # a link would be followed
-        # the format has no views
+        # Copies: the format has no views, and refuses tensors that share memory.
         contents = {name: part.contiguous().clone() for name, part in tensors.items()}
         save_file(contents, path, metadata={"gradfit": json.dumps(header)})
     except (OSError, SafetensorError) as error:

@@ -40,6 +40,7 @@ class AutocastState(NamedTuple):
 
     def __call__(self) -> Any:
         """A context with autocast as it was."""
+        # Some kinds of devices have none, and torch raises where it is asked for.
         if not torch.amp.is_autocast_available(self.device):
             return contextlib.nullcontext()
         if not self.enabled:
@@ -68,6 +69,7 @@ class Projection:
     @property
     def dtype(self) -> torch.dtype:
         """Of the logits."""
+        # Autocast leaves float64 as it is.
         if self.autocast.enabled and self.hidden.dtype is not torch.float64:
             return self.autocast.dtype
         return self.hidden.dtype
@@ -91,10 +93,12 @@ class Projection:
                 " has resharded the module around it. Compute the loss inside of that module, or"
                 " pass fully_shard(..., reshard_after_forward=False)."
             )
-        if self._versions() == self.versions:
-            return
+        if self._versions() != self.versions:
+            raise self._overwritten()
+
+    def _overwritten(self) -> ActivationOverwritten:
         same_hidden = self.hidden.is_inference() or self.versions[0] == self.hidden._version
-        raise ActivationOverwritten(
+        return ActivationOverwritten(
             f"{'The weights of the projection' if same_hidden else 'The hidden states'} were"
             " changed in place after these logits were returned and before their numbers were"
             " asked for: they would be others now. Use the logits before optimizer.step(), or ask"
@@ -102,6 +106,7 @@ class Projection:
         )
 
     def _versions(self) -> tuple[int, ...]:
+        # An inference tensor counts no versions, and torch raises where they are read.
         tensors = (self.hidden, self.weight, self.bias)
         return tuple(
             each._version for each in tensors if each is not None and not each.is_inference()
@@ -155,33 +160,40 @@ class Operands:
         """Hidden states, rows flat, weight and bias of each projection; then what has rows; then
         constants.
         """
-        found: list[Tensor | None] = []
+        tensors: list[Tensor | None] = []
         for projection in self.projections:
             projection.check()
             hidden = projection.hidden
-            found += [hidden.reshape(-1, hidden.shape[-1]), projection.weight, projection.bias]
-        return [*found, *(one.tensor for one in self.rows), *self.constants]
+            tensors += [hidden.reshape(-1, hidden.shape[-1]), projection.weight, projection.bias]
+        return [*tensors, *(one.tensor for one in self.rows), *self.constants]
+
+    def tensors_as_given(self) -> list[Tensor | None]:
+        """The same, with hidden states in the shape in which they came."""
+        tensors = [each for p in self.projections for each in (p.hidden, p.weight, p.bias)]
+        return [*tensors, *(one.tensor for one in self.rows), *self.constants]
 
     def _read(self, item: Any) -> Any:
+        """The item with slots in the places of its tensors."""
         if isinstance(item, Applied):
             args = tuple(self._read(each) for each in item.args)
-            return Applied(
-                item.function,
-                args,
-                {k: self._read(v) for k, v in item.kwargs.items()},
-                item.autocast,
-            )
-        lists: dict[Any, tuple[str, list[Any]]] = {
-            Projection: ("logits", self.projections),
-            Rows: ("rows", self.rows),
-            Tensor: ("constant", self.constants),
-        }
-        for kind, (name, known) in lists.items():
-            if isinstance(item, kind):
-                if not any(item is each for each in known):
-                    known.append(item)
-                return _Slot(name, next(at for at, each in enumerate(known) if each is item))
+            kwargs = {name: self._read(each) for name, each in item.kwargs.items()}
+            return Applied(item.function, args, kwargs, item.autocast)
+        if isinstance(item, Projection):
+            return _Slot("logits", _place_in(self.projections, item))
+        if isinstance(item, Rows):
+            return _Slot("rows", _place_in(self.rows, item))
+        if isinstance(item, Tensor):
+            return _Slot("constant", _place_in(self.constants, item))
         return item
+
+
+def _place_in(items: list[Any], item: Any) -> int:
+    """Where the item is, by identity (tensors compare their elements); it is added if need be."""
+    for at, each in enumerate(items):
+        if each is item:
+            return at
+    items.append(item)
+    return len(items) - 1
 
 
 class Program:
@@ -203,10 +215,10 @@ class Program:
         """The results for a tile, of these tensors; `plain` by functions that can be differentiated
         twice.
         """
-        found = _evaluate(
+        results = _evaluate(
             self._tree, {"logits": logits, "rows": rows, "constant": constants}, plain
         )
-        return tuple(found) if isinstance(found, tuple | list) else (found,)
+        return tuple(results) if isinstance(results, tuple | list) else (results,)
 
 
 def _evaluate(item: Any, tensors: dict[str, list[Tensor]], plain: bool) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ class GradientSum:
         if gradient is None:
             return
         if self._sum is None:
+            # A copy: it is added to in place, and autograd may have given it to others, too.
             self._sum = gradient.to(self._sum_dtype, copy=True)
         else:
             self._sum.add_(gradient)
@@ -45,3 +48,12 @@ class GradientSum:
         """The sum, as wide as what it is the gradient of; nothing is left here."""
         total, self._sum = self._sum, None
         return None if total is None else total.to(self._dtype)
+
+
+def in_places(
+    gradients: Iterable[Tensor | None], needed: Iterable[bool]
+) -> Iterator[Tensor | None]:
+    """One for each argument of a backward pass: the next gradient where it is needed, else None."""
+    remaining = iter(gradients)
+    for is_needed in needed:
+        yield next(remaining) if is_needed else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,14 +30,17 @@ def find_heads(model: nn.Module) -> dict[str, bool]:
     """
     says = _output_embeddings(model)
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    found: dict[str, bool] = {}
-    for name, module in model.named_modules():
-        if not is_linear(module):
-            continue
+    heads: dict[str, bool] = {}
+    for name, module in _linear_layers(model):
+        # Not `module.weight`, which a parametrization would compute.
         is_sure = id(module) in says or id(module._parameters.get("weight")) in embedded
         if is_sure or module.out_features >= _WIDENING * module.in_features:
-            found[name] = is_sure
-    return found
+            heads[name] = is_sure
+    return heads
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, module) for name, module in model.named_modules() if is_linear(module))
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -44,18 +49,14 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _output_embeddings(model: nn.Module) -> set[int]:
-    found = set()
+    heads = set()
     for module in model.modules():
         getter = getattr(module, "get_output_embeddings", None)
         if callable(getter):
-            try:
-                found.add(id(getter()))
-            except (
-                NotImplementedError,
-                AttributeError,
-            ):  # transformers' base class raises where there is none
-                continue
-    return found
+            # transformers' base class raises where there is none
+            with contextlib.suppress(NotImplementedError, AttributeError):
+                heads.add(id(getter()))
+    return heads
 
 
 class LazyForward(NotCopied):
@@ -74,11 +75,8 @@ class LazyForward(NotCopied):
     @untraced
     def __call__(self, input: Tensor) -> Tensor:
         module = self._module
-        if (
-            inside_tile()
-            or not _may_be_lazy(module, input)
-            or (self.head.materialised and not self.head.reduced)
-        ):
+        # Where somebody asks for the numbers anyway, the layer makes them in fewer steps.
+        if inside_tile() or self.head.is_of_no_use or not _may_be_lazy(module, input):
             return nn.Linear.forward(module, input)
         return LazyLogits.project(input, module.weight, module.bias, self.head)
 
@@ -87,14 +85,12 @@ def _may_be_lazy(module: Any, input: Tensor) -> bool:
     """Not where somebody else decides what a product is (sharded or quantised weights), or waits
     for a gradient.
     """
-    weight, bias = module.weight, module.bias
-    return (
-        all(type(each) in _PLAIN for each in (input, weight, bias))
-        and _may_be_multiplied(input, weight)
-        and not (module._backward_hooks or module._backward_pre_hooks)
-        and not is_unit(module)  # FSDP2 frees its weights right after its forward
-        and not torch.compiler.is_compiling()
-    )
+    # FSDP2 frees a unit's weights right after its forward.
+    is_watched = module._backward_hooks or module._backward_pre_hooks or is_unit(module)
+    if is_watched or torch.compiler.is_compiling():
+        return False
+    are_plain = all(type(each) in _PLAIN for each in (input, module.weight, module.bias))
+    return are_plain and _may_be_multiplied(input, module.weight)
 
 
 def _may_be_multiplied(input: Tensor, weight: Tensor) -> bool:

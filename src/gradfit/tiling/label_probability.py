@@ -40,15 +40,13 @@ class LabelLogProbability:
 
     def __call__(self, logits: Tensor, label: Tensor) -> Tensor:
         # Where autocast is on, a cross-entropy is computed in float32.
-        if (
-            logits.dtype in (torch.float16, torch.bfloat16)
-            and AutocastState.now(logits.device).enabled
-        ):
+        is_narrow = logits.dtype in (torch.float16, torch.bfloat16)
+        if is_narrow and AutocastState.now(logits.device).enabled:
             logits = logits.float()
         if logits.dtype not in (torch.float32, torch.float64) or logits.device.type != "cpu":
             return self.plain(logits, label)
-        found: Tensor = _InPlace.apply(logits, label)  # type: ignore[no-untyped-call]
-        return found
+        log_probability: Tensor = _InPlace.apply(logits, label)  # type: ignore[no-untyped-call]
+        return log_probability
 
     def plain(self, logits: Tensor, label: Tensor) -> Tensor:
         """The same, which can be differentiated again."""

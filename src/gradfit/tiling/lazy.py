@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable
+from itertools import compress
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ from gradfit.tiling.expression import (
     dtype_of,
     without_autocast,
 )
+from gradfit.tiling.gradient_sum import in_places
 from gradfit.tiling.reduce_rows import evaluate_whole, reduce_rows
 
 Handler = Callable[["LazyLogits", Any, Any], Any]
@@ -66,6 +68,11 @@ class Head:
         self.materialised = ""  # the first function that needed all numbers, and where
         self.rows = 0  # of the largest logits
         self.nbytes = 0
+
+    @property
+    def is_of_no_use(self) -> bool:
+        """Whether all numbers were needed, and nothing was computed in tiles so far."""
+        return bool(self.materialised) and not self.reduced
 
     def needs_numbers(self, function: Any) -> None:
         """Some function needs all the logits: say so, once."""
@@ -111,12 +118,12 @@ class LazyLogits(Tensor):
             head: whose logits these are.
         """
         projection = Projection(hidden, weight, bias, AutocastState.now(hidden.device))
-        made = LazyLogits._make(
+        logits = LazyLogits._make(
             projection, hidden.shape[:-1], hidden.dim() - 1, head, projection.dtype
         )
-        head.rows = max(head.rows, made.numel() // max(1, weight.shape[0]))
-        head.nbytes = max(head.nbytes, made.numel() * made.element_size())
-        return made
+        head.rows = max(head.rows, logits.numel() // max(1, weight.shape[0]))
+        head.nbytes = max(head.nbytes, logits.numel() * logits.element_size())
+        return logits
 
     @staticmethod
     def _make(
@@ -128,28 +135,27 @@ class LazyLogits(Tensor):
         origin: tuple[Any, Any, Any] | None = None,
         family: _Family | None = None,
     ) -> LazyLogits:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # rule 2, whenever the numbers are made
             expression = detached(expression)
         operands = Operands(expression)
         first = operands.projections[0]
         shape = [*lead]
         shape.insert(class_dim, first.weight.shape[0])
-        given = [each for p in operands.projections for each in (p.hidden, p.weight, p.bias)]
-        given += [*(one.tensor for one in operands.rows), *operands.constants]
+        # One by one, not in the program: autograd sees tensors only as arguments of `apply`.
+        given = operands.tensors_as_given()
         kind = (dtype, first.hidden.device)
-        made: LazyLogits = _Wrapped.apply(operands.program, tuple(shape), kind, class_dim, *given)  # type: ignore[no-untyped-call]
-        made._expression, made._head, made._class_dim = expression, head, class_dim
-        made._origin, made._is_lazy_view = origin, family is not None
-        made._family = family or _Family()
-        made._grad_mode, made._autocast = (
+        logits: LazyLogits = _Wrapped.apply(operands.program, tuple(shape), kind, class_dim, *given)  # type: ignore[no-untyped-call]
+        logits._expression, logits._head, logits._class_dim = expression, head, class_dim
+        logits._origin, logits._is_lazy_view = origin, family is not None
+        logits._family = family or _Family()
+        logits._grad_mode, logits._autocast = (
             torch.is_grad_enabled(),
             AutocastState.now(first.hidden.device),
         )
-        made._dense = None
-        parents = [each for each in leaves_of_nest(origin) if isinstance(each, LazyLogits)]
-        made._hooks = [hook for parent in parents for hook in parent._hooks]
-        made._place = _place(made)
-        return made
+        logits._dense = None
+        logits._hooks = [hook for parent in _lazy_in(origin) for hook in parent._hooks]
+        logits._place = _place(logits)
+        return logits
 
     # --------------------------------------------------------------------------------- for handlers
 
@@ -222,10 +228,11 @@ class LazyLogits(Tensor):
         expression = Applied(function, args, kwargs, AutocastState.now(_described(self, "device")))
         results = reduce_rows(expression, self._head.cut)
         self._head.reduced += 1
+        # FSDP2 waits for a gradient of the logits, and none comes to what does not exist.
+        differentiable = [each for each in results if each.requires_grad]
         for hook in self._hooks:
-            for each in results:
-                if each.requires_grad:
-                    each.register_hook(hook)  # type: ignore[no-untyped-call]
+            for each in differentiable:
+                each.register_hook(hook)  # type: ignore[no-untyped-call]
         return results
 
     def detached(self, origin: Any) -> LazyLogits:
@@ -259,20 +266,18 @@ class LazyLogits(Tensor):
         return self._dense
 
     def _compute(self) -> Tensor:
-        if self._origin is None or self._is_lazy_view:
-            self._family.is_whole = True
         if self._origin is None:
+            self._family.is_whole = True
             projection = self._expression
             assert isinstance(projection, Projection)
             return projection.whole()
         function, args, kwargs = self._origin
-        parents = [item for item in leaves_of_nest((args, kwargs)) if isinstance(item, LazyLogits)]
-        if not self._is_lazy_view and any(parent.is_written for parent in parents):  # rule 1
+        if self._is_lazy_view:
+            self._family.is_whole = True
+        elif any(parent.is_written for parent in _lazy_in((args, kwargs))):  # rule 1
             operands = Operands(self._expression)
             return _arranged(evaluate_whole(operands.program, tuple(operands.tensors()))[0], self)
-        args, kwargs = map_nest(
-            lambda item: item.whole() if isinstance(item, LazyLogits) else item, (args, kwargs)
-        )
+        args, kwargs = map_nest(_whole, (args, kwargs))
         result: Tensor = function(*args, **kwargs)
         return result
 
@@ -293,22 +298,14 @@ class LazyLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in described:
+        if func in described or any(map(_is_displaced, _lazy_in((args, kwargs)))):
             with without_torch_function():
                 return func(*args, **kwargs)
-        given = leaves_of_nest((args, kwargs))
-        if any(map(_is_displaced, given)):
-            with without_torch_function():
-                return func(*args, **kwargs)
-        handler = handlers.get(func)
-        if handler is not None and not any(map(_is_plain, given)):
-            first = next((each for each in args if isinstance(each, LazyLogits)), None)
-            if first is not None:
-                result = handler(first, args, kwargs)
-                if result is not NotImplemented:
-                    return result
-        return _on_numbers(func, args, kwargs)
+        result = _in_tiles(func, args, kwargs)
+        return _on_numbers(func, args, kwargs) if result is NotImplemented else result
 
+    # Below autograd, for those who did not ask `__torch_function__` (rule 3): the numbers without a
+    # graph, since `_Wrapped` is the node to which the gradient will come.
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -343,29 +340,29 @@ class _Wrapped(torch.autograd.Function):
     ) -> Tensor:
         ctx.program, ctx.class_dim = program, class_dim
         ctx.save_for_backward(*tensors)
-        made: Tensor = tensor_without_storage(LazyLogits, shape, *kind)
-        return made
+        without_numbers: Tensor = tensor_without_storage(LazyLogits, shape, *kind)
+        return without_numbers
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         create_graph = torch.is_grad_enabled()
         saved, needed = ctx.saved_tensors, ctx.needs_input_grad[4:]
         if not create_graph:
-            saved = [
-                None if each is None else each.detach().requires_grad_(n)
-                for each, n in zip(saved, needed, strict=True)
-            ]
-        wanted = [each for each, is_needed in zip(saved, needed, strict=True) if is_needed]
+            saved = list(map(_leaf_like, saved, needed))
+        wanted = list(compress(saved, needed))
         with torch.enable_grad(), without_autocast(gradient.device):
             flat = [_flat_hidden(each, at, ctx.program) for at, each in enumerate(saved)]
             (logits,) = evaluate_whole(ctx.program, tuple(flat))
             initial = gradient.movedim(ctx.class_dim, -1).reshape(logits.shape)
-            found = iter(
-                torch.autograd.grad(
-                    logits, wanted, initial, create_graph=create_graph, allow_unused=True
-                )
+            gradients = torch.autograd.grad(
+                logits, wanted, initial, create_graph=create_graph, allow_unused=True
             )
-        return None, None, None, None, *(next(found) if is_needed else None for is_needed in needed)
+        return None, None, None, None, *in_places(gradients, needed)
+
+
+def _leaf_like(tensor: Tensor | None, is_needed: bool) -> Tensor | None:
+    """The same numbers, from which a graph of our own begins."""
+    return None if tensor is None else tensor.detach().requires_grad_(is_needed)
 
 
 def _flat_hidden(tensor: Tensor | None, at: int, program: Program) -> Tensor | None:
@@ -383,12 +380,26 @@ def _mode(enabled: bool) -> Any:
 
 
 def _described(tensor: Tensor, name: str) -> Any:
+    # Else a lazy tensor's shape is asked of its own `__torch_function__`, in which this is called.
     with without_torch_function():
         return getattr(tensor, name)
 
 
-def _is_plain(item: Any) -> bool:
-    return isinstance(item, LazyLogits) and item.is_plain
+def _lazy_in(nest: Any) -> list[LazyLogits]:
+    return [item for item in leaves_of_nest(nest) if isinstance(item, LazyLogits)]
+
+
+def _whole(item: Any) -> Any:
+    return item.whole() if isinstance(item, LazyLogits) else item
+
+
+def _in_tiles(func: Any, args: Any, kwargs: Any) -> Any:
+    """What a function gives without the numbers; `NotImplemented` where they are needed."""
+    handler = handlers.get(func)
+    if handler is None or any(lazy.is_plain for lazy in _lazy_in((args, kwargs))):
+        return NotImplemented
+    first = next((each for each in args if isinstance(each, LazyLogits)), None)
+    return NotImplemented if first is None else handler(first, args, kwargs)
 
 
 def _place(lazy: Tensor) -> tuple[Any, bool]:
@@ -397,14 +408,12 @@ def _place(lazy: Tensor) -> tuple[Any, bool]:
         return lazy.grad_fn, lazy.requires_grad
 
 
-def _is_displaced(item: Any) -> bool:
+def _is_displaced(lazy: LazyLogits) -> bool:
     """Whether somebody gave it another place in the graph: as a result of an `autograd.Function`,
     as a leaf.
     """
-    if not isinstance(item, LazyLogits):
-        return False
-    node, requires_grad = _place(item)
-    return node is not item._place[0] or requires_grad != item._place[1]
+    node, requires_grad = _place(lazy)
+    return node is not lazy._place[0] or requires_grad != lazy._place[1]
 
 
 def _on_numbers(func: Any, args: Any, kwargs: Any) -> Any:
@@ -432,17 +441,15 @@ def _shown(lazy: LazyLogits) -> str:
     corner: Any = lazy.detach()
     for dim, size in enumerate(_described(lazy, "shape")):
         if size > 2 * _EDGE:
-            ends = torch.cat([torch.arange(_EDGE), torch.arange(size - _EDGE, size)]).to(
-                _described(lazy, "device")
-            )
-            numbers = (
-                corner.whole()
-                if isinstance(corner, LazyLogits) and dim == lazy.class_dim
-                else corner
-            )
-            corner = torch.index_select(numbers, dim, ends)
-    shown = repr(corner.whole() if isinstance(corner, LazyLogits) else corner)
+            # Rows are left out while they are lazy; of the words torch needs the numbers.
+            rows = _whole(corner) if dim == lazy.class_dim else corner
+            corner = torch.index_select(rows, dim, _ends(size, _described(lazy, "device")))
     return (
         f"<lazy logits of shape {tuple(_described(lazy, 'shape'))}, the ends of each dimension:"
-        f" {shown}>"
+        f" {_whole(corner)!r}>"
     )
+
+
+def _ends(size: int, device: torch.device) -> Tensor:
+    """The first and last positions, of a size that has more."""
+    return torch.cat([torch.arange(_EDGE), torch.arange(size - _EDGE, size)]).to(device)

@@ -7,6 +7,7 @@ that in this form the numbers are needed.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ _NO_KWARGS: dict[str, Any] = {}
 def _functions(*names: str) -> Iterator[Any]:
     """Every function of torch that has one of these names."""
     for name in names:
+        # `Tensor.softmax`, `torch.softmax` and `F.softmax` are three objects, and handlers are
+        # looked up by object.
         for place in (Tensor, torch, F, torch.special):
             function = getattr(place, name, None)
             if callable(function):
@@ -78,25 +81,47 @@ described.update(
 # -------------------------------------------------------------------------------------- arrangement
 
 
+def _from_front(dim: int, dims: int) -> int:
+    """A dimension counted from the front; one that there is not is torch's error."""
+    if not -dims <= dim < dims:
+        expected = f"[{-dims}, {dims - 1}]"
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of {expected}, but got {dim})"
+        )
+    return dim % dims
+
+
+def _is_last(dim: int, dims: int) -> bool:
+    return _from_front(dim, dims) == dims - 1
+
+
 def _may_arrange(lazy: LazyLogits) -> bool:
+    # What has rows of its own (a mask, say) would have to be arranged alike, and is flat already.
     return lazy.has_words_last and not Operands(lazy.expression).rows
 
 
 @_handles("view", "reshape")
 def _view(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
-    sizes: Any = () if kwargs else args[1:]
-    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes
+    sizes = _one_by_one(() if kwargs else args[1:])
     if not _may_arrange(lazy) or not _keeps_words(lazy, sizes):
         return NotImplemented
+    # `reshape` also where `view` was called: hidden states may lie otherwise than logits would.
     origin = (torch.reshape, (lazy, sizes), _NO_KWARGS)
     return lazy.arrange(
         lambda hidden: hidden.reshape(*sizes[:-1], hidden.shape[-1]), origin, is_view=True
     )
 
 
+def _one_by_one(items: Any) -> tuple[Any, ...]:
+    """Sizes or dimensions, which torch takes as single arguments and as one list, too."""
+    is_list = len(items) == 1 and isinstance(items[0], tuple | list)
+    return tuple(items[0] if is_list else items)
+
+
 def _keeps_words(lazy: LazyLogits, sizes: tuple[Any, ...]) -> bool:
     """Whether a view of these sizes has the words as its last dimension."""
-    if not sizes or not lazy.numel() or not all(isinstance(size, int) for size in sizes):
+    are_numbers = bool(sizes) and all(isinstance(size, int) for size in sizes)
+    if not are_numbers or not lazy.numel():
         return False
     words = lazy.shape[-1]
     if sizes[-1] == -1:
@@ -107,7 +132,7 @@ def _keeps_words(lazy: LazyLogits, sizes: tuple[Any, ...]) -> bool:
 @_handles("flatten")
 def _flatten(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
     first, last = _bound(("start_dim", "end_dim"), args, kwargs, (0, -1))
-    first, last = first % lazy.dim(), last % lazy.dim()
+    first, last = _from_front(first, lazy.dim()), _from_front(last, lazy.dim())
     if last >= lazy.dim() - 1 or not _may_arrange(lazy):
         return NotImplemented
     origin = (torch.flatten, (lazy, first, last), _NO_KWARGS)
@@ -153,14 +178,22 @@ def _getitem(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
 
 def _leaves_words(index: Any, dims: int) -> bool:
     """Whether an index takes rows and all their words."""
-    items = list(index) if isinstance(index, tuple) else [index]
+    items = _items(index) or [Ellipsis]
     if not all(map(_is_simple, items)) or _moves_dims(items):
         return False
     used = sum(map(_dims_used, items))
+    if items[-1] is Ellipsis or (used < dims and not _has_ellipsis(items)):
+        return True
     takes_all = isinstance(items[-1], slice) and items[-1] == slice(None)
-    if any(item is Ellipsis for item in items):
-        return items[-1] is Ellipsis or (takes_all and used <= dims)
-    return used < dims or (used == dims and takes_all)
+    return takes_all and used <= dims
+
+
+def _items(index: Any) -> list[Any]:
+    return list(index) if isinstance(index, tuple) else [index]
+
+
+def _has_ellipsis(items: list[Any]) -> bool:
+    return any(item is Ellipsis for item in items)  # not `in`, which asks tensors whether they are
 
 
 def _is_simple(item: Any) -> bool:
@@ -181,33 +214,29 @@ def _dims_used(item: Any) -> int:
 def _moves_dims(items: list[Any]) -> bool:
     """Whether the result may have its dimensions in another order: tensors beside other indices."""
     tensors = sum(isinstance(item, Tensor) for item in items)
-    beside = any(item is None or isinstance(item, int) for item in items)
-    return tensors > 1 or (tensors == 1 and beside)
+    singles = sum(isinstance(item, int | None) for item in items)
+    return tensors > 1 or (tensors == 1 and singles > 0)
 
 
 def _is_basic(index: Any) -> bool:
-    return not any(
-        isinstance(item, Tensor) for item in (index if isinstance(index, tuple) else (index,))
+    return not any(isinstance(item, Tensor) for item in _items(index))
+
+
+def _by_dim(name: str, is_view: bool, lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    """Functions of one dimension, which must not be that of the words."""
+    dims = lazy.dim() + (name == "unsqueeze")
+    if kwargs or not _is_beside_words(args[1:2], dims) or not _may_arrange(lazy):
+        return NotImplemented
+    function = getattr(torch, name)
+    rest = (_from_front(args[1], dims), *args[2:])
+    return lazy.arrange(
+        lambda hidden: function(hidden, *rest), (function, (lazy, *rest), {}), is_view=is_view
     )
 
 
-def _register_by_dim(name: str, *, is_view: bool) -> None:
-    """Functions of one dimension, which must not be that of the words."""
-
-    def handler(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
-        if len(args) < 2 or kwargs or not isinstance(args[1], int) or not _may_arrange(lazy):
-            return NotImplemented
-        dims = lazy.dim() + (name == "unsqueeze")
-        dim = args[1] % dims
-        if dim == dims - 1:
-            return NotImplemented
-        function = getattr(torch, name)
-        rest = (dim, *args[2:])
-        return lazy.arrange(
-            lambda hidden: function(hidden, *rest), (function, (lazy, *rest), {}), is_view=is_view
-        )
-
-    _handles(name)(handler)
+def _is_beside_words(given: tuple[Any, ...], dims: int) -> bool:
+    """Whether a dimension is given, by its number, and is not the last."""
+    return len(given) == 1 and isinstance(given[0], int) and not _is_last(given[0], dims)
 
 
 for _name, _is_view in (
@@ -217,14 +246,14 @@ for _name, _is_view in (
     ("squeeze", True),
     ("index_select", False),
 ):
-    _register_by_dim(_name, is_view=_is_view)
+    _handles(_name)(functools.partial(_by_dim, _name, _is_view))
 
 
 @_handles("transpose", "swapaxes", "swapdims")
 def _transpose(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
     if kwargs or len(args) != 3:
         return NotImplemented
-    first, second = args[1] % lazy.dim(), args[2] % lazy.dim()
+    first, second = (_from_front(dim, lazy.dim()) for dim in args[1:])
     order = list(range(lazy.dim()))
     order[first], order[second] = order[second], order[first]
     return _reordered(lazy, order)
@@ -232,19 +261,19 @@ def _transpose(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
 
 @_handles("permute")
 def _permuted(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
-    order = args[1:]
-    order = order[0] if len(order) == 1 and isinstance(order[0], tuple | list) else order
+    order = _one_by_one(args[1:])
     if kwargs or len(order) != lazy.dim():
         return NotImplemented
-    return _reordered(lazy, [each % lazy.dim() for each in order])
+    return _reordered(lazy, [_from_front(dim, lazy.dim()) for dim in order])
 
 
 @_handles("movedim", "moveaxis")
 def _movedim(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
-    if kwargs or len(args) != 3 or not isinstance(args[1], int) or not isinstance(args[2], int):
+    if kwargs or len(args) != 3 or not all(isinstance(dim, int) for dim in args[1:]):
         return NotImplemented
+    source, destination = (_from_front(dim, lazy.dim()) for dim in args[1:])
     order = list(range(lazy.dim()))
-    order.insert(args[2] % lazy.dim(), order.pop(args[1] % lazy.dim()))
+    order.insert(destination, order.pop(source))
     return _reordered(lazy, order)
 
 
@@ -267,24 +296,16 @@ def _reordered(lazy: LazyLogits, order: list[int]) -> Any:
 # ------------------------------------------------------------------------------------- word by word
 
 
-def _elementwise(name: str) -> None:
+def _word_by_word(function: Any, lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
     """Functions of single numbers, with numbers, tensors without rows, and other lazy logits beside
     them.
     """
-
-    def register(function: Any) -> None:
-        def handler(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
-            if "out" in kwargs or not lazy.has_words_last:
-                return NotImplemented
-            operands = map_nest(lambda item: _operand(lazy, item), (list(args), kwargs))
-            if _refused(operands):
-                return NotImplemented
-            return lazy.apply(function, tuple(operands[0]), operands[1], (function, args, kwargs))
-
-        handlers[function] = handler
-
-    for function in _functions(name):
-        register(function)
+    if "out" in kwargs or not lazy.has_words_last:
+        return NotImplemented
+    operands = map_nest(lambda item: _operand(lazy, item), (list(args), kwargs))
+    if _refused(operands):
+        return NotImplemented
+    return lazy.apply(function, tuple(operands[0]), operands[1], (function, args, kwargs))
 
 
 class _Refused:
@@ -299,11 +320,15 @@ def _refused(operands: Any) -> bool:
 def _operand(lazy: LazyLogits, item: Any) -> Any:
     """An argument as an expression has it."""
     if isinstance(item, LazyLogits):
-        same = item.lead == lazy.lead and item.has_words_last and item.shape == lazy.shape
-        return item.expression if same else _Refused
+        return item.expression if _is_alike(item, lazy) else _Refused
     if not isinstance(item, Tensor) or not item.dim():
         return item
     return _Refused if item.device != lazy.device else _tensor_operand(lazy, item)
+
+
+def _is_alike(one: LazyLogits, other: LazyLogits) -> bool:
+    """Whether they have the same rows and words, in the same places."""
+    return one.lead == other.lead and one.has_words_last and one.shape == other.shape
 
 
 def _tensor_operand(lazy: LazyLogits, item: Tensor) -> Any:
@@ -312,12 +337,12 @@ def _tensor_operand(lazy: LazyLogits, item: Tensor) -> Any:
         return _Refused
     if item.numel() == last:
         return item.reshape(last)  # the same for every row
-    if item.dim() == lazy.dim() and tuple(item.shape[:-1]) == lazy.lead:
+    if tuple(item.shape[:-1]) == lazy.lead:
         return Rows(item.reshape(-1, last))
     return _Refused
 
 
-for _name in (
+for _function in _functions(
     "mul",
     "multiply",
     "__mul__",
@@ -351,14 +376,11 @@ for _name in (
     "__pow__",
     "logsigmoid",
 ):
-    _elementwise(_name)
+    handlers[_function] = functools.partial(_word_by_word, _function)
 
 
-def _register_cast(name: str, dtype: torch.dtype) -> None:
-    def handler(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
-        return NotImplemented if len(args) > 1 or kwargs else _as_type(lazy, dtype)
-
-    _handles(name)(handler)
+def _cast(dtype: torch.dtype, lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
+    return NotImplemented if len(args) > 1 or kwargs else _as_type(lazy, dtype)
 
 
 for _name, _dtype in (
@@ -367,7 +389,7 @@ for _name, _dtype in (
     ("half", torch.float16),
     ("bfloat16", torch.bfloat16),
 ):
-    _register_cast(_name, _dtype)
+    _handles(_name)(functools.partial(_cast, _dtype))
 
 
 def _as_type(lazy: LazyLogits, dtype: torch.dtype, *, copy: bool = False) -> Any:
@@ -382,22 +404,23 @@ def _as_type(lazy: LazyLogits, dtype: torch.dtype, *, copy: bool = False) -> Any
 def _to(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
     if kwargs.get("memory_format") is not None:
         return NotImplemented
-    dtype, device = kwargs.get("dtype"), kwargs.get("device")
-    for item in args[1:]:
-        found = _type_and_device(item)
-        if found is None:
-            return NotImplemented
-        dtype, device = found[0] or dtype, device if found[1] is None else found[1]
+    said = [(kwargs.get("dtype"), kwargs.get("device")), *map(_type_and_device, args[1:])]
+    if None in said:
+        return NotImplemented
+    dtype, device = map(_last_said, zip(*said, strict=True))
     if device is not None and not _same_device(device, lazy.device):
         return NotImplemented
     return _as_type(lazy, dtype or lazy.dtype, copy=bool(kwargs.get("copy", False)))
 
 
+def _last_said(items: tuple[Any, ...]) -> Any:
+    """The last that is not None; None if all are."""
+    return next((item for item in reversed(items) if item is not None), None)
+
+
 def _type_and_device(item: Any) -> tuple[torch.dtype | None, Any] | None:
     """What an argument of `to` says; None if it says something else."""
-    if item is None:
-        return None, None
-    if isinstance(item, torch.dtype):
+    if isinstance(item, torch.dtype | None):
         return item, None
     if isinstance(item, Tensor):
         return item.dtype, item.device
@@ -425,35 +448,31 @@ def _cpu(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
 # --------------------------------------------------------------------------------------- row by row
 
 
-def _register_softmax(function: Any) -> None:
+def _softmax(function: Any, lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
     plain = F.log_softmax if "log" in function.__name__ else F.softmax
-
-    def handler(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
-        names = ("dim", "_stacklevel", "dtype") if function is plain else ("dim", "dtype")
-        dim, *_, dtype = _bound(names, args, kwargs, (None,) * len(names))
-        if not _over_words(lazy, dim):
-            return NotImplemented
-        extra = {"dim": -1, "dtype": dtype}
-        return lazy.apply(plain, (lazy.expression,), extra, (plain, (lazy,), extra))
-
-    handlers[function] = handler
+    names = ("dim", "_stacklevel", "dtype") if function is plain else ("dim", "dtype")
+    dim, *_, dtype = _bound(names, args, kwargs, (None,) * len(names))
+    if not _over_words(lazy, dim):
+        return NotImplemented
+    extra = {"dim": -1, "dtype": dtype}
+    return lazy.apply(plain, (lazy.expression,), extra, (plain, (lazy,), extra))
 
 
 for _function in _functions("softmax", "log_softmax"):
-    _register_softmax(_function)
+    handlers[_function] = functools.partial(_softmax, _function)
 
 
 def _bound(names: tuple[str, ...], args: Any, kwargs: Any, defaults: tuple[Any, ...]) -> list[Any]:
     """The arguments after the first one, by position or name."""
-    found = dict(zip(names, defaults, strict=True))
-    found |= dict(zip(names, args[1:], strict=False))
-    return list((found | {name: value for name, value in kwargs.items() if name in found}).values())
+    by_position = dict(zip(names, args[1:], strict=False))
+    given = dict(zip(names, defaults, strict=True)) | by_position | kwargs
+    return [given[name] for name in names]
 
 
 def _over_words(lazy: LazyLogits, dim: Any) -> bool:
     if isinstance(dim, tuple | list) and len(dim) == 1:
         dim = dim[0]
-    return isinstance(dim, int) and lazy.has_words_last and dim % lazy.dim() == lazy.dim() - 1
+    return isinstance(dim, int) and lazy.has_words_last and _is_last(dim, lazy.dim())
 
 
 def _rows_back(lazy: LazyLogits, results: tuple[Tensor, ...]) -> list[Tensor]:
@@ -461,26 +480,20 @@ def _rows_back(lazy: LazyLogits, results: tuple[Tensor, ...]) -> list[Tensor]:
     return [each.reshape(*lazy.lead, *each.shape[1:]) for each in results]
 
 
-def _register_reduction(name: str, function: Callable[..., Any]) -> None:
+def _reduction(name: str, lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
     """`name(x, dim, keepdim)`, of one result or two."""
-
-    def handler(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
-        dim, keepdim, dtype = _bound(("dim", "keepdim", "dtype"), args, kwargs, (None, False, None))
-        if not _over_words(lazy, dim) or set(kwargs) - {"dim", "keepdim", "dtype"}:
-            return NotImplemented
-        extra = {"dim": -1, "keepdim": bool(keepdim)} | (
-            {"dtype": dtype} if dtype is not None else {}
-        )
-        results = _rows_back(lazy, lazy.reduce(function, (lazy.expression,), extra))
-        if len(results) == 1:
-            return results[0]
-        return getattr(torch.return_types, name)(tuple(results))
-
-    _handles(name)(handler)
+    dim, keepdim, dtype = _bound(("dim", "keepdim", "dtype"), args, kwargs, (None, False, None))
+    if not _over_words(lazy, dim) or set(kwargs) - {"dim", "keepdim", "dtype"}:
+        return NotImplemented
+    extra = {"dim": -1, "keepdim": bool(keepdim)} | ({} if dtype is None else {"dtype": dtype})
+    results = _rows_back(lazy, lazy.reduce(getattr(torch, name), (lazy.expression,), extra))
+    if len(results) == 1:
+        return results[0]
+    return getattr(torch.return_types, name)(tuple(results))
 
 
 for _name in ("sum", "mean", "logsumexp", "amax", "amin", "max", "min", "argmax", "argmin"):
-    _register_reduction(_name, getattr(torch, _name))
+    _handles(_name)(functools.partial(_reduction, _name))
 
 
 _partial_sum = handlers[torch.sum]
@@ -510,14 +523,20 @@ def _topk(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
 
 @_handles("gather", "take_along_dim")
 def _gather(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
-    is_take = "index" not in kwargs and len(args) > 1 and isinstance(args[1], Tensor)
-    names = ("indices", "dim") if is_take or "indices" in kwargs else ("dim", "index")
-    found = dict(zip(names, _bound(names, args, kwargs, (None, None)), strict=True))
-    index: Any = found.get("index", found.get("indices"))
-    if not _has_rows_of(lazy, index) or not _over_words(lazy, found["dim"]):
+    if _is_take_along_dim(args, kwargs):
+        index, dim = _bound(("indices", "dim"), args, kwargs, (None, None))
+    else:
+        dim, index = _bound(("dim", "index"), args, kwargs, (None, None))
+    if not _has_rows_of(lazy, index) or not _over_words(lazy, dim):
         return NotImplemented
     rows = Rows(index.reshape(-1, index.shape[-1]))
     return _rows_back(lazy, lazy.reduce(torch.gather, (lazy.expression, -1, rows), {}))[0]
+
+
+def _is_take_along_dim(args: Any, kwargs: Any) -> bool:
+    """Of the two it is the one that takes the index first."""
+    is_index_first = len(args) > 1 and isinstance(args[1], Tensor) and "index" not in kwargs
+    return is_index_first or "indices" in kwargs
 
 
 def _has_rows_of(lazy: LazyLogits, index: Any) -> bool:
@@ -534,53 +553,77 @@ _KL_DIV = inspect.signature(F.kl_div)
 
 @_handles("cross_entropy")
 def _cross_entropy(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
-    call = _CROSS_ENTROPY.bind(*args, **kwargs)
-    call.apply_defaults()
-    given = call.arguments
-    if call.args[0] is not lazy or given["size_average"] is not None or given["reduce"] is not None:
-        return NotImplemented
+    given = _arguments(_CROSS_ENTROPY, args, kwargs)
     extra = {"ignore_index": given["ignore_index"], "label_smoothing": given["label_smoothing"]}
     return _class_loss(lazy, F.cross_entropy, given, extra)
 
 
 @_handles("nll_loss")
 def _nll_loss(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
-    call = _NLL_LOSS.bind(*args, **kwargs)
-    call.apply_defaults()
-    given = call.arguments
-    if call.args[0] is not lazy or given["size_average"] is not None or given["reduce"] is not None:
-        return NotImplemented
+    given = _arguments(_NLL_LOSS, args, kwargs)
     return _class_loss(lazy, F.nll_loss, given, {"ignore_index": given["ignore_index"]})
+
+
+def _arguments(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
+    call = signature.bind(*args, **kwargs)
+    call.apply_defaults()
+    return call.arguments
+
+
+def _is_deprecated(given: dict[str, Any]) -> bool:
+    """Whether a loss is called as before torch 0.4.1, which had these in the place of
+    `reduction`.
+    """
+    return given["size_average"] is not None or given["reduce"] is not None
 
 
 def _class_loss(
     lazy: LazyLogits, function: Any, given: dict[str, Any], extra: dict[str, Any]
 ) -> Any:
     """A loss of each row by its label, or by its probabilities, added up as `reduction` says."""
-    target, weight, reduction = given["target"], given["weight"], given["reduction"]
-    words_at = 0 if lazy.dim() == 1 else 1
-    is_labels = tuple(target.shape) == lazy.lead
-    if (
-        isinstance(target, LazyLogits)
-        or lazy.class_dim != words_at
-        or reduction not in ("mean", "sum", "none")
-        or not (is_labels or tuple(target.shape) == tuple(lazy.shape))  # torch says what is wrong
-    ):
+    if given["input"] is not lazy or _is_deprecated(given) or not _is_target(given["target"], lazy):
         return NotImplemented
-    if is_labels:
-        flat = target.reshape(-1)
-    else:
-        flat = target.movedim(words_at, -1).reshape(-1, lazy.shape[words_at])
-    if is_labels and _is_plain_cross_entropy(function, given) and may_use_up(lazy.expression):
-        losses = _label_losses(lazy, flat, weight, given["ignore_index"])
-    else:
-        extra = {**extra, "weight": weight, "reduction": "none"}
-        losses = lazy.reduce(function, (lazy.expression, Rows(flat)), extra)[0]
+    reduction = given["reduction"]
+    if reduction not in ("mean", "sum", "none"):
+        return NotImplemented  # torch says what is wrong
+    flat = _flat_target(given["target"], lazy)
+    losses = _losses_of_rows(lazy, function, given, extra, flat)
     if reduction == "none":
         return losses.reshape(lazy.lead)
     if reduction == "sum":
         return _added_up(losses)
-    return _added_up(losses, _divisor(flat, weight, given["ignore_index"], is_labels=is_labels))
+    return _added_up(losses, _divisor(flat, given["weight"], given["ignore_index"]))
+
+
+def _losses_of_rows(
+    lazy: LazyLogits, function: Any, given: dict[str, Any], extra: dict[str, Any], flat: Tensor
+) -> Tensor:
+    is_labels = flat.dim() == 1
+    if is_labels and _is_plain_cross_entropy(function, given) and may_use_up(lazy.expression):
+        return _label_losses(lazy, flat, given["weight"], given["ignore_index"])
+    extra = {**extra, "weight": given["weight"], "reduction": "none"}
+    return lazy.reduce(function, (lazy.expression, Rows(flat)), extra)[0]
+
+
+def _class_dim_of_loss(lazy: LazyLogits) -> int:
+    """Where torch's losses expect the words."""
+    return 0 if lazy.dim() == 1 else 1
+
+
+def _is_target(target: Any, lazy: LazyLogits) -> bool:
+    """Whether these are labels or probabilities of the logits' rows, and the words where a loss
+    expects them; if not, torch says what is wrong.
+    """
+    if isinstance(target, LazyLogits) or lazy.class_dim != _class_dim_of_loss(lazy):
+        return False
+    return tuple(target.shape) in (lazy.lead, tuple(lazy.shape))
+
+
+def _flat_target(target: Tensor, lazy: LazyLogits) -> Tensor:
+    """Labels, or probabilities with the words last, of the flat rows."""
+    if tuple(target.shape) == lazy.lead:
+        return target.reshape(-1)
+    return target.movedim(_class_dim_of_loss(lazy), -1).reshape(-1, lazy.shape[lazy.class_dim])
 
 
 def _is_plain_cross_entropy(function: Any, given: dict[str, Any]) -> bool:
@@ -601,6 +644,7 @@ def _label_losses(
     up.
     """
     ignored = flat == ignore_index
+    # An ignored label need not be a word (-100 by default): any word will do for it.
     label = torch.where(ignored, 0, flat).unsqueeze(-1)
     losses = -lazy.reduce(LabelLogProbability(), (lazy.expression, Rows(label)), {})[0].squeeze(-1)
     if weight is not None:
@@ -608,11 +652,9 @@ def _label_losses(
     return losses.masked_fill(ignored, 0)
 
 
-def _divisor(
-    flat: Tensor, weight: Tensor | None, ignore_index: int, *, is_labels: bool
-) -> Tensor | int:
+def _divisor(flat: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor | int:
     """What torch divides a mean by: the rows that count, or the weights of their classes."""
-    if not is_labels:
+    if flat.dim() > 1:  # probabilities, of which every row counts
         return flat.shape[0]
     counts = flat != ignore_index
     if weight is None:
@@ -622,13 +664,11 @@ def _divisor(
 
 @_handles("kl_div")
 def _kl_div(lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
-    call = _KL_DIV.bind(*args, **kwargs)
-    call.apply_defaults()
-    given = call.arguments
-    if given["size_average"] is not None or given["reduce"] is not None or not lazy.has_words_last:
+    given = _arguments(_KL_DIV, args, kwargs)
+    if _is_deprecated(given) or not lazy.has_words_last:
         return NotImplemented
     operands = (_operand(lazy, given["input"]), _operand(lazy, given["target"]))
-    if any(item is _Refused for item in operands):
+    if _refused((operands, _NO_KWARGS)):
         return NotImplemented
     extra = {"reduction": "none", "log_target": given["log_target"]}
     if given["reduction"] == "none":

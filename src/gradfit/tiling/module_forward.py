@@ -52,45 +52,49 @@ class TiledForward(NotCopied):
     def is_tiled(self) -> bool:
         return self.reason == "" and self.tokens > 0
 
+    # Not traced by torch.compile: it finds out about the module by running it.
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module
-        x = args[0] if args else None
-        plain = type(module).forward
-        if inside_tile() or (self.reason or "") or not _is_one_input(x, args, kwargs):
-            return plain(module, *args, **kwargs)
-        assert isinstance(x, Tensor)
-        if self.reason is None and self._find_reason(x):
-            return plain(module, *args, **kwargs)
+        if inside_tile() or not self._may_tile(args, kwargs):
+            return type(self._module).forward(self._module, *args, **kwargs)
+        x = args[0]
         self.tokens = max(self.tokens, x.numel() // x.shape[-1])
-        return run_in_tiles(module, x, self._cut)
+        return run_in_tiles(self._module, x, self._cut)
+
+    def _may_tile(self, args: Any, kwargs: Any) -> bool:
+        """Whether this call may run in tiles; the first that could be is looked at."""
+        if self.reason or torch.compiler.is_compiling() or not _is_one_input(args, kwargs):
+            return False
+        if self.reason is None:
+            self.reason = self._find_reason(args[0])
+            self._require_if_named()
+        return not self.reason
 
     def _find_reason(self, x: Tensor) -> str:
         with whole_modules(), unseen():
-            self.reason = mixes_tokens(self._module, x)
-        if (
-            not self.reason
-            and not self._is_named
-            and not _is_wider_inside(self._module, x.shape[-1])
-        ):
-            self.reason = "what it makes inside is no wider than its input"
+            reason = mixes_tokens(self._module, x)
+        if reason or self._is_named or _is_wider_inside(self._module, x.shape[-1]):
+            return reason
+        return "what it makes inside is no wider than its input"
+
+    def _require_if_named(self) -> None:
         if self.reason and self._is_named:
             raise MisuseError(
                 f"{self.name} cannot run in tiles of tokens: {self.reason}. Leave it out of"
                 " gf.tile(modules=…)."
             )
-        return self.reason
 
 
-def _is_one_input(x: Any, args: Any, kwargs: Any) -> bool:
-    return (
-        type(x) is Tensor
-        and x.dim() in (2, 3)
-        and x.is_floating_point()
-        and x.numel() > 0
-        and all(each is None for each in (*args[1:], *kwargs.values()))
-        and not torch.compiler.is_compiling()
-    )
+def _is_one_input(args: Any, kwargs: Any) -> bool:
+    """Whether a module is called with one tensor of tokens, and nothing else that is not None."""
+    others = (*args[1:], *kwargs.values())
+    return bool(args) and _is_of_tokens(args[0]) and all(each is None for each in others)
+
+
+def _is_of_tokens(x: Any) -> bool:
+    """A plain tensor of numbers: tokens with features, or rows of them."""
+    is_plain = type(x) is Tensor and x.is_floating_point()
+    return is_plain and x.dim() in (2, 3) and x.numel() > 0
 
 
 def _is_wider_inside(module: nn.Module, width: int) -> bool:
@@ -105,14 +109,16 @@ def may_run_in_tiles(module: nn.Module) -> bool:
     inside.
     """
     inside = [each for each in module.modules() if each is not module]
-    return (
-        bool(inside)
-        and not isinstance(module, _LISTS)
-        and "forward" not in module.__dict__
-        and not (module._backward_hooks or module._backward_pre_hooks)
-        and next(module.parameters(), None) is not None
-        and all(map(_may_be_inside, inside))
-    )
+    return bool(inside) and _may_be_replaced(module) and all(map(_may_be_inside, inside))
+
+
+def _may_be_replaced(module: nn.Module) -> bool:
+    """Whether the forward is the module's own, has parameters, and nobody waits for what goes
+    through it.
+    """
+    is_own = "forward" not in module.__dict__ and not isinstance(module, _LISTS)
+    is_hooked = module._backward_hooks or module._backward_pre_hooks
+    return is_own and not is_hooked and next(module.parameters(), None) is not None
 
 
 def _may_be_inside(module: nn.Module) -> bool:

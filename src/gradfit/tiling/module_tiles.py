@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from itertools import compress
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.func import functional_call
 
 from gradfit.tiling.cut import Cut
 from gradfit.tiling.expression import AutocastState
-from gradfit.tiling.gradient_sum import GradientSum
+from gradfit.tiling.gradient_sum import GradientSum, in_places
 
 
 def run_in_tiles(module: nn.Module, x: Tensor, cut: Cut) -> Tensor:
@@ -34,7 +35,10 @@ def run_in_tiles(module: nn.Module, x: Tensor, cut: Cut) -> Tensor:
     """
     shell = _Shell(module)
     named = dict(shell.named_parameters())
+    # One long row of tokens, so that a tile is a slice of it; in as many dimensions as before,
+    # which is what a module may look at.
     tokens = x.reshape(1, -1, x.shape[-1]) if x.dim() > 2 else x
+    # Parameters are passed one by one: autograd gives gradients to arguments of `apply` alone.
     result: Tensor = _TiledModule.apply(shell, cut, tuple(named), tokens, *named.values())  # type: ignore[no-untyped-call]
     return result.reshape(*x.shape[:-1], result.shape[-1])
 
@@ -103,11 +107,12 @@ class _TiledModule(torch.autograd.Function):
         ctx.shell, ctx.cut, ctx.names = shell, cut, names
         ctx.autocast = AutocastState.now(x.device)
         ctx.save_for_backward(x, *parameters)
-        ctx.draws = []
+        ctx.draws = []  # of each tile, to draw the same again
         results = []
         for begin, end in cut.bounds(x.shape[-2]):
             draws = _Draws(x.device)
             results.append(shell(x[..., begin:end, :]))
+            # Most tiles draw nothing, and a generator's state is 5 kB.
             ctx.draws.append(draws if draws.have_been_used() else None)
         return torch.cat(results, -2) if len(results) > 1 else results[0]
 
@@ -116,27 +121,28 @@ class _TiledModule(torch.autograd.Function):
         x, *parameters = ctx.saved_tensors
         needed = ctx.needs_input_grad[3:]
         with ctx.autocast():
-            found = (
-                _whole(ctx, gradient)
+            gradients = (
+                _differentiate_whole(ctx, gradient)
                 if torch.is_grad_enabled()
-                else _tiles(ctx, x, parameters, gradient, needed)
+                else _differentiate_tiles(ctx, x, parameters, gradient, needed)
             )
-        return None, None, None, *found
+        return None, None, None, *gradients
 
 
-def _tiles(
+def _differentiate_tiles(
     ctx: Any, x: Tensor, parameters: list[Tensor], gradient: Tensor, needed: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    found = _TileGradients(x, parameters, needed)
-    call = _with_parameters(ctx.shell, ctx.names, found.leaves)
+    gradients = _TileGradients(x, parameters, needed)
+    call = _with_parameters(ctx.shell, ctx.names, gradients.leaves)
+    # The tiles draw what they drew in the forward; whoever draws next must not notice.
     after = _Draws(x.device)
     for (begin, end), draws in zip(ctx.cut.bounds(x.shape[-2]), ctx.draws, strict=True):
         if draws is not None and begin < end:
             draws.restore()
         if begin < end:
-            found.add_tile(call, begin, end, gradient)
+            gradients.add_tile(call, begin, end, gradient)
     after.restore()
-    return found.results()
+    return gradients.results()
 
 
 class _TileGradients:
@@ -166,23 +172,23 @@ class _TileGradients:
         with torch.enable_grad():
             result = call(tile)
         wanted = [*self._trained] if self._of_input is None else [tile, *self._trained]
-        found = list(
+        gradients = list(
             torch.autograd.grad(result, wanted, gradient[..., begin:end, :], allow_unused=True)
         )
-        del result
+        del result  # and with it the tile's graph, before the next tile's
         if self._of_input is not None:
-            of_tile = found.pop(0)
+            of_tile = gradients.pop(0)
             self._of_input[..., begin:end, :] = 0 if of_tile is None else of_tile
-        for total, one in zip(self._sums, found, strict=True):
+        for total, one in zip(self._sums, gradients, strict=True):
             total.add(one)
 
     def results(self) -> list[Tensor | None]:
         """One gradient, or None, for the input and each parameter."""
-        gradients = iter([total.result() for total in self._sums])
-        return [self._of_input, *(next(gradients) if n else None for n in self._needed[1:])]
+        gradients = [total.result() for total in self._sums]
+        return [self._of_input, *in_places(gradients, self._needed[1:])]
 
 
-def _whole(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
+def _differentiate_whole(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
     """Where the gradient is differentiated again: autograd's own, of all tokens at once."""
     x, *parameters = ctx.saved_tensors
     if any(draws is not None for draws in ctx.draws):
@@ -190,16 +196,11 @@ def _whole(ctx: Any, gradient: Tensor) -> list[Tensor | None]:
             "A module with dropout that runs in tiles cannot be differentiated twice: its masks"
             " were drawn tile by tile. Leave it out: gf.tile(model, exclude=[...])."
         )
-    wanted = [
-        each
-        for each, is_needed in zip((x, *parameters), ctx.needs_input_grad[3:], strict=True)
-        if is_needed
-    ]
+    needed = ctx.needs_input_grad[3:]
+    wanted = list(compress((x, *parameters), needed))
     result = _with_parameters(ctx.shell, ctx.names, parameters)(x)
-    found = iter(
-        torch.autograd.grad(result, wanted, gradient, create_graph=True, allow_unused=True)
-    )
-    return [next(found) if is_needed else None for is_needed in ctx.needs_input_grad[3:]]
+    gradients = torch.autograd.grad(result, wanted, gradient, create_graph=True, allow_unused=True)
+    return list(in_places(gradients, needed))
 
 
 def _with_parameters(

@@ -12,6 +12,8 @@ untiled run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from gradfit.tiling.cut import Cut
 from gradfit.tiling.expression import Expression, Operands, Program, without_autocast
-from gradfit.tiling.gradient_sum import GradientSum
+from gradfit.tiling.gradient_sum import GradientSum, in_places
 
 
 def reduce_rows(expression: Expression, cut: Cut) -> tuple[Tensor, ...]:
@@ -33,6 +35,8 @@ def reduce_rows(expression: Expression, cut: Cut) -> tuple[Tensor, ...]:
     """
     operands = Operands(expression)
     tensors = operands.tensors()
+    # The products are cast by hand, weights once for all tiles; each function of the program
+    # enters the autocast under which it was written down.
     with without_autocast(operands.projections[0].hidden.device):
         results: tuple[Tensor, ...] = _TiledProgram.apply(operands.program, cut, *tensors)  # type: ignore[no-untyped-call]
     return results
@@ -50,13 +54,10 @@ class _TiledProgram(torch.autograd.Function):
         operands = _Tensors(program, tensors)
         tiles: list[tuple[Tensor, ...]] = []
         for begin, end in cut.bounds(operands.count):
-            logits = [
-                F.linear(hidden, *operands.weights[at])
-                for at, hidden in enumerate(operands.hidden(begin, end))
-            ]
+            logits = operands.logits(operands.hidden(begin, end))
             rows = [tensor[begin:end] for tensor in operands.rows]
             tiles.append(program.evaluate(logits, rows, operands.constants))
-            del logits
+            del logits  # before the next tile's are made
         results = tuple(
             torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*tiles, strict=True)
         )
@@ -68,6 +69,7 @@ class _TiledProgram(torch.autograd.Function):
         tensors = ctx.saved_tensors
         needed: tuple[bool, ...] = ctx.needs_input_grad[2:]
         with without_autocast(tensors[0].device):
+            # torch runs a backward with gradients on if `create_graph` was passed, else never.
             if torch.is_grad_enabled():
                 return (
                     None,
@@ -92,10 +94,7 @@ class _Tensors:
         self.count: int = tensors[0].shape[0]
         # In the type of the product: what autocast casts, cast once for all tiles.
         self.weights: list[Any] = [
-            tuple(
-                None if each is None else each.to(dtype)
-                for each in tensors[3 * at + 1 : 3 * at + 3]
-            )
+            tuple(_cast(each, dtype) for each in tensors[3 * at + 1 : 3 * at + 3])
             for at, dtype in enumerate(program.dtypes)
         ]
 
@@ -106,9 +105,19 @@ class _Tensors:
             for each, dtype in zip(self._hidden, self._dtypes, strict=True)
         ]
 
+    def logits(self, hidden: list[Tensor]) -> list[Tensor]:
+        """Those of these hidden states, by projection."""
+        return [
+            F.linear(states, *weights) for states, weights in zip(hidden, self.weights, strict=True)
+        ]
+
     def has_rows(self, at: int) -> bool:
         """Whether the operand at this place has rows, or is read whole by every tile."""
         return at % 3 == 0 if at < self.rows_at else at < self.constants_at
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
 
 
 class _Backward:
@@ -132,24 +141,23 @@ class _Backward:
     def run(self, cut: Cut, gradients: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """One gradient, or None, for each operand."""
         for begin, end in cut.bounds(self._operands.count):
+            # Where there are no rows at all, an empty tile makes the gradients zeros.
             if begin < end or not begin:
-                self._tile(
-                    begin, end, [None if each is None else each[begin:end] for each in gradients]
-                )
-        return [
-            self._sums[at].result() if at in self._sums else self._by_row.get(at)
-            for at in range(len(self._needed))
-        ]
+                self._tile(begin, end, [_part(each, begin, end) for each in gradients])
+        return [self._gradient_of(at) for at in range(len(self._needed))]
+
+    def _gradient_of(self, at: int) -> Tensor | None:
+        return self._sums[at].result() if at in self._sums else self._by_row.get(at)
 
     def _tile(self, begin: int, end: int, gradients: list[Tensor | None]) -> None:
         hidden = self._operands.hidden(begin, end)
-        found = self._differentiate(hidden, begin, end, gradients)
+        of_operands = self._differentiate(hidden, begin, end, gradients)
         for at, states in enumerate(hidden):
-            gradient = found.pop(3 * at, None)
+            gradient = of_operands.pop(3 * at, None)
             if gradient is not None:
                 self._through_projection(3 * at, gradient, states, begin, end)
             del gradient
-        for at, other in found.items():
+        for at, other in of_operands.items():
             if at in self._by_row:
                 self._by_row[at][begin:end] = other
             else:
@@ -163,7 +171,7 @@ class _Backward:
         """
         operands = self._operands
         leaves: dict[int, Tensor] = {}
-        logits = [F.linear(states, *operands.weights[at]) for at, states in enumerate(hidden)]
+        logits = operands.logits(hidden)
         for at, tile in enumerate(logits):
             if any(self._needed[3 * at : 3 * at + 3]):
                 leaves[3 * at] = tile.requires_grad_()
@@ -196,21 +204,34 @@ class _Backward:
             self._sums[at + 2].add_rows(gradient)
 
 
+def _part(gradient: Tensor | None, begin: int, end: int) -> Tensor | None:
+    return None if gradient is None else gradient[begin:end]
+
+
 def _gradients_of(
     results: tuple[Tensor, ...], gradients: list[Tensor | None], leaves: dict[int, Tensor]
 ) -> dict[int, Tensor]:
     """Of each leaf; zeros where a result does not depend on it."""
-    pairs = [
-        (r, g) for r, g in zip(results, gradients, strict=True) if g is not None and r.requires_grad
-    ]
-    found: Any = [None] * len(leaves)
-    if pairs:
-        outputs, initial = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outputs, list(leaves.values()), initial, allow_unused=True)
+    pairs = _differentiable(results, gradients)
+    if not pairs:
+        return {at: torch.zeros_like(leaf) for at, leaf in leaves.items()}
+    outputs, initial = zip(*pairs, strict=True)
+    of_leaves = torch.autograd.grad(outputs, list(leaves.values()), initial, allow_unused=True)
     return {
         at: torch.zeros_like(leaf) if gradient is None else gradient
-        for (at, leaf), gradient in zip(leaves.items(), found, strict=True)
+        for (at, leaf), gradient in zip(leaves.items(), of_leaves, strict=True)
     }
+
+
+def _differentiable(
+    results: tuple[Tensor, ...], gradients: Sequence[Tensor | None]
+) -> list[tuple[Tensor, Tensor]]:
+    """The results that a gradient has come for, with it."""
+    return [
+        (result, gradient)
+        for result, gradient in zip(results, gradients, strict=True)
+        if gradient is not None and result.requires_grad
+    ]
 
 
 def _differentiable_backward(
@@ -223,22 +244,14 @@ def _differentiable_backward(
     once.
     """
     results = evaluate_whole(program, tensors)
-    pairs = [
-        (r, g) for r, g in zip(results, gradients, strict=True) if g is not None and r.requires_grad
-    ]
-    outputs, initial = zip(*pairs, strict=True)
-    wanted = [at for at, is_needed in enumerate(needed) if is_needed]
-    inputs = [tensors[at] for at in wanted]
-    found = torch.autograd.grad(outputs, inputs, initial, create_graph=True, allow_unused=True)
-    by_place = dict(zip(wanted, found, strict=True))
-    return [by_place.get(at) for at in range(len(needed))]
+    outputs, initial = zip(*_differentiable(results, gradients), strict=True)
+    inputs = list(compress(tensors, needed))
+    of_inputs = torch.autograd.grad(outputs, inputs, initial, create_graph=True, allow_unused=True)
+    return list(in_places(of_inputs, needed))
 
 
 def evaluate_whole(program: Program, tensors: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """The results for all rows at once, with autograd's own graph."""
     operands = _Tensors(program, tensors)
-    hidden = operands.hidden(0, operands.count)
-    logits = [
-        F.linear(states, *weights) for states, weights in zip(hidden, operands.weights, strict=True)
-    ]
+    logits = operands.logits(operands.hidden(0, operands.count))
     return program.evaluate(logits, operands.rows, operands.constants, plain=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -49,6 +50,8 @@ class TiledModel(NotCopied):
         """
         for name in names:
             module: Any = self._model.get_submodule(name)
+            # On the instance, which hides its class's: `nn.Module.__call__`, and so all hooks,
+            # stay around it.
             forward = TiledForward(module, name, cut, is_named=is_named, is_checked=is_checked)
             module.forward = self._modules[name] = forward
 
@@ -78,7 +81,8 @@ class TiledModel(NotCopied):
         """
         for name in (*self.heads, *self._modules):
             module = self._model.get_submodule(name)
-            if isinstance(module.__dict__.get("forward"), LazyForward | TiledForward):
+            # Somebody may have put another forward in its place since.
+            if _has_our_forward(module):
                 del module.__dict__["forward"]
 
     def __enter__(self) -> TiledModel:
@@ -139,15 +143,15 @@ def tile(
             "The model is tiled already. Call remove() on what gf.tile returned first."
         )
     heads = {name: is_sure for name, is_sure in find_heads(model).items() if name not in left_out}
-    sure = [name for name, is_sure in heads.items() if is_sure]
-    candidates = find_modules(model, sure) if named is None else named
-    made = TiledModel(model, heads, Cut(size or DEFAULT_SIZE))
-    made.add_modules(
-        [name for name in candidates if name not in left_out],
-        Cut(size or MODULE_SIZE),
-        is_named=named is not None,
-    )
-    return made
+    candidates = _find_candidates(model, heads) if named is None else named
+    tiled = TiledModel(model, heads, Cut(size or DEFAULT_SIZE))
+    tiled_modules = [name for name in candidates if name not in left_out]
+    tiled.add_modules(tiled_modules, Cut(size or MODULE_SIZE), is_named=named is not None)
+    return tiled
+
+
+def _find_candidates(model: torch.nn.Module, heads: dict[str, bool]) -> list[str]:
+    return find_modules(model, [name for name, is_sure in heads.items() if is_sure])
 
 
 def find_modules(model: torch.nn.Module, heads: Iterable[str]) -> list[str]:
@@ -158,13 +162,18 @@ def find_modules(model: torch.nn.Module, heads: Iterable[str]) -> list[str]:
         model: any module.
         heads: names of the projections whose logits are lazy.
     """
-    around = {
-        name[:at] for name in heads for at in range(len(name) + 1) if name[at : at + 1] in ("", ".")
-    }
+    left_out = {"", *(around for name in heads for around in _names_around(name))}
     named = model.named_modules()
-    return [
-        name for name, module in named if name and name not in around and may_run_in_tiles(module)
-    ]
+    return [name for name, module in named if name not in left_out and may_run_in_tiles(module)]
+
+
+def _names_around(name: str) -> list[str]:
+    """A module's own name, and those of the modules that it is in.
+
+    >>> _names_around("decoder.lm_head")
+    ['decoder', 'decoder.lm_head']
+    """
+    return list(itertools.accumulate(name.split("."), "{}.{}".format))
 
 
 def with_tiles(
@@ -188,28 +197,29 @@ def with_tiles(
 
 def tile_as(model: torch.nn.Module, tiles: Tiles) -> TiledModel:
     """Put a plan's tiles on a model."""
-    made = TiledModel(model, dict.fromkeys(tiles.heads, False), Cut(parts=tiles.parts))
-    made.add_modules(tiles.modules, Cut(parts=tiles.module_parts), is_checked=True)
-    return made
+    tiled = TiledModel(model, dict.fromkeys(tiles.heads, False), Cut(parts=tiles.parts))
+    tiled.add_modules(tiles.modules, Cut(parts=tiles.module_parts), is_checked=True)
+    return tiled
 
 
 def is_tiled(model: torch.nn.Module) -> bool:
     """Whether the user has tiled it."""
-    return any(
-        isinstance(each.__dict__.get("forward"), LazyForward | TiledForward)
-        for each in model.modules()
-    )
+    return any(map(_has_our_forward, model.modules()))
+
+
+def _has_our_forward(module: torch.nn.Module) -> bool:
+    return isinstance(module.__dict__.get("forward"), LazyForward | TiledForward)
 
 
 def _names(model: torch.nn.Module, names: Any, parameter: str) -> list[str]:
-    known = dict(model.named_modules())
-    found = read_list(names, parameter, f"{parameter}=['lm_head']")
-    for name in found:
-        if name not in known:
+    modules = dict(model.named_modules())
+    given = read_list(names, parameter, f"{parameter}=['lm_head']")
+    for name in given:
+        if name not in modules:
             raise invalid(
                 parameter,
                 name,
                 "is not the name of a module of this model",
                 "names of model.named_modules()",
             )
-    return found
+    return given

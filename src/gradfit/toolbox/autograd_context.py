@@ -109,11 +109,17 @@ class AutogradContext:
                 "clear() inside the block would lose what is being recorded. Call it after the"
                 " block."
             )
+        # The slots of the nodes, not the nodes: whoever holds a loss holds its whole graph.
         for node in _nodes(self):
-            for slot in _torch.saved_slots(node):
-                slot.release(_Cleared(operation_name(node)))
+            _release(node)
         if self is not None:
             self._recorder = None
+
+
+def _release(node: Node) -> None:
+    """Give back what a node saved, and let a backward pass through it say so."""
+    for slot in _torch.saved_slots(node):
+        slot.release(_Cleared(operation_name(node)))
 
 
 class _Cleared:

@@ -5,6 +5,7 @@ JSON.
 from __future__ import annotations
 
 import graphlib
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from gradfit import _torch, records
 from gradfit.arguments import read_index, read_instance, read_list, read_tensor
 from gradfit.errors import GraphError, MisuseError
 from gradfit.toolbox.autograd_nodes import backward_order, leaf_of, operation_name
-from gradfit.toolbox.origin import Origin, OriginRecorder
+from gradfit.toolbox.origin import OriginRecorder, find_origin
 from gradfit.toolbox.saved_by_autograd import SavedTensor, parameter_storages, saved_by, storage_of
 from gradfit.units import format_bytes
 
@@ -65,7 +66,12 @@ class GradientEntry:
     @property
     def saved_bytes(self) -> int:
         """The bytes of what it saved, each storage once, without parameters."""
-        return sum({s.storage: s.nbytes for s in self.saved_tensors if not s.is_parameter}.values())
+        return _bytes_of_storages(self.saved_tensors)
+
+
+def _bytes_of_storages(tensors: Iterable[SavedTensor]) -> int:
+    """Each storage once, without parameters."""
+    return sum({one.storage: one.nbytes for one in tensors if not one.is_parameter}.values())
 
 
 @dataclass(frozen=True)
@@ -92,10 +98,7 @@ class AutogradGraph:
     @property
     def saved_bytes(self) -> int:
         """The bytes of everything saved, each storage once, without parameters."""
-        saved = (
-            one for entry in self.entries for one in entry.saved_tensors if not one.is_parameter
-        )
-        return sum({one.storage: one.nbytes for one in saved}.values())
+        return _bytes_of_storages(saved for entry in self.entries for saved in entry.saved_tensors)
 
     def to_json(self) -> str:
         return records.to_json(self)
@@ -111,36 +114,26 @@ class AutogradGraph:
 
     def to_table(self) -> str:
         """One line per operation."""
-        names = {leaf.value: leaf.name or f"%{leaf.value}" for leaf in self.leaves}
+        names = {leaf.value: leaf.name for leaf in self.leaves if leaf.name}
         header = ("value", "operation", "inputs", "shape", "saved", "module", "source line")
         rows = [header, *(_row(entry, names) for entry in self.entries)]
         widths = [min(44, max(map(len, column))) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(_fit(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        )
+        return "\n".join("  ".join(map(_fit, row, widths)).rstrip() for row in rows)
 
     def to_dot(self) -> str:
         """For Graphviz: operations as boxes, leaves as ellipses, edges as values."""
         lines = ["digraph autograd {", "  rankdir=TB; node [fontname=monospace, shape=box];"]
-        maker = {
-            value: f"op{at}" for at, entry in enumerate(self.entries) for value in entry.outputs
-        }
-        for leaf in self.leaves:
-            maker[leaf.value] = f"leaf{leaf.value}"
-            label = f"{leaf.name or 'leaf'} {'×'.join(map(str, leaf.shape))}"
-            lines.append(f"  leaf{leaf.value} [shape=ellipse, label={_quoted(label)}];")
+        lines += map(_leaf_in_dot, self.leaves)
+        lines += itertools.starmap(_operation_in_dot, enumerate(self.entries))
+        return "\n".join([*lines, *self._edges_in_dot(), "}"])
+
+    def _edges_in_dot(self) -> Iterator[str]:
+        makers = {leaf.value: f"leaf{leaf.value}" for leaf in self.leaves}
         for at, entry in enumerate(self.entries):
-            label = "\n".join(
-                text for text in (entry.op, entry.module, format_bytes(entry.saved_bytes)) if text
-            )
-            lines.append(f"  op{at} [label={_quoted(label)}];")
+            makers |= dict.fromkeys(entry.outputs, f"op{at}")
         for at, entry in enumerate(self.entries):
-            lines += [
-                f"  {maker[value]} -> op{at} [label={_quoted(f'%{value}')}];"
-                for value in entry.inputs
-            ]
-        return "\n".join([*lines, "}"])
+            for value in entry.inputs:
+                yield f"  {makers[value]} -> op{at} [label={_quoted(f'%{value}')}];"
 
     def __str__(self) -> str:
         return self.to_table()
@@ -162,17 +155,9 @@ def topological_sort(entries: Iterable[GradientEntry]) -> list[int]:
         GraphError: an operation needs its own result.
     """
     given = read_list(entries, "entries", "AutogradContext.graph(loss)")
-    maker: dict[int, int] = {}
-    for position, entry in enumerate(given):
-        read_instance(entry, f"entries[{position}]", GradientEntry, "AutogradContext.graph(loss)")
-        for value in entry.outputs:
-            if maker.setdefault(value, position) != position:
-                raise MisuseError(
-                    f"entries[{maker[value]}] and entries[{position}] both have the output {value}."
-                    " Pass the entries of one graph, each once."
-                )
+    makers = _makers_of_values(given)
     needs = {
-        at: [maker[value] for value in entry.inputs if value in maker]
+        at: [makers[value] for value in entry.inputs if value in makers]
         for at, entry in enumerate(given)
     }
     try:
@@ -184,13 +169,27 @@ def topological_sort(entries: Iterable[GradientEntry]) -> list[int]:
         ) from error
 
 
+def _makers_of_values(entries: list[GradientEntry]) -> dict[int, int]:
+    """The position of the entry that made each value, of which there is one."""
+    makers: dict[int, int] = {}
+    for position, entry in enumerate(entries):
+        read_instance(entry, f"entries[{position}]", GradientEntry, "AutogradContext.graph(loss)")
+        for value in entry.outputs:
+            if makers.setdefault(value, position) != position:
+                raise MisuseError(
+                    f"entries[{makers[value]}] and entries[{position}] both have the output"
+                    f" {value}. Pass the entries of one graph, each once."
+                )
+    return makers
+
+
 def _row(entry: GradientEntry, names: dict[int, str]) -> tuple[str, ...]:
     """One operation's cells in the table; `names` are those of leaves, by value."""
     return (
         ", ".join(f"%{value}" for value in entry.outputs),
         entry.op,
         ", ".join(names.get(value, f"%{value}") for value in entry.inputs),
-        " ".join("×".join(map(str, shape)) or "scalar" for shape in entry.shapes),
+        " ".join(_show_shape(shape) or "scalar" for shape in entry.shapes),
         format_bytes(entry.saved_bytes) if entry.saved_bytes else "",
         entry.module,
         entry.source,
@@ -204,45 +203,75 @@ def graph_of(loss: Tensor, recorder: OriginRecorder | None) -> AutogradGraph:
         raise GraphError(
             "loss has no graph. Compute it with requires_grad=True, outside no_grad()."
         )
-    nodes = backward_order(loss)[::-1]
-    owned = parameter_storages(nodes)
-    storages: dict[int, int] = {}
-    values: dict[tuple[Node, int], int] = {}
-    entries: list[GradientEntry] = []
-    leaves: list[Leaf] = []
-    for node in nodes:
-        leaf = leaf_of(node)
-        shapes = tuple(_torch.result_shapes(node)) if leaf is None else (tuple(leaf.shape),)
-        made = tuple(values.setdefault((node, at), len(values)) for at in range(len(shapes)))
-        if leaf is not None:
-            leaves.append(
-                Leaf(
-                    made[0], recorder.names.get(id(leaf), "") if recorder else "", tuple(leaf.shape)
-                )
-            )
-            continue
-        origin = (recorder.origin_of(node) if recorder else None) or Origin()
-        saved = []
-        for name, tensor in saved_by(node):
-            storage, nbytes = storage_of(tensor)
-            known = storages.setdefault(storage, len(storages))
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            saved.append(
-                SavedTensor(name, tuple(tensor.shape), dtype, nbytes, known, storage in owned)
-            )
-        inputs = tuple(values[child, at] for child, at in node.next_functions if child is not None)
-        entries.append(
-            GradientEntry(
-                operation_name(node),
-                inputs,
-                made,
-                shapes,
-                tuple(saved),
-                origin.module,
-                origin.source,
-            )
+    writer = _GraphWriter(backward_order(loss)[::-1], recorder)
+    return AutogradGraph(tuple(writer.entries), tuple(writer.leaves))
+
+
+class _GraphWriter:
+    """Numbers values and storages in the order of the nodes, first operation first."""
+
+    def __init__(self, nodes: list[Node], recorder: OriginRecorder | None) -> None:
+        self.entries: list[GradientEntry] = []
+        self.leaves: list[Leaf] = []
+        self._recorder = recorder
+        self._owned = parameter_storages(nodes)
+        self._storages: dict[int, int] = {}
+        self._values: dict[tuple[Node, int], int] = {}
+        for node in nodes:
+            leaf = leaf_of(node)
+            if leaf is None:
+                self.entries.append(self._describe_operation(node))
+            else:
+                self.leaves.append(self._describe_leaf(node, leaf))
+
+    def _describe_leaf(self, node: Node, leaf: Tensor) -> Leaf:
+        (value,) = self._number(node, 1)
+        name = self._recorder.names.get(id(leaf), "") if self._recorder else ""
+        return Leaf(value, name, tuple(leaf.shape))
+
+    def _describe_operation(self, node: Node) -> GradientEntry:
+        shapes = tuple(_torch.result_shapes(node))
+        outputs = self._number(node, len(shapes))
+        origin = find_origin(self._recorder, node)
+        return GradientEntry(
+            operation_name(node),
+            self._numbers_of_inputs(node),
+            outputs,
+            shapes,
+            tuple(self._describe_saved(name, tensor) for name, tensor in saved_by(node)),
+            origin.module,
+            origin.source,
         )
-    return AutogradGraph(tuple(entries), tuple(leaves))
+
+    def _number(self, node: Node, count: int) -> tuple[int, ...]:
+        """The numbers of the values that a node made, counted over the whole graph."""
+        return tuple(self._values.setdefault((node, at), len(self._values)) for at in range(count))
+
+    def _numbers_of_inputs(self, node: Node) -> tuple[int, ...]:
+        """Those that carry a gradient, which other nodes have made."""
+        edges = node.next_functions
+        return tuple(self._values[child, at] for child, at in edges if child is not None)
+
+    def _describe_saved(self, name: str, tensor: Tensor) -> SavedTensor:
+        storage, nbytes = storage_of(tensor)
+        number = self._storages.setdefault(storage, len(self._storages))
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        is_parameter = storage in self._owned
+        return SavedTensor(name, tuple(tensor.shape), dtype, nbytes, number, is_parameter)
+
+
+def _leaf_in_dot(leaf: Leaf) -> str:
+    label = f"{leaf.name or 'leaf'} {_show_shape(leaf.shape)}"
+    return f"  leaf{leaf.value} [shape=ellipse, label={_quoted(label)}];"
+
+
+def _operation_in_dot(position: int, entry: GradientEntry) -> str:
+    label = "\n".join(filter(None, (entry.op, entry.module, format_bytes(entry.saved_bytes))))
+    return f"  op{position} [label={_quoted(label)}];"
+
+
+def _show_shape(shape: tuple[int, ...]) -> str:
+    return "×".join(map(str, shape))
 
 
 def _fit(text: str, width: int) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -17,23 +19,36 @@ def backward_order(*results: Tensor) -> list[Node]:
     >>> [operation_name(node) for node in backward_order((x * 2).sum())]
     ['Sum', 'Mul', 'AccumulateGrad']
     """
-    done: list[Node] = []
     seen: set[Node] = set()
-    for result in results:
-        root = result.grad_fn
-        stack = [] if root is None or root in seen else [(root, iter(root.next_functions))]
-        seen.update(node for node, _ in stack)
-        while stack:
-            node, rest = stack[-1]
-            for child, _ in rest:
-                if child is not None and child not in seen:
-                    seen.add(child)
-                    stack.append((child, iter(child.next_functions)))
-                    break
-            else:
-                done.append(node)
-                stack.pop()
+    done = [node for result in results for node in _postorder(result.grad_fn, seen)]
     return done[::-1]
+
+
+def _postorder(root: Node | None, seen: set[Node]) -> Iterator[Node]:
+    """The nodes from `root` on that were not seen, each after those it took its inputs from."""
+    stack = [(node, _inputs_of(node, seen)) for node in _unseen([root], seen)]
+    while stack:
+        # One input at a time: a node is done once all of its inputs are, which is why what is left
+        # of them waits on the stack with it.
+        node, inputs = stack[-1]
+        child = next(inputs, None)
+        if child is None:
+            stack.pop()
+            yield node
+        else:
+            stack.append((child, _inputs_of(child, seen)))
+
+
+def _inputs_of(node: Node, seen: set[Node]) -> Iterator[Node]:
+    return _unseen((child for child, _ in node.next_functions), seen)
+
+
+def _unseen(nodes: Iterable[Node | None], seen: set[Node]) -> Iterator[Node]:
+    """Those that nobody has been given yet; asked one by one, since others are given meanwhile."""
+    for node in nodes:
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
 
 
 def leaf_of(node: Node) -> Tensor | None:

@@ -43,31 +43,8 @@ class DynamicBatchAccumulator:
         steps: int | None = None,
         strategy: Strategy | None = None,
     ) -> None:
-        given = [
-            name
-            for name, value in (
-                ("target_batch_size", target_batch_size),
-                ("steps", steps),
-                ("strategy", strategy),
-            )
-            if value is not None
-        ]
-        if len(given) != 1:
-            found = " and ".join(given) or "none of target_batch_size, steps and strategy"
-            raise MisuseError(
-                f"Got {found}: one must say when the window is full. Pass target_batch_size=64."
-            )
-        if strategy is not None and not isinstance(strategy, Strategy):
-            raise MisuseError(
-                f"strategy is a {type(strategy).__name__}. Pass FixedTargetBatch(n) or another"
-                " strategy."
-            )
-        if target_batch_size is not None:
-            strategy = FixedTargetBatch(read_count(target_batch_size, "target_batch_size"))
-        elif steps is not None:
-            strategy = FixedStepCount(steps)
-        assert strategy is not None
-        self.strategy: Strategy = strategy
+        _require_one_of(target_batch_size=target_batch_size, steps=steps, strategy=strategy)
+        self.strategy: Strategy = _read_strategy(target_batch_size, steps, strategy)
         self._begin()
 
     @property
@@ -115,15 +92,12 @@ class DynamicBatchAccumulator:
         if self._sums is not None:
             self._check(batch_gradient, values)
         self._steps += 1
+        # Left out, and not multiplied by zero, which leaves a NaN a NaN.
         if size:
-            if self._total.divisor is None:
-                self._total.divisor = float(self.strategy.expected_weight(size)) or float(size)
-            if self._total.lacks_room(size):
-                self._total.make_room(size, (self._sums or {}).values())
-            self._add(batch_gradient, values, size / self._total.divisor)
+            self._add(batch_gradient, values, size / self._divisor_for(size))
             self._total.weight += size
-        norm = gradient_norm(list(values.values())) if size and self.strategy.needs_norms else None
-        self.strategy.observe(size, None if norm is None else norm**2)
+        is_measured = size and self.strategy.needs_norms
+        self.strategy.observe(size, _squared_norm(values) if is_measured else None)
 
     def is_complete(self) -> bool:
         """Whether enough has come in."""
@@ -145,9 +119,9 @@ class DynamicBatchAccumulator:
     def reset(self) -> None:
         """Begin the next window."""
         if self._steps:
-            mean = self._mean() if self._total.weight and self.strategy.needs_norms else None
-            norm = None if mean is None else gradient_norm(list(_values(mean).values()))
-            self.strategy.end_window(self._total.weight, None if norm is None else norm**2)
+            is_measured = self._total.weight and self.strategy.needs_norms
+            squared = _squared_norm(_values(self._mean())) if is_measured else None
+            self.strategy.end_window(self._total.weight, squared)
         self._begin()
 
     def _begin(self) -> None:
@@ -166,17 +140,21 @@ class DynamicBatchAccumulator:
         for key in values.keys() & sums.keys():
             problem = GradientAccumulationValidator.incompatibility(sums[key], values[key])
             if problem:
-                name = (
-                    "batch_gradient"
-                    if key is None
-                    else f"batch_gradient[{key!r}]"
-                    if isinstance(key, str)
-                    else "one"
-                )
                 raise MisuseError(
-                    f"{name} does not fit what was accumulated: {problem}. Call reset() for a new"
-                    " shape."
+                    f"{_place(key)} does not fit what was accumulated: {problem}. Call reset() for"
+                    " a new shape."
                 )
+
+    def _divisor_for(self, size: Number) -> float:
+        """What the sums are divided by until the window is full and its weight known.
+
+        They could overflow otherwise: so it is about what will come in, and grows if more does.
+        """
+        if self._total.divisor is None:
+            self._total.divisor = float(self.strategy.expected_weight(size)) or float(size)
+        if self._total.lacks_room(size):
+            self._total.make_room(size, (self._sums or {}).values())
+        return self._total.divisor
 
     def _add(self, gradient: Gradient, values: dict[Any, Tensor], factor: float) -> None:
         if self._sums is None:
@@ -198,13 +176,13 @@ class DynamicBatchAccumulator:
             return means[None]
         result = GradientMap()
         for key, mean in means.items():
-            tensor = (
-                self._like.tensor(key)
-                if isinstance(self._like, GradientMap) and key in self._like
-                else None
-            )
-            result.bind(key, tensor, mean)
+            result.bind(key, self._tensor_of(key), mean)
         return result
+
+    def _tensor_of(self, key: Any) -> Tensor | None:
+        """The tensor that a gradient belongs to, if the first map that came in had it."""
+        like = self._like
+        return like.tensor(key) if isinstance(like, GradientMap) and key in like else None
 
     def __repr__(self) -> str:
         return (
@@ -213,19 +191,53 @@ class DynamicBatchAccumulator:
         )
 
 
+def _require_one_of(**arguments: Any) -> None:
+    given = [name for name, value in arguments.items() if value is not None]
+    if len(given) != 1:
+        passed = " and ".join(given) or "none of target_batch_size, steps and strategy"
+        raise MisuseError(
+            f"Got {passed}: one must say when the window is full. Pass target_batch_size=64."
+        )
+
+
+def _read_strategy(target_batch_size: int | None, steps: int | None, strategy: Any) -> Strategy:
+    if target_batch_size is not None:
+        return FixedTargetBatch(read_count(target_batch_size, "target_batch_size"))
+    if steps is not None:
+        return FixedStepCount(steps)
+    if not isinstance(strategy, Strategy):
+        raise MisuseError(
+            f"strategy is a {type(strategy).__name__}. Pass FixedTargetBatch(n) or another"
+            " strategy."
+        )
+    return strategy
+
+
+def _squared_norm(values: dict[Any, Tensor]) -> float:
+    return gradient_norm(list(values.values())) ** 2
+
+
+def _place(key: Any) -> str:
+    """How an error calls one of the gradients that were passed."""
+    if key is None:
+        return "batch_gradient"
+    return f"batch_gradient[{key!r}]" if isinstance(key, str) else "one"
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _values(gradient: Any) -> dict[Any, Tensor]:
-    if isinstance(gradient, Tensor):
-        if not (gradient.is_floating_point() or gradient.is_complex()):
-            raise MisuseError(
-                f"batch_gradient is {gradient.dtype}. Pass a gradient, in floating point."
-            )
-        return {None: gradient}
+    """Gradients by key; a tensor alone has the key None."""
     if isinstance(gradient, GradientMap):
         return dict(gradient.items())
-    raise MisuseError(
-        f"batch_gradient is a {type(gradient).__name__}. Pass a tensor or a GradientMap."
-    )
+    if not isinstance(gradient, Tensor):
+        raise MisuseError(
+            f"batch_gradient is a {type(gradient).__name__}. Pass a tensor or a GradientMap."
+        )
+    if not (gradient.is_floating_point() or gradient.is_complex()):
+        raise MisuseError(
+            f"batch_gradient is {gradient.dtype}. Pass a gradient, in floating point."
+        )
+    return {None: gradient}

@@ -31,6 +31,8 @@ class CustomOp:
             (torch.autograd.Function,),
             {
                 "forward": staticmethod(self.forward),
+                # apart from the forward, which is what lets torch.func differentiate it
+                # (https://docs.pytorch.org/docs/stable/notes/extending.func.html)
                 "setup_context": staticmethod(_save_inputs),
                 "backward": staticmethod(
                     lambda ctx, grad_output: self.backward(grad_output, ctx.saved_tensors)
@@ -70,19 +72,21 @@ class CustomOp:
                 f" {len(inputs)}, one for each input (None for one that has no gradient)."
             )
         for position, (gradient, value) in enumerate(zip(gradients, inputs, strict=True)):
-            if gradient is None:
-                continue
-            if not isinstance(gradient, Tensor):
-                raise MisuseError(
-                    f"{self.name}: backward returned a {type(gradient).__name__} for input"
-                    f" {position}, expected a tensor of shape {tuple(value.shape)} or None."
-                )
-            if gradient.shape != value.shape:
-                raise MisuseError(
-                    f"{self.name}: backward returned shape {tuple(gradient.shape)} for input"
-                    f" {position}, expected {tuple(value.shape)}, the shape of that input."
-                )
+            if gradient is not None:
+                self._check_gradient(gradient, value, position)
         return gradients
+
+    def _check_gradient(self, gradient: Any, value: Tensor, position: int) -> None:
+        if not isinstance(gradient, Tensor):
+            raise MisuseError(
+                f"{self.name}: backward returned a {type(gradient).__name__} for input"
+                f" {position}, expected a tensor of shape {tuple(value.shape)} or None."
+            )
+        if gradient.shape != value.shape:
+            raise MisuseError(
+                f"{self.name}: backward returned shape {tuple(gradient.shape)} for input"
+                f" {position}, expected {tuple(value.shape)}, the shape of that input."
+            )
 
     def __repr__(self) -> str:
         return f"CustomOp({self.name})"
@@ -114,6 +118,7 @@ def custom_op(
     if name is not None:
         read_text(name, "name", "for example 'double'")
     given = name if name is not None else getattr(forward, "__name__", "custom_op")
+    # It becomes the name of a class, which "<lambda>" cannot be.
     return CustomOp(forward, backward, given if given.isidentifier() else "custom_op")
 
 
@@ -127,15 +132,20 @@ def _with_inputs(
     """How to hand a function its inputs: one by one, or as a list if that is what it asks for by
     name.
     """
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # built-in functions may have no signature
-        parameters = []
-    last = parameters[before] if len(parameters) == before + 1 else None
-    if (
-        last is not None
-        and last.name == "inputs"
-        and last.kind is not inspect.Parameter.VAR_POSITIONAL
-    ):
+    if _asks_for_a_list(_parameters_of(function)[before:]):
         return lambda first, inputs: function(*first, list(inputs))
     return lambda first, inputs: function(*first, *inputs)
+
+
+def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # built-in functions may have no signature
+        return []
+
+
+def _asks_for_a_list(parameters: list[inspect.Parameter]) -> bool:
+    """Whether there is one parameter for all inputs, called `inputs`."""
+    if [parameter.name for parameter in parameters] != ["inputs"]:
+        return False
+    return parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL

@@ -4,6 +4,8 @@ element.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from gradfit.arguments import read_flag, read_number
@@ -43,9 +45,8 @@ class GradientClipper:
             raise MisuseError(
                 "GradientClipper has no bound. Pass max_norm=1.0, max_value=0.5, or both."
             )
-        for name, bound in (("max_norm", max_norm), ("max_value", max_value)):
-            if bound is not None:
-                read_number(bound, name, above=0)
+        _check_bound(max_norm, "max_norm")
+        _check_bound(max_value, "max_value")
         if read_flag(per_parameter, "per_parameter") and max_norm is None:
             raise MisuseError(
                 "per_parameter=True bounds each gradient's norm. Pass max_norm=1.0 with it."
@@ -66,26 +67,16 @@ class GradientClipper:
             scale: what the gradients are still multiplied by; 1 by default.
         """
         scale = read_number(scale, "scale", above=0)
-        found = grads if isinstance(grads, GradientMap) else gradients_of(grads, "grads")
-        norm = found.norm()
-        found.require_finite(norm)
+        gradients = grads if isinstance(grads, GradientMap) else gradients_of(grads, "grads")
+        norm = gradients.norm()
+        gradients.require_finite(norm)
         if self.max_value is not None:
-            bound = self.max_value * scale
-            for key, gradient in found.items():
-                if gradient.is_sparse:
-                    raise MisuseError(
-                        f"max_value cannot clip the sparse gradient of {label(key)}. Pass max_norm"
-                        " only."
-                    )
-            for gradient in found.values():
-                gradient.clamp_(-bound, bound)
-        if self.max_norm is not None:
-            bound = self.max_norm * scale
-            if self.per_parameter:
-                for gradient in found.values():
-                    gradient.mul_(clip_factor(total_norm([gradient]), bound))
-            else:
-                found.scale_(clip_factor(norm if self.max_value is None else found.norm(), bound))
+            _clip_elements(gradients, self.max_value * scale)
+        if self.max_norm is not None and self.per_parameter:
+            _clip_each_norm(gradients, self.max_norm * scale)
+        elif self.max_norm is not None:
+            clipped = norm if self.max_value is None else gradients.norm()
+            gradients.scale_(clip_factor(clipped, self.max_norm * scale))
         return norm / scale
 
     def __repr__(self) -> str:
@@ -95,3 +86,24 @@ class GradientClipper:
             f"per_parameter={self.per_parameter}",
         )
         return f"GradientClipper({', '.join(bounds)})"
+
+
+def _check_bound(bound: Any, name: str) -> None:
+    if bound is not None:
+        read_number(bound, name, above=0)
+
+
+def _clip_elements(gradients: GradientMap, bound: float) -> None:
+    # All are looked at before any is clipped: a refusal changes nothing.
+    for key, gradient in gradients.items():
+        if gradient.is_sparse:
+            raise MisuseError(
+                f"max_value cannot clip the sparse gradient of {label(key)}. Pass max_norm only."
+            )
+    for gradient in gradients.values():
+        gradient.clamp_(-bound, bound)
+
+
+def _clip_each_norm(gradients: GradientMap, bound: float) -> None:
+    for gradient in gradients.values():
+        gradient.mul_(clip_factor(total_norm([gradient]), bound))

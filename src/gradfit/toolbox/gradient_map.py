@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from gradfit import _torch
 from gradfit.arguments import (
@@ -83,6 +84,16 @@ class GradientMap(MutableMapping[Key, Tensor]):
         return self._gradients[self._key(key)]
 
     def __setitem__(self, key: Key, gradient: Tensor) -> None:
+        key = self._read_key(key)
+        tensor = key if isinstance(key, Tensor) else self._tensors.get(key)
+        read_tensor(gradient, "gradient", f"the gradient of {label(key)}, which is a tensor")
+        if tensor is not None:
+            _require_shape_of(tensor, gradient, f"the key {label(key)}")
+            self._ids[id(tensor)] = key
+        self._gradients[key] = gradient
+
+    def _read_key(self, key: Key) -> str | Tensor:
+        """What a new entry is filed under: a name, or a tensor, which an `id` cannot stand for."""
         if not isinstance(key, str | Tensor | int):
             raise invalid("key", key, f"is a {type(key).__name__}", "a name or a tensor")
         key = self._key(key)
@@ -95,16 +106,7 @@ class GradientMap(MutableMapping[Key, Tensor]):
             )
         if isinstance(key, str) and not key:
             raise invalid("key", key, "is empty", "a name or a tensor")
-        tensor = key if isinstance(key, Tensor) else self._tensors.get(key)
-        read_tensor(gradient, "gradient", f"the gradient of {label(key)}, which is a tensor")
-        if tensor is not None and gradient.shape != tensor.shape:
-            raise MisuseError(
-                f"gradient: that of the key {label(key)} has shape {tuple(gradient.shape)},"
-                f" expected {tuple(tensor.shape)}, the tensor's. Pass it in that shape."
-            )
-        if tensor is not None:
-            self._ids[id(tensor)] = key
-        self._gradients[key] = gradient
+        return key
 
     def __delitem__(self, key: Key) -> None:
         key = self._key(key)
@@ -113,8 +115,11 @@ class GradientMap(MutableMapping[Key, Tensor]):
         tensor = self.tensor(key)
         del self._gradients[key]
         if tensor is not None:
-            del self._ids[id(tensor)]
-        if isinstance(key, str) and tensor is not None:
+            self._forget(key, tensor)
+
+    def _forget(self, key: Key, tensor: Tensor) -> None:
+        del self._ids[id(tensor)]
+        if isinstance(key, str):
             del self._names[self._tensors.pop(key)]
 
     def __iter__(self) -> Iterator[Key]:
@@ -144,6 +149,7 @@ class GradientMap(MutableMapping[Key, Tensor]):
 
     def iter(self) -> Iterator[tuple[Key, Tensor]]:
         """Each key with its gradient, `items()` one by one."""
+        # Of a list: entries may be replaced, or taken out, on the way.
         return iter(list(self._gradients.items()))
 
     def iter_mut(self) -> Iterator[tuple[Key, Tensor]]:
@@ -170,11 +176,8 @@ class GradientMap(MutableMapping[Key, Tensor]):
         """
         if tensor is not None:
             read_tensor(tensor, "tensor", "the tensor that the gradient is of, or None")
-            if isinstance(gradient, Tensor) and gradient.shape != tensor.shape:
-                raise MisuseError(
-                    f"gradient: that of {label(key)} has shape {tuple(gradient.shape)}, expected "
-                    f"{tuple(tensor.shape)}, the tensor's. Pass it in that shape."
-                )
+            if isinstance(gradient, Tensor):
+                _require_shape_of(tensor, gradient, label(key))
         if isinstance(key, str) and tensor is not None:
             self._tensors[key] = tensor
             self._names[tensor] = key
@@ -207,25 +210,28 @@ class GradientMap(MutableMapping[Key, Tensor]):
         tensor([1.5000])
         """
         alpha = read_number(alpha, "alpha")
-        found = []
-        for key, gradient in read_mapping(
-            other, "other", "a GradientMap, or gradients by name"
-        ).items():
+        read_mapping(other, "other", "a GradientMap, or gradients by name")
+        for mine, key, gradient in self._matches(other):  # a list: every problem before any change
+            if mine is not None:
+                self[mine].add_(gradient, alpha=alpha)
+            else:
+                scaled = gradient.clone() if alpha == 1.0 else gradient * alpha
+                self.bind(key, _tensor_of(key, other), scaled)
+        return self
+
+    def _matches(self, other: Mapping[Key, Tensor]) -> list[tuple[Key | None, Key, Tensor]]:
+        """The entry here that each of `other` belongs to, its key there, and its gradient."""
+        matches = []
+        for key, gradient in other.items():
             read_tensor(gradient, f"other[{label(key)}]", "gradients by name")
-            found.append((self._match(key, other), key, gradient))
-        for mine, key, gradient in found:  # every problem before any change
+            matches.append((self._match(key, other), key, gradient))
+        for mine, key, gradient in matches:
             if mine is not None and self[mine].shape != gradient.shape:
                 raise MisuseError(
                     f"other: {label(key)} has shape {tuple(gradient.shape)}, expected"
                     f" {tuple(self[mine].shape)}."
                 )
-        for mine, key, gradient in found:
-            if mine is not None:
-                self[mine].add_(gradient, alpha=alpha)
-            else:
-                tensor = other.tensor(key) if isinstance(other, GradientMap) else None
-                self.bind(key, tensor, gradient.clone() if alpha == 1.0 else gradient * alpha)
-        return self
+        return matches
 
     def scale_(self, factor: float | Tensor) -> GradientMap:
         """Multiply every gradient by a number, or by a tensor of one.
@@ -235,12 +241,7 @@ class GradientMap(MutableMapping[Key, Tensor]):
         """
         if not isinstance(factor, Tensor):
             factor = read_number(factor, "factor")
-        elif (
-            factor.numel() != 1
-            or factor.is_complex()
-            or factor.is_meta
-            or factor.layout != torch.strided
-        ):
+        elif not _holds_one_number(factor):
             raise invalid("factor", factor, "is not one number", "factor=0.5")
         for gradient in self._gradients.values():
             gradient.mul_(factor)
@@ -260,12 +261,9 @@ class GradientMap(MutableMapping[Key, Tensor]):
         Args:
             p: of the norm: 2 is Euclid's, `inf` the largest element.
         """
-        bound = (
-            math.inf
-            if isinstance(p, float) and p == math.inf
-            else read_number(p, "p", above=0, like=2)
-        )
-        return total_norm(self._gradients.values(), bound)
+        is_largest = isinstance(p, float) and p == math.inf
+        order = p if is_largest else read_number(p, "p", above=0, like=2)
+        return total_norm(self._gradients.values(), order)
 
     def clip_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; gives the norm before.
@@ -306,11 +304,17 @@ class GradientMap(MutableMapping[Key, Tensor]):
         Args:
             norm: of these gradients, if it is known already.
         """
+        if norm is not None and _is_finite(norm):
+            return
+        self._require_finite_elements()
         if norm is not None:
-            if not isinstance(norm, Tensor) or norm.numel() != 1 or norm.is_meta:
-                raise invalid("norm", norm, "is not one number in a tensor", "grads.norm()")
-            if bool(norm.isfinite()):
-                return
+            raise NonFiniteGradient(
+                f"The norm of {len(self)} finite gradients overflows"
+                f" {str(norm.dtype).removeprefix('torch.')}. Scale them down first:"
+                " grads.scale_(1e-6)."
+            )
+
+    def _require_finite_elements(self) -> None:
         bad = self.nonfinite()
         if bad:
             more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
@@ -318,12 +322,6 @@ class GradientMap(MutableMapping[Key, Tensor]):
                 f"{len(bad)} of {len(self)} gradients are not finite: {self._counts(bad[:5])}"
                 f"{more}. Skip this step, or find the operation with"
                 " torch.autograd.set_detect_anomaly(True)."
-            )
-        if norm is not None:
-            raise NonFiniteGradient(
-                f"The norm of {len(self)} finite gradients overflows"
-                f" {str(norm.dtype).removeprefix('torch.')}. Scale them down first:"
-                " grads.scale_(1e-6)."
             )
 
     def stats(self) -> dict[Key, GradientStats]:
@@ -339,24 +337,31 @@ class GradientMap(MutableMapping[Key, Tensor]):
         >>> backward(w.sum()).assign(); w.grad
         tensor([1., 1.])
         """
-        pairs = [(key, self.tensor(key), gradient) for key, gradient in self._gradients.items()]
-        for key, tensor, _ in pairs:
-            if tensor is None:
-                raise MisuseError(
-                    f"assign: {label(key)} was put in by name, without its tensor. Use"
-                    " grads[tensor]."
-                )
-        for _, tensor, gradient in pairs:
-            if tensor is not None:
-                tensor.grad = gradient.detach().to(dtype=tensor.dtype, device=tensor.device)
+        tensors = [self._tensor_to_assign_to(key) for key in self._gradients]
+        for tensor, gradient in zip(tensors, self._gradients.values(), strict=True):
+            # torch takes no `.grad` that is on another device, and none of another type (unless
+            # the tensor's `grad_dtype` says so).
+            tensor.grad = gradient.detach().to(dtype=tensor.dtype, device=tensor.device)
+
+    def _tensor_to_assign_to(self, key: Key) -> Tensor:
+        tensor = self.tensor(key)
+        if tensor is None:
+            raise MisuseError(
+                f"assign: {label(key)} was put in by name, without its tensor. Use grads[tensor]."
+            )
+        return tensor
 
     def state_dict(self) -> dict[str, Tensor]:
         """The gradients by name, or by position where there are no names; ready for
         `safetensors`.
         """
         return {
-            key if isinstance(key, str) else str(position): gradient.detach()
-            for position, (key, gradient) in enumerate(self._gradients.items())
+            name: self._gradients[key].detach() for name, key in self._keys_by_saved_name().items()
+        }
+
+    def _keys_by_saved_name(self) -> dict[str, Key]:
+        return {
+            key if isinstance(key, str) else str(at): key for at, key in enumerate(self._gradients)
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -368,27 +373,29 @@ class GradientMap(MutableMapping[Key, Tensor]):
         for name, gradient in read_mapping(state, "state", "what state_dict() gave").items():
             read_text(name, "state", "what state_dict() gave")
             read_tensor(gradient, f"state[{name!r}]", "what state_dict() gave")
-        mine = {
-            key if isinstance(key, str) else str(at): key for at, key in enumerate(self._gradients)
-        }
-        if mine and set(mine) != set(state):
-            raise StateError(
-                f"state: it does not belong to this map: missing {sorted(set(mine) - set(state))},"
-                f" unexpected {sorted(set(state) - set(mine))}. Load into a map of the same model,"
-                " or an empty one."
+        keys = self._keys_by_saved_name()
+        if keys:
+            self._require_same_entries(keys, state)
+        for name, gradient in state.items():
+            key = keys.get(name, name)
+            like = self._gradients.get(key)
+            self._gradients[key] = (
+                gradient.clone() if like is None else gradient.to(like, copy=True)
             )
-        for name, key in mine.items():
+
+    def _require_same_entries(self, keys: dict[str, Key], state: Mapping[str, Tensor]) -> None:
+        missing, unexpected = set(keys) - set(state), set(state) - set(keys)
+        if missing or unexpected:
+            raise StateError(
+                f"state: it does not belong to this map: missing {sorted(missing)}, unexpected"
+                f" {sorted(unexpected)}. Load into a map of the same model, or an empty one."
+            )
+        for name, key in keys.items():
             if self[key].shape != state[name].shape:
                 raise StateError(
                     f"The state's {name!r} has shape {tuple(state[name].shape)}, expected"
                     f" {tuple(self[key].shape)}."
                 )
-        for name, gradient in state.items():
-            key = mine.get(name, name)
-            like = self._gradients.get(key)
-            self._gradients[key] = (
-                gradient.clone() if like is None else gradient.to(like, copy=True)
-            )
 
     def __repr__(self) -> str:
         elements = sum(gradient.numel() for gradient in self._gradients.values())
@@ -409,8 +416,8 @@ class GradientMap(MutableMapping[Key, Tensor]):
         """
         if key in self:
             return key
-        tensor = other.tensor(key) if isinstance(other, GradientMap) else None
-        return tensor if tensor is not None and tensor in self else None
+        tensor = _tensor_of(key, other)
+        return tensor if tensor in self else None
 
     def _unknown(self, key: object) -> UnknownName:
         if isinstance(key, Tensor):
@@ -419,17 +426,46 @@ class GradientMap(MutableMapping[Key, Tensor]):
                 f" does not depend on it, or it was not among the inputs. The map holds {len(self)}"
                 " gradients."
             )
+        return self._unknown_name(key)
+
+    def _unknown_name(self, key: object) -> UnknownName:
         names = [name for name in self._gradients if isinstance(name, str)]
         if not names:
             return UnknownName(
                 f"key={show(key)}: these gradients have no names. Pass inputs=model to backward, or"
                 " look up by tensor."
             )
+        # Of a long key its beginning: comparing takes time in the square of its length.
         close = difflib.get_close_matches(str(key)[:200], names, n=3) or names[:3]
         return UnknownName(
             f"key={show(key)}: there is no gradient of that name. The nearest of {len(names)}:"
             f" {', '.join(close)}."
         )
+
+
+def _tensor_of(key: Key, gradients: Mapping[Key, Tensor]) -> Tensor | None:
+    """The tensor that an entry is the gradient of, where a mapping knows it."""
+    return gradients.tensor(key) if isinstance(gradients, GradientMap) else None
+
+
+def _require_shape_of(tensor: Tensor, gradient: Tensor, whose: str) -> None:
+    if gradient.shape != tensor.shape:
+        raise MisuseError(
+            f"gradient: that of {whose} has shape {tuple(gradient.shape)}, expected"
+            f" {tuple(tensor.shape)}, the tensor's. Pass it in that shape."
+        )
+
+
+def _holds_one_number(tensor: Tensor) -> bool:
+    """A real one, which can be read."""
+    is_readable = tensor.layout == torch.strided and not tensor.is_meta
+    return is_readable and tensor.numel() == 1 and not tensor.is_complex()
+
+
+def _is_finite(norm: Any) -> bool:
+    if not isinstance(norm, Tensor) or norm.numel() != 1 or norm.is_meta:
+        raise invalid("norm", norm, "is not one number in a tensor", "grads.norm()")
+    return bool(norm.isfinite())
 
 
 def backward(loss: Tensor, inputs: Inputs | None = None, create_graph: bool = False) -> GradientMap:
@@ -488,9 +524,12 @@ def _differentiate_by(loss: Tensor, inputs: Inputs | None) -> list[tuple[str | N
     if inputs is None:
         pairs = [(None, leaf) for leaf in _leaves(loss)]
     else:
-        pairs = named_tensors(inputs, argument="inputs")
-    if isinstance(inputs, nn.Module):
-        pairs = [(name, tensor) for name, tensor in pairs if tensor.requires_grad]
+        pairs = trained_tensors(inputs)
+    _require_gradients_of(pairs)
+    return pairs
+
+
+def _require_gradients_of(pairs: list[tuple[str | None, Tensor]]) -> None:
     for position, (name, tensor) in enumerate(pairs):
         if not tensor.requires_grad:
             raise GraphError(
@@ -501,7 +540,14 @@ def _differentiate_by(loss: Tensor, inputs: Inputs | None) -> list[tuple[str | N
         raise MisuseError(
             "inputs holds no tensor that requires a gradient. Pass the model or its parameters."
         )
-    return pairs
+
+
+def trained_tensors(inputs: Inputs) -> list[tuple[str | None, Tensor]]:
+    """Tensors with their names; of a model those that require a gradient."""
+    pairs = named_tensors(inputs, argument="inputs")
+    if not isinstance(inputs, nn.Module):
+        return pairs
+    return [(name, tensor) for name, tensor in pairs if tensor.requires_grad]
 
 
 def _differentiate(
@@ -511,11 +557,8 @@ def _differentiate(
     try:
         return torch.autograd.grad(loss, tensors, create_graph=create_graph, allow_unused=True)
     except RuntimeError as error:
-        if not _torch.says_freed(error):  # any other failure has freed what was behind it, too
-            raise
-        freed = next(
-            (node for node in backward_order(loss) if _torch.has_freed_tensors(node)), None
-        )
+        # any other failure has freed what was behind it, too
+        freed = _first_freed(loss) if _torch.says_freed(error) else None
         if freed is None:
             raise
         raise GraphError(
@@ -525,24 +568,31 @@ def _differentiate(
         ) from error
 
 
+def _first_freed(loss: Tensor) -> Node | None:
+    return next((node for node in backward_order(loss) if _torch.has_freed_tensors(node)), None)
+
+
+_PAIRS = "{name: gradient} or pairs of both"
+
+
 def _pairs(gradients: Any) -> list[tuple[Any, Any]]:
     """What a map is made from, key by key."""
-    example = "{name: gradient} or pairs of both"
     if isinstance(gradients, Mapping):
         pairs = list(gradients.items())
     else:
-        pairs = read_list(gradients, "gradients", example)
+        pairs = read_list(gradients, "gradients", _PAIRS)
     for at, pair in enumerate(pairs):
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise invalid(f"gradients[{at}]", pair, "is not a pair", example)
-        if not isinstance(pair[1], Tensor):
-            raise invalid(
-                "gradients",
-                pair[1],
-                f"is a {type(pair[1]).__name__} under {label(pair[0])}",
-                example,
-            )
+        _require_pair(pair, at)
     return pairs
+
+
+def _require_pair(pair: Any, position: int) -> None:
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise invalid(f"gradients[{position}]", pair, "is not a pair", _PAIRS)
+    key, gradient = pair
+    if not isinstance(gradient, Tensor):
+        problem = f"is a {type(gradient).__name__} under {label(key)}"
+        raise invalid("gradients", gradient, problem, _PAIRS)
 
 
 def gradients_of(source: Inputs, argument: str) -> GradientMap:
@@ -563,5 +613,5 @@ def _leaves(loss: Tensor) -> list[Tensor]:
     """Every leaf the loss depends on, those of the first operations first."""
     if loss.grad_fn is None:
         return [loss]
-    found = [leaf_of(node) for node in reversed(backward_order(loss))]
-    return [leaf for leaf in found if leaf is not None]
+    leaves = map(leaf_of, reversed(backward_order(loss)))
+    return [leaf for leaf in leaves if leaf is not None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -66,29 +66,35 @@ class GradientReport:
         return records.from_json(GradientReport, text)
 
     def __str__(self) -> str:
-        width = max([9, *(len(name) for name in self.parameters)])
-        lines = [
-            f"{'parameter':<{width}}  {'norm':>9}  {'mean':>9}  {'std':>9}  {'zeros':>6} "
-            f" {'NaN':>5}  {'Inf':>5}"
-        ]
-        for name, s in self.parameters.items():
-            zeros = s.zero_count / max(1, s.elements)
-            lines.append(
-                f"{name:<{width}}  {s.norm:>9.3g}  {s.mean:>9.2g}  {s.std:>9.2g}  {zeros:>6.1%}  "
-                f"{s.nan_count:>5}  {s.inf_count:>5}"
-            )
-        lines.append(f"norm {self.norm:.6g} over {len(self.parameters)} gradients")
+        lines = [*self._table(), f"norm {self.norm:.6g} over {len(self.parameters)} gradients"]
         if self.nonfinite:
             lines.append(f"not finite: {', '.join(self.nonfinite)}")
         if self.missing:
             lines.append(f"no gradient: {', '.join(self.missing)}")
-        top = max([1, *self.histogram.counts])
-        for low, count in zip(self.histogram.exponents, self.histogram.counts, strict=False):
-            if count:
-                lines.append(f"|g| from 2^{low:<4} {'█' * max(1, round(40 * count / top))} {count}")
-        if self.histogram.zero_count:
-            lines.append(f"|g| = 0: {self.histogram.zero_count}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *_bars(self.histogram)])
+
+    def _table(self) -> Iterator[str]:
+        width = max([9, *map(len, self.parameters)])
+        yield (
+            f"{'parameter':<{width}}  {'norm':>9}  {'mean':>9}  {'std':>9}  {'zeros':>6} "
+            f" {'NaN':>5}  {'Inf':>5}"
+        )
+        for name, s in self.parameters.items():
+            zeros = s.zero_count / max(1, s.elements)
+            yield (
+                f"{name:<{width}}  {s.norm:>9.3g}  {s.mean:>9.2g}  {s.std:>9.2g}  {zeros:>6.1%}  "
+                f"{s.nan_count:>5}  {s.inf_count:>5}"
+            )
+
+
+def _bars(histogram: GradientHistogram) -> Iterator[str]:
+    """The bins that are not empty, a line each."""
+    top = max([1, *histogram.counts])
+    for low, count in zip(histogram.exponents, histogram.counts, strict=False):
+        if count:
+            yield f"|g| from 2^{low:<4} {'█' * max(1, round(40 * count / top))} {count}"
+    if histogram.zero_count:
+        yield f"|g| = 0: {histogram.zero_count}"
 
 
 def inspect_gradients(source: GradientMap | Inputs) -> GradientReport:
@@ -106,23 +112,29 @@ def inspect_gradients(source: GradientMap | Inputs) -> GradientReport:
     """
     missing: list[str] = []
     if isinstance(source, GradientMap):
-        found = {_named(key, at): gradient for at, (key, gradient) in enumerate(source.items())}
+        gradients = {_named(key, at): value for at, (key, value) in enumerate(source.items())}
     else:
-        found = {}
-        for at, (name, tensor) in enumerate(named_tensors(source, argument="source")):
-            if tensor.grad is not None:
-                found[_named(name, at)] = tensor.grad
-            elif tensor.requires_grad:
-                missing.append(_named(name, at))
+        gradients, missing = _gradients_in(source)
     with torch.no_grad():
-        stats = {name: GradientStats.of(gradient) for name, gradient in found.items()}
+        stats = {name: GradientStats.of(gradient) for name, gradient in gradients.items()}
         return GradientReport(
             parameters=stats,
             norm=sum(s.norm**2 for s in stats.values()) ** 0.5,
             nonfinite=tuple(name for name, s in stats.items() if not s.is_finite),
             missing=tuple(missing),
-            histogram=_histogram(found.values()),
+            histogram=_histogram(gradients.values()),
         )
+
+
+def _gradients_in(source: Inputs) -> tuple[dict[str, Tensor], list[str]]:
+    """What is in `.grad`, by name, and the names of those that require a gradient without one."""
+    gradients, missing = {}, []
+    for at, (name, tensor) in enumerate(named_tensors(source, argument="source")):
+        if tensor.grad is not None:
+            gradients[_named(name, at)] = tensor.grad
+        elif tensor.requires_grad:
+            missing.append(_named(name, at))
+    return gradients, missing
 
 
 def _named(key: object, position: int) -> str:

@@ -33,6 +33,7 @@ class GradientStats:
     def of(cls, gradient: Tensor) -> GradientStats:
         """Measure a gradient of any layout and precision."""
         values = values_of(gradient.detach())
+        # In float64: squares of float16 numbers overflow, and sums of float32 ones lose the small.
         values = (values.abs() if values.is_complex() else values).to(torch.float64).flatten()
         finite = values[values.isfinite()]
         some = finite.numel() > 0

@@ -136,7 +136,7 @@ def _problems_of_sizes(batch_sizes: Sequence[int], gradients: int) -> list[str]:
             total += read_weight(size, f"batch_sizes[{position}]")
         except MisuseError as error:
             problems.append(str(error))
-    if len(batch_sizes) and not total and not problems:
+    if not total and not problems:
         problems.append("batch_sizes are all 0: a mean over no items is not defined.")
     return problems
 
@@ -148,6 +148,11 @@ def _problems_of(gradient: Any, name: str) -> list[str]:
         return [f"{name} is {gradient.dtype}, which no gradient is."]
     if gradient.is_meta:
         return [f"{name} is on {gradient.device}: it has no values."]
+    return _problems_of_elements(gradient, name)
+
+
+def _problems_of_elements(gradient: Tensor, name: str) -> list[str]:
+    # Before, an element may be there several times: its value is their sum.
     values = gradient.coalesce().values() if gradient.layout == torch.sparse_coo else gradient
     bad = int((~values.isfinite()).sum().item())
     return [f"{name} holds {bad} NaN or infinite of {values.numel()} elements."] if bad else []

@@ -24,6 +24,9 @@ from gradfit.errors import MisuseError, NonFiniteGradient, StateError
 from gradfit.norms import values_of
 from gradfit.toolbox.gradient_map import GradientMap
 
+# Of the constructor, in its order and under the names in a state of `torch.amp.GradScaler`.
+_ARGUMENTS = ("scale", "growth_factor", "backoff_factor", "growth_interval")
+
 
 class LossScaler:
     """Scales the loss, unscales the gradients, and leaves out the steps that overflowed.
@@ -71,6 +74,8 @@ class LossScaler:
         self.dynamic = read_flag(dynamic, "dynamic")
         self._enabled = read_flag(enabled, "enabled")
         self._growth_tracker = 0
+        # By optimizer, and not together: each steps or not by its own gradients, while the scale
+        # follows all of them.
         self._finite: dict[object, bool] = {}  # whatever was unscaled since the last update
         self._stepped: set[object] = set()
 
@@ -87,12 +92,13 @@ class LossScaler:
             # A float32 factor, not a Python number: it turns a float16 loss into float32, where it
             # cannot overflow.
             return outputs * torch.tensor(self._scale, dtype=torch.float32, device=outputs.device)
-        if isinstance(outputs, list | tuple):
-            scaled = [self.scale(item) for item in outputs]
-            return type(outputs)(*scaled) if hasattr(outputs, "_fields") else type(outputs)(scaled)
-        raise MisuseError(
-            f"outputs is a {type(outputs).__name__}. Pass a loss tensor or a list of them."
-        )
+        if not isinstance(outputs, list | tuple):
+            raise MisuseError(
+                f"outputs is a {type(outputs).__name__}. Pass a loss tensor or a list of them."
+            )
+        scaled = [self.scale(item) for item in outputs]
+        is_named = hasattr(outputs, "_fields")  # a NamedTuple takes its items one by one
+        return type(outputs)(*scaled) if is_named else type(outputs)(scaled)
 
     def unscale_(self, target: Optimizer | GradientMap) -> bool:
         """Divide the gradients by the scale, once per update; gives whether all of them are finite.
@@ -106,6 +112,17 @@ class LossScaler:
             return True
         _check_target(target, "target")
         gradients = list(_gradients(target))
+        self._require_not_unscaled(target)
+        if not isinstance(target, GradientMap):
+            _require_not_float16(gradients)
+        # A product with the inverse, as in `torch.amp.GradScaler`, and no division.
+        inverse = 1.0 / self._scale
+        # A list, so that all of them are scaled: `all` stops at the first that is not finite.
+        are_finite = [_scale_in_place(gradient, inverse) for gradient in gradients]
+        self._finite[target] = all(are_finite)
+        return self._finite[target]
+
+    def _require_not_unscaled(self, target: object) -> None:
         if target in self._stepped:
             raise MisuseError(
                 "unscale_ comes before step: this optimizer has stepped. Call update() first."
@@ -114,20 +131,6 @@ class LossScaler:
             raise MisuseError(
                 "unscale_ was called on these gradients already. Call it once between two update()."
             )
-        for gradient in gradients:
-            if gradient.dtype == torch.float16 and not isinstance(target, GradientMap):
-                raise MisuseError(
-                    "unscale_: the parameters are float16, where unscaled gradients vanish. Keep"
-                    " them in float32 under torch.autocast, or pass dtype=torch.float32 to"
-                    " GradientAccumulator."
-                )
-        inverse = 1.0 / self._scale
-        finite = True
-        for gradient in gradients:
-            gradient.mul_(inverse)
-            finite = bool(values_of(gradient).isfinite().all()) and finite
-        self._finite[target] = finite
-        return finite
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale if that is still to do, then `optimizer.step(*args, **kwargs)`, unless a gradient
@@ -146,14 +149,19 @@ class LossScaler:
                 "args: a closure computes gradients nobody has unscaled. Run it before, and pass"
                 " none."
             )
+        is_finite = self._unscale_for_step(optimizer)
+        self._stepped.add(optimizer)
+        return optimizer.step(*args, **kwargs) if is_finite else None
+
+    def _unscale_for_step(self, optimizer: Optimizer) -> bool:
+        """Whether the gradients are finite; they are unscaled if nobody has done it before."""
         if optimizer in self._stepped:
             raise MisuseError(
                 "step was called on this optimizer already. Call update() after each step."
             )
         if optimizer not in self._finite:
             self.unscale_(optimizer)
-        self._stepped.add(optimizer)
-        return optimizer.step(*args, **kwargs) if self._finite[optimizer] else None
+        return self._finite[optimizer]
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Choose the next scale from what the gradients since the last update looked like; or set
@@ -177,16 +185,22 @@ class LossScaler:
         self._stepped.clear()
 
     def _adapt(self, finite: bool) -> None:
-        if not finite:
-            smaller = _float32(self._scale * self.backoff_factor)
-            if smaller == 0:
-                raise NonFiniteGradient(
-                    f"The gradients overflow at every scale down to {self._scale:.3g}: the NaN or"
-                    " Inf is the model's own. Find it with gradfit.inspect_gradients(model)."
-                )
-            self._scale = smaller
-            self._growth_tracker = 0
-            return
+        if finite:
+            self._count_good_update()
+        else:
+            self._back_off()
+
+    def _back_off(self) -> None:
+        smaller = _float32(self._scale * self.backoff_factor)
+        if smaller == 0:
+            raise NonFiniteGradient(
+                f"The gradients overflow at every scale down to {self._scale:.3g}: the NaN or"
+                " Inf is the model's own. Find it with gradfit.inspect_gradients(model)."
+            )
+        self._scale = smaller
+        self._growth_tracker = 0
+
+    def _count_good_update(self) -> None:
         self._growth_tracker += 1
         if self._growth_tracker == self.growth_interval:
             larger = _float32(self._scale * self.growth_factor)
@@ -224,34 +238,43 @@ class LossScaler:
         """
         if not self._enabled:
             return
-        needed = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
         read_mapping(state_dict, "state_dict", "what state_dict() gave")
-        missing = [name for name in needed if name not in state_dict]
-        if missing:
-            raise StateError(
-                f"state_dict holds no {', '.join(missing)}. Save it from a scaler with"
-                " enabled=True."
-            )
+        _require_entries(state_dict)
         new = LossScaler(
-            *(state_dict[name] for name in needed[:4]),
+            *(state_dict[name] for name in _ARGUMENTS),
             dynamic=bool(state_dict.get("dynamic", self.dynamic)),
         )  # reads every number before any is taken over
         new._growth_tracker = read_count(
             state_dict["_growth_tracker"], "_growth_tracker", minimum=0
         )
-        names = (
-            "_scale",
-            "growth_factor",
-            "backoff_factor",
-            "growth_interval",
-            "_growth_tracker",
-            "dynamic",
-        )
+        names = ("_scale", *_ARGUMENTS[1:], "_growth_tracker", "dynamic")
         self.__dict__.update({name: getattr(new, name) for name in names})
 
     def __repr__(self) -> str:
         mode = "dynamic" if self.dynamic else "static"
         return f"LossScaler(scale={self.get_scale():g}, {mode}, enabled={self._enabled})"
+
+
+def _require_not_float16(gradients: list[Tensor]) -> None:
+    if any(gradient.dtype == torch.float16 for gradient in gradients):
+        raise MisuseError(
+            "unscale_: the parameters are float16, where unscaled gradients vanish. Keep them in"
+            " float32 under torch.autocast, or pass dtype=torch.float32 to GradientAccumulator."
+        )
+
+
+def _scale_in_place(gradient: Tensor, factor: float) -> bool:
+    """Gives whether the gradient is finite."""
+    gradient.mul_(factor)
+    return bool(values_of(gradient).isfinite().all())
+
+
+def _require_entries(state: Mapping[str, Any]) -> None:
+    missing = [name for name in (*_ARGUMENTS, "_growth_tracker") if name not in state]
+    if missing:
+        raise StateError(
+            f"state_dict holds no {', '.join(missing)}. Save it from a scaler with enabled=True."
+        )
 
 
 def _gradients(target: Optimizer | GradientMap) -> Iterable[Tensor]:

@@ -59,19 +59,26 @@ class Differences:
         """Whether the function is not smooth here, in a way that `slope` is one of its slopes."""
         if not self.rungs:
             return False
-        gaps = [abs(rung.right - rung.left) for rung in self.rungs]
-        last = self.rungs[-1]
-        # a smooth function's gap shrinks with the step
-        if gaps[-1] - 20 * last.rounding > 0.1 * max(gaps):
+        if self._is_kink_at_point():
             slopes = [side for rung in self.rungs for side in (rung.left, rung.right)]
             return min(slopes) - tolerance <= slope <= max(slopes) + tolerance
-        # The kink lies within the wide steps only: the narrow ones contradict them, and agree with
-        # the slope.
         return any(
-            abs(rung.central - self.value) > 5 * rung.rounding + self.bar
-            and abs(rung.central - slope) <= 10 * rung.rounding + tolerance
+            self._contradicts(rung) and abs(rung.central - slope) <= 10 * rung.rounding + tolerance
             for rung in self.rungs[self._chosen + 1 :]
         )
+
+    def _is_kink_at_point(self) -> bool:
+        """Whether the slopes to both sides stay apart: a smooth function's gap shrinks with the
+        step.
+        """
+        gaps = [abs(rung.right - rung.left) for rung in self.rungs]
+        return gaps[-1] - 20 * self.rungs[-1].rounding > 0.1 * max(gaps)
+
+    def _contradicts(self, narrow: Rung) -> bool:
+        """Whether a narrow step sees another slope than the wider one that was chosen: a kink lies
+        within the wide steps only.
+        """
+        return abs(narrow.central - self.value) > 5 * narrow.rounding + self.bar
 
 
 class Probe:
@@ -79,36 +86,17 @@ class Probe:
 
     def __init__(self, fn: Callable[..., Any], inputs: tuple[Any, ...], checked: list[int]) -> None:
         self.fn = fn
-        self.inputs = [v.detach().clone() if isinstance(v, Tensor) else v for v in inputs]
+        self.inputs = [_copied(v.detach() if isinstance(v, Tensor) else v) for v in inputs]
         self.checked = checked
-        self.devices = {
-            v.device for v in self.inputs if isinstance(v, Tensor) and v.device.type != "cpu"
-        }
+        self.devices = _accelerators_of(self.inputs)
         with torch.no_grad():
-            outputs = self.call([v.clone() if isinstance(v, Tensor) else v for v in self.inputs])
-            self.sizes = torch.cat(
-                [
-                    torch.full((o.numel(),), _typical(o), dtype=torch.float64, device="cpu")
-                    for o in outputs
-                ]
-            )
+            self.sizes = _typical_sizes(self.call(list(map(_copied, self.inputs))))
             self.center = self.values({})
         if not bool(self.center.isfinite().all()):
             raise NonFiniteGradient(
                 "check_gradients: fn itself gives NaN or Inf at these inputs. Pass finite ones."
             )
-        generator = torch.Generator("cpu").manual_seed(0)
-        # Bounded away from zero, so that no output is left out; irregular, so that no two errors
-        # cancel. Numbers of bfloat16, so that they are the same in every precision.
-        count = self.center.numel()
-        signs = 1 - 2 * torch.randint(0, 2, (count,), generator=generator, device="cpu")
-        self.weights = (
-            ((torch.rand(count, generator=generator, device="cpu") + 0.5) * signs)
-            .bfloat16()
-            .double()
-        )
-        if count == 1:
-            self.weights.fill_(1.0)  # then the numbers in the report are the derivative itself
+        self.weights = _weights(self.center.numel())
         self.noise = self._noise()
 
     def call(self, arguments: list[Any]) -> list[Tensor]:
@@ -117,18 +105,12 @@ class Probe:
             result = self.fn(*arguments)
         outputs = list(result) if isinstance(result, list | tuple) else [result]
         for output in outputs:
-            if not isinstance(output, Tensor):
-                raise MisuseError(
-                    f"check_gradients: fn returned a {type(output).__name__}, expected tensors."
-                )
+            _require_tensor(output)
         return [output for output in outputs if output.is_floating_point()]
 
     def values(self, replaced: dict[int, Tensor]) -> Tensor:
         """All outputs in one float64 vector, with some inputs replaced."""
-        arguments = [
-            replaced.get(at, v.clone() if isinstance(v, Tensor) else v)
-            for at, v in enumerate(self.inputs)
-        ]
+        arguments = [replaced.get(at, _copied(v)) for at, v in enumerate(self.inputs)]
         return torch.cat(
             [output.detach().double().cpu().flatten() for output in self.call(arguments)]
         )
@@ -139,31 +121,18 @@ class Probe:
         with torch.enable_grad():
             # Copies of the leaves, so that a function which works in place on its argument can be
             # checked too.
-            copies = [
-                leaves.get(at, v).clone() if isinstance(v, Tensor) else v
-                for at, v in enumerate(self.inputs)
-            ]
-            outputs = self.call(copies)
+            outputs = self.call([_copied(leaves.get(at, v)) for at, v in enumerate(self.inputs)])
         if not any(output.requires_grad for output in outputs):
             raise GraphError(
                 "check_gradients: the output of fn has no graph. Remove .detach() and"
                 " torch.no_grad()."
             )
         pairs = [pair for pair in self._with_cotangents(outputs) if pair[0].requires_grad]
+        differentiable, cotangents = zip(*pairs, strict=True)
         gradients = torch.autograd.grad(
-            [output for output, _ in pairs],
-            list(leaves.values()),
-            [cotangent for _, cotangent in pairs],
-            allow_unused=True,
+            differentiable, list(leaves.values()), cotangents, allow_unused=True
         )
-        return [
-            (
-                torch.zeros_like(leaf, dtype=torch.float64, device="cpu")
-                if gradient is None
-                else gradient.detach().double().cpu()
-            )
-            for leaf, gradient in zip(leaves.values(), gradients, strict=True)
-        ]
+        return list(map(_in_double, leaves.values(), gradients))
 
     def _with_cotangents(self, outputs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Each output with its part of the weights, in its own shape and type."""
@@ -180,14 +149,7 @@ class Probe:
             for side in self._ladder(position, flat, eps)
             if bool((side[0] - side[1]).isfinite().all())
         ]
-        moved = torch.zeros_like(self.center, dtype=torch.bool)
-        for right, left, _ in sides:
-            moved |= right != left
-        # constant as far as the precision shows: any output may be the one that rounds
-        if not bool(moved.any()):
-            moved = ~moved
-        # Outputs that do not depend on the element have no rounding error in the difference.
-        rounding = math.sqrt(2 * (self.weights * self.noise)[moved].square().sum().item())
+        rounding = self._rounding_of_difference(sides)
         return Differences(
             [
                 Rung(
@@ -199,6 +161,16 @@ class Probe:
             ]
         )
 
+    def _rounding_of_difference(self, sides: list[tuple[Tensor, Tensor, float]]) -> float:
+        """Of the weighted outputs; those that do not depend on the element have none."""
+        moved = torch.zeros_like(self.center, dtype=torch.bool)
+        for right, left, _ in sides:
+            moved |= right != left
+        # constant as far as the precision shows: any output may be the one that rounds
+        if not bool(moved.any()):
+            moved = ~moved
+        return math.sqrt(2 * (self.weights * self.noise)[moved].square().sum().item())
+
     def _ladder(
         self, at: int, flat: int, eps: float | None
     ) -> Iterator[tuple[Tensor, Tensor, float]]:
@@ -207,54 +179,27 @@ class Probe:
         """
         point = self.inputs[at]
         here = point.flatten()[flat].item()
+        # The extrapolation is off by h⁴, rounding by ε/h: both are alike at h = ε^(1/5). Steps go
+        # down from there, since nobody knows how large the fifth derivative is.
         step = (
             eps
             if eps is not None
             else torch.finfo(point.dtype).eps ** 0.2 * max(abs(here), _typical(point))
         )
         for _ in range(_STEPS):
-            sides = []
-            for sign in (1.0, -1.0):
-                moved = point.clone(memory_format=torch.contiguous_format)
-                moved.view(-1)[flat] = here + sign * step
-                sides.append(moved)
+            right, left = (_with_element(point, flat, here + side) for side in (step, -step))
             # The width that the precision really allows, not the one that was asked for.
-            width = (
-                sides[0].view(-1)[flat].double().item() - sides[1].view(-1)[flat].double().item()
-            )
+            width = right.view(-1)[flat].double().item() - left.view(-1)[flat].double().item()
             if width > 0:
                 with torch.no_grad():
-                    yield self.values({at: sides[0]}), self.values({at: sides[1]}), width
+                    yield self.values({at: right}), self.values({at: left}), width
             step /= _RATIO
 
     def _noise(self) -> Tensor:
         """The rounding error of each output, from high differences along a line through
         neighbouring points.
         """
-        generator = torch.Generator("cpu").manual_seed(1)
-        directions = {}
-        for at in self.checked:
-            point = self.inputs[at]
-            direction = torch.rand(point.shape, generator=generator, device="cpu").to(point) + 0.5
-            directions[at] = (
-                direction
-                * point.abs().clamp_min(_typical(point))
-                * (64 * torch.finfo(point.dtype).eps)
-            )
-        with torch.no_grad():
-            line = torch.stack(
-                [
-                    self.values({a: self.inputs[a] + k * d for a, d in directions.items()})
-                    for k in range(8)
-                ]
-            )
-        estimate = torch.zeros_like(self.center)
-        table = line
-        for order in range(1, 6):
-            table = table.diff(dim=0)
-            if order >= 3:
-                gamma = math.factorial(order) ** 2 / math.factorial(2 * order)
-                estimate = torch.maximum(estimate, (gamma * table.square().mean(dim=0)).sqrt())
+        estimate = _noise_along(self._line_of_neighbours())
         precision = max(torch.finfo(self.inputs[at].dtype).eps for at in self.checked)
         # Not below the rounding of a number as large as the tensor's usual ones: what comes out
         # small may have been the difference of large ones. And one line of points may miss an
@@ -262,6 +207,92 @@ class Probe:
         floor = precision * self.center.abs().maximum(self.sizes)
         usual = (estimate / floor).nan_to_num(0.0, 0.0, 0.0).median() * floor
         return torch.where(estimate.isfinite(), estimate, floor).maximum(floor).maximum(usual)
+
+    def _line_of_neighbours(self) -> Tensor:
+        """The outputs at eight points a few roundings apart, one below the other."""
+        generator = torch.Generator("cpu").manual_seed(1)
+        directions = {at: _tiny_direction(self.inputs[at], generator) for at in self.checked}
+        with torch.no_grad():
+            return torch.stack(
+                [
+                    self.values({a: self.inputs[a] + k * d for a, d in directions.items()})
+                    for k in range(8)
+                ]
+            )
+
+
+def _noise_along(line: Tensor) -> Tensor:
+    """What is left of the values in their third to fifth differences, where a smooth function has
+    all but vanished; `gamma` is how much differencing has multiplied their noise (Hamming).
+    """
+    estimate = torch.zeros_like(line[0])
+    table = line
+    for order in range(1, 6):
+        table = table.diff(dim=0)
+        if order >= 3:
+            gamma = math.factorial(order) ** 2 / math.factorial(2 * order)
+            estimate = torch.maximum(estimate, (gamma * table.square().mean(dim=0)).sqrt())
+    return estimate
+
+
+def _tiny_direction(point: Tensor, generator: torch.Generator) -> Tensor:
+    """Each element by 32 to 96 roundings of its size."""
+    direction = torch.rand(point.shape, generator=generator, device="cpu").to(point) + 0.5
+    return direction * point.abs().clamp_min(_typical(point)) * (64 * torch.finfo(point.dtype).eps)
+
+
+def _weights(count: int) -> Tensor:
+    """One for each output: the derivative of their weighted sum is what is compared.
+
+    Bounded away from zero, so that no output is left out; irregular, so that no two errors cancel.
+    Numbers of bfloat16, so that they are the same in every precision.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+    signs = 1 - 2 * torch.randint(0, 2, (count,), generator=generator, device="cpu")
+    sizes = torch.rand(count, generator=generator, device="cpu") + 0.5
+    weights = (sizes * signs).bfloat16().double()
+    # With one output the numbers in the report are then the derivative itself.
+    return torch.ones_like(weights) if count == 1 else weights
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _accelerators_of(values: list[Any]) -> set[torch.device]:
+    devices = {value.device for value in values if isinstance(value, Tensor)}
+    return {device for device in devices if device.type != "cpu"}
+
+
+def _require_tensor(output: Any) -> None:
+    if not isinstance(output, Tensor):
+        raise MisuseError(
+            f"check_gradients: fn returned a {type(output).__name__}, expected tensors."
+        )
+
+
+def _in_double(leaf: Tensor, gradient: Tensor | None) -> Tensor:
+    """A leaf's gradient on the host; zeros where the outputs do not depend on it."""
+    if gradient is None:
+        return torch.zeros_like(leaf, dtype=torch.float64, device="cpu")
+    return gradient.detach().double().cpu()
+
+
+def _with_element(point: Tensor, flat: int, value: float) -> Tensor:
+    """A copy of the point with one element changed."""
+    moved = point.clone(memory_format=torch.contiguous_format)
+    moved.view(-1)[flat] = value
+    return moved
+
+
+def _typical_sizes(outputs: list[Tensor]) -> Tensor:
+    """For each element the size that those of its tensor usually have."""
+    return torch.cat(
+        [
+            torch.full((output.numel(),), _typical(output), dtype=torch.float64, device="cpu")
+            for output in outputs
+        ]
+    )
 
 
 def _typical(point: Tensor) -> float:

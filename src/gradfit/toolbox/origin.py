@@ -22,10 +22,12 @@ from gradfit.errors import MisuseError
 from gradfit.tape.operators import info_of
 from gradfit.toolbox.autograd_nodes import operation_name
 
+# torch and gradfit: the line to be shown is the user's, or that of a library of theirs.
 _SKIPPED = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
     for path in (torch.__file__, os.path.dirname(__file__))
 )
+# By code object and not by file name: every operation walks up through the same frames.
 _is_skipped: dict[CodeType, bool] = {}
 
 
@@ -36,12 +38,12 @@ class Origin(NamedTuple):
     source: str = ""
 
 
-class Made:
+class Maker:
     """The operation that made a storage: its seconds, and the operations that made what it read."""
 
     __slots__ = ("inputs", "seconds")
 
-    def __init__(self, seconds: float, inputs: list[Made]) -> None:
+    def __init__(self, seconds: float, inputs: list[Maker]) -> None:
         self.seconds = seconds
         self.inputs = inputs
 
@@ -58,10 +60,11 @@ class OriginRecorder(_torch_listen.DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        # Numbers and origins and never nodes, which would hold their graph.
         self._numbers: list[int] = []  # of the nodes seen, rising
         self._origins: list[Origin] = []
         self._blocks: list[range] = []  # the numbers given out inside each `with`
-        self.made: dict[int, Made] = {}
+        self.makers: dict[int, Maker] = {}  # of the storages, by what identifies these
         # of parameters, by id; the modules seen are alive while this is asked
         self.names: dict[int, str] = {}
         self._modules: dict[nn.Module, str] = {}
@@ -98,51 +101,65 @@ class OriginRecorder(_torch_listen.DispatchMode):
     def origin_of(self, node: torch.autograd.graph.Node) -> Origin | None:
         """Where a node came from; None if it was not made under this recorder."""
         number = _torch.sequence_number(node)
-        inside = (*self._blocks, range(self._first, self._newest + 1))
-        if not any(number in block for block in inside) or not self._numbers:
+        if not self._numbers or not self._gave_out(number):
             return None
-        if operation_name(node) == "CopySlices":
-            return self._origins[max(0, bisect.bisect_left(self._numbers, number) - 1)]
-        return self._origins[min(bisect.bisect_left(self._numbers, number), len(self._origins) - 1)]
+        # The first number seen that is not below the node's own: nodes that came before it and
+        # were not seen belong to the same operation. `CopySlices` comes after its operation.
+        at = bisect.bisect_left(self._numbers, number) - (operation_name(node) == "CopySlices")
+        return self._origins[min(max(0, at), len(self._origins) - 1)]
+
+    def _gave_out(self, number: int) -> bool:
+        """Whether autograd gave a node this number while we were listening."""
+        inside = (*self._blocks, range(self._first, self._newest + 1))
+        return any(number in block for block in inside)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         number = _torch.last_sequence_number()
+        # No newer number: nothing that it reads requires a gradient, so autograd made no node.
         if number > self._newest:
             self._newest = number
             self._numbers.append(number)
-            self._origins.append(
-                Origin(self._stack[-1] if self._stack else "", _source_line(sys._getframe(1)))
-            )
+            self._origins.append(Origin(self._running_module(), _source_line(sys._getframe(1))))
         started = time.perf_counter()
         result = func(*args, **(kwargs or {}))
+        # An accelerator's kernels may still run when the call is over; it takes what they take.
         if self._asynchronous:
             torch.accelerator.synchronize()
         seconds = time.perf_counter() - started
         if not info_of(func).view:
-            read = [self.made[key] for key in _storages((args, kwargs)) if key in self.made]
-            for key in _storages(result):
-                # An address that is used again, or written to in place, has a new maker from here
-                # on.
-                self.made[key] = Made(seconds, read)
+            self._note_makers((args, kwargs), result, seconds)
         return result
+
+    def _running_module(self) -> str:
+        return self._stack[-1] if self._stack else ""
+
+    def _note_makers(self, arguments: Any, result: Any, seconds: float) -> None:
+        read = [self.makers[key] for key in _storages(arguments) if key in self.makers]
+        for key in _storages(result):
+            # An address that is used again, or written to in place, has a new maker from here on.
+            self.makers[key] = Maker(seconds, read)
 
     def _enter_module(self, module: nn.Module, inputs: Any) -> None:
         if module not in self._modules:
-            prefix = (
-                type(module).__name__
-                if not self._stack
-                else f"{self._stack[-1]}.{type(module).__name__}"
-            )
-            for name, child in module.named_modules():
-                self._modules.setdefault(child, name or prefix)
-            self.names.update(
-                {id(p): name for name, p in module.named_parameters() if id(p) not in self.names}
-            )
+            self._name_parts(module)
         self._stack.append(self._modules[module])
+
+    def _name_parts(self, module: nn.Module) -> None:
+        """Give the module, those in it and their parameters the names that they have from here."""
+        prefix = ".".join((*self._stack[-1:], type(module).__name__))
+        for name, child in module.named_modules():
+            self._modules.setdefault(child, name or prefix)
+        for name, parameter in module.named_parameters():
+            self.names.setdefault(id(parameter), name)
 
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._stack:  # empty if the block began inside this module's forward
             self._stack.pop()
+
+
+def find_origin(recorder: OriginRecorder | None, node: torch.autograd.graph.Node) -> Origin:
+    """Where a node came from, as far as somebody was watching."""
+    return (recorder.origin_of(node) if recorder else None) or Origin()
 
 
 def _storages(nest: Any) -> Iterator[int]:

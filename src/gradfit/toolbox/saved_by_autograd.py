@@ -5,7 +5,7 @@ it.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -57,12 +57,15 @@ def parameter_storages(nodes: Iterable[Node]) -> set[int]:
     counted as saved.
     """
     owned = [leaf for leaf in map(leaf_of, nodes) if leaf is not None]
+    # Leaves alone do not tell: a graph also saves frozen parameters, and buffers.
     for value in _living(nn.Parameter, nn.Module):
-        if isinstance(value, nn.Parameter):
-            owned.append(value)
-        elif "_parameters" in value.__dict__:
-            owned += value.buffers(recurse=False)
+        owned += [value] if isinstance(value, nn.Parameter) else _buffers_of(value)
     return {storage_of(tensor)[0] for tensor in owned}
+
+
+def _buffers_of(module: nn.Module) -> Iterator[Tensor]:
+    """Its own; none while its `__init__` has not run, before which torch cannot list them."""
+    return module.buffers(recurse=False) if "_parameters" in module.__dict__ else iter(())
 
 
 def live_results() -> list[Tensor]:
@@ -70,14 +73,14 @@ def live_results() -> list[Tensor]:
 
     Not those of `torch.compile`, which have a shape and no memory, and which it keeps.
     """
-    found = []
-    for value in _living(Tensor):
-        try:
-            if value.grad_fn is not None and not isinstance(value, _torch.FakeTensor):
-                found.append(value)
-        except RuntimeError:  # a view whose base was changed under no_grad cannot say
-            continue
-    return found
+    return [value for value in _living(Tensor) if _has_graph(value)]
+
+
+def _has_graph(tensor: Tensor) -> bool:
+    try:
+        return tensor.grad_fn is not None and not isinstance(tensor, _torch.FakeTensor)
+    except RuntimeError:  # a view whose base was changed under no_grad cannot say
+        return False
 
 
 def _living(*kinds: type) -> Iterator[Any]:
@@ -92,6 +95,7 @@ def _tensors_in(content: Any) -> Iterator[Tensor]:
     """Follow containers, and the handles of a recomputed scope, to the tensors that they keep
     alive.
     """
+    # Without recursion: values of a tape are made of one another, as long as the forward is.
     stack: list[Any] = [content]
     seen: set[int] = set()
     while stack:
@@ -100,16 +104,28 @@ def _tensors_in(content: Any) -> Iterator[Tensor]:
             yield value
         elif id(value) not in seen:
             seen.add(id(value))
-            if isinstance(value, Handle):
-                stack.append(value.value)
-            elif isinstance(value, OfSubclass):
-                stack.append(value.content)
-            elif isinstance(
-                value, TapeValue
-            ):  # what is kept of it, or else what it will be made from
-                stack.append(value.tensor)
-                stack += [] if value.op is None else [*value.op.inputs, *value.op.written]
-            elif isinstance(value, tuple | list):
-                stack += value
-            elif isinstance(value, dict):
-                stack += value.values()
+            stack += _held_by(value)
+
+
+def _held_by(value: Any) -> Iterable[Any]:
+    """What a container or a handle holds; nothing of any other object."""
+    for kind, held in _HELD.items():
+        if isinstance(value, kind):
+            return held(value)
+    return ()
+
+
+def _held_by_value(value: TapeValue) -> Iterable[Any]:
+    """What is kept of it, or else what it will be made from."""
+    made_from = () if value.op is None else (*value.op.inputs, *value.op.written)
+    return value.tensor, *made_from
+
+
+_HELD: dict[type, Callable[[Any], Iterable[Any]]] = {
+    Handle: lambda handle: (handle.value,),
+    OfSubclass: lambda wrapped: (wrapped.content,),
+    TapeValue: _held_by_value,
+    tuple: iter,
+    list: iter,
+    dict: lambda mapping: mapping.values(),
+}

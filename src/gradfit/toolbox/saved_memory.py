@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 
 from gradfit import records
 from gradfit.toolbox.autograd_nodes import operation_name
-from gradfit.toolbox.origin import Made, Origin, OriginRecorder
+from gradfit.toolbox.origin import Maker, Origin, OriginRecorder, find_origin
 from gradfit.toolbox.saved_by_autograd import parameter_storages, saved_by, storage_of
 from gradfit.units import format_bytes, format_seconds
 
@@ -94,37 +94,57 @@ class MemoryStats:
             ("source line", lambda held: held.source),
         )
         for title, key in kinds:
-            totals = self._by(key)
             lines.append(f"\nby {title:<50} {'bytes':>10} {'share':>6}  to rebuild")
-            for name, nbytes in list(totals.items())[:12]:
-                costs = [held.rebuild_seconds for held in self.tensors if key(held) == name]
-                known = [cost for cost in costs if cost is not None]
-                cost = format_seconds(sum(known)) if len(known) == len(costs) else "not recorded"
-                share = nbytes / max(1, self.saved_bytes)
-                shown = name or "(none)"
-                shown = shown if len(shown) <= 52 else "…" + shown[-51:]
-                lines.append(f"{shown:<53} {format_bytes(nbytes):>10} {share:>6.1%}  {cost}")
-            if len(totals) > 12:
-                lines.append(f"… {len(totals) - 12} more")
+            lines += self._largest_by(key)
         return "\n".join(lines)
+
+    def _largest_by(self, key: Callable[[HeldTensor], str]) -> Iterator[str]:
+        """The lines of the twelve names that hold most, and how many more there are."""
+        totals = self._by(key)
+        for name, nbytes in list(totals.items())[:12]:
+            cost = _rebuild_cost([held for held in self.tensors if key(held) == name])
+            share = nbytes / max(1, self.saved_bytes)
+            shown = _last_letters(name or "(none)", 52)
+            yield f"{shown:<53} {format_bytes(nbytes):>10} {share:>6.1%}  {cost}"
+        if len(totals) > 12:
+            yield f"… {len(totals) - 12} more"
+
+
+def _rebuild_cost(tensors: list[HeldTensor]) -> str:
+    """The seconds to make all of these again, if each of them was watched being made."""
+    seconds = [held.rebuild_seconds for held in tensors if held.rebuild_seconds is not None]
+    return format_seconds(sum(seconds)) if len(seconds) == len(tensors) else "not recorded"
+
+
+def _last_letters(text: str, width: int) -> str:
+    return text if len(text) <= width else "…" + text[1 - width :]
 
 
 def measure(nodes: list[Node], recorder: OriginRecorder | None) -> MemoryStats:
     """Add up what these nodes (first operation first) hold; of a recording, only what was made in
     it.
     """
-    owned = parameter_storages(nodes)
+    counted = parameter_storages(nodes)  # which are there anyway
     held: dict[int, HeldTensor] = {}
     for node in nodes:
-        origin = (recorder.origin_of(node) if recorder else None) or Origin()
-        for _, tensor in saved_by(node):
-            storage, nbytes = storage_of(tensor)
-            was_there = recorder is not None and storage not in recorder.made
-            if not was_there and storage not in owned and storage not in held:
-                held[storage] = _describe(node, tensor, nbytes, origin)
+        for tensor, storage, nbytes in _storages_held_by(node):
+            if storage not in counted and _was_made_in(recorder, storage):
+                counted.add(storage)
+                held[storage] = _describe(node, tensor, nbytes, find_origin(recorder, node))
     if recorder is not None:
-        _add_rebuild_seconds(held, {storage: recorder.made[storage] for storage in held})
+        _add_rebuild_seconds(held, {storage: recorder.makers[storage] for storage in held})
     return MemoryStats(tuple(held.values()))
+
+
+def _storages_held_by(node: Node) -> Iterator[tuple[Tensor, int, int]]:
+    """Each tensor that the node saved, with its storage and the bytes of that."""
+    for _, tensor in saved_by(node):
+        yield tensor, *storage_of(tensor)
+
+
+def _was_made_in(recorder: OriginRecorder | None, storage: int) -> bool:
+    """Whether a recording saw the storage being made; without a recording all count."""
+    return recorder is None or storage in recorder.makers
 
 
 def _describe(node: Node, tensor: Tensor, nbytes: int, origin: Origin) -> HeldTensor:
@@ -133,7 +153,7 @@ def _describe(node: Node, tensor: Tensor, nbytes: int, origin: Origin) -> HeldTe
     return HeldTensor(nbytes, shape, dtype, operation, origin.module, origin.source)
 
 
-def _add_rebuild_seconds(held: dict[int, HeldTensor], makers: dict[int, Made]) -> None:
+def _add_rebuild_seconds(held: dict[int, HeldTensor], makers: dict[int, Maker]) -> None:
     """What it would take to compute each storage again if only the others were kept."""
     kept = set(makers.values())
     for storage, maker in makers.items():
@@ -141,7 +161,7 @@ def _add_rebuild_seconds(held: dict[int, HeldTensor], makers: dict[int, Made]) -
         held[storage] = dataclasses.replace(held[storage], rebuild_seconds=seconds)
 
 
-def _rebuild_seconds(maker: Made, kept: set[Made]) -> float:
+def _rebuild_seconds(maker: Maker, kept: set[Maker]) -> float:
     """The operations to run again for one storage, from everything else that is kept."""
     seconds, stack, seen = 0.0, [maker], {maker}
     while stack:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from gradfit.arguments import invalid, read_callable, read_list
 from gradfit.errors import MisuseError
-from gradfit.toolbox.gradient_map import GradientMap, backward
-from gradfit.toolbox.inputs import Inputs, label, named_tensors
+from gradfit.toolbox.gradient_map import GradientMap, backward, trained_tensors
+from gradfit.toolbox.inputs import Inputs, label
 
 _Pairs = list[tuple[str | None, Tensor]]
 Vector = Tensor | Sequence[Tensor] | Mapping[Any, Tensor]
@@ -39,9 +39,7 @@ def hessian_vector_product(
     >>> hessian_vector_product(lambda x: (x**3).sum(), x, vector)
     tensor([ 0., 12.])
     """
-    pairs = named_tensors(inputs, argument="inputs")
-    if isinstance(inputs, nn.Module):
-        pairs = [(name, tensor) for name, tensor in pairs if tensor.requires_grad]
+    pairs = trained_tensors(inputs)
     directions = _directions(pairs, vector)
     if not isinstance(loss, Tensor):
         loss, pairs = _evaluate(loss, inputs, pairs)
@@ -84,12 +82,12 @@ def _products(first: GradientMap, tensors: list[Tensor], directions: list[Tensor
     ]
     # A gradient that does not change (the loss is linear there) has no graph, and its part of the
     # product is zero.
-    products: Sequence[Tensor | None] = [None] * len(tensors)
-    if curved:
-        gradients, vectors = zip(*curved, strict=True)
-        products = torch.autograd.grad(
-            gradients, tensors, vectors, allow_unused=True, retain_graph=True
-        )
+    if not curved:
+        return list(map(torch.zeros_like, tensors))
+    gradients, vectors = zip(*curved, strict=True)
+    products = torch.autograd.grad(
+        gradients, tensors, vectors, allow_unused=True, retain_graph=True
+    )
     return [
         torch.zeros_like(tensor) if product is None else product.detach()
         for tensor, product in zip(tensors, products, strict=True)
@@ -114,13 +112,16 @@ def _in_order(pairs: list[tuple[str | None, Tensor]], vector: Vector) -> list[Te
         return [vector]
     if not isinstance(vector, Mapping):
         return read_list(vector, "vector", "one tensor for each of the inputs")
-    keys = [tensor if name is None else name for name, tensor in pairs]
-    missing = [label(*pair) for pair, key in zip(pairs, keys, strict=True) if key not in vector]
+    missing = [label(*pair) for pair in pairs if _key(*pair) not in vector]
     if missing:
         raise MisuseError(
             f"vector has no entry for {', '.join(missing[:3])}. Pass one for each of the inputs."
         )
-    return [vector[key] for key in keys]
+    return [vector[_key(*pair)] for pair in pairs]
+
+
+def _key(name: str | None, tensor: Tensor) -> str | Tensor:
+    return tensor if name is None else name
 
 
 def _require_like(name: str, tensor: Tensor, direction: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from gradfit.arguments import (
 from gradfit.errors import MisuseError
 
 Dimension = int | str | tuple[str, int, int]
+_Bounds = tuple[str | None, int, int | None]  # name, smallest, largest; a number is both of them
 
 
 class SymbolicShape:
@@ -37,9 +38,7 @@ class SymbolicShape:
     def __init__(self, *dimensions: Dimension | list[Dimension]) -> None:
         if len(dimensions) == 1 and isinstance(dimensions[0], list):
             dimensions = tuple(dimensions[0])
-        self.dimensions = tuple(
-            _read_dimension(one, f"dimensions[{at}]") for at, one in enumerate(dimensions)
-        )
+        self.dimensions = _read_dimensions(dimensions, "dimensions")
 
     @property
     def is_static(self) -> bool:
@@ -72,13 +71,16 @@ class SymbolicShape:
         )
         if len(shape) != len(self.dimensions):
             return f"{len(shape)} dimensions, expected {len(self.dimensions)}"
+        return next(self._problems_of_sizes(shape), None)
+
+    def _problems_of_sizes(self, shape: tuple[int, ...]) -> Iterator[str]:
         sizes: dict[str, int] = {}
-        for at, (size, (name, low, high)) in enumerate(zip(shape, self.dimensions, strict=True)):
-            if size < low or (high is not None and size > high):
-                return f"dimension {at} is {size}, expected {_show((name, low, high))}"
+        for at, (size, dimension) in enumerate(zip(shape, self.dimensions, strict=True)):
+            if not _is_within(size, dimension):
+                yield f"dimension {at} is {size}, expected {_show(dimension)}"
+            name = dimension[0]
             if name is not None and sizes.setdefault(name, size) != size:
-                return f"{name} is {sizes[name]} and {size}"
-        return None
+                yield f"{name} is {sizes[name]} and {size}"
 
     def matches(self, shape: tuple[int, ...]) -> bool:
         """Whether a shape fits.
@@ -107,23 +109,19 @@ class SymbolicShape:
 def _read_shape(dimensions: list[Any], name: str) -> SymbolicShape:
     """The shape with these dimensions, read under the name of the parameter that they came in."""
     shape = SymbolicShape()
-    shape.dimensions = tuple(
-        _read_dimension(one, f"{name}[{at}]") for at, one in enumerate(dimensions)
-    )
+    shape.dimensions = _read_dimensions(dimensions, name)
     return shape
 
 
-def _read_dimension(value: Any, parameter: str) -> tuple[str | None, int, int | None]:
-    if isinstance(value, str) and value:
+def _read_dimensions(dimensions: Iterable[Any], name: str) -> tuple[_Bounds, ...]:
+    return tuple(_read_dimension(one, f"{name}[{at}]") for at, one in enumerate(dimensions))
+
+
+def _read_dimension(value: Any, parameter: str) -> _Bounds:
+    if _is_name(value):
         return value, 0, None
-    if isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], str) and value[0]:
-        low = read_count(value[1], f"{parameter}: the lower bound of {value[0]!r}", minimum=0)
-        high = None
-        if value[2] is not None:
-            high = read_count(
-                value[2], f"{parameter}: the upper bound of {value[0]!r}", minimum=low
-            )
-        return value[0], low, high
+    if isinstance(value, tuple) and len(value) == 3 and _is_name(value[0]):
+        return _read_bounds(*value, parameter)
     if isinstance(value, int) and not isinstance(value, bool):
         size = read_count(value, parameter, minimum=0)
         return None, size, size
@@ -135,7 +133,23 @@ def _read_dimension(value: Any, parameter: str) -> tuple[str | None, int, int | 
     )
 
 
-def _show(dimension: tuple[str | None, int, int | None]) -> str:
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _read_bounds(name: str, low: Any, high: Any, parameter: str) -> _Bounds:
+    low = read_count(low, f"{parameter}: the lower bound of {name!r}", minimum=0)
+    if high is not None:
+        high = read_count(high, f"{parameter}: the upper bound of {name!r}", minimum=low)
+    return name, low, high
+
+
+def _is_within(size: int, dimension: _Bounds) -> bool:
+    _, low, high = dimension
+    return size >= low and (high is None or size <= high)
+
+
+def _show(dimension: _Bounds) -> str:
     name, low, high = dimension
     if name is None:
         return str(low)
@@ -171,37 +185,28 @@ class AccumulationBufferDynamic:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        example = "SymbolicShape('slots', 8)"
-        symbolic = (
-            shape
-            if isinstance(shape, SymbolicShape)
-            else _read_shape(read_list(shape, "shape", example), "shape")
-        )
-        if not len(symbolic):
-            raise MisuseError(
-                "shape has no dimension to grow along. Pass for example SymbolicShape('slots', 8)."
-            )
+        self.buffer_shape = _read_growing_shape(shape)
         self.max_size = read_count(max_size, "max_size")
-        self.buffer_shape = symbolic
-        name, low, high = symbolic.dimensions[0]
-        self._upper = self.max_size if name is None or high is None else min(self.max_size, high)
-        self._lower = 0 if name is None else low
-        if low > self._upper:
-            raise MisuseError(
-                f"shape begins with {low} slots, max_size is {self.max_size}. Pass max_size={low}"
-                " or more."
-            )
-        self._size = low
+        self._lower, self._upper = self._slots_at_least_and_most()
+        self._size = self.buffer_shape.dimensions[0][1]
         self._options: dict[str, Any] = {
             "dtype": read_dtype(dtype, "dtype"),
             "device": read_device(device, "device"),
         }
-        fixed = [None if name is not None else low for name, low, _ in symbolic.dimensions[1:]]
-        self._item: list[int] | None = (
-            None if None in fixed else [size for size in fixed if size is not None]
-        )
+        self._item = _numbers_only(self.buffer_shape.dimensions[1:])  # one slot's shape
         self._storage: Tensor | None = None
         self.reallocations = 0
+
+    def _slots_at_least_and_most(self) -> tuple[int, int]:
+        name, low, high = self.buffer_shape.dimensions[0]
+        upper = self.max_size if name is None or high is None else min(self.max_size, high)
+        if low > upper:
+            raise MisuseError(
+                f"shape begins with {low} slots, max_size is {self.max_size}. Pass max_size={low}"
+                " or more."
+            )
+        # A number says how many slots there are at first, and no bound.
+        return 0 if name is None else low, upper
 
     @property
     def device(self) -> torch.device:
@@ -228,10 +233,7 @@ class AccumulationBufferDynamic:
             start_idx: the first slot to add to, from 0.
             count: how many slots.
         """
-        start, count = (
-            read_count(start_idx, "start_idx", minimum=0),
-            read_count(count, "count", minimum=0),
-        )
+        start, count = _read_range(start_idx, count)
         read_gradient(gradient, "gradient")
         if start + count > self._upper:
             raise MisuseError(
@@ -239,17 +241,26 @@ class AccumulationBufferDynamic:
                 f" {self._upper}. Pass a larger max_size."
             )
         item = list(gradient.shape[1:]) if self._item is None else self._item
+        self._check_shape(gradient, count, item, slots=max(self._size, start + count))
+        self._check_place(gradient)
+        self._item = item
+        if start + count > self._size:
+            self.resize(start + count)
+        self.buffer[start : start + count] += gradient.detach()
+
+    def _check_shape(self, gradient: Tensor, count: int, item: list[int], *, slots: int) -> None:
+        """`count` slots of shape `item`, and with them `slots` in all, as the shape allows."""
         shape = tuple(gradient.shape)
         if shape != (count, *item):
             raise MisuseError(
                 f"gradient has shape {shape}, expected {(count, *item)} for count={count}."
             )
         name, low, _ = self.buffer_shape.dimensions[0]
-        problem = self.buffer_shape.problem(
-            (low if name is None else max(self._size, start + count), *item)
-        )
+        problem = self.buffer_shape.problem((low if name is None else slots, *item))
         if problem:
             raise MisuseError(f"gradient does not fit {self.buffer_shape}: {problem}.")
+
+    def _check_place(self, gradient: Tensor) -> None:
         if gradient.layout != torch.strided or gradient.device != self.device:
             raise invalid(
                 "gradient",
@@ -257,10 +268,6 @@ class AccumulationBufferDynamic:
                 f"is {gradient.layout} on {gradient.device}",
                 f"a dense one on {self.device}",
             )
-        self._item = item
-        if start + count > self._size:
-            self.resize(start + count)
-        self.buffer[start : start + count] += gradient.detach()
 
     def resize(self, new_size: int) -> None:
         """Change the number of slots; the first ones keep their content.
@@ -286,10 +293,7 @@ class AccumulationBufferDynamic:
             start_idx: the first slot, from 0.
             count: how many.
         """
-        start, count = (
-            read_count(start_idx, "start_idx", minimum=0),
-            read_count(count, "count", minimum=0),
-        )
+        start, count = _read_range(start_idx, count)
         if start + count > self._size:
             raise MisuseError(
                 f"start_idx={start} and count={count} reach slot {start + count} of {self._size}."
@@ -306,20 +310,53 @@ class AccumulationBufferDynamic:
             raise MisuseError(
                 f"The size of {self.buffer_shape.names} is not known yet. Call accumulate(…) first."
             )
-        capacity = 0 if self._storage is None else len(self._storage)
-        if self._storage is None or size > capacity or size * 4 <= capacity:
-            wanted = min(self._upper, 1 << max(0, size - 1).bit_length()) if size else 0
-            if self._storage is None or wanted != capacity:
-                storage = torch.zeros(wanted, *self._item, **self._options)
-                if self._storage is not None:
-                    kept = min(wanted, capacity)
-                    storage[:kept] = self._storage[:kept]
-                    self.reallocations += 1
-                self._storage = storage
+        if self._storage is None:
+            self._storage = torch.zeros(self._capacity_for(size), *self._item, **self._options)
+        # It shrinks far below where it grew: a size that goes back and forth moves nothing.
+        elif size > len(self._storage) or size * 4 <= len(self._storage):
+            self._storage = self._moved(self._storage, self._capacity_for(size))
         return self._storage
+
+    def _capacity_for(self, size: int) -> int:
+        """The next power of two, as far as slots are allowed."""
+        return min(self._upper, 1 << (size - 1).bit_length()) if size else 0
+
+    def _moved(self, storage: Tensor, capacity: int) -> Tensor:
+        """The slots in memory for `capacity` of them; where they are if that is what they have."""
+        if capacity == len(storage):
+            return storage
+        moved = storage.new_zeros(capacity, *storage.shape[1:])
+        kept = min(capacity, len(storage))
+        moved[:kept] = storage[:kept]
+        self.reallocations += 1
+        return moved
 
     def __repr__(self) -> str:
         return (
             f"AccumulationBufferDynamic({self.buffer_shape}, current_size={self._size},"
             f" max_size={self.max_size})"
         )
+
+
+def _read_growing_shape(shape: Any) -> SymbolicShape:
+    """A shape, or its dimensions; it has at least one, along which slots are added."""
+    if isinstance(shape, SymbolicShape):
+        symbolic = shape
+    else:
+        symbolic = _read_shape(read_list(shape, "shape", "SymbolicShape('slots', 8)"), "shape")
+    if not len(symbolic):
+        raise MisuseError(
+            "shape has no dimension to grow along. Pass for example SymbolicShape('slots', 8)."
+        )
+    return symbolic
+
+
+def _numbers_only(dimensions: tuple[_Bounds, ...]) -> list[int] | None:
+    """The sizes of dimensions; None if one has a name instead."""
+    is_fixed = all(name is None for name, _, _ in dimensions)
+    return [size for _, size, _ in dimensions] if is_fixed else None
+
+
+def _read_range(start_idx: Any, count: Any) -> tuple[int, int]:
+    start = read_count(start_idx, "start_idx", minimum=0)
+    return start, read_count(count, "count", minimum=0)
