@@ -203,10 +203,17 @@ def set_reduces(group: Any, value: bool) -> bool:
     return before
 
 
+# Gradients of a state that was loaded before the first gather: torch 2.15 has no other place for
+# them than the full parameter, which is not there yet.
+_before_first_gather: weakref.WeakKeyDictionary[Any, Tensor] = weakref.WeakKeyDictionary()
+
+
 def unsharded_gradient(kept: Any) -> Tensor | None:
     """The full gradient that adds up on this rank while nothing is reduced; it is not in the
     parameter's `.grad`.
     """
+    if kept in _before_first_gather:
+        return _before_first_gather[kept]
     if kept.unsharded_accumulated_grad is not None:
         gradient: Tensor | None = kept.unsharded_accumulated_grad
     else:
@@ -215,9 +222,8 @@ def unsharded_gradient(kept: Any) -> Tensor | None:
 
 
 def set_unsharded_gradient(kept: Any, gradient: Tensor | None) -> None:
-    """Put a full gradient where the next backward adds to it; the unit has been gathered before, or
-    it is None.
-    """
+    """Put a full gradient where the next backward adds to it."""
+    _before_first_gather.pop(kept, None)
     full = getattr(kept, "_unsharded_param", None)
     owns_gradient = _full_parameter_owns_gradient(kept)
     if full is not None:
@@ -232,6 +238,14 @@ def set_unsharded_gradient(kept: Any, gradient: Tensor | None) -> None:
         full.grad = gradient
     elif not owns_gradient:
         kept.unsharded_accumulated_grad = gradient
+    else:
+        _before_first_gather[kept] = gradient
+
+
+def hand_over_gradient(kept: Any) -> None:
+    """After the first gather: the full parameter gets the gradient that was there before it."""
+    if kept in _before_first_gather and unsharded_parameter(kept) is not None:
+        set_unsharded_gradient(kept, _before_first_gather[kept])
 
 
 def _set_gradient_of_any_type(full: Any, gradient: Tensor) -> None:

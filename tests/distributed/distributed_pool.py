@@ -108,6 +108,7 @@ def _work(pipe: Any, rank: int, size: int, port: int, timeout_seconds: float) ->
         "Full backward hook is firing",
         "FSDP2-wrapped module",
         "This function should only be used",
+        "TypedStorage is deprecated",  # torch 2.10 about its own checkpoints
     ):
         warnings.filterwarnings("ignore", message=f".*{text}")
     dist.init_process_group(

@@ -81,7 +81,8 @@ def test_a_policy_reads_arguments_and_is_asked_once_for_each_operation() -> None
     )
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
     # torch 2.10 asks a policy once more when it recomputes, later versions do not
-    assert ours.products == 4 and theirs.products in (4, 7)
+    assert ours.products == 4
+    assert theirs.products in (4, 7)
     heavy = (aten.mm.default, aten.native_layer_norm.default, aten.gelu.default, aten.tanh.default)
     asked = [op for op in ours.asked if op in heavy]
     assert asked == [op for op in theirs.asked if op in heavy][: len(asked)]

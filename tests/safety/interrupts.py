@@ -175,9 +175,8 @@ def _leaves_with(frame: Any) -> bool:
     """
     code, at = frame.f_code, frame.f_lasti
     load = dis.opmap["LOAD_CONST"]
-    return (
-        list(code.co_code[at : at + 6 : 2]) == [load] * 3
-        and all(code.co_consts[number] is None for number in code.co_code[at + 1 : at + 6 : 2])
+    return list(code.co_code[at : at + 6 : 2]) == [load] * 3 and all(
+        code.co_consts[number] is None for number in code.co_code[at + 1 : at + 6 : 2]
     )
 
 

@@ -133,6 +133,7 @@ class Sharded(AllRanks):
     def _follow_gathered(self, tensor: Tensor, window: Any) -> None:
         """A parameter has been gathered: backward passes reach the whole one, not the shard."""
         kept = self._kept[id(tensor)]
+        fsdp.hand_over_gradient(kept)
         full = fsdp.unsharded_parameter(kept)
         if full is not None and full.requires_grad:
             window.plain.watch(full)
