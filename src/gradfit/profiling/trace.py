@@ -125,7 +125,10 @@ class Trace(OperationListener):
     # ----------------------------------------------------------------------------------- operations
 
     def _observe(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation, and note what it does."""
+        """Run an operation, and note what it does.
+
+        In one piece: it is called for each operation of each run that is watched.
+        """
         if graph_task_id() != -1:
             return self._backward_op(func, args, kwargs)
         info = info_of(func)

@@ -250,7 +250,7 @@ class PlanFollower:
         return decision
 
     def _next(self, func: Any, results: Sequence[torch.Tensor]) -> TapeDecision | None:
-        """Pass the next operation, if it is this one."""
+        """Pass the next operation, if it is this one. Hot: asked for each that is recorded."""
         script, position, first = self._script, self._operation, self._value
         after = first + len(results)
         if position >= len(script.names) or after > len(script.choices):

@@ -230,6 +230,7 @@ class Recorder:
         return out
 
     def _run_unusual(self, func: Any, info: OpInfo, args: Any, kwargs: Any) -> Any:
+        """All that `_observe` does not do right there. Still hot: each write comes here."""
         if info.view:  # rule 2
             return info.call(*args, **kwargs)
         if self._dead:

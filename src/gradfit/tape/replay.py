@@ -325,7 +325,10 @@ def _leads_to_wanted(
     answers: dict[TapeValue | TapeOperation, bool],
     visited: list[TapeValue | TapeOperation],
 ) -> bool:
-    """Whether something that backward asks for is made from a value, over whatever steps."""
+    """Whether something that backward asks for is made from a value, over whatever steps.
+
+    Hot, and so in one piece: a deep graph has it look at each operation many times in a pass.
+    """
     number, epoch = tape.pass_number, tape.epoch
     stack = [value]
     while stack:
@@ -356,7 +359,7 @@ def _leads_to_wanted(
 
 def _retained(operations: list[TapeOperation], target: TapeValue, tape: Tape) -> set[TapeValue]:
     """Which results of the sweep stay after it. Readers come after what they read, so one pass
-    backwards decides.
+    backwards decides. Hot: it looks at each result of each operation that is replayed.
     """
     number = tape.pass_number
     retained: set[TapeValue] = set()
