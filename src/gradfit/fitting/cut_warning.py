@@ -8,19 +8,19 @@ import warnings
 
 from gradfit.batches.additivity_record import Additivity
 from gradfit.errors import ExactnessWarning
-from gradfit.fitting.tested_plan import Fitted
+from gradfit.fitting.tested_plan import TestedPlan
 
 
-def warn_about_cutting(fitted: Fitted, additivity: Additivity | None, *, exact: bool) -> None:
+def warn_about_cutting(tested: TestedPlan, additivity: Additivity | None, *, exact: bool) -> None:
     """Warn where the loss decides how a plan is made, with what was measured and the right call."""
-    text = cutting_note(fitted, additivity, exact=exact)
+    text = cutting_note(tested, additivity, exact=exact)
     if text:
         warnings.warn(text, ExactnessWarning, stacklevel=3)
 
 
-def cutting_note(fitted: Fitted, additivity: Additivity | None, *, exact: bool = True) -> str:
+def cutting_note(tested: TestedPlan, additivity: Additivity | None, *, exact: bool = True) -> str:
     """The same text; "" if there is nothing to say."""
-    plan = fitted.plan
+    plan = tested.plan
     cut = plan.micro_batch < plan.batch_size
     if additivity is None:
         return ""

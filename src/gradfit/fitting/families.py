@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from gradfit.fitting.tested_plan import Fitted, Shape, covers, growth
+from gradfit.fitting.tested_plan import Shape, TestedPlan, covers, growth
 
 MOST_PLANS = 64  # that are remembered
 MOST_OPERATIONS = 500_000  # in their profiles, of which each takes about a kilobyte
@@ -31,16 +31,16 @@ _ROOM = 0.97  # of the budget that arithmetic may fill
 _LARGER = 2.0  # a plan for batches so many times as large may be slower than one of their own
 
 
-def with_slack(fitted: Fitted, limit_bytes: int) -> Fitted:
+def with_slack(tested: TestedPlan, limit_bytes: int) -> TestedPlan:
     """With what it may grow by below this limit, as it was tested."""
-    if not fitted.steady or (fitted.by_size and fitted.plan.keeps_everything):
-        return fitted
-    fixed = _fixed_bytes(fitted)
-    slack = (_ROOM * limit_bytes - fixed) / max(1, fitted.tested_bytes - fixed)
-    return dataclasses.replace(fitted, slack=max(1.0, slack) if fitted.tested_bytes else 1.0)
+    if not tested.steady or (tested.by_size and tested.plan.keeps_everything):
+        return tested
+    fixed = _fixed_bytes(tested)
+    slack = (_ROOM * limit_bytes - fixed) / max(1, tested.tested_bytes - fixed)
+    return dataclasses.replace(tested, slack=max(1.0, slack) if tested.tested_bytes else 1.0)
 
 
-def within_memory(plans: Sequence[Fitted], last_used: Mapping[int, int]) -> list[Fitted]:
+def within_memory(plans: Sequence[TestedPlan], last_used: Mapping[int, int]) -> list[TestedPlan]:
     """Those that may be remembered beside one more, in their order; what was not used for longest
     goes first.
 
@@ -62,14 +62,14 @@ def within_memory(plans: Sequence[Fitted], last_used: Mapping[int, int]) -> list
     return [known for known in plans if id(known) in kept]
 
 
-def covering(known: Sequence[Fitted], shape: Shape, batch_size: int) -> list[Fitted]:
+def covering(known: Sequence[TestedPlan], shape: Shape, batch_size: int) -> list[TestedPlan]:
     """The plans for batches at least as large in everything, in the order given."""
     return [one for one in known if one.plan.batch_size >= batch_size and covers(one.shape, shape)]
 
 
 def grown(
-    known: Sequence[Fitted], shape: Shape, batch_size: int, limit_bytes: int
-) -> Fitted | None:
+    known: Sequence[TestedPlan], shape: Shape, batch_size: int, limit_bytes: int
+) -> TestedPlan | None:
     """The plan of the most similar smaller batches, for those of this shape; None if it would
     surely not hold.
     """
@@ -102,7 +102,7 @@ def _corner(shapes: Sequence[Shape], old: Shape, size: float) -> Shape:
     return tuple(found)
 
 
-def _at(known: Fitted, shape: Shape, limit_bytes: int) -> Fitted | None:
+def _at(known: TestedPlan, shape: Shape, limit_bytes: int) -> TestedPlan | None:
     size = growth(known.shape, shape)
     plan = known.plan
     fixed = _fixed_bytes(known)
@@ -124,21 +124,21 @@ def _at(known: Fitted, shape: Shape, limit_bytes: int) -> Fitted | None:
     )
 
 
-def _fixed_bytes(fitted: Fitted) -> int:
+def _fixed_bytes(tested: TestedPlan) -> int:
     """What a step holds whatever its batch."""
-    static = fitted.profile.at(
-        fitted.plan.micro_batch, rows=fitted.plan.batch_size
+    static = tested.profile.at(
+        tested.plan.micro_batch, rows=tested.plan.batch_size
     ).static_breakdown
     return sum(count for name, count in static.items() if name not in ("batch", "constants"))
 
 
-def may_be_slow(fitted: Fitted, shape: Shape, batch_size: int) -> bool:
+def may_be_slow(tested: TestedPlan, shape: Shape, batch_size: int) -> bool:
     """Whether a plan of their own may be much faster for such batches than this one, which is for
     larger ones.
     """
-    if fitted.plan.keeps_everything and fitted.plan.micro_batch >= batch_size:
+    if tested.plan.keeps_everything and tested.plan.micro_batch >= batch_size:
         return False
-    return not fitted.steady or growth(shape, fitted.shape) >= _LARGER
+    return not tested.steady or growth(shape, tested.shape) >= _LARGER
 
 
 class PlanningTime:

@@ -30,7 +30,7 @@ from gradfit.fitting.budget import read_budget
 from gradfit.fitting.cut_warning import warn_about_cutting
 from gradfit.fitting.frozen_writes import refuse_frozen_writes
 from gradfit.fitting.plan_search import Planner
-from gradfit.fitting.tested_plan import Fitted
+from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.fitting.train_step import TrainStep
 from gradfit.fitting.trained_optimizer import check_members, unwrap_optimizer
 from gradfit.profiling.measure import check_model
@@ -50,7 +50,7 @@ def fit(
     dtype: torch.dtype | None = None,
     on_nonfinite: str = "raise",
     offload: bool = False,
-    known: Iterable[Fitted] = (),
+    known: Iterable[TestedPlan] = (),
     reproducible: bool = False,
     micro_batch: int | str | None = None,
     exact: bool = True,
@@ -126,7 +126,7 @@ def fit(
     if on_progress is not None:
         read_callable(on_progress, "on_progress", "a function of a text and seconds", arguments=2)
     known = [
-        read_instance(one, "known", Fitted, "step.known")
+        read_instance(one, "known", TestedPlan, "step.known")
         for one in read_list(known, "known", "step.known")
     ]
     given, optimizer = optimizer, unwrap_optimizer(optimizer)
@@ -184,8 +184,8 @@ def fit(
                 }
                 require_same_update(optimizer, options, ranks.group.exchange)
                 ranks.warm_up()
-            with trials_end(), accumulator.rehearsal():
-                fitted = planner.fitted(sample_batch, batch_size)
+            with trials_end(), accumulator.trial():
+                tested = planner.tested_plan(sample_batch, batch_size)
         except Exception as error:
             if isinstance(ranks, AllRanks) and not isinstance(error, RankFailed):
                 ranks.agree(error)
@@ -196,9 +196,9 @@ def fit(
     except BaseException:
         accumulator.disable_accumulation()  # the model is as it was
         raise
-    warn_about_cutting(fitted, planner.additivity, exact=exact)
+    warn_about_cutting(tested, planner.additivity, exact=exact)
     accumulator.enabled = False  # but inside of its steps
-    return TrainStep(model, optimizer, loss_fn, accumulator, planner, fitted, given=given)
+    return TrainStep(model, optimizer, loss_fn, accumulator, planner, tested, given=given)
 
 
 def _check_same_weights(ranks: AllRanks, additivity: Additivity | None) -> None:

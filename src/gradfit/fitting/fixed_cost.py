@@ -18,7 +18,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear", "attentio
 _CPU, _ACCELERATOR = (5e10, 1e10, 3e-5), (5e13, 1e12, 1e-5)
 
 
-def nominal(profile: Profile) -> Profile:
+def with_computed_seconds(profile: Profile) -> Profile:
     """The same profile with each operation's time reckoned from its bytes, on a machine that is
     always the same.
     """

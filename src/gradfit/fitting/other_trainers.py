@@ -19,7 +19,7 @@ from gradfit.batches.weights import BatchWeights, Weight
 from gradfit.fitting.cut_warning import warn_about_cutting
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.recovery import Recovery
-from gradfit.fitting.tested_plan import Fitted
+from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.planning.plan import Plan
 from gradfit.profiling.measure import check_model
 from gradfit.units import parse_bytes
@@ -108,7 +108,7 @@ class Passes:
         tested = self._tested(batch, rows)
         before = Snapshot(self._model)
 
-        def attempt(tested: Fitted, _: int) -> None:
+        def attempt(tested: TestedPlan, _: int) -> None:
             before.clear_gradients()
             begin()
             parts = runner.parts(batch, tested.plan.micro_batch, rows)
@@ -132,8 +132,8 @@ class Passes:
         self._recovery.repeat(tested, batch, attempt, take_back)
         before.add_gradients()
 
-    def _tested(self, batch: Any, rows: int) -> Fitted:
-        tested = self._planner.fitted(batch, rows)
+    def _tested(self, batch: Any, rows: int) -> TestedPlan:
+        tested = self._planner.tested_plan(batch, rows)
         if not self._has_warned:
             self._has_warned = True
             warn_about_cutting(tested, self.additivity, exact=self._exact)

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from gradfit.errors import StateError
-from gradfit.fitting.tested_plan import Fitted
+from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.planning.plan import Plan
 from gradfit.profiling.profile import Profile
 from gradfit.state_checks import (
     MANY,
+    Check,
     boolean,
     fields,
     integer,
@@ -29,21 +30,24 @@ from gradfit.state_checks import (
 _DTYPES = {
     str(v).removeprefix("torch."): v for v in vars(torch).values() if isinstance(v, torch.dtype)
 }
-_FLAGS = ("steady", "seen", "looks", "copied", "by_size")
+_FLAGS = ("steady", "seen", "reads_data", "copied", "by_size")
 _RECORDS = ("plan", "profile", "shape", "slack")
-_PLAIN_FIELDS = [field for field in dataclasses.fields(Fitted) if field.name not in _RECORDS]
-_NUMBERS = {
-    field.name: (
-        boolean
-        if field.name in _FLAGS
-        else optional(integer(0))
-        if field.default is None
-        else integer(0)
-    )
-    for field in _PLAIN_FIELDS
-}
+# What states that were saved before call a field.
+_SAVED_AS = {"reads_data": "looks"}
+_PLAIN_FIELDS = [field for field in dataclasses.fields(TestedPlan) if field.name not in _RECORDS]
+
+
+def _check_of(field: dataclasses.Field[Any]) -> Check:
+    """What a field may hold."""
+    if field.name in _FLAGS:
+        return boolean
+    return optional(integer(0)) if field.default is None else integer(0)
+
+
+_KEYS = {field.name: _SAVED_AS.get(field.name, field.name) for field in _PLAIN_FIELDS}
+_NUMBERS = {_KEYS[field.name]: _check_of(field) for field in _PLAIN_FIELDS}
 _REQUIRED = {
-    field.name: _NUMBERS[field.name]
+    _KEYS[field.name]: _check_of(field)
     for field in _PLAIN_FIELDS
     if field.default is dataclasses.MISSING
 }
@@ -51,29 +55,28 @@ _SHAPES = list_of(lambda where, value: _check_shape(where, value))
 _PLAN = fields({"plan": text(), "profile": text(), "shape": _SHAPES, **_REQUIRED}, _NUMBERS)
 
 
-def write_plan(fitted: Fitted, as_json: Any) -> dict[str, Any]:
+def write_plan(tested: TestedPlan, as_json: Any) -> dict[str, Any]:
     """A plan that was tried out as plain values; `as_json` writes a record."""
     return {
-        "plan": as_json(fitted.plan),
-        "profile": as_json(fitted.profile),
+        "plan": as_json(tested.plan),
+        "profile": as_json(tested.profile),
         "shape": [
-            [list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in fitted.shape
+            [list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in tested.shape
         ],
-        **{name: getattr(fitted, name) for name in _NUMBERS},
+        **{key: getattr(tested, name) for name, key in _KEYS.items()},
     }
 
 
-def read_plan(saved: dict[str, Any], where: str = "The plan") -> Fitted:
+def read_plan(saved: dict[str, Any], where: str = "The plan") -> TestedPlan:
     """What `write_plan` gave; anything else is a `StateError`."""
     _PLAN(where, saved)
     plan, profile = _read_records(saved["plan"], saved["profile"])
-    return Fitted(
+    return TestedPlan(
         plan=plan,
         profile=profile,
         shape=tuple((tuple(shape), _DTYPES[dtype]) for shape, dtype in saved["shape"]),
-        **{
-            name: saved[name] for name in _NUMBERS if name in saved
-        },  # one that is newer has its default
+        # one that is newer has its default
+        **{name: saved[key] for name, key in _KEYS.items() if key in saved},
     )
 
 

@@ -26,7 +26,7 @@ from gradfit.errors import BudgetInfeasible
 from gradfit.fitting.modes import WithinLimit
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.sequences import Sequences
-from gradfit.fitting.tested_plan import Fitted
+from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.recompute.follow_plan import Diverged
 
 # Of what the plan needed, what it may need each time that memory runs out again. What a cap on the
@@ -56,9 +56,9 @@ class Recovery:
 
     def repeat(
         self,
-        tested: Fitted,
+        tested: TestedPlan,
         batch: Any,
-        attempt: Callable[[Fitted, int], _Result],
+        attempt: Callable[[TestedPlan, int], _Result],
         take_back: Callable[[], bool],
         give_up: Callable[[BaseException], object] = lambda error: None,
     ) -> _Result:
@@ -117,7 +117,7 @@ class Recovery:
 
     def run(
         self,
-        tested: Fitted,
+        tested: TestedPlan,
         part: Part,
         batch: Any,
         backward: Callable[[PartLoss], object],
@@ -136,7 +136,7 @@ class Recovery:
         with eager_functions() if self._runs_eagerly else contextlib.nullcontext():
             self._plans.runner.run(part, self._mode(tested, part, batch, first=first), backward)
 
-    def _mode(self, tested: Fitted, part: Part, batch: Any, *, first: bool) -> Mode:
+    def _mode(self, tested: TestedPlan, part: Part, batch: Any, *, first: bool) -> Mode:
         reason = self._sequences.runs_online(part.content)
         if tested.steady and not reason:
             return _ByOneOf(self._sequences, tested, part, first=first)
@@ -145,7 +145,7 @@ class Recovery:
         return WithinLimit(tested, plans.limit_bytes, *plans.resident, batch, device=plans.device)
 
     def count(
-        self, tested: Fitted, parts: list[Part], before: Snapshot, first: int = 0
+        self, tested: TestedPlan, parts: list[Part], before: Snapshot, first: int = 0
     ) -> list[PartShare] | None:
         """Each part's share in the batch, where one weight for a part cannot be right: found by
         forwards alone.
@@ -182,7 +182,7 @@ class _ByOneOf(Mode):
         first: as for `Planned`.
     """
 
-    def __init__(self, plans: Sequences, tested: Fitted, part: Part, *, first: bool) -> None:
+    def __init__(self, plans: Sequences, tested: TestedPlan, part: Part, *, first: bool) -> None:
         self._plans, self._tested, self._part, self._first = plans, tested, part, first
 
     def wrap(self, loss_fn: LossFunction) -> LossFunction:

@@ -25,7 +25,7 @@ PartShape = tuple[tuple[int, ...], ...]  # of each tensor of a micro-batch
 
 
 @dataclass(frozen=True)
-class Fitted:
+class TestedPlan:
     """A plan that was measured to hold, the profile it comes from, and the peak that was
     measured.
     """
@@ -40,7 +40,7 @@ class Fitted:
     # by autograd, in the trial, of what need not be listened to; None before it
     saved_bytes: int | None = None
     asked: int = 0  # after so many of these saves, in the trial, nothing was saved that is rebuilt
-    looks: bool = True  # the forward looks at the data, which may so decide what it does
+    reads_data: bool = True  # the forward looks at the data, which may so decide what it does
     # what the optimizer changes is copied before, so that its step can be taken back
     copied: bool = False
     by_size: bool = False  # it was tested with smaller batches, and is by arithmetic one for these
@@ -72,7 +72,7 @@ class Fitted:
         """What is known of the forward's rest, after the plan's last decision; None if it must be
         heard.
         """
-        if self.looks or self.saved_bytes is None:
+        if self.reads_data or self.saved_bytes is None:
             return None
         return UnrecordedRest(int(self.saved_limit), last_rebuilt=self.asked)
 
@@ -92,31 +92,31 @@ class Fitted:
         """
         if not self.plan.keeps_everything:
             return recording(self.script, self.tail, watched=first)[0]
-        if self.looks or first:
+        if self.reads_data or first:
             return Unrecorded(self.saved_limit)
         return contextlib.nullcontext()
 
 
-def covered(fitted: Fitted, copy_bytes: int, limit_bytes: int) -> Fitted:
+def with_update_copy(tested: TestedPlan, copy_bytes: int, limit_bytes: int) -> TestedPlan:
     """With so large a copy beside the optimizer's step, where there is room; that may be the peak
     of all.
     """
-    plan, graph = fitted.plan, fitted.profile.at(1, rows=fitted.plan.batch_size)
+    plan, graph = tested.plan, tested.profile.at(1, rows=tested.plan.batch_size)
     parts = {"optimizer step": graph.optimizer_burst_bytes, "copy to go back to": copy_bytes}
     peak = graph.static_bytes + sum(parts.values())
-    reserved = fitted.copied_reserved_bytes
+    reserved = tested.copied_reserved_bytes
     if max(peak, reserved) > limit_bytes:
-        return fitted
+        return tested
     if peak > plan.peak_bytes:
         where = "in the optimizer's step, beside a copy to go back to"
         plan = dataclasses.replace(
             plan, peak_bytes=peak, peak_at=where, breakdown={**graph.static_breakdown, **parts}
         )
     return dataclasses.replace(
-        fitted,
+        tested,
         plan=dataclasses.replace(plan, reserved_bytes=max(reserved, plan.reserved_bytes)),
-        peak_bytes=max(peak, reserved, fitted.peak_bytes),
-        reserved_bytes=max(reserved, fitted.reserved_bytes),
+        peak_bytes=max(peak, reserved, tested.peak_bytes),
+        reserved_bytes=max(reserved, tested.reserved_bytes),
         copied=True,
     )
 

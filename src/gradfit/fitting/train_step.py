@@ -39,7 +39,7 @@ from gradfit.fitting.batch_rows import BatchRows
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.plan_state import read_plan, write_plan
 from gradfit.fitting.recovery import Recovery
-from gradfit.fitting.tested_plan import Fitted
+from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.fitting.trained_optimizer import count_step
 from gradfit.fitting.update_rollback import UpdateSnapshot
 from gradfit.interrupts import uninterrupted
@@ -128,7 +128,7 @@ class TrainStep(NotCopied):
         loss_fn: `loss_fn(model, batch)`, as `fit` takes it.
         accumulator: adds up the parts' gradients and steps the optimizer.
         planner: makes plans for batches of other shapes.
-        fitted: the plan for the sample, tried out.
+        tested: the plan for the sample, tried out.
         given: the optimizer as it was handed to `fit`, if another library has wrapped it.
     """
 
@@ -141,34 +141,34 @@ class TrainStep(NotCopied):
         loss_fn: LossFunction,
         accumulator: GradientAccumulator,
         planner: Planner,
-        fitted: Fitted,
+        tested: TestedPlan,
         *,
         given: Any = None,
     ) -> None:
         # the optimizer as it was given to `fit`, perhaps inside of another library's wrapper
         self._given = given
         self.model, self.optimizer, self.accumulator = model, optimizer, accumulator
-        self._planner, self._fitted = planner, fitted
+        self._planner, self._tested = planner, tested
         self._buffers: Mapping[str, torch.Tensor] = {}
-        self._recovery = Recovery(planner, accumulator.rehearsal)
+        self._recovery = Recovery(planner, accumulator.trial)
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
         self._tree = ModelTree(model)
         self._parameters = self._tree.parameters
 
     @property
     def plan(self) -> Plan:
-        return self._fitted.plan
+        return self._tested.plan
 
     @property
     def profile(self) -> Profile:
-        return self._fitted.profile
+        return self._tested.profile
 
     @property
     def budget_bytes(self) -> int:
         return self._planner.budget_bytes
 
     @property
-    def known(self) -> tuple[Fitted, ...]:
+    def known(self) -> tuple[TestedPlan, ...]:
         """Every plan made so far, by input shape; `fit(..., known=step.known)` starts from them."""
         return self._planner.known
 
@@ -182,7 +182,7 @@ class TrainStep(NotCopied):
         """
         return {
             "version": _VERSION,
-            "plans": [write_plan(fitted, lambda record: record.to_json()) for fitted in self.known],
+            "plans": [write_plan(tested, lambda record: record.to_json()) for tested in self.known],
             "accumulator": self.accumulator.state_dict(),
         }
 
@@ -214,8 +214,8 @@ class TrainStep(NotCopied):
             )
         self.accumulator.load_state_dict(window)
         self._planner.take_up(plans)
-        same = [fitted for fitted in self.known if fitted.shape == self._fitted.shape]
-        self._fitted = same[0] if same else self._fitted
+        same = [tested for tested in self.known if tested.shape == self._tested.shape]
+        self._tested = same[0] if same else self._tested
 
     def __repr__(self) -> str:
         return f"<step: {str(self.plan).splitlines()[0]}>"
@@ -268,14 +268,14 @@ class TrainStep(NotCopied):
         tensors = self._tensors()
         self._require_trained()
         clear_gradients(self.model, tensors)
-        fitted = self._fitted = self._find_plan(batch, self._planner.rows_at_most(rows))
+        tested = self._tested = self._find_plan(batch, self._planner.rows_at_most(rows))
         before = self._snapshot()
         if after_micro_batch is not None:
             self._buffers = before.buffers if progress is None else progress.buffers
         call = _Call(batch, rows, before, progress, after_micro_batch)
 
-        def attempt(tested: Fitted, number: int) -> TrainResult:
-            self._fitted, self._changing = tested, None
+        def attempt(tested: TestedPlan, number: int) -> TrainResult:
+            self._tested, self._changing = tested, None
             with self._open_window(before.tensors):
                 return self._attempt(call, tested, number)
 
@@ -287,10 +287,10 @@ class TrainStep(NotCopied):
             batch,
             self.model,
             self.optimizer,
-            final=fitted.seen,
+            final=tested.seen,
         ):
             return self._recovery.repeat(
-                fitted, batch, attempt, take_back, self.accumulator.ranks.failed
+                tested, batch, attempt, take_back, self.accumulator.ranks.failed
             )
 
     def _require_trained(self) -> None:
@@ -316,13 +316,13 @@ class TrainStep(NotCopied):
             )
         self._parameters = now
 
-    def _find_plan(self, batch: Any, rows: int) -> Fitted:
+    def _find_plan(self, batch: Any, rows: int) -> TestedPlan:
         """The plan that serves the batch; one of a new shape is profiled and tried out."""
         found = self._planner.serving(batch, rows)
         if found is not None:
             return found
-        with trials_end(), self.accumulator.rehearsal():
-            found = self._planner.fitted(batch, rows)
+        with trials_end(), self.accumulator.trial():
+            found = self._planner.tested_plan(batch, rows)
         self._tree.renew()  # a first forward may make modules
         return found
 
@@ -369,7 +369,7 @@ class TrainStep(NotCopied):
             loss=loss,
             stepped=result.stepped,
             grad_norm=result.grad_norm,
-            peak_bytes=self._fitted.peak_bytes + self._planner.reserved_bytes,
+            peak_bytes=self._tested.peak_bytes + self._planner.reserved_bytes,
             micro_batches=result.micro_batches,
             weight=result.weight,
             reason=result.reason,
@@ -405,35 +405,37 @@ class TrainStep(NotCopied):
         additivity = self._planner.additivity
         return () if additivity is None else additivity.summed_logs
 
-    def _attempt(self, call: _Call, fitted: Fitted, attempt: int) -> TrainResult:
+    def _attempt(self, call: _Call, tested: TestedPlan, attempt: int) -> TrainResult:
         batch_bytes = sum(tensor.nbytes for tensor in leaves(call.batch))
-        if fitted.seen and fitted.steady and batch_bytes <= fitted.seen_bytes:
-            return self._update(call, fitted, attempt, None)
-        whole = self._planner.has_optimizer_state(fitted)  # else it comes on top in the next step
+        if tested.seen and tested.steady and batch_bytes <= tested.seen_bytes:
+            return self._update(call, tested, attempt, None)
+        whole = self._planner.has_optimizer_state(tested)  # else it comes on top in the next step
         # What arithmetic has found may not even begin to pass the budget; later batches are little
         # larger.
-        first = fitted.by_size and not fitted.seen_bytes
+        first = tested.by_size and not tested.seen_bytes
         device, limit = self._planner.device, self._planner.limit_bytes
         watching = Evictor(limit, device=device) if first else Meter(device=device)
         watching.watch(self.model, self.optimizer, call.batch)
         with watching as live:
-            result = self._update(call, fitted, attempt, live)
-        peak = max(live.peak_bytes, fitted.reserved_bytes)
-        peak = max(peak, fitted.peak_bytes) if fitted.seen else peak
-        size = max(batch_bytes, fitted.seen_bytes)
-        self._fitted = self._planner.replace(
-            self._fitted, peak_bytes=peak, seen=whole, seen_bytes=size
+            result = self._update(call, tested, attempt, live)
+        peak = max(live.peak_bytes, tested.reserved_bytes)
+        peak = max(peak, tested.peak_bytes) if tested.seen else peak
+        size = max(batch_bytes, tested.seen_bytes)
+        self._tested = self._planner.replace(
+            self._tested, peak_bytes=peak, seen=whole, seen_bytes=size
         )
         return result
 
-    def _update(self, call: _Call, fitted: Fitted, attempt: int, live: Meter | None) -> TrainResult:
+    def _update(
+        self, call: _Call, tested: TestedPlan, attempt: int, live: Meter | None
+    ) -> TrainResult:
         accumulator, planner = self.accumulator, self._planner
-        totals, weigh = self._run_parts(call, fitted)
-        self._changing = UpdateSnapshot(call.before.tensors, self.optimizer, taken=fitted.copied)
+        totals, weigh = self._run_parts(call, tested)
+        self._changing = UpdateSnapshot(call.before.tensors, self.optimizer, taken=tested.copied)
         alone = accumulator.ranks.size == 1  # else it may have to wait for another rank
         # Without a copy to go back to, the optimizer is not interrupted.
         with (
-            uninterrupted() if alone and not fitted.copied else contextlib.nullcontext(),
+            uninterrupted() if alone and not tested.copied else contextlib.nullcontext(),
             self._changing,
         ):
             weigh()  # when the copy is launched: from here on an accelerator waits for the host
@@ -443,9 +445,9 @@ class TrainStep(NotCopied):
             stepped=result.stepped,
             grad_norm=result.grad_norm,
             peak_bytes=(
-                max(live.peak_bytes, fitted.reserved_bytes)
+                max(live.peak_bytes, tested.reserved_bytes)
                 if live is not None
-                else fitted.peak_bytes
+                else tested.peak_bytes
             )
             + planner.reserved_bytes,
             micro_batches=result.micro_batches,
@@ -456,7 +458,7 @@ class TrainStep(NotCopied):
             online=self._recovery.online,
         )
 
-    def _run_parts(self, call: _Call, fitted: Fitted) -> tuple[LossTotals, Callable[[], None]]:
+    def _run_parts(self, call: _Call, tested: TestedPlan) -> tuple[LossTotals, Callable[[], None]]:
         """Both passes of each micro-batch, into the window; with what reads their weights, where
         those are still on an accelerator.
         """
@@ -464,12 +466,12 @@ class TrainStep(NotCopied):
             self.accumulator,
             self._planner,
             call.progress,
-            fitted.plan.micro_batch,
+            tested.plan.micro_batch,
         )
         parts = call.rows.parts(size)
         accumulator.accumulation_count = len(parts)
         done = 0 if progress is None else progress.done
-        shares = self._recovery.count(fitted, parts, call.before, done)
+        shares = self._recovery.count(tested, parts, call.before, done)
 
         def weights_of(rows: int) -> BatchWeights:
             return BatchWeights(
@@ -485,7 +487,7 @@ class TrainStep(NotCopied):
         if progress is None:
             totals = LossTotals(summed=self._summed_logs)
         else:
-            totals = self._go_on(progress, fitted.plan)
+            totals = self._go_on(progress, tested.plan)
         late: LateWeights | None = None
 
         def backward(found: PartLoss, position: int) -> None:
@@ -517,7 +519,7 @@ class TrainStep(NotCopied):
                 self._pause(call.after, part.position, size, totals)
             place = part.position
             self._recovery.run(
-                fitted,
+                tested,
                 part,
                 call.batch,
                 partial(backward, position=place),
