@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -140,18 +141,20 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
     """The tensors of a batch; of an object that only `split=` can cut, those that it and what it
     holds have.
     """
-    found = list(leaves(batch))
-    left = [] if found else [batch]
+    return list(leaves(batch)) or _tensors_inside(batch)
+
+
+def _tensors_inside(holder: Any) -> list[torch.Tensor]:
+    """Those nearest to the surface first."""
+    tensors: list[torch.Tensor] = []
+    holders = [holder]
     for _ in range(_DEPTH):
-        fields = [field for holder in left for field in _fields(holder)]
-        inside = [list(leaves(field)) for field in fields]
-        found += [tensor for tensors in inside for tensor in tensors]
-        left = [
-            field
-            for field, tensors in zip(fields, inside, strict=True)
-            if not tensors and not callable(field)
+        held = [
+            (field, list(leaves(field))) for field in chain.from_iterable(map(_fields, holders))
         ]
-    return found
+        tensors += chain.from_iterable(inside for _, inside in held)
+        holders = [field for field, inside in held if not inside and not callable(field)]
+    return tensors
 
 
 def _fields(holder: Any) -> list[Any]:
@@ -171,23 +174,33 @@ def covers(large: Shape, small: Shape) -> bool:
     """Whether every tensor of the one shape is at least as large as the other's: then so are all
     activations.
     """
-    return len(large) == len(small) and all(
-        a_type == b_type and len(a) == len(b) and all(x >= y for x, y in zip(a, b, strict=True))
-        for (a, a_type), (b, b_type) in zip(large, small, strict=True)
+    return _are_of_one_kind(large, small) and all(
+        all(x >= y for x, y in zip(a, b, strict=True))
+        for (a, _), (b, _) in zip(large, small, strict=True)
     )
 
 
-def growth(known: Shape, new: Shape) -> float:
+def _are_of_one_kind(one: Shape, other: Shape) -> bool:
+    """Whether there are as many tensors, of the same types, with as many dimensions."""
+    return [(len(sizes), dtype) for sizes, dtype in one] == [
+        (len(sizes), dtype) for sizes, dtype in other
+    ]
+
+
+def growth(before: Shape, new: Shape) -> float:
     """By how much the one shape is larger than the other where it is most; infinite if it is of
     another kind.
     """
-    if len(known) != len(new):
+    if not _are_of_one_kind(before, new):
         return math.inf
-    most = 1.0
-    for (a, a_type), (b, b_type) in zip(known, new, strict=True):
-        if a_type != b_type or len(a) != len(b):
-            return math.inf
-        for old, size in zip(a, b, strict=True):
-            if size > old:
-                most = max(most, size / old) if old else math.inf
-    return most
+    sizes = chain.from_iterable(
+        zip(old, grown, strict=True) for (old, _), (grown, _) in zip(before, new, strict=True)
+    )
+    return max((_times_as_large(old, size) for old, size in sizes), default=1.0)
+
+
+def _times_as_large(old: int, size: int) -> float:
+    """At least once."""
+    if size <= old:
+        return 1.0
+    return size / old if old else math.inf
