@@ -113,19 +113,27 @@ class Estimate:
         lines += [f"  {name:<22}{format_bytes(count):>12}" for name, count in _by_size(self.parts)]
         lines.append("Alive then, by the module that made it:")
         lines += [f"  {name:<34}{format_bytes(count):>12}" for name, count in self.alive.items()]
-        lines.append("What would make it half of that:" if self.fits else "What would help:")
-        for lever in self.levers:
-            seconds = "" if lever.step_seconds is None else format_seconds(lever.step_seconds)
-            fits = ("yes" if self.fits else "fits") if lever.fits else "too large"
-            lines.append(
-                f"  {lever.name:<34}{format_bytes(lever.peak_bytes):>12}  {seconds:>9} "
-                f" {fits:<10}{lever.how}"
-            )
+        lines += self._lines_of_levers()
         lines.append(
             f"Followed on shapes with the operators of {self.kernels}. Bytes of tensors: what an"
             " allocator rounds, and a driver takes, comes on top."
         )
         return "\n".join(lines)
+
+    def _lines_of_levers(self) -> list[str]:
+        heading, enough = "What would help:", "fits"
+        if self.fits:
+            heading, enough = "What would make it half of that:", "yes"
+        return [heading, *(_line_of_lever(lever, enough) for lever in self.levers)]
+
+
+def _line_of_lever(lever: Lever, enough: str) -> str:
+    seconds = "" if lever.step_seconds is None else format_seconds(lever.step_seconds)
+    answer = enough if lever.fits else "too large"
+    return (
+        f"  {lever.name:<34}{format_bytes(lever.peak_bytes):>12}  {seconds:>9} "
+        f" {answer:<10}{lever.how}"
+    )
 
 
 def estimate(
@@ -173,10 +181,7 @@ def estimate(
             f"A step with this batch cannot be followed on shapes: {error}"
         ) from error
     rows = count_rows(batch, split, "batch", fake=True)
-    graph = found.at(rows, accumulates=False)
-    result = simulate(graph, [KEEP if keepable else REBUILD for keepable in graph.keepable])
-    plain = plain_plan(found, memory=NO_BUDGET, batch_size=rows, micro_batch=rows)
-    assert plain is not None, "everything can be kept where there is no budget"
+    plain = _plain_at_once(found, rows)
     memory = int(machine.memory)
     # Where plain PyTorch fits, too, the levers are shown for half of what it needs.
     target = memory if plain.peak_bytes > memory else plain.peak_bytes // 2
@@ -189,12 +194,19 @@ def estimate(
         peak_bytes=plain.peak_bytes,
         parts={name: count for name, count in plain.breakdown.items() if count},
         peak_at=plain.peak_at,
-        alive=_alive(found, graph, result),
+        alive=_alive_at_peak(found, rows),
         step_seconds=plain.step_seconds,
         levers=tuple(levers),
         kernels=_kernels_of(model),
         versions=dict(found.versions),
     )
+
+
+def _plain_at_once(found: Profile, rows: int) -> Plan:
+    """All rows in one plain step."""
+    plain = plain_plan(found, memory=NO_BUDGET, batch_size=rows, micro_batch=rows)
+    assert plain is not None, "everything can be kept where there is no budget"
+    return plain
 
 
 def _dtype_of(model: torch.nn.Module) -> torch.dtype:
@@ -207,17 +219,20 @@ def _kernels_of(model: torch.nn.Module) -> str:
     machine's.
     """
     kind = next(model.parameters()).device.type
+    if kind != "meta":
+        return kind
     here = torch.accelerator.current_accelerator(check_available=True)
-    return kind if kind != "meta" else "cpu" if here is None else here.type
+    return "cpu" if here is None else here.type
 
 
 def _levers(found: Profile, rows: int, memory: int) -> Iterable[Lever]:
     """What cutting, recomputing, offloading and tiling give, alone and together."""
     at_hand = dataclasses.replace(found, host_bandwidth=0.0, tiled=())
-    if found.splittable and rows > found.min_batch:
+    may_cut = found.splittable and rows > found.min_batch
+    if may_cut:
         yield _plain_lever(at_hand, rows, memory)
     yield _lever("recomputing", at_hand, memory, None, "fit(..., micro_batch='whole', tile=False)")
-    if found.splittable and rows > found.min_batch:
+    if may_cut:
         yield _lever("micro-batches and recomputing", at_hand, memory, rows, "fit(..., tile=False)")
     if found.host_bandwidth:
         moved = dataclasses.replace(found, tiled=())
@@ -249,12 +264,11 @@ def _plain_lever(found: Profile, rows: int, memory: int) -> Lever:
 
 
 def _lever(name: str, found: Profile, memory: int, batch_size: int | None, how: str) -> Lever:
-    made: Plan | None = None
     try:
-        made = plan(found, memory=memory, batch_size=batch_size)
+        within = plan(found, memory=memory, batch_size=batch_size)
     except BudgetInfeasible as smallest:
         return Lever(name, smallest.min_bytes, None, False, how)
-    return Lever(name, made.peak_bytes, made.step_seconds, True, how)
+    return Lever(name, within.peak_bytes, within.step_seconds, True, how)
 
 
 def _optimizer_levers(
@@ -276,29 +290,34 @@ def _optimizer_levers(
     other = make_profile(
         model, loss_fn, batch, single, fake=True, hardware=machine, split=split, tile=False
     )
-    made = plain_plan(
-        other, memory=NO_BUDGET, batch_size=found.batch_size, micro_batch=found.batch_size
-    )
-    assert made is not None
-    fits = made.peak_bytes <= target
+    plain = _plain_at_once(other, found.batch_size)
+    fits = plain.peak_bytes <= target
     how = f"{type(optimizer).__name__}(..., foreach=False)"
-    return [Lever("the optimizer, one by one", made.peak_bytes, made.step_seconds, fits, how)]
+    return [Lever("the optimizer, one by one", plain.peak_bytes, plain.step_seconds, fits, how)]
 
 
-def _alive(found: Profile, graph: Graph, result: Simulation) -> dict[str, int]:
+def _alive_at_peak(found: Profile, rows: int) -> dict[str, int]:
     """Bytes of the values that are alive at the peak, by module; the smaller ones together."""
+    graph = found.at(rows, accumulates=False)
+    result = simulate(graph, [KEEP if keepable else REBUILD for keepable in graph.keepable])
     taken: dict[str, int] = {}
     for value, producer in enumerate(graph.producer):
-        if producer < 0 or not graph.held_bytes[value]:
-            continue
-        if result.phase == "forward":
-            needed = graph.last_need[value] >= 0 or graph.dies[value] >= result.index
-            lives = producer <= result.index and needed
-        else:
-            lives = result.phase != "optimizer" and graph.last_need[value] >= result.index
-        if lives:
+        if producer >= 0 and graph.held_bytes[value] and _lives(value, graph, result):
             module = found.operations[producer].module or "the model"
             taken[module] = taken.get(module, 0) + graph.held_bytes[value]
+    return _largest_named(taken)
+
+
+def _lives(value: int, graph: Graph, result: Simulation) -> bool:
+    """Whether a value is there at the peak."""
+    is_needed = graph.last_need[value] >= result.index
+    if result.phase != "forward":
+        return is_needed and result.phase != "optimizer"
+    is_there = graph.producer[value] <= result.index
+    return is_there and (graph.last_need[value] >= 0 or graph.dies[value] >= result.index)
+
+
+def _largest_named(taken: dict[str, int]) -> dict[str, int]:
     named = _by_size(taken)
     shown = dict(named[:_LARGEST])
     if len(named) > _LARGEST:

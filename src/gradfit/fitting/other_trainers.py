@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,11 +119,7 @@ class Passes:
                 self.additivity, rows, exact=self._exact, shares=shares, may_repeat=shares is None
             )
             for part in parts:
-
-                def weighed(found: PartLoss, position: int = part.position) -> None:
-                    found = weights.shared(found, position)
-                    backward(found, weights.of(found))
-
+                weighed = partial(_weigh, weights, part.position, backward)
                 self._recovery.run(tested, part, batch, weighed, first=not part.position)
 
         def take_back() -> bool:
@@ -138,6 +135,16 @@ class Passes:
             self._has_warned = True
             warn_about_cutting(tested, self.additivity, exact=self._exact)
         return tested
+
+
+def _weigh(
+    weights: BatchWeights,
+    position: int,
+    backward: Callable[[PartLoss, Weight], object],
+    part: PartLoss,
+) -> None:
+    part = weights.shared(part, position)
+    backward(part, weights.of(part))
 
 
 class MeanInProgress:

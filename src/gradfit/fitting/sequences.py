@@ -72,15 +72,7 @@ class Sequences:
         """Around a forward: the plan that is most likely its own, and the others to go on with."""
         plans = self._plans(tested)
         plans = [plan for plan in plans if plan not in self._tried.get(position, ())] or plans[:1]
-        lead, policy = plans[0], None
-        if len(plans) == 1:
-            around = lead.following(first=first)
-        elif lead.plan.keeps_everything:
-            kept = [plan for plan in plans if plan.plan.keeps_everything]
-            around = Unrecorded(max(plan.saved_limit for plan in kept))
-        else:
-            others = [(plan.script, plan.tail) for plan in plans[1:]]
-            around, policy = recording(lead.script, lead.tail, watched=first, others=others)
+        around, policy = _around_forward(plans, first=first)
         try:
             with around:
                 yield
@@ -92,16 +84,12 @@ class Sequences:
 
     def _plans(self, tested: TestedPlan) -> list[TestedPlan]:
         """All that may be this batch's, in the order in which they are tried."""
-        found, others = _IdentityList([tested]), self._planner.known
+        others = self._planner.known
         if len(others) == 1:
-            return found
-        for known in others:
-            same = known.steady and _way(known) == _way(tested)
-            other = same and known.plan.operations != tested.plan.operations
-            if other and covering([known], tested.shape, tested.plan.batch_size):
-                found.append(known)
+            return _IdentityList([tested])
+        plans = [tested, *(other for other in others if _is_another_sequence(other, tested))]
         last = self._last.get(self._key(tested))
-        return _IdentityList(sorted(found, key=lambda plan: plan.plan.operations != last))
+        return _IdentityList(sorted(plans, key=lambda plan: plan.plan.operations != last))
 
     @staticmethod
     def _key(tested: TestedPlan) -> tuple[Any, int]:
@@ -115,20 +103,23 @@ class Sequences:
         if tested.by_size:
             return self._planner.outgrown(tested, batch)
         self._repeats += 1
-        tried = self._tried.setdefault(left.position, _IdentityList())
-        tried.append(left.plan)
+        self._tried.setdefault(left.position, _IdentityList()).append(left.plan)
         if self._repeats > _MOST_REPEATS:
             self._now = str(left.error)
             return tested
-        if any(_may_be(plan, left) for plan in self._plans(tested) if plan not in tried):
+        if self._has_untried(tested, left):
             return tested
-        learnt = self._learnt[left.shape] = self._learnt.get(left.shape, 0) + 1
-        made = (
-            None if learnt > _MOST or distributed.is_running() else self._learn(tested, batch, left)
-        )
-        if made is None:
+        learnt = self._learn(tested, batch, left)
+        if learnt is None:
             return self._say(tested, left)
-        return made if made.plan.operations == tested.plan.operations else tested
+        return learnt if learnt.plan.operations == tested.plan.operations else tested
+
+    def _has_untried(self, tested: TestedPlan, left: _Left) -> bool:
+        """Whether there is a plan that may be this micro-batch's, and was not tried in this
+        step.
+        """
+        tried = self._tried[left.position]
+        return any(_may_be(plan, left) for plan in self._plans(tested) if plan not in tried)
 
     def _say(self, tested: TestedPlan, left: _Left) -> TestedPlan:
         """These micro-batches run online from now on: once as a warning, and in the plan's text."""
@@ -147,18 +138,21 @@ class Sequences:
 
     def _learn(self, tested: TestedPlan, batch: Any, left: _Left) -> TestedPlan | None:
         """A plan for what this micro-batch does; None if there is none, or not even a trial follows
-        it.
+        it, or there are too many already.
         """
+        count = self._learnt[left.shape] = self._learnt.get(left.shape, 0) + 1
+        if count > _MOST or distributed.is_running():
+            return None
         planner = self._planner
         part = next(islice(planner.parts(batch, tested.plan.micro_batch), left.position, None))
         with planner.time.planning():
             try:
-                made = planner.plan_of_part(part, tested)
+                learnt = planner.plan_of_part(part, tested)
             except BudgetInfeasible:
                 return None
-        if made is not None:
-            self._last[self._key(tested)] = made.plan.operations
-        return made
+        if learnt is not None:
+            self._last[self._key(tested)] = learnt.plan.operations
+        return learnt
 
 
 def _forget_oldest(memory: dict[Any, Any]) -> None:
@@ -172,6 +166,29 @@ class _IdentityList(list[TestedPlan]):
 
     def __contains__(self, plan: object) -> bool:
         return any(plan is one for one in self)
+
+
+def _around_forward(plans: list[TestedPlan], *, first: bool) -> tuple[Any, Any]:
+    """What a forward runs in that begins with the first of these plans and may go over to the
+    others; and what then says which one it has followed.
+    """
+    lead = plans[0]
+    if len(plans) == 1:
+        return lead.following(first=first), None
+    if lead.plan.keeps_everything:
+        limits = [plan.saved_limit for plan in plans if plan.plan.keeps_everything]
+        return Unrecorded(max(limits)), None
+    others = [(plan.script, plan.tail) for plan in plans[1:]]
+    return recording(lead.script, lead.tail, watched=first, others=others)
+
+
+def _is_another_sequence(other: TestedPlan, tested: TestedPlan) -> bool:
+    """Whether a plan is for other operations of the same batches, cut in the same way."""
+    if not other.steady or _way(other) != _way(tested):
+        return False
+    if other.plan.operations == tested.plan.operations:
+        return False
+    return bool(covering([other], tested.shape, tested.plan.batch_size))
 
 
 def _way(tested: TestedPlan) -> tuple[Any, ...]:
