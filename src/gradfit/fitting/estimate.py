@@ -173,7 +173,7 @@ def estimate(
     count_rows(batch, split, "batch", fake=True)
     machine = find_machine(hardware, _dtype_of(model))
     try:
-        found = make_profile(
+        profile = make_profile(
             model, loss_fn, batch, optimizer, fake=True, hardware=machine, split=split
         )
     except UnsupportedOp as error:
@@ -181,12 +181,12 @@ def estimate(
             f"A step with this batch cannot be followed on shapes: {error}"
         ) from error
     rows = count_rows(batch, split, "batch", fake=True)
-    plain = _plain_at_once(found, rows)
+    plain = _plain_at_once(profile, rows)
     memory = int(machine.memory)
     # Where plain PyTorch fits, too, the levers are shown for half of what it needs.
     target = memory if plain.peak_bytes > memory else plain.peak_bytes // 2
-    levers = [*_levers(found, rows, target)]
-    levers += _optimizer_levers(model, loss_fn, batch, optimizer, machine, split, found, target)
+    levers = [*_levers(profile, rows, target)]
+    levers += _optimizer_levers(model, loss_fn, batch, optimizer, machine, split, profile, target)
     return Estimate(
         machine=machine.name,
         memory_bytes=memory,
@@ -194,17 +194,17 @@ def estimate(
         peak_bytes=plain.peak_bytes,
         parts={name: count for name, count in plain.breakdown.items() if count},
         peak_at=plain.peak_at,
-        alive=_alive_at_peak(found, rows),
+        alive=_alive_at_peak(profile, rows),
         step_seconds=plain.step_seconds,
         levers=tuple(levers),
         kernels=_kernels_of(model),
-        versions=dict(found.versions),
+        versions=dict(profile.versions),
     )
 
 
-def _plain_at_once(found: Profile, rows: int) -> Plan:
+def _plain_at_once(profile: Profile, rows: int) -> Plan:
     """All rows in one plain step."""
-    plain = plain_plan(found, memory=NO_BUDGET, batch_size=rows, micro_batch=rows)
+    plain = plain_plan(profile, memory=NO_BUDGET, batch_size=rows, micro_batch=rows)
     assert plain is not None, "everything can be kept where there is no budget"
     return plain
 
@@ -225,17 +225,17 @@ def _kernels_of(model: torch.nn.Module) -> str:
     return "cpu" if here is None else here.type
 
 
-def _levers(found: Profile, rows: int, memory: int) -> Iterable[Lever]:
+def _levers(profile: Profile, rows: int, memory: int) -> Iterable[Lever]:
     """What cutting, recomputing, offloading and tiling give, alone and together."""
-    at_hand = dataclasses.replace(found, host_bandwidth=0.0, tiled=())
-    may_cut = found.splittable and rows > found.min_batch
+    at_hand = dataclasses.replace(profile, host_bandwidth=0.0, tiled=())
+    may_cut = profile.splittable and rows > profile.min_batch
     if may_cut:
         yield _plain_lever(at_hand, rows, memory)
     yield _lever("recomputing", at_hand, memory, None, "fit(..., micro_batch='whole', tile=False)")
     if may_cut:
         yield _lever("micro-batches and recomputing", at_hand, memory, rows, "fit(..., tile=False)")
-    if found.host_bandwidth:
-        moved = dataclasses.replace(found, tiled=())
+    if profile.host_bandwidth:
+        moved = dataclasses.replace(profile, tiled=())
         yield _lever(
             "recomputing and offloading",
             moved,
@@ -243,29 +243,39 @@ def _levers(found: Profile, rows: int, memory: int) -> Iterable[Lever]:
             None,
             "fit(..., micro_batch='whole', offload=True)",
         )
-    if found.tiled:
-        tiled = dataclasses.replace(found, host_bandwidth=0.0)
+    if profile.tiled:
+        tiled = dataclasses.replace(profile, host_bandwidth=0.0)
         yield _lever(
-            "all of these and tiles", tiled, memory, rows if found.splittable else None, "fit(...)"
+            "all of these and tiles",
+            tiled,
+            memory,
+            rows if profile.splittable else None,
+            "fit(...)",
         )
 
 
-def _plain_lever(found: Profile, rows: int, memory: int) -> Lever:
+def _plain_lever(profile: Profile, rows: int, memory: int) -> Lever:
     """The largest micro-batch that needs no recomputation; the smallest there is, if none fits."""
-    made = plain_plan(found, memory=memory, batch_size=rows)
-    fits = made is not None
-    if made is None:
-        made = plain_plan(found, memory=NO_BUDGET, batch_size=rows, micro_batch=found.min_batch)
-    assert made is not None
-    name = f"micro-batches of {made.micro_batch}"
+    plain = plain_plan(profile, memory=memory, batch_size=rows)
+    fits = plain is not None
+    if plain is None:
+        plain = plain_plan(
+            profile, memory=NO_BUDGET, batch_size=rows, micro_batch=profile.min_batch
+        )
+    assert plain is not None
+    name = f"micro-batches of {plain.micro_batch}"
     return Lever(
-        name, made.peak_bytes, made.step_seconds, fits, f"fit(..., micro_batch={made.micro_batch})"
+        name,
+        plain.peak_bytes,
+        plain.step_seconds,
+        fits,
+        f"fit(..., micro_batch={plain.micro_batch})",
     )
 
 
-def _lever(name: str, found: Profile, memory: int, batch_size: int | None, how: str) -> Lever:
+def _lever(name: str, profile: Profile, memory: int, batch_size: int | None, how: str) -> Lever:
     try:
-        within = plan(found, memory=memory, batch_size=batch_size)
+        within = plan(profile, memory=memory, batch_size=batch_size)
     except BudgetInfeasible as smallest:
         return Lever(name, smallest.min_bytes, None, False, how)
     return Lever(name, within.peak_bytes, within.step_seconds, True, how)
@@ -278,32 +288,32 @@ def _optimizer_levers(
     optimizer: Any,
     machine: Hardware,
     split: _Split,
-    found: Profile,
+    profile: Profile,
     target: int,
 ) -> list[Lever]:
     """One parameter after the other instead of all at once: fewer temporaries, more launches."""
     groups = getattr(optimizer, "param_groups", [])
-    if not found.optimizer_burst_bytes or not any("foreach" in group for group in groups):
+    if not profile.optimizer_burst_bytes or not any("foreach" in group for group in groups):
         return []
     single = copy.copy(optimizer)
     single.param_groups = [{**group, "foreach": False, "fused": None} for group in groups]
     other = make_profile(
         model, loss_fn, batch, single, fake=True, hardware=machine, split=split, tile=False
     )
-    plain = _plain_at_once(other, found.batch_size)
+    plain = _plain_at_once(other, profile.batch_size)
     fits = plain.peak_bytes <= target
     how = f"{type(optimizer).__name__}(..., foreach=False)"
     return [Lever("the optimizer, one by one", plain.peak_bytes, plain.step_seconds, fits, how)]
 
 
-def _alive_at_peak(found: Profile, rows: int) -> dict[str, int]:
+def _alive_at_peak(profile: Profile, rows: int) -> dict[str, int]:
     """Bytes of the values that are alive at the peak, by module; the smaller ones together."""
-    graph = found.at(rows, accumulates=False)
+    graph = profile.at(rows, accumulates=False)
     result = simulate(graph, [KEEP if keepable else REBUILD for keepable in graph.keepable])
     taken: dict[str, int] = {}
     for value, producer in enumerate(graph.producer):
-        if producer >= 0 and graph.held_bytes[value] and _lives(value, graph, result):
-            module = found.operations[producer].module or "the model"
+        if producer >= 0 and _lives(value, graph, result):
+            module = profile.operations[producer].module or "the model"
             taken[module] = taken.get(module, 0) + graph.held_bytes[value]
     return _largest_named(taken)
 
@@ -318,7 +328,7 @@ def _lives(value: int, graph: Graph, result: Simulation) -> bool:
 
 
 def _largest_named(taken: dict[str, int]) -> dict[str, int]:
-    named = _by_size(taken)
+    named = _by_size(taken)  # without those of no bytes
     shown = dict(named[:_LARGEST])
     if len(named) > _LARGEST:
         shown[f"{len(named) - _LARGEST} others"] = sum(count for _, count in named[_LARGEST:])

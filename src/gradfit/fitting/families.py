@@ -81,15 +81,21 @@ def grown(
     """The plan of the most similar smaller batches, for those of this shape; None if it would
     surely not hold.
     """
-    sizes = [growth(one.shape, shape) for one in plans]
     shapes = [*(one.shape for one in plans), shape]
-    nearest = sorted(zip(sizes, range(len(plans)), strict=True))
-    for size, tested in ((size, plans[place]) for size, place in nearest):
-        if math.isfinite(size) and _can_grow(tested, batch_size):
-            larger = _grown_to(tested, _corner(shapes, tested.shape, size), limit_bytes)
-            if larger is not None:
-                return larger
+    for size, tested in _nearest_first(plans, shape, batch_size):
+        larger = _grown_to(tested, _corner(shapes, tested.shape, size), limit_bytes)
+        if larger is not None:
+            return larger
     return None
+
+
+def _nearest_first(
+    plans: Sequence[TestedPlan], shape: Shape, batch_size: int
+) -> list[tuple[float, TestedPlan]]:
+    """Those that can grow to this shape, with how many times as large it is."""
+    sized = [(growth(one.shape, shape), one) for one in plans if _can_grow(one, batch_size)]
+    same_kind = [pair for pair in sized if math.isfinite(pair[0])]
+    return sorted(same_kind, key=lambda pair: pair[0])
 
 
 def _can_grow(tested: TestedPlan, batch_size: int) -> bool:

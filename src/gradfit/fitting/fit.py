@@ -221,9 +221,9 @@ def _agreeing(ranks: AllRanks, planner: Planner) -> Iterator[None]:
 def _check_same_weights(ranks: AllRanks, additivity: Additivity | None) -> None:
     """Ranks that weigh by different things cannot be added up."""
     over = "" if additivity is None else str(additivity.over)
-    found = [one["over"] for one in ranks.group.exchange({"kind": "fit's weights", "over": over})]
-    if len(set(found)) > 1:
+    ways = [one["over"] for one in ranks.group.exchange({"kind": "fit's weights", "over": over})]
+    if len(set(ways)) > 1:
         raise MisuseError(
-            f"The ranks measured different losses, which add up by {', '.join(found)}. Pass each"
+            f"The ranks measured different losses, which add up by {', '.join(ways)}. Pass each"
             " rank a sample of the same kind, or return gf.Loss(sum=…, count=…)."
         )

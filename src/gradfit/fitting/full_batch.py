@@ -141,9 +141,10 @@ def _whole_gradients(
     draws = WholeDraws()
     with trials_end(), untouched(model):
         with draws:
-            found = run_part(loss_fn, model, batch, rows)
-        torch.autograd.backward(found.loss)
-        return _scaled(parameters, 1.0 if found.count is None else float(found.count)), draws
+            part_loss = run_part(loss_fn, model, batch, rows)
+        torch.autograd.backward(part_loss.loss)
+        items = 1.0 if part_loss.count is None else float(part_loss.count)
+        return _scaled(parameters, items), draws
 
 
 def _added_gradients(
@@ -161,17 +162,17 @@ def _added_gradients(
         for position, (part, rows) in enumerate(parts):
             generators.restore()
             with draws.for_part():
-                found = run_part(loss_fn, model, part, rows)
-            found = weights.shared(found, position)
-            weight = weights.of(found)
+                part_loss = run_part(loss_fn, model, part, rows)
+            part_loss = weights.shared(part_loss, position)
+            weight = weights.of(part_loss)
             items = float(weight.number)
             if items:  # a mean over no items is NaN, and contributes nothing
                 torch.autograd.backward(
-                    found.loss * items if weight.reduction == "mean" else found.loss
+                    part_loss.loss * items if weight.reduction == "mean" else part_loss.loss
                 )
             total += items
             by_rows = by_rows and items == rows
-            del found
+            del part_loss
         return _scaled(parameters, total), by_rows
 
 

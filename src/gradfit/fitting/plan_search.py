@@ -619,7 +619,7 @@ class Planner:
         bandwidth = self._host_bandwidth()
         loss_fn = with_tiles(self._loss_fn, tiles)
         is_open = self.additivity is None and self._is_never_cut(batch, batch_size, loss_fn)
-        found = profile(
+        measured = profile(
             self._model,
             loss_fn,
             batch,
@@ -632,13 +632,15 @@ class Planner:
             tile=False,
         )
         if not is_open:
-            self.additivity = found.additivity
-        burst = max(found.optimizer_burst_bytes + self._widening_bytes(found), self.reduce_bytes)
+            self.additivity = measured.additivity
+        burst = max(
+            measured.optimizer_burst_bytes + self._widening_bytes(measured), self.reduce_bytes
+        )
         return dataclasses.replace(
-            found,
+            measured,
             tiles=tiles,
             additivity=self.additivity,
-            splittable=self._is_splittable(found),
+            splittable=self._is_splittable(measured),
             optimizer_burst_bytes=burst,
         )
 
@@ -649,11 +651,11 @@ class Planner:
         device = next(self._model.parameters()).device
         return measure_bandwidth(device, min(16 << 20, 1024 + self.limit_bytes // 8))
 
-    def _is_splittable(self, found: Profile) -> bool:
+    def _is_splittable(self, profile: Profile) -> bool:
         """Whether a batch is cut: as it was asked for, or as it was measured."""
         if self._whole:
             return False
-        return found.splittable if self.exact else True
+        return profile.splittable if self.exact else True
 
     def _is_never_cut(self, batch: Any, batch_size: int, loss_fn: LossFunction) -> bool:
         """Whether how parts add up need not be known, which takes many forwards to measure: the
@@ -670,17 +672,19 @@ class Planner:
         return batch_size == 1 and self.rows(batch) <= 1
 
     def _plan(
-        self, found: Profile, limit_bytes: int, batch_size: int, micro_batch: int | None = None
+        self, profile: Profile, limit_bytes: int, batch_size: int, micro_batch: int | None = None
     ) -> Plan:
         """The best plan; at this very micro-batch, or at the one that was asked for, if any."""
         if self._micro_batch is not None:
-            micro_batch = self._asked_size(self._micro_batch, batch_size, found)
+            micro_batch = self._asked_size(self._micro_batch, batch_size, profile)
         self._progress.begin(f"planning for {format_bytes(limit_bytes)}")
-        return make_plan(found, memory=limit_bytes, batch_size=batch_size, micro_batch=micro_batch)
+        return make_plan(
+            profile, memory=limit_bytes, batch_size=batch_size, micro_batch=micro_batch
+        )
 
-    def _asked_size(self, micro_batch: int, batch_size: int, found: Profile) -> int:
+    def _asked_size(self, micro_batch: int, batch_size: int, profile: Profile) -> int:
         """The micro-batch that was asked for, if the batch may be cut."""
-        if micro_batch < batch_size and not found.splittable:
+        if micro_batch < batch_size and not profile.splittable:
             raise MisuseError(
                 f"micro_batch={micro_batch} cuts the batch of {batch_size}, and its loss"
                 f" does not add up: {self._why_whole()}. Leave micro_batch out, or pass"
@@ -688,15 +692,17 @@ class Planner:
             )
         return min(micro_batch, batch_size)
 
-    def _plan_at(self, found: Profile, limit_bytes: int, batch_size: int, micro_batch: int) -> Plan:
+    def _plan_at(
+        self, profile: Profile, limit_bytes: int, batch_size: int, micro_batch: int
+    ) -> Plan:
         """The plan for this very micro-batch if it can be, else for any."""
         try:
-            return self._plan(found, limit_bytes, batch_size, min(micro_batch, batch_size))
+            return self._plan(profile, limit_bytes, batch_size, min(micro_batch, batch_size))
         except BudgetInfeasible:
-            return self._plan(found, limit_bytes, batch_size)
+            return self._plan(profile, limit_bytes, batch_size)
 
-    def _may_cut(self, found: Profile) -> bool:
-        return found.splittable and self._micro_batch is None
+    def _may_cut(self, profile: Profile) -> bool:
+        return profile.splittable and self._micro_batch is None
 
     def _why_whole(self) -> str:
         additivity = self.additivity
@@ -704,7 +710,7 @@ class Planner:
             return "micro_batch='whole'"
         return f"relative error {additivity.error:.2g} on a few rows; {additivity.reason}"
 
-    def _widening_bytes(self, found: Profile) -> int:
+    def _widening_bytes(self, profile: Profile) -> int:
         """What a step takes more if parameters and state are widened for it, and its temporaries
         are as wide.
         """
@@ -714,9 +720,9 @@ class Planner:
         sized = [(local_part(p).nbytes, _widened_by(p.dtype, self._wide)) for p in trained]
         copies = sum(size * ratio for size, ratio in sized if ratio > 1)
         wider = sum(size * (ratio - 1) for size, ratio in sized)
-        states = found.optimizer_bytes * wider / _local_bytes(trained)
+        states = profile.optimizer_bytes * wider / _local_bytes(trained)
         most = max(ratio for _, ratio in sized)
-        return round(copies + states + found.optimizer_burst_bytes * (most - 1))
+        return round(copies + states + profile.optimizer_burst_bytes * (most - 1))
 
     def _fit_smallest(self, profile: Profile, request: _Request) -> list[TestedPlan]:
         """The plan of the smallest peak, by seconds that are the same in every run: so `min_bytes`
@@ -883,9 +889,9 @@ class Planner:
 
     def _run_trial(self, untested: TestedPlan, batch: Any, online_bytes: int | None) -> TestedPlan:
         untested = dataclasses.replace(untested, saved_bytes=None)  # of another plan, perhaps
-        plan, found = untested.plan, untested.profile
+        plan, profile = untested.plan, untested.profile
         # what its first step will allocate
-        waiting = max(0, found.optimizer_bytes - _state_bytes(self._optimizer))
+        waiting = max(0, profile.optimizer_bytes - _state_bytes(self._optimizer))
         passes = update = saved = asked = 0
         data_reads = LooksAtData()
         record = TrialRecord(self.reserved)
@@ -897,7 +903,7 @@ class Planner:
             # A part is a view: it holds the whole batch it was cut from, which may still be less
             # than a step's.
             held = meter(content, device=self.device).current_bytes
-            rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - held)
+            rest = max(0, int(plan.batch_size * profile.batch_bytes.per_item) - held)
             record.begin(*self.resident, content, beside=rest)
             live = Meter(device=self.device)
             live.events = record.events
@@ -910,8 +916,8 @@ class Planner:
                     saved = max(saved, unrecorded.saved_bytes)
                     asked = max(asked, unrecorded.last_rebuilt)
             passes = max(passes, live.peak_bytes + rest)
-            update = live.current_bytes + rest + found.optimizer_burst_bytes
-        sizes = UpdateSizes.of(self._model, self._optimizer, waiting, found.optimizer_burst_bytes)
+            update = live.current_bytes + rest + profile.optimizer_burst_bytes
+        sizes = UpdateSizes.of(self._model, self._optimizer, waiting, profile.optimizer_burst_bytes)
         reserved = record.reserved_bytes(sizes, copied=False)
         return dataclasses.replace(
             untested,
@@ -939,7 +945,7 @@ class Planner:
             tested, limit_bytes - beside, *self.resident, part.content, device=self.device
         )
         try:
-            self.runner.run(part, mode, lambda found: torch.autograd.backward(found.loss))
+            self.runner.run(part, mode, lambda part_loss: torch.autograd.backward(part_loss.loss))
         except BudgetInfeasible as refusal:
             raise _PastLimit(max(limit_bytes + 1, refusal.min_bytes + beside)) from refusal
 
@@ -1083,10 +1089,10 @@ def _may_be_beaten(tried: TestedPlan) -> bool:
     """Whether tiles may make a step much faster: nothing is faster than a batch that is run whole
     with everything kept.
     """
-    plan, found = tried.plan, tried.profile
+    plan, profile = tried.plan, tried.profile
     if distributed.is_running():  # all ranks must profile the same, and each has its own clock
         return plan.is_short
-    least = found.plain_seconds(plan.batch_size) + found.optimizer_seconds
+    least = profile.plain_seconds(plan.batch_size) + profile.optimizer_seconds
     return plan.is_short and plan.step_seconds > _NEARLY * least
 
 

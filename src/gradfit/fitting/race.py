@@ -64,14 +64,10 @@ class Race:
             return rounds >= _LEAST
         if rounds >= _MOST or seconds >= _PLENTY_SECONDS:
             return True
-        if len(self.running) == 1:
-            return rounds > 0 and (self._has_winner or seconds >= _ALONE_SECONDS)
-        return rounds >= _LEAST and seconds >= _SECONDS
-
-    @property
-    def _has_winner(self) -> bool:
-        """Whether one is left of several."""
-        return len(self.running) == 1 < len(self._taken)
+        if len(self.running) > 1:
+            return rounds >= _LEAST and seconds >= _SECONDS
+        has_won = len(self._taken) > 1  # else it has no rivals
+        return rounds > 0 and (has_won or seconds >= _ALONE_SECONDS)
 
     def step_seconds(self, place: int) -> float:
         """Of all passes of a step of this way."""

@@ -234,9 +234,9 @@ def _has_cap(device: torch.device) -> bool:
 
 def _on_paper(segments: Sequence[Mapping[str, Any]]) -> CachingAllocator:
     expandable = any(segment.get("is_expandable") for segment in segments)
-    made = ExpandableAllocator() if expandable else CachingAllocator()
-    made.load(segments)
-    return made
+    allocator = ExpandableAllocator() if expandable else CachingAllocator()
+    allocator.load(segments)
+    return allocator
 
 
 def _named(sizes: Iterable[tuple[int, int]], first: int) -> Events:

@@ -302,13 +302,13 @@ class TrainStep(NotCopied):
 
     def _find_plan(self, batch: Any, rows: int) -> TestedPlan:
         """The plan that serves the batch; one of a new shape is profiled and tried out."""
-        found = self._planner.serving(batch, rows)
-        if found is not None:
-            return found
+        tested = self._planner.serving(batch, rows)
+        if tested is not None:
+            return tested
         with trials_end(), self.accumulator.trial():
-            found = self._planner.tested_plan(batch, rows)
+            tested = self._planner.tested_plan(batch, rows)
         self._tree.renew()  # a first forward may make modules
-        return found
+        return tested
 
     def _snapshot(self) -> Snapshot:
         """What to go back to; copying the buffers may be what there is no memory for, until the
