@@ -86,7 +86,7 @@ def test_one_profile_where_nothing_could_be_much_faster(monkeypatch: pytest.Monk
     kept.
     """
     from gradfit.fitting.plan_search import Planner, _may_be_beaten
-    from gradfit.fitting.tested_plan import Fitted
+    from gradfit.fitting.tested_plan import TestedPlan
 
     profiles: list[Any] = []
     run = Planner._profile
@@ -99,7 +99,7 @@ def test_one_profile_where_nothing_could_be_much_faster(monkeypatch: pytest.Monk
     step = fitted()
     assert profiles == [None]
     (known,) = step.known
-    assert isinstance(known, Fitted)
+    assert isinstance(known, TestedPlan)
     assert not _may_be_beaten(known)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradfit as gf
-from gradfit.fitting import tested_plan
+from gradfit.fitting import plan_state, tested_plan
 from gradfit.recompute import follow_plan
 from gradfit.recompute.follow_plan import Diverged, LooksAtData, Unrecorded
 
@@ -162,3 +162,14 @@ def test_who_looks_at_the_data(look: Any, expected: bool) -> None:
     with LooksAtData() as seen:
         look(rows(4))
     assert seen.reads_data is expected
+
+
+def test_a_saved_plan_has_the_names_that_earlier_states_have() -> None:
+    model, x = Net(), rows()
+    step = gf.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, x, memory="64 MiB")
+    (tested,), (saved,) = step.known, step.state_dict()["plans"]
+    assert saved["looks"] is tested.reads_data is False
+    saved["looks"] = True
+    again = plan_state.read_plan(saved)
+    assert again.reads_data
+    assert plan_state.write_plan(again, lambda record: record.to_json()) == saved

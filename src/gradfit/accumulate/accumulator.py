@@ -344,11 +344,11 @@ class GradientAccumulator(NotCopied):
         self.window.begin()
 
     @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def trial(self) -> Iterator[None]:
         """Passes inside are trials: they do not count, and nobody communicates their gradients."""
         enabled, self.enabled = self.enabled, False
         try:
-            with self.ranks.rehearsal():
+            with self.ranks.trial():
                 yield
         except Exception as error:
             self.ranks.failed(error)

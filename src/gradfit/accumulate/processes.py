@@ -99,7 +99,7 @@ class SingleProcess:
         """Let a process that only keeps up step with the learning rate of those that have data."""
 
     @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[None]:
+    def trial(self) -> Iterator[None]:
         """Passes inside are of no window; other processes need not run any."""
         yield
 

@@ -124,10 +124,9 @@ def _explain(error: Exception, given: list[str]) -> int:
     if isinstance(error, BudgetInfeasible):
         details = {"min_bytes": error.min_bytes, "breakdown": error.breakdown}
         return _fail(str(error), EXIT_INFEASIBLE, given, **details)
-    if isinstance(error, MisuseError):
-        return _fail(str(error), EXIT_USAGE, given)
-    if isinstance(error, StateNotWritten):
-        return _fail(str(error), EXIT_FAILED, given)
+    if isinstance(error, MisuseError | StateNotWritten):
+        code = EXIT_USAGE if isinstance(error, MisuseError) else EXIT_FAILED
+        return _fail(str(error), code, given)
     name = "" if isinstance(error, GradfitError) else f"{type(error).__name__}: "
     return _fail(f"{name}{error} (--debug shows where.)", EXIT_FAILED, given)
 

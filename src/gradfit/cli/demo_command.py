@@ -4,6 +4,7 @@ trains.
 
 from __future__ import annotations
 
+import dataclasses
 import json as json_module
 import os
 import statistics
@@ -60,34 +61,10 @@ def demo(json: Json = False, report: Page = None, debug: Debug = False) -> None:
     plan, profile = Plan.from_json(trained["plan"]), Profile.from_json(trained["profile"])
     result, machine = _audit(plan)
     needed = plain_peak_bytes(profile, plan.batch_size)
-    with working("planning for other budgets, for the page"):
-        size = plan.batch_size
-        plans = frontier(profile, batch_size=size, points=10)
-        alike = frontier(profile, batch_size=size, points=6, micro_batch=plan.micro_batch)
+    content = _report(plain, trained, profile, plan)
     write_page(
-        Report(
-            "gradfit demo",
-            profile,
-            plan,
-            measured=Measured(
-                trained["peak_bytes"],
-                statistics.median(trained["seconds"]),
-                len(trained["seconds"]),
-            ),
-            frontier=tuple(plans),
-            same_size=tuple(alike),
-            plain_curve=[(s, b) for s, b in plain["curve"]],
-            plain_label=(
-                "plain PyTorch, measured"
-                f" ({'ends where it died' if plain['died'] else 'it survived'})"
-            ),
-            planned_curve=[(s, b) for s, b in trained["curve"]],
-            planned_label="gradfit, its first step, measured",
-            limit_bytes=BUDGET_BYTES,
-            losses=tuple(trained["losses"]),
-            audit=result,
-            environment=machine,
-            notes=(_said(plain, needed),),
+        dataclasses.replace(
+            content, audit=result, environment=machine, notes=(_said(plain, needed),)
         ),
         page,
     )
@@ -99,6 +76,29 @@ def demo(json: Json = False, report: Page = None, debug: Debug = False) -> None:
         print_result(f"page: {page}   ({format_seconds(time.perf_counter() - started)})")
     if not result:
         raise typer.Exit(EXIT_DIFFERENT)
+
+
+def _report(plain: dict[str, Any], trained: dict[str, Any], profile: Profile, plan: Plan) -> Report:
+    """What both processes measured, beside what plans for other budgets would take."""
+    with working("planning for other budgets, for the page"):
+        size = plan.batch_size
+        plans = frontier(profile, batch_size=size, points=10)
+        alike = frontier(profile, batch_size=size, points=6, micro_batch=plan.micro_batch)
+    seconds, end = trained["seconds"], "ends where it died" if plain["died"] else "it survived"
+    return Report(
+        "gradfit demo",
+        profile,
+        plan,
+        measured=Measured(trained["peak_bytes"], statistics.median(seconds), len(seconds)),
+        frontier=tuple(plans),
+        same_size=tuple(alike),
+        plain_curve=[(s, b) for s, b in plain["curve"]],
+        plain_label=f"plain PyTorch, measured ({end})",
+        planned_curve=[(s, b) for s, b in trained["curve"]],
+        planned_label="gradfit, its first step, measured",
+        limit_bytes=BUDGET_BYTES,
+        losses=tuple(trained["losses"]),
+    )
 
 
 def _make_folder(page: Path) -> None:
@@ -118,7 +118,12 @@ def _run_plain() -> dict[str, Any]:
                 cap = event["cap_bytes"]
             else:
                 outcome = {**event, "died": event["event"] == "died", "cap_bytes": cap}
-    if cap is None:
+    _note_outcome(outcome)
+    return outcome
+
+
+def _note_outcome(outcome: dict[str, Any]) -> None:
+    if outcome["cap_bytes"] is None:
         note("This system has no RLIMIT_DATA: nothing is capped here, the peaks are the meter's.")
     if outcome["died"]:
         note(
@@ -128,7 +133,6 @@ def _run_plain() -> dict[str, Any]:
         note(f"  {outcome['error']}")
     else:
         note(f"plain PyTorch survived, with a peak of {format_bytes(outcome['peak_bytes'])}.")
-    return outcome
 
 
 def _run_gradfit() -> dict[str, Any]:
@@ -138,14 +142,9 @@ def _run_gradfit() -> dict[str, Any]:
         for event in _events("fitted"):
             kind = event.pop("event")
             if kind == "stepped":
-                outcome["losses"].append(event["loss"])
-                outcome["seconds"].append(event["seconds"])
-                outcome["peak_bytes"] = max(outcome["peak_bytes"], event["peak_bytes"])
-                bar.update(
-                    task,
-                    completed=event["step"],
-                    description=f"gradfit: training, loss {event['loss']:.3f}",
-                )
+                _add_step(outcome, event)
+                doing = f"gradfit: training, loss {event['loss']:.3f}"
+                bar.update(task, completed=event["step"], description=doing)
                 continue
             outcome.update(event)
             if kind == "planned":
@@ -155,6 +154,12 @@ def _run_gradfit() -> dict[str, Any]:
         f" {len(outcome['losses'])} steps"
     )
     return outcome
+
+
+def _add_step(outcome: dict[str, Any], event: dict[str, Any]) -> None:
+    outcome["losses"].append(event["loss"])
+    outcome["seconds"].append(event["seconds"])
+    outcome["peak_bytes"] = max(outcome["peak_bytes"], event["peak_bytes"])
 
 
 def _audit(plan: Plan) -> tuple[AuditReport, dict[str, str]]:

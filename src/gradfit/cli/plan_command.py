@@ -51,15 +51,10 @@ def plan(
     with warnings_as_notes():
         batch = work.batch()
         profile = work.profile(batch, tile=tile)
-        chosen: Plan | None = None
-        plans: list[Plan] = []
-        if budget is not None:
-            chosen = work.plan(profile, budget, fixed)
-            print_result(chosen.to_json() if json else f"{chosen}\n{exactness_line(profile)}")
-        else:
-            plans = _trade_off(work, profile)
-            text = f"{_as_table(plans)}\n{exactness_line(profile)}"
-            print_result(_as_json(plans) if json else text)
+        chosen = None if budget is None else work.plan(profile, budget, fixed)
+        plans = _trade_off(work, profile) if chosen is None else []
+        show = _as_json if json else _in_words
+        print_result(show(profile, chosen, plans))
         # without --memory nothing is chosen, and the page says so of no plan
         if report is not None:
             work.write(work.report(profile, batch, chosen, frontier=tuple(plans)), report)
@@ -71,8 +66,15 @@ def _trade_off(work: Work, profile: Profile) -> list[Plan]:
         return frontier(profile, batch_size=work.batch_size if profile.splittable else None)
 
 
-def _as_json(plans: list[Plan]) -> str:
+def _as_json(profile: Profile, chosen: Plan | None, plans: list[Plan]) -> str:
+    if chosen is not None:
+        return chosen.to_json()
     return json_module.dumps({"frontier": [json_module.loads(one.to_json()) for one in plans]})
+
+
+def _in_words(profile: Profile, chosen: Plan | None, plans: list[Plan]) -> str:
+    answer = _as_table(plans) if chosen is None else str(chosen)
+    return f"{answer}\n{exactness_line(profile)}"
 
 
 def _as_table(plans: list[Plan]) -> str:

@@ -8,6 +8,7 @@ import json as json_module
 import math
 import shlex
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -105,18 +106,14 @@ def train(
         steps, epochs = before.get("steps"), before.get("epochs", 1)
     settings = RunSettings(
         batch_size=work.batch_size,
-        memory_bytes=(
-            before["memory_bytes"] if memory is None and before else work.budget(memory, ranks)
-        ),
+        memory_bytes=_memory_bytes(memory, before, work, ranks),
         seed=seed,
         steps=steps,
         epochs=epochs,
         micro_batch=_first(read_micro_batch(micro_batch), before.get("micro_batch")),
         tile=_first(tile, before.get("tile"), True),
     )
-    ranks.require_same(
-        {name: value for name, value in vars(settings).items() if name != "memory_bytes"}
-    )
+    ranks.require_same(_same_on_all_ranks(settings))
     folder.begin(settings)
     writer = _writer(folder) if tensorboard and ranks.rank == 0 else None
     with warnings_as_notes(), StopSignal() as stop, working("planning") as bar:
@@ -132,11 +129,22 @@ def train(
     ranks.leave()
     folder.store.close()
     if ranks.rank == 0:
-        if report is not None and run.step is not None and not result.interrupted:
-            _write_page(work, run.step, result, listener.seconds, report)
+        if report is not None:
+            _write_page_of_whole_run(work, run, result, listener.seconds, report)
         print_result(_as_json(work, run, result, digest) if json else _in_words(result))
     if result.interrupted:
         _end_interrupted(target, folder.path)
+
+
+def _memory_bytes(memory: str | None, before: Mapping[str, Any], work: Work, ranks: Ranks) -> int:
+    """The budget that is asked for, or that of the run that is resumed, or what is free."""
+    if memory is None and before:
+        return int(before["memory_bytes"])
+    return work.budget(memory, ranks)
+
+
+def _same_on_all_ranks(settings: RunSettings) -> dict[str, Any]:
+    return {name: value for name, value in vars(settings).items() if name != "memory_bytes"}
 
 
 def _load(target: str, batch_size: int | None, seed: int, page: Path | None, ranks: Ranks) -> Work:
@@ -178,18 +186,10 @@ class _RunFolder:
         resume = resume or ranks.restarted
         path = Path(ranks.first_says(str(out if out is not None else _default_out(target, resume))))
         states = RankStates(path, ranks)
-        if states.store.names() or read_begun(path) is not None:
+        if _holds_run(states.store, path):
             states.store.prepare()  # before anything in it is read: another run may be writing
         saved = _saved(states, resume)
-        if saved is not None:
-            settings = saved.content["settings"]
-        else:
-            settings = _begun(path, ranks) if resume else {}
-        if resume and not settings and not ranks.restarted:
-            raise MisuseError(
-                f"There is no run in {str(path)!r} to resume. Check --out, or leave out --resume to"
-                " begin one."
-            )
+        settings = _settings_to_resume(path, saved, ranks) if resume else {}
         return cls(path, states, ranks, resume, saved, settings)
 
     @property
@@ -264,10 +264,26 @@ def _default_out(target: str, resume: bool) -> Path:
     """runs/NAME, or the next of runs/NAME-2, … that is free; to resume, the last that is not."""
     last = path = Path("runs") / target_name(target)
     first, number = path.name, 1
-    while StateStore(path).names() or read_begun(path) is not None:
+    while _holds_run(StateStore(path), path):
         number += 1
         last, path = path, path.with_name(f"{first}-{number}")
     return last if resume else path
+
+
+def _holds_run(store: StateStore, base: Path) -> bool:
+    """Whether this rank has a state, or the run's directory says that one was begun."""
+    return bool(store.names()) or read_begun(base) is not None
+
+
+def _settings_to_resume(path: Path, saved: SavedState | None, ranks: Ranks) -> dict[str, Any]:
+    """Of the run that is there; one that was restarted may have been ended before it was begun."""
+    settings = _begun(path, ranks) if saved is None else saved.content["settings"]
+    if not settings and not ranks.restarted:
+        raise MisuseError(
+            f"There is no run in {str(path)!r} to resume. Check --out, or leave out --resume to"
+            " begin one."
+        )
+    return dict(settings)
 
 
 def _begun(base: Path, ranks: Ranks) -> dict[str, Any]:
@@ -285,13 +301,15 @@ def _saved(states: RankStates, resume: bool) -> SavedState | None:
             " with it, or another --out."
         )
     saved = states.load() if resume else None
-    if saved is None:
-        return None
+    if saved is not None and saved.passed_over:
+        _note_passed_over(saved)
+    return saved
+
+
+def _note_passed_over(saved: SavedState) -> None:
     for problem in saved.passed_over:
         note(f"Passed over {problem}")
-    if saved.passed_over:
-        note(f"Using {saved.path.name}, the one before.")
-    return saved
+    note(f"Using {saved.path.name}, the one before.")
 
 
 def _writer(folder: _RunFolder) -> Any:
@@ -305,6 +323,14 @@ def _writer(folder: _RunFolder) -> Any:
     # steps after the state are made again
     purge = None if saved is None else int(saved.content["step"]) + 1
     return SummaryWriter(str(folder.store.directory / "tensorboard"), purge_step=purge)
+
+
+def _write_page_of_whole_run(
+    work: Work, run: TrainingRun, result: RunReport, seconds: list[float], page: Path
+) -> None:
+    """None of a run that was interrupted."""
+    if run.step is not None and not result.interrupted:
+        _write_page(work, run.step, result, seconds, page)
 
 
 def _write_page(

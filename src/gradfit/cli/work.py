@@ -106,39 +106,39 @@ class Work:
         asked for.
         """
         fixed = self.batch_size if isinstance(micro_batch, str) else micro_batch
-        self._check_micro_batch(profile, fixed)
+        if fixed is not None and fixed < self.batch_size:
+            self._check_splittable(profile, fixed)
         size = self.batch_size if profile.splittable else None
         with working("planning"):
             if budget is None and fixed is None:
                 plans = frontier(profile, batch_size=size, points=2)
                 return min(plans, key=lambda plan: plan.peak_bytes)
-            fixed = fixed if size else None
-            if budget is None:
-                budget = _least_bytes(profile, size, fixed)
-            return make_plan(profile, memory=budget, batch_size=size, micro_batch=fixed)
+            return _plan_at(profile, budget, size, fixed if size else None)
 
-    def _check_micro_batch(self, profile: Profile, fixed: int | None) -> None:
-        if fixed is not None and fixed < self.batch_size and not profile.splittable:
+    def _check_splittable(self, profile: Profile, micro_batch: int) -> None:
+        if not profile.splittable:
             additivity = profile.additivity
             reason = additivity.reason if additivity is not None else "it has one row"
             raise MisuseError(
-                f"--micro-batch {fixed} cuts the batch of {self.batch_size}, which does not add up:"
-                f" {reason}. Leave out --micro-batch."
+                f"--micro-batch {micro_batch} cuts the batch of {self.batch_size}, which does not"
+                f" add up: {reason}. Leave out --micro-batch."
             )
 
     def report(self, profile: Profile, batch: Any, plan: Plan | None = None, **more: Any) -> Report:
         """The page's content: curves are measured here, without a trace; plain is predicted where
         it would not fit.
         """
-        job = self.job
         size = plan.batch_size if plan is not None else self.batch_size
-        report = Report(
-            f"gradfit: {self.target}", profile, plan, environment=environment(job.model), **more
-        )
+        here = environment(self.job.model)
+        report = Report(f"gradfit: {self.target}", profile, plan, environment=here, **more)
         if not report.plain_curve:
             report = self._with_plain_curve(report, batch, size)
         if plan is None:
             return report
+        return _with_other_plans(self._with_planned_curve(report, batch, plan), plan)
+
+    def _with_planned_curve(self, report: Report, batch: Any, plan: Plan) -> Report:
+        job = self.job
         with working("measuring memory as planned"):
             live = measure_curve(
                 job.model, job.optimizer, job.loss_fn, batch, plan=plan, split=job.split
@@ -146,11 +146,7 @@ class Work:
         report = dataclasses.replace(report, planned_curve=live.timeline or [])
         if report.limit_bytes is None:
             report = dataclasses.replace(report, limit_bytes=plan.budget_bytes)
-        with working("planning for other budgets"):
-            cut = size if profile.splittable else None
-            plans = report.frontier or tuple(frontier(profile, batch_size=cut, points=10))
-            alike = frontier(profile, batch_size=size, points=6, micro_batch=plan.micro_batch)
-        return dataclasses.replace(report, frontier=plans, same_size=tuple(alike))
+        return report
 
     def _with_plain_curve(self, report: Report, batch: Any, size: int) -> Report:
         """With the memory of plain PyTorch, measured where it fits, or else predicted."""
@@ -169,6 +165,25 @@ class Work:
 
     def write(self, report: Report, page: Path) -> None:
         write_page(report, page)
+
+
+def _with_other_plans(report: Report, plan: Plan) -> Report:
+    """What the chosen plan is compared with: plans for other budgets, and those of its size."""
+    profile, size = report.profile, plan.batch_size
+    with working("planning for other budgets"):
+        cut = size if profile.splittable else None
+        plans = report.frontier or tuple(frontier(profile, batch_size=cut, points=10))
+        alike = frontier(profile, batch_size=size, points=6, micro_batch=plan.micro_batch)
+    return dataclasses.replace(report, frontier=plans, same_size=tuple(alike))
+
+
+def _plan_at(
+    profile: Profile, budget: int | None, batch_size: int | None, micro_batch: int | None
+) -> Plan:
+    """At this micro-batch; without a budget, for the smallest there is."""
+    if budget is None:
+        budget = _least_bytes(profile, batch_size, micro_batch)
+    return make_plan(profile, memory=budget, batch_size=batch_size, micro_batch=micro_batch)
 
 
 def _least_bytes(profile: Profile, batch_size: int | None, micro_batch: int | None) -> int:

@@ -92,7 +92,7 @@ class AllRanks(SingleProcess):
     def __init__(self, modules: list[Any], group: Group, window: WindowOfProcess) -> None:
         self.modules, self.group, self.size = modules, group, group.size
         self._window = weakref.ref(window)  # which holds this
-        self._rehearsing = False
+        self._in_trial = False
         self._forward_hooks = ForwardHooks(modules, self)
 
     def warm_up(self) -> None:
@@ -196,15 +196,15 @@ class AllRanks(SingleProcess):
     def filling(self) -> bool:
         """Whether a forward now is one of a window, or a trial for one."""
         window = self._window()
-        return self._rehearsing or (window is not None and window.enabled)
+        return self._in_trial or (window is not None and window.enabled)
 
     @contextlib.contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        self._rehearsing = True
+    def trial(self) -> Iterator[None]:
+        self._in_trial = True
         try:
             yield
         finally:
-            self._rehearsing = False
+            self._in_trial = False
             window = self._window()
             for source in () if window is None else window.sources:
                 source.grad = None

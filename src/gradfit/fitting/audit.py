@@ -8,7 +8,8 @@ import contextlib
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,19 +101,19 @@ class AuditReport:
         return records.from_json(AuditReport, text)
 
     def __str__(self) -> str:
-        counted = ", ".join(
-            f"{count} {kind}{'s' if count != 1 else ''}" for kind, count in self.compared.items()
-        )
-        lines = [
-            f"replay: {'bit-identical' if self.identical else 'DIFFERENT'} ({counted} compared)"
-        ]
-        lines += [f"  {difference}" for difference in self.differences[:10]]
-        if len(self.differences) > 10:
-            lines.append(f"  … and {len(self.differences) - 10} more")
+        counted = ", ".join(_counted(count, kind) for kind, count in self.compared.items())
+        answer = "bit-identical" if self.identical else "DIFFERENT"
+        lines = [f"replay: {answer} ({counted} compared)", *self._lines_of_differences()]
         if self.first_operation is not None:
             lines.append(f"  the first operation that differs: {self.first_operation}")
         lines.append(f"against the full batch: {self.said_of_full_batch}")
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+    def _lines_of_differences(self) -> list[str]:
+        lines = [f"  {difference}" for difference in self.differences[:10]]
+        if len(self.differences) > 10:
+            lines.append(f"  … and {len(self.differences) - 10} more")
+        return lines
 
     @property
     def said_of_full_batch(self) -> str:
@@ -120,6 +121,10 @@ class AuditReport:
         return (
             "the same, it is run in one piece" if self.full_batch is None else str(self.full_batch)
         )
+
+
+def _counted(count: int, kind: str) -> str:
+    return f"{count} {kind}" if count == 1 else f"{count} {kind}s"
 
 
 def audit(
@@ -158,15 +163,7 @@ def audit(
     against the full batch: the same, it is run in one piece
     """
     if not isinstance(model, torch.nn.Module):
-        function = model
-        arguments = len(batch) if isinstance(batch, list | tuple) else 1
-        read_callable(
-            function,
-            "model",
-            "a torch.nn.Module, or a function of the batch's tensors",
-            arguments=arguments,
-        )
-        model, loss_fn, batch = _as_model(function, loss_fn, batch)
+        model, loss_fn, batch = _as_model(model, loss_fn, batch)
     loss_fn = check_arguments(model, loss_fn, split=split)
     if plan is not None:
         read_instance(plan, "plan", Plan, "what gf.plan(...) returned, or None")
@@ -174,50 +171,23 @@ def audit(
     inputs = [tensor for tensor in leaves(batch) if tensor.requires_grad]
     untiled, loss_fn = loss_fn, with_tiles(loss_fn, None if plan is None else plan.tiles)
     with trials_end(), untouched(model, inputs):
-        start = Snapshot(model, inputs)
-        before, after = Digests(), Digests()
-        with suspended() as scopes:
-            plain = _run(model, loss_fn, parts, inputs, lambda: before)
-        start.restore()
-        checks = _Checks()
-        if scopes and plan is None:  # the code has scopes of its own: those are audited
-            differences = [*_compare(plain, _run(model, loss_fn, parts, inputs, None))]
-            start.restore()
-        with suspended() if scopes and plan is None else contextlib.nullcontext():
-            planned = _run(model, loss_fn, parts, inputs, lambda: _checked(checks, plan, after))
-        if not scopes or plan is not None:
-            differences = [*_compare(plain, planned)]
-    if checks.worst is not None:
-        differences.append(checks.worst)
+        runs = _run_both(model, loss_fn, parts, inputs, plan)
     full_batch = None
     if len(parts) > 1 or loss_fn is not untiled:
         full_batch = compare_with_full_batch(
             model, untiled, batch, parts, split, part_loss_fn=loss_fn
         )
-    notes = [*_notes(model, full_batch, micro_batch), *checks.notes]
-    if plan is not None and plan.tiles is not None:
-        notes.append(
-            f"The plan has {plan.tiles}: its replay is compared with the same tiles, and its"
-            " gradients, equal up to the rounding of a float sum, with those of the whole batch"
-            " without tiles."
-        )
-    first = checks.first
-    if differences and first is None:
-        first = after.first_difference(before)
-        notes.append(
-            "Every rebuilt activation is what it was, so the model itself gives different results"
-            " from the same state. Call torch.use_deterministic_algorithms(True) and look for state"
-            " outside of parameters and buffers."
-        )
-    compared: dict[str, int] = {"output": 0, "gradient": 0, "buffer": 0, "generator": 0}
-    for kind, _ in plain:
-        compared[kind] += 1
-    compared["activation"] = checks.compared
+    notes = [
+        *_notes_on_cutting(model, full_batch, micro_batch),
+        *runs.checks.notes,
+        *_notes_on_tiles(plan),
+        *runs.notes,
+    ]
     return AuditReport(
-        identical=not differences,
-        compared=compared,
-        differences=tuple(differences),
-        first_operation=first,
+        identical=not runs.differences,
+        compared=runs.compared,
+        differences=tuple(runs.differences),
+        first_operation=runs.first_operation,
         micro_batch=micro_batch,
         micro_batches=len(parts),
         notes=tuple(notes),
@@ -225,20 +195,87 @@ def audit(
     )
 
 
-def _parts(
-    batch: Any, plan: Plan | None, split: Callable[[Any, int], Iterable[Any]] | None
-) -> tuple[list[Any], int]:
+_Split = Callable[[Any, int], Iterable[Any]] | None
+
+
+def _parts(batch: Any, plan: Plan | None, split: _Split) -> tuple[list[Any], int]:
     """The micro-batches, and how many rows each but the last has."""
-    first = next(leaves(batch), None)
-    if plan is None and split is None and (first is None or not first.dim()):
-        return [batch], 1  # of a function of scalars
+    if plan is None:
+        return [batch], _rows_of_whole(batch, split)
     rows = count_rows(batch, split)
-    if plan is None or plan.micro_batch >= rows:
+    if plan.micro_batch >= rows:
         return [batch], rows
     return list((split or split_batch)(batch, plan.micro_batch)), plan.micro_batch
 
 
+def _rows_of_whole(batch: Any, split: _Split) -> int:
+    """One, for a function of scalars."""
+    first = next(leaves(batch), None)
+    is_scalar = first is None or not first.dim()
+    return 1 if split is None and is_scalar else count_rows(batch, split)
+
+
 Results = dict[tuple[str, str], torch.Tensor | None]
+
+
+@dataclass
+class _BothRuns:
+    """The plain run beside the one that is audited."""
+
+    differences: list[Difference]
+    checks: _Checks
+    compared: dict[str, int]
+    before: Digests  # of the operations in the plain run
+    after: Digests
+
+    @property
+    def _is_unsteady(self) -> bool:
+        return bool(self.differences) and self.checks.first is None
+
+    @property
+    def first_operation(self) -> str | None:
+        return self.after.first_difference(self.before) if self._is_unsteady else self.checks.first
+
+    @property
+    def notes(self) -> list[str]:
+        if not self._is_unsteady:
+            return []
+        return [
+            "Every rebuilt activation is what it was, so the model itself gives different results"
+            " from the same state. Call torch.use_deterministic_algorithms(True) and look for state"
+            " outside of parameters and buffers."
+        ]
+
+
+def _run_both(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    parts: list[Any],
+    inputs: list[torch.Tensor],
+    plan: Plan | None,
+) -> _BothRuns:
+    start = Snapshot(model, inputs)
+    before, after, checks = Digests(), Digests(), _Checks()
+    with suspended() as scopes:
+        plain = _run(model, loss_fn, parts, inputs, lambda: before)
+    start.restore()
+    audits_scopes = bool(scopes) and plan is None  # the code has some of its own
+    if audits_scopes:
+        differences = [*_compare(plain, _run(model, loss_fn, parts, inputs, None))]
+        start.restore()
+    with suspended() if audits_scopes else contextlib.nullcontext():
+        planned = _run(model, loss_fn, parts, inputs, lambda: _checked(checks, plan, after))
+    if not audits_scopes:
+        differences = [*_compare(plain, planned)]
+    if checks.worst is not None:
+        differences.append(checks.worst)
+    return _BothRuns(differences, checks, _count_kinds(plain, checks), before, after)
+
+
+def _count_kinds(results: Results, checks: _Checks) -> dict[str, int]:
+    counts = Counter(kind for kind, _ in results)
+    kinds = ("output", "gradient", "buffer", "generator")
+    return {kind: counts[kind] for kind in kinds} | {"activation": checks.compared}
 
 
 def _run(
@@ -248,27 +285,40 @@ def _run(
     inputs: list[torch.Tensor],
     around: Callable[[], Any] | None,
 ) -> Results:
-    found: Results = {}
+    results: Results = {}
     for number, part in enumerate(parts):
         with around() if around is not None else contextlib.nullcontext():
             loss = run_part(loss_fn, model, part).loss
-        found["output", f"loss of micro-batch {number}"] = loss.detach().clone()
+        results["output", f"loss of micro-batch {number}"] = loss.detach().clone()
         torch.autograd.backward(loss)
         del loss
+    return results | _gradients_and_buffers(model, inputs) | _named_generators()
+
+
+def _gradients_and_buffers(model: torch.nn.Module, inputs: list[torch.Tensor]) -> Results:
+    results: Results = {}
+    for name, tensor in _differentiated(model, inputs):
+        results["gradient", name] = None if tensor.grad is None else tensor.grad.detach().clone()
+    for name, buffer in model.named_buffers():
+        results["buffer", name] = buffer.detach().clone()
+    return results
+
+
+def _differentiated(
+    model: torch.nn.Module, inputs: list[torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """All that gradients are compared of, by name."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            found["gradient", name] = (
-                None if parameter.grad is None else parameter.grad.detach().clone()
-            )
+            yield name, parameter
     for number, tensor in enumerate(inputs):
-        found["gradient", f"input {number}"] = (
-            None if tensor.grad is None else tensor.grad.detach().clone()
-        )
-    for name, buffer in model.named_buffers():
-        found["buffer", name] = buffer.detach().clone()
-    for number, state in enumerate(generator_states()):
-        found["generator", "cpu" if number == 0 else f"device {number - 1}"] = state
-    return found
+        yield f"input {number}", tensor
+
+
+def _named_generators() -> Results:
+    states = list(generator_states())
+    names = ["cpu", *(f"device {number}" for number in range(len(states) - 1))]
+    return {("generator", name): state for name, state in zip(names, states, strict=True)}
 
 
 class _Checks:
@@ -333,48 +383,67 @@ class _Checked:
 
 def _compare(plain: Results, planned: Results) -> Iterator[Difference]:
     for (kind, name), expected in plain.items():
-        found = planned.get((kind, name))
-        if expected is None and found is None:
-            continue
-        if expected is None or found is None:
+        result = planned.get((kind, name))
+        if expected is not None and result is not None:
+            if not _same(expected, result):
+                yield Difference(kind, name, _largest(expected, result))
+        elif expected is not result:  # only one of them is there
             yield Difference(kind, name, None)
-        elif not _same(expected, found):
-            yield Difference(kind, name, _largest(expected, found))
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Bit by bit: NaNs are the same as themselves, 0 is not −0."""
-    if a.shape != b.shape or a.dtype != b.dtype:
+    if not _are_of_one_kind(a, b) or a.layout != b.layout:
         return False
-    if a.layout is not torch.strided or b.layout is not torch.strided:
-        return a.layout == b.layout and _same(a.coalesce().values(), b.coalesce().values())
+    if a.layout is not torch.strided:
+        return _same(a.coalesce().values(), b.coalesce().values())
     return torch.equal(as_bytes(a), as_bytes(b))
 
 
+def _are_of_one_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
 def _largest(a: torch.Tensor, b: torch.Tensor) -> float | None:
-    if a.shape != b.shape or a.dtype != b.dtype or a.layout is not torch.strided:
+    if not _are_of_one_kind(a, b) or a.layout is not torch.strided:
         return None
-    if not a.dtype.is_floating_point and not a.dtype.is_complex:
+    if not _has_fractions(a.dtype):
         return float((a != b).any())
     largest = float((a.detach().to(torch.complex128) - b.detach().to(torch.complex128)).abs().max())
     return largest if math.isfinite(largest) else None
 
 
-def _notes(
+def _has_fractions(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _notes_on_tiles(plan: Plan | None) -> list[str]:
+    if plan is None or plan.tiles is None:
+        return []
+    return [
+        f"The plan has {plan.tiles}: its replay is compared with the same tiles, and its"
+        " gradients, equal up to the rounding of a float sum, with those of the whole batch"
+        " without tiles."
+    ]
+
+
+def _notes_on_cutting(
     model: torch.nn.Module, full_batch: FullBatchError | None, micro_batch: int
 ) -> list[str]:
     """What is not exact about cutting this batch, and what to do."""
     if full_batch is None:
         return []
-    notes = [batch_norm_note(names, micro_batch)] if (names := batch_norms(model)) else []
-    if full_batch.error is not None and not full_batch.exact and not notes:
-        notes.append(
-            f"The parts, weighted by {full_batch.weighted_by}, do not add up to the whole batch:"
-            " the loss couples the batch, or is a mean over something else. Return (loss_sum,"
-            " count), count being the items; use gf.chunked for what couples rows, or raise"
-            " `memory` until the batch is not cut."
-        )
-    return notes
+    names = batch_norms(model)
+    if names:
+        return [batch_norm_note(names, micro_batch)]
+    if full_batch.error is None or full_batch.exact:
+        return []
+    return [
+        f"The parts, weighted by {full_batch.weighted_by}, do not add up to the whole batch:"
+        " the loss couples the batch, or is a mean over something else. Return (loss_sum,"
+        " count), count being the items; use gf.chunked for what couples rows, or raise"
+        " `memory` until the batch is not cut."
+    ]
 
 
 class _Function(torch.nn.Module):
@@ -389,17 +458,21 @@ class _Function(torch.nn.Module):
 
 
 def _as_model(function: Any, loss_fn: Any, batch: Any) -> tuple[torch.nn.Module, LossFunction, Any]:
+    expected = "a torch.nn.Module, or a function of the batch's tensors"
+    read_callable(function, "model", expected, arguments=len(_as_arguments(batch)))
     if batch is None:
         batch, loss_fn = loss_fn, None
     if batch is None:
         raise MisuseError(
             "audit(fn) needs the tensors to call it with. Pass audit(fn, batch=(x, y))."
         )
-    arguments = batch if isinstance(batch, tuple | list) else (batch,)
-    model = _Function(function)
+    return _Function(function), loss_fn or _sum_of_outputs, _as_arguments(batch)
 
-    def summed(_: torch.nn.Module, given: Any) -> torch.Tensor:
-        outputs = list(leaves(model(*given) if isinstance(given, tuple | list) else model(given)))
-        return torch.stack([output.sum() for output in outputs if output.requires_grad]).sum()
 
-    return model, loss_fn or summed, arguments
+def _as_arguments(batch: Any) -> Sequence[Any]:
+    return batch if isinstance(batch, tuple | list) else (batch,)
+
+
+def _sum_of_outputs(model: torch.nn.Module, given: Any) -> torch.Tensor:
+    outputs = leaves(model(*_as_arguments(given)))
+    return torch.stack([output.sum() for output in outputs if output.requires_grad]).sum()

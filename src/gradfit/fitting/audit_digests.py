@@ -27,11 +27,11 @@ class Digests(OperationListener):
         out = func(*args, **kwargs)
         if not info_of(func).uninitialised:
             with unseen():
-                for tensor in flatten([out]):
-                    if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                        self._noted.append(
-                            (f"{func}, result of shape {tuple(tensor.shape)}", _digest(tensor))
-                        )
+                self._noted += [
+                    (f"{func}, result of shape {tuple(tensor.shape)}", _digest(tensor))
+                    for tensor in flatten([out])
+                    if _is_dense(tensor)
+                ]
         return out
 
     def first_difference(self, other: Digests) -> str | None:
@@ -42,6 +42,10 @@ class Digests(OperationListener):
             if mine != its:
                 return mine[0] if mine[0] == its[0] else f"{mine[0]}, where there was {its[0]}"
         return None
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,18 +34,25 @@ def read_budget(memory: Any, model: torch.nn.Module, optimizer: Any) -> int:
         return (
             int(_AUTO * free) + meter(model, optimizer, device=counted_device(model)).current_bytes
         )
-    share = (
-        re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*%\s*", memory) if isinstance(memory, str) else None
-    )
-    if share is None:
+    percent = _read_percent(memory)
+    if percent is None:
         return parse_bytes(memory)
-    percent = float(share.group(1))
+    return int(percent / 100 * _required(total_bytes(device), device))
+
+
+def _read_percent(memory: Any) -> float | None:
+    """None if it is none."""
+    pattern = r"\s*([0-9]*\.?[0-9]+)\s*%\s*"
+    matched = re.fullmatch(pattern, memory) if isinstance(memory, str) else None
+    if matched is None:
+        return None
+    percent = float(matched.group(1))
     if not 0 < percent <= 100:
         raise MisuseError(
             f"memory={memory!r} is not a part of what there is. Pass more than '0%', at most"
             " '100%'."
         )
-    return int(percent / 100 * _required(total_bytes(device), device))
+    return percent
 
 
 def _required(count: int | None, device: torch.device) -> int:

@@ -113,19 +113,27 @@ class Estimate:
         lines += [f"  {name:<22}{format_bytes(count):>12}" for name, count in _by_size(self.parts)]
         lines.append("Alive then, by the module that made it:")
         lines += [f"  {name:<34}{format_bytes(count):>12}" for name, count in self.alive.items()]
-        lines.append("What would make it half of that:" if self.fits else "What would help:")
-        for lever in self.levers:
-            seconds = "" if lever.step_seconds is None else format_seconds(lever.step_seconds)
-            fits = ("yes" if self.fits else "fits") if lever.fits else "too large"
-            lines.append(
-                f"  {lever.name:<34}{format_bytes(lever.peak_bytes):>12}  {seconds:>9} "
-                f" {fits:<10}{lever.how}"
-            )
+        lines += self._lines_of_levers()
         lines.append(
             f"Followed on shapes with the operators of {self.kernels}. Bytes of tensors: what an"
             " allocator rounds, and a driver takes, comes on top."
         )
         return "\n".join(lines)
+
+    def _lines_of_levers(self) -> list[str]:
+        heading, enough = "What would help:", "fits"
+        if self.fits:
+            heading, enough = "What would make it half of that:", "yes"
+        return [heading, *(_line_of_lever(lever, enough) for lever in self.levers)]
+
+
+def _line_of_lever(lever: Lever, enough: str) -> str:
+    seconds = "" if lever.step_seconds is None else format_seconds(lever.step_seconds)
+    answer = enough if lever.fits else "too large"
+    return (
+        f"  {lever.name:<34}{format_bytes(lever.peak_bytes):>12}  {seconds:>9} "
+        f" {answer:<10}{lever.how}"
+    )
 
 
 def estimate(
@@ -165,7 +173,7 @@ def estimate(
     count_rows(batch, split, "batch", fake=True)
     machine = find_machine(hardware, _dtype_of(model))
     try:
-        found = make_profile(
+        profile = make_profile(
             model, loss_fn, batch, optimizer, fake=True, hardware=machine, split=split
         )
     except UnsupportedOp as error:
@@ -173,15 +181,12 @@ def estimate(
             f"A step with this batch cannot be followed on shapes: {error}"
         ) from error
     rows = count_rows(batch, split, "batch", fake=True)
-    graph = found.at(rows, accumulates=False)
-    result = simulate(graph, [KEEP if keepable else REBUILD for keepable in graph.keepable])
-    plain = plain_plan(found, memory=NO_BUDGET, batch_size=rows, micro_batch=rows)
-    assert plain is not None, "everything can be kept where there is no budget"
+    plain = _plain_at_once(profile, rows)
     memory = int(machine.memory)
     # Where plain PyTorch fits, too, the levers are shown for half of what it needs.
     target = memory if plain.peak_bytes > memory else plain.peak_bytes // 2
-    levers = [*_levers(found, rows, target)]
-    levers += _optimizer_levers(model, loss_fn, batch, optimizer, machine, split, found, target)
+    levers = [*_levers(profile, rows, target)]
+    levers += _optimizer_levers(model, loss_fn, batch, optimizer, machine, split, profile, target)
     return Estimate(
         machine=machine.name,
         memory_bytes=memory,
@@ -189,12 +194,19 @@ def estimate(
         peak_bytes=plain.peak_bytes,
         parts={name: count for name, count in plain.breakdown.items() if count},
         peak_at=plain.peak_at,
-        alive=_alive(found, graph, result),
+        alive=_alive_at_peak(profile, rows),
         step_seconds=plain.step_seconds,
         levers=tuple(levers),
         kernels=_kernels_of(model),
-        versions=dict(found.versions),
+        versions=dict(profile.versions),
     )
+
+
+def _plain_at_once(profile: Profile, rows: int) -> Plan:
+    """All rows in one plain step."""
+    plain = plain_plan(profile, memory=NO_BUDGET, batch_size=rows, micro_batch=rows)
+    assert plain is not None, "everything can be kept where there is no budget"
+    return plain
 
 
 def _dtype_of(model: torch.nn.Module) -> torch.dtype:
@@ -207,20 +219,23 @@ def _kernels_of(model: torch.nn.Module) -> str:
     machine's.
     """
     kind = next(model.parameters()).device.type
+    if kind != "meta":
+        return kind
     here = torch.accelerator.current_accelerator(check_available=True)
-    return kind if kind != "meta" else "cpu" if here is None else here.type
+    return "cpu" if here is None else here.type
 
 
-def _levers(found: Profile, rows: int, memory: int) -> Iterable[Lever]:
+def _levers(profile: Profile, rows: int, memory: int) -> Iterable[Lever]:
     """What cutting, recomputing, offloading and tiling give, alone and together."""
-    at_hand = dataclasses.replace(found, host_bandwidth=0.0, tiled=())
-    if found.splittable and rows > found.min_batch:
+    at_hand = dataclasses.replace(profile, host_bandwidth=0.0, tiled=())
+    may_cut = profile.splittable and rows > profile.min_batch
+    if may_cut:
         yield _plain_lever(at_hand, rows, memory)
     yield _lever("recomputing", at_hand, memory, None, "fit(..., micro_batch='whole', tile=False)")
-    if found.splittable and rows > found.min_batch:
+    if may_cut:
         yield _lever("micro-batches and recomputing", at_hand, memory, rows, "fit(..., tile=False)")
-    if found.host_bandwidth:
-        moved = dataclasses.replace(found, tiled=())
+    if profile.host_bandwidth:
+        moved = dataclasses.replace(profile, tiled=())
         yield _lever(
             "recomputing and offloading",
             moved,
@@ -228,33 +243,42 @@ def _levers(found: Profile, rows: int, memory: int) -> Iterable[Lever]:
             None,
             "fit(..., micro_batch='whole', offload=True)",
         )
-    if found.tiled:
-        tiled = dataclasses.replace(found, host_bandwidth=0.0)
+    if profile.tiled:
+        tiled = dataclasses.replace(profile, host_bandwidth=0.0)
         yield _lever(
-            "all of these and tiles", tiled, memory, rows if found.splittable else None, "fit(...)"
+            "all of these and tiles",
+            tiled,
+            memory,
+            rows if profile.splittable else None,
+            "fit(...)",
         )
 
 
-def _plain_lever(found: Profile, rows: int, memory: int) -> Lever:
+def _plain_lever(profile: Profile, rows: int, memory: int) -> Lever:
     """The largest micro-batch that needs no recomputation; the smallest there is, if none fits."""
-    made = plain_plan(found, memory=memory, batch_size=rows)
-    fits = made is not None
-    if made is None:
-        made = plain_plan(found, memory=NO_BUDGET, batch_size=rows, micro_batch=found.min_batch)
-    assert made is not None
-    name = f"micro-batches of {made.micro_batch}"
+    plain = plain_plan(profile, memory=memory, batch_size=rows)
+    fits = plain is not None
+    if plain is None:
+        plain = plain_plan(
+            profile, memory=NO_BUDGET, batch_size=rows, micro_batch=profile.min_batch
+        )
+    assert plain is not None
+    name = f"micro-batches of {plain.micro_batch}"
     return Lever(
-        name, made.peak_bytes, made.step_seconds, fits, f"fit(..., micro_batch={made.micro_batch})"
+        name,
+        plain.peak_bytes,
+        plain.step_seconds,
+        fits,
+        f"fit(..., micro_batch={plain.micro_batch})",
     )
 
 
-def _lever(name: str, found: Profile, memory: int, batch_size: int | None, how: str) -> Lever:
-    made: Plan | None = None
+def _lever(name: str, profile: Profile, memory: int, batch_size: int | None, how: str) -> Lever:
     try:
-        made = plan(found, memory=memory, batch_size=batch_size)
+        within = plan(profile, memory=memory, batch_size=batch_size)
     except BudgetInfeasible as smallest:
         return Lever(name, smallest.min_bytes, None, False, how)
-    return Lever(name, made.peak_bytes, made.step_seconds, True, how)
+    return Lever(name, within.peak_bytes, within.step_seconds, True, how)
 
 
 def _optimizer_levers(
@@ -264,42 +288,47 @@ def _optimizer_levers(
     optimizer: Any,
     machine: Hardware,
     split: _Split,
-    found: Profile,
+    profile: Profile,
     target: int,
 ) -> list[Lever]:
     """One parameter after the other instead of all at once: fewer temporaries, more launches."""
     groups = getattr(optimizer, "param_groups", [])
-    if not found.optimizer_burst_bytes or not any("foreach" in group for group in groups):
+    if not profile.optimizer_burst_bytes or not any("foreach" in group for group in groups):
         return []
     single = copy.copy(optimizer)
     single.param_groups = [{**group, "foreach": False, "fused": None} for group in groups]
     other = make_profile(
         model, loss_fn, batch, single, fake=True, hardware=machine, split=split, tile=False
     )
-    made = plain_plan(
-        other, memory=NO_BUDGET, batch_size=found.batch_size, micro_batch=found.batch_size
-    )
-    assert made is not None
-    fits = made.peak_bytes <= target
+    plain = _plain_at_once(other, profile.batch_size)
+    fits = plain.peak_bytes <= target
     how = f"{type(optimizer).__name__}(..., foreach=False)"
-    return [Lever("the optimizer, one by one", made.peak_bytes, made.step_seconds, fits, how)]
+    return [Lever("the optimizer, one by one", plain.peak_bytes, plain.step_seconds, fits, how)]
 
 
-def _alive(found: Profile, graph: Graph, result: Simulation) -> dict[str, int]:
+def _alive_at_peak(profile: Profile, rows: int) -> dict[str, int]:
     """Bytes of the values that are alive at the peak, by module; the smaller ones together."""
+    graph = profile.at(rows, accumulates=False)
+    result = simulate(graph, [KEEP if keepable else REBUILD for keepable in graph.keepable])
     taken: dict[str, int] = {}
     for value, producer in enumerate(graph.producer):
-        if producer < 0 or not graph.held_bytes[value]:
-            continue
-        if result.phase == "forward":
-            needed = graph.last_need[value] >= 0 or graph.dies[value] >= result.index
-            lives = producer <= result.index and needed
-        else:
-            lives = result.phase != "optimizer" and graph.last_need[value] >= result.index
-        if lives:
-            module = found.operations[producer].module or "the model"
+        if producer >= 0 and _lives(value, graph, result):
+            module = profile.operations[producer].module or "the model"
             taken[module] = taken.get(module, 0) + graph.held_bytes[value]
-    named = _by_size(taken)
+    return _largest_named(taken)
+
+
+def _lives(value: int, graph: Graph, result: Simulation) -> bool:
+    """Whether a value is there at the peak."""
+    is_needed = graph.last_need[value] >= result.index
+    if result.phase != "forward":
+        return is_needed and result.phase != "optimizer"
+    is_there = graph.producer[value] <= result.index
+    return is_there and (graph.last_need[value] >= 0 or graph.dies[value] >= result.index)
+
+
+def _largest_named(taken: dict[str, int]) -> dict[str, int]:
+    named = _by_size(taken)  # without those of no bytes
     shown = dict(named[:_LARGEST])
     if len(named) > _LARGEST:
         shown[f"{len(named) - _LARGEST} others"] = sum(count for _, count in named[_LARGEST:])

@@ -20,10 +20,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import accumulate, takewhile
 
-from gradfit.fitting.tested_plan import Fitted, Shape, covers, growth
+from gradfit.fitting.tested_plan import Shape, TestedPlan, covers, growth
 
 MOST_PLANS = 64  # that are remembered
 MOST_OPERATIONS = 500_000  # in their profiles, of which each takes about a kilobyte
@@ -31,16 +32,21 @@ _ROOM = 0.97  # of the budget that arithmetic may fill
 _LARGER = 2.0  # a plan for batches so many times as large may be slower than one of their own
 
 
-def with_slack(fitted: Fitted, limit_bytes: int) -> Fitted:
+def with_slack(tested: TestedPlan, limit_bytes: int) -> TestedPlan:
     """With what it may grow by below this limit, as it was tested."""
-    if not fitted.steady or (fitted.by_size and fitted.plan.keeps_everything):
-        return fitted
-    fixed = _fixed_bytes(fitted)
-    slack = (_ROOM * limit_bytes - fixed) / max(1, fitted.tested_bytes - fixed)
-    return dataclasses.replace(fitted, slack=max(1.0, slack) if fitted.tested_bytes else 1.0)
+    if not tested.steady or (tested.by_size and tested.plan.keeps_everything):
+        return tested
+    return dataclasses.replace(tested, slack=_slack(tested, limit_bytes))
 
 
-def within_memory(plans: Sequence[Fitted], last_used: Mapping[int, int]) -> list[Fitted]:
+def _slack(tested: TestedPlan, limit_bytes: int) -> float:
+    if not tested.tested_bytes:
+        return 1.0
+    fixed = _fixed_bytes(tested)
+    return max(1.0, (_ROOM * limit_bytes - fixed) / max(1, tested.tested_bytes - fixed))
+
+
+def within_memory(plans: Sequence[TestedPlan], last_used: Mapping[int, int]) -> list[TestedPlan]:
     """Those that may be remembered beside one more, in their order; what was not used for longest
     goes first.
 
@@ -48,97 +54,108 @@ def within_memory(plans: Sequence[Fitted], last_used: Mapping[int, int]) -> list
         plans: all there are.
         last_used: by a plan's address, when that was.
     """
-    newest = sorted(plans, key=lambda known: -last_used.get(id(known), 0))
-    kept: set[int] = set()
-    profiles: set[int] = set()  # several plans may have one
-    operations = 0
-    for known in newest[: MOST_PLANS - 1]:
-        if id(known.profile) not in profiles:
-            operations += len(known.profile.operations)
-            if operations > MOST_OPERATIONS:
-                break
-            profiles.add(id(known.profile))
-        kept.add(id(known))
-    return [known for known in plans if id(known) in kept]
+    newest = sorted(plans, key=lambda tested: -last_used.get(id(tested), 0))
+    operations = accumulate(_operations_added(newest[: MOST_PLANS - 1]))
+    within = takewhile(lambda count: count <= MOST_OPERATIONS, operations)
+    kept = {id(tested) for tested, _ in zip(newest, within, strict=False)}
+    return [tested for tested in plans if id(tested) in kept]
 
 
-def covering(known: Sequence[Fitted], shape: Shape, batch_size: int) -> list[Fitted]:
+def _operations_added(plans: Iterable[TestedPlan]) -> Iterator[int]:
+    """By each plan to those before: none by one whose profile is there already."""
+    profiles: set[int] = set()
+    for tested in plans:
+        is_new = id(tested.profile) not in profiles
+        profiles.add(id(tested.profile))
+        yield len(tested.profile.operations) if is_new else 0
+
+
+def covering(plans: Sequence[TestedPlan], shape: Shape, batch_size: int) -> list[TestedPlan]:
     """The plans for batches at least as large in everything, in the order given."""
-    return [one for one in known if one.plan.batch_size >= batch_size and covers(one.shape, shape)]
+    return [one for one in plans if one.plan.batch_size >= batch_size and covers(one.shape, shape)]
 
 
 def grown(
-    known: Sequence[Fitted], shape: Shape, batch_size: int, limit_bytes: int
-) -> Fitted | None:
+    plans: Sequence[TestedPlan], shape: Shape, batch_size: int, limit_bytes: int
+) -> TestedPlan | None:
     """The plan of the most similar smaller batches, for those of this shape; None if it would
     surely not hold.
     """
-    found = [
-        (size, place)
-        for place, one in enumerate(known)
-        if one.steady and one.tested_bytes and not one.by_size and one.plan.batch_size >= batch_size
-        and math.isfinite(size := growth(one.shape, shape))
-    ]  # fmt: skip
-    for size, place in sorted(found):
-        made = _at(
-            known[place],
-            _corner([*(one.shape for one in known), shape], known[place].shape, size),
-            limit_bytes,
-        )
-        if made is not None:
-            return made
+    shapes = [*(one.shape for one in plans), shape]
+    for size, tested in _nearest_first(plans, shape, batch_size):
+        larger = _grown_to(tested, _corner(shapes, tested.shape, size), limit_bytes)
+        if larger is not None:
+            return larger
     return None
+
+
+def _nearest_first(
+    plans: Sequence[TestedPlan], shape: Shape, batch_size: int
+) -> list[tuple[float, TestedPlan]]:
+    """Those that can grow to this shape, with how many times as large it is."""
+    sized = [(growth(one.shape, shape), one) for one in plans if _can_grow(one, batch_size)]
+    same_kind = [pair for pair in sized if math.isfinite(pair[0])]
+    return sorted(same_kind, key=lambda pair: pair[0])
+
+
+def _can_grow(tested: TestedPlan, batch_size: int) -> bool:
+    """Whether what was measured of it says what larger batches of so many rows take."""
+    was_measured = tested.tested_bytes > 0 and not tested.by_size
+    return tested.steady and was_measured and tested.plan.batch_size >= batch_size
 
 
 def _corner(shapes: Sequence[Shape], old: Shape, size: float) -> Shape:
     """The shape with all that was seen to vary grown alike, by a little more than this."""
     step = 2 ** (math.ceil(4 * math.log2(size)) / 4)
     alike = [shape for shape in shapes if math.isfinite(growth(old, shape))]
-    found = []
-    for place, (sizes, dtype) in enumerate(old):
-        varies = [len({shape[place][0][dim] for shape in alike}) > 1 for dim in range(len(sizes))]
-        grown = [math.ceil(n * step) if does else n for n, does in zip(sizes, varies, strict=True)]
-        found.append((tuple(grown), dtype))
-    return tuple(found)
-
-
-def _at(known: Fitted, shape: Shape, limit_bytes: int) -> Fitted | None:
-    size = growth(known.shape, shape)
-    plan = known.plan
-    fixed = _fixed_bytes(known)
-    growing = max(1, known.tested_bytes - fixed)
-    room = _ROOM * limit_bytes - fixed
-    if not plan.keeps_everything:
-        return (
-            dataclasses.replace(known, shape=shape, seen=False, seen_bytes=0, by_size=True)
-            if size <= known.slack
-            else None
-        )
-    kept = min(growing, plan.kept_bytes)
-    most = (room - (growing - kept) * size**2) / max(1, kept)
-    if most < size or known.saved_bytes is None:  # it grows at least as the batch does
-        return None
-    saved = int(known.saved_bytes + kept * (most - 1))
-    return dataclasses.replace(
-        known, shape=shape, saved_bytes=saved, slack=1.0, seen=False, seen_bytes=0, by_size=True
+    seen = [[shape[place][0] for shape in alike] for place in range(len(old))]
+    return tuple(
+        (_grown_where_varying(sizes, others, step), dtype)
+        for (sizes, dtype), others in zip(old, seen, strict=True)
     )
 
 
-def _fixed_bytes(fitted: Fitted) -> int:
+def _grown_where_varying(
+    sizes: tuple[int, ...], seen: Sequence[tuple[int, ...]], step: float
+) -> tuple[int, ...]:
+    varies = [len(set(along)) > 1 for along in zip(*seen, strict=True)]
+    return tuple(
+        math.ceil(size * step) if does else size for size, does in zip(sizes, varies, strict=True)
+    )
+
+
+def _grown_to(tested: TestedPlan, shape: Shape, limit_bytes: int) -> TestedPlan | None:
+    """The plan as one for batches of a larger shape; None if it would surely not hold."""
+    size = growth(tested.shape, shape)
+    larger = dataclasses.replace(tested, shape=shape, seen=False, seen_bytes=0, by_size=True)
+    if not tested.plan.keeps_everything:
+        return larger if size <= tested.slack else None
+    fixed = _fixed_bytes(tested)
+    growing = max(1, tested.tested_bytes - fixed)
+    room = _ROOM * limit_bytes - fixed
+    kept = min(growing, tested.plan.kept_bytes)
+    most = (room - (growing - kept) * size**2) / max(1, kept)
+    if most < size or tested.saved_bytes is None:  # it grows at least as the batch does
+        return None
+    saved = int(tested.saved_bytes + kept * (most - 1))
+    return dataclasses.replace(larger, saved_bytes=saved, slack=1.0)
+
+
+def _fixed_bytes(tested: TestedPlan) -> int:
     """What a step holds whatever its batch."""
-    static = fitted.profile.at(
-        fitted.plan.micro_batch, rows=fitted.plan.batch_size
+    static = tested.profile.at(
+        tested.plan.micro_batch, rows=tested.plan.batch_size
     ).static_breakdown
     return sum(count for name, count in static.items() if name not in ("batch", "constants"))
 
 
-def may_be_slow(fitted: Fitted, shape: Shape, batch_size: int) -> bool:
+def may_be_slow(tested: TestedPlan, shape: Shape, batch_size: int) -> bool:
     """Whether a plan of their own may be much faster for such batches than this one, which is for
     larger ones.
     """
-    if fitted.plan.keeps_everything and fitted.plan.micro_batch >= batch_size:
+    if tested.plan.keeps_everything and tested.plan.micro_batch >= batch_size:
         return False
-    return not fitted.steady or growth(shape, fitted.shape) >= _LARGER
+    return not tested.steady or growth(shape, tested.shape) >= _LARGER
 
 
 class PlanningTime:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from gradfit.fitting.budget import read_budget
 from gradfit.fitting.cut_warning import warn_about_cutting
 from gradfit.fitting.frozen_writes import refuse_frozen_writes
 from gradfit.fitting.plan_search import Planner
-from gradfit.fitting.tested_plan import Fitted
+from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.fitting.train_step import TrainStep
 from gradfit.fitting.trained_optimizer import check_members, unwrap_optimizer
 from gradfit.profiling.measure import check_model
@@ -50,7 +51,7 @@ def fit(
     dtype: torch.dtype | None = None,
     on_nonfinite: str = "raise",
     offload: bool = False,
-    known: Iterable[Fitted] = (),
+    known: Iterable[TestedPlan] = (),
     reproducible: bool = False,
     micro_batch: int | str | None = None,
     exact: bool = True,
@@ -125,16 +126,11 @@ def fit(
     read_number(planning_share, "planning_share", minimum=0, like=0.05)
     if on_progress is not None:
         read_callable(on_progress, "on_progress", "a function of a text and seconds", arguments=2)
-    known = [
-        read_instance(one, "known", Fitted, "step.known")
-        for one in read_list(known, "known", "step.known")
-    ]
+    known = _read_known(known)
     given, optimizer = optimizer, unwrap_optimizer(optimizer)
     budget = read_budget(memory, model, optimizer)
     rows = count_rows(sample_batch, split, "sample_batch")
-    if batch_size is None:
-        batch_size = rows
-    batch_size = read_count(batch_size, "batch_size")
+    batch_size = read_count(rows if batch_size is None else batch_size, "batch_size")
     size = None if micro_batch in (None, "whole") else read_count(micro_batch, "micro_batch")
     check_model(model)
     check_members(model, optimizer)
@@ -172,41 +168,62 @@ def fit(
     disown(accumulator.window)
     drop_gradients(model)  # what earlier passes left is no part of any step, and would take room
     try:
-        try:
-            if isinstance(ranks, AllRanks):
+        if isinstance(ranks, AllRanks):
+            options = {
+                "clip": clip,
+                "scaler": scaler,
+                "dtype": dtype,
+                "on_nonfinite": on_nonfinite,
+                "exact": exact,
+            }
+            with _agreeing(ranks, planner):
                 require_same_model(model, ranks.group.exchange)
-                options = {
-                    "clip": clip,
-                    "scaler": scaler,
-                    "dtype": dtype,
-                    "on_nonfinite": on_nonfinite,
-                    "exact": exact,
-                }
                 require_same_update(optimizer, options, ranks.group.exchange)
                 ranks.warm_up()
-            with trials_end(), accumulator.rehearsal():
-                fitted = planner.fitted(sample_batch, batch_size)
-        except Exception as error:
-            if isinstance(ranks, AllRanks) and not isinstance(error, RankFailed):
-                ranks.agree(error)
-            raise
-        if isinstance(ranks, AllRanks):
-            ranks.agree(None)
-            _check_same_weights(ranks, planner.additivity)
+                tested = _first_plan(accumulator, planner, sample_batch, batch_size)
+        else:
+            tested = _first_plan(accumulator, planner, sample_batch, batch_size)
     except BaseException:
         accumulator.disable_accumulation()  # the model is as it was
         raise
-    warn_about_cutting(fitted, planner.additivity, exact=exact)
+    warn_about_cutting(tested, planner.additivity, exact=exact)
     accumulator.enabled = False  # but inside of its steps
-    return TrainStep(model, optimizer, loss_fn, accumulator, planner, fitted, given=given)
+    return TrainStep(model, optimizer, loss_fn, accumulator, planner, tested, given=given)
+
+
+def _read_known(known: Any) -> list[TestedPlan]:
+    return [
+        read_instance(one, "known", TestedPlan, "step.known")
+        for one in read_list(known, "known", "step.known")
+    ]
+
+
+def _first_plan(
+    accumulator: BareAccumulator, planner: Planner, sample_batch: Any, batch_size: int
+) -> TestedPlan:
+    with trials_end(), accumulator.trial():
+        return planner.tested_plan(sample_batch, batch_size)
+
+
+@contextlib.contextmanager
+def _agreeing(ranks: AllRanks, planner: Planner) -> Iterator[None]:
+    """All ranks get through what is inside, or none."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, RankFailed):
+            ranks.agree(error)
+        raise
+    ranks.agree(None)
+    _check_same_weights(ranks, planner.additivity)
 
 
 def _check_same_weights(ranks: AllRanks, additivity: Additivity | None) -> None:
     """Ranks that weigh by different things cannot be added up."""
     over = "" if additivity is None else str(additivity.over)
-    found = [one["over"] for one in ranks.group.exchange({"kind": "fit's weights", "over": over})]
-    if len(set(found)) > 1:
+    ways = [one["over"] for one in ranks.group.exchange({"kind": "fit's weights", "over": over})]
+    if len(set(ways)) > 1:
         raise MisuseError(
-            f"The ranks measured different losses, which add up by {', '.join(found)}. Pass each"
+            f"The ranks measured different losses, which add up by {', '.join(ways)}. Pass each"
             " rank a sample of the same kind, or return gf.Loss(sum=…, count=…)."
         )

@@ -62,11 +62,17 @@ def refuse_frozen_writes(runner: MicroBatchRunner, batch: Any) -> None:
         return
     part = next(iter(runner.cut(batch, 2 if batch_norms(runner.model) else 1)))
     with trials_end(), untouched(runner.model), eager_functions(), without_activations():
-        try:
-            with _RefuseWrites(frozen), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about rows that nobody trains on
-                runner.loss_fn(runner.model, unmarked(part))
-        except _Written:
-            raise
-        except Exception:  # the user's code, on fewer rows than it may be made for
-            return
+        _run_refusing(runner, part, frozen)
+
+
+def _run_refusing(
+    runner: MicroBatchRunner, part: Any, frozen: dict[str, torch.nn.Parameter]
+) -> None:
+    try:
+        with _RefuseWrites(frozen), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about rows that nobody trains on
+            runner.loss_fn(runner.model, unmarked(part))
+    except _Written:
+        raise
+    except Exception:  # the user's code, on fewer rows than it may be made for
+        return

@@ -13,8 +13,9 @@ import torch
 
 from gradfit._torch import is_out_of_memory
 from gradfit.batches.additivity import measure_additivity
+from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.runner import LossFunction, count_rows, run_part
-from gradfit.batches.shares import PartCounter
+from gradfit.batches.shares import PartCounter, PartShare
 from gradfit.batches.snapshot import Generators, trials_end, untouched
 from gradfit.batches.weights import BatchWeights, may_count
 from gradfit.errors import MisuseError
@@ -91,37 +92,43 @@ def compare_with_full_batch(
             )
         weighted_by = _WEIGHTED_BY.get(additivity.over or "", "rows")
         whole, draws = _whole_gradients(model, parameters, loss_fn, batch, count_rows(batch, split))
-        shares = None
-        if may_count(additivity, len(parts)):
-            with untouched(model):
-                shares = PartCounter(
-                    model, part_loss_fn or loss_fn, split, additivity.roles
-                ).shares(parts)
+        in_parts = part_loss_fn or loss_fn
+        shares = _count_shares(model, in_parts, parts, split, additivity)
         weights = BatchWeights(additivity, count_rows(batch, split), exact=False, shares=shares)
         sized = [(part, count_rows(part, split)) for part in parts]
-        added, by_rows = _added_gradients(
-            model, parameters, part_loss_fn or loss_fn, sized, weights, draws
-        )
+        added, by_rows = _added_gradients(model, parameters, in_parts, sized, weights, draws)
         weighted_by = "items" if weighted_by == "rows" and not by_rows else weighted_by
         error = _relative_error(added, whole)
-    except MisuseError as problem:
-        return FullBatchError(None, tolerance, weighted_by, str(problem))
-    except CannotShare as problem:
-        return FullBatchError(
-            None, tolerance, weighted_by, f"{problem}, so the parts cannot draw the same numbers"
-        )
-    except (
-        Exception
-    ) as problem:  # the user's code on a whole batch, which may be more than it was written for
-        said = (
-            "runs out of memory"
-            if is_out_of_memory(problem)
-            else f"raised {type(problem).__name__}: {problem}"
-        )
-        return FullBatchError(None, tolerance, weighted_by, f"the batch in one piece {said}")
+    except Exception as problem:
+        return FullBatchError(None, tolerance, weighted_by, _why_not_measured(problem))
     if not math.isfinite(error):
         return FullBatchError(None, tolerance, weighted_by, "the gradients are not finite")
     return FullBatchError(error, tolerance, weighted_by)
+
+
+def _why_not_measured(problem: Exception) -> str:
+    if isinstance(problem, MisuseError):
+        return str(problem)
+    if isinstance(problem, CannotShare):
+        return f"{problem}, so the parts cannot draw the same numbers"
+    # the user's code on a whole batch, which may be more than it was written for
+    if is_out_of_memory(problem):
+        return "the batch in one piece runs out of memory"
+    return f"the batch in one piece raised {type(problem).__name__}: {problem}"
+
+
+def _count_shares(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    parts: Sequence[Any],
+    split: Callable[[Any, int], Iterable[Any]] | None,
+    additivity: Additivity,
+) -> list[PartShare] | None:
+    """Each part's share in the batch, where one weight for a part may not be right."""
+    if not may_count(additivity, len(parts)):
+        return None
+    with untouched(model):
+        return PartCounter(model, loss_fn, split, additivity.roles).shares(parts)
 
 
 def _whole_gradients(
@@ -134,9 +141,10 @@ def _whole_gradients(
     draws = WholeDraws()
     with trials_end(), untouched(model):
         with draws:
-            found = run_part(loss_fn, model, batch, rows)
-        torch.autograd.backward(found.loss)
-        return _scaled(parameters, 1.0 if found.count is None else float(found.count)), draws
+            part_loss = run_part(loss_fn, model, batch, rows)
+        torch.autograd.backward(part_loss.loss)
+        items = 1.0 if part_loss.count is None else float(part_loss.count)
+        return _scaled(parameters, items), draws
 
 
 def _added_gradients(
@@ -154,17 +162,17 @@ def _added_gradients(
         for position, (part, rows) in enumerate(parts):
             generators.restore()
             with draws.for_part():
-                found = run_part(loss_fn, model, part, rows)
-            found = weights.shared(found, position)
-            weight = weights.of(found)
+                part_loss = run_part(loss_fn, model, part, rows)
+            part_loss = weights.shared(part_loss, position)
+            weight = weights.of(part_loss)
             items = float(weight.number)
             if items:  # a mean over no items is NaN, and contributes nothing
                 torch.autograd.backward(
-                    found.loss * items if weight.reduction == "mean" else found.loss
+                    part_loss.loss * items if weight.reduction == "mean" else part_loss.loss
                 )
             total += items
             by_rows = by_rows and items == rows
-            del found
+            del part_loss
         return _scaled(parameters, total), by_rows
 
 
@@ -175,24 +183,17 @@ def _scaled(parameters: list[torch.nn.Parameter], total: float) -> Gradients:
 def _relative_error(added: Gradients, whole: Gradients) -> float:
     difference, norm = 0.0, 0.0
     for a, b in zip(added, whole, strict=True):
-        if a is None and b is None:
-            continue
-        one = (
-            torch.zeros((), device="cpu")
-            if a is None
-            else a.to_dense()
-            if a.layout is not torch.strided
-            else a
-        )
-        other = (
-            torch.zeros((), device="cpu")
-            if b is None
-            else b.to_dense()
-            if b.layout is not torch.strided
-            else b
-        )
-        difference += float((one.double() - other.double()).square().sum())
-        norm += float(other.double().square().sum())
+        if a is not None or b is not None:
+            one, other = _dense(a), _dense(b)
+            difference += float((one.double() - other.double()).square().sum())
+            norm += float(other.double().square().sum())
     if norm == 0.0:
         return 0.0 if difference == 0.0 else math.inf
     return math.sqrt(difference / norm)
+
+
+def _dense(gradient: torch.Tensor | None) -> torch.Tensor:
+    """One that is not there is zero."""
+    if gradient is None:
+        return torch.zeros((), device="cpu")
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from gradfit.batches.runner import LossFunction, Mode
-from gradfit.fitting.tested_plan import Fitted
+from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.recompute.evict import Online
 
 
@@ -27,7 +27,7 @@ class Planned(Mode):
 
     def __init__(
         self,
-        tested: Fitted,
+        tested: TestedPlan,
         *,
         first: bool = True,
         inside: contextlib.AbstractContextManager[object] | None = None,
@@ -62,7 +62,11 @@ class WithinLimit(Mode):
     """
 
     def __init__(
-        self, tested: Fitted, limit_bytes: int, *watched: Any, device: torch.device | None = None
+        self,
+        tested: TestedPlan,
+        limit_bytes: int,
+        *watched: Any,
+        device: torch.device | None = None,
     ) -> None:
         self._tested, self._limit_bytes, self._watched, self._device = (
             tested,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from gradfit.batches.weights import BatchWeights, Weight
 from gradfit.fitting.cut_warning import warn_about_cutting
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.recovery import Recovery
-from gradfit.fitting.tested_plan import Fitted
+from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.planning.plan import Plan
 from gradfit.profiling.measure import check_model
 from gradfit.units import parse_bytes
@@ -108,7 +109,7 @@ class Passes:
         tested = self._tested(batch, rows)
         before = Snapshot(self._model)
 
-        def attempt(tested: Fitted, _: int) -> None:
+        def attempt(tested: TestedPlan, _: int) -> None:
             before.clear_gradients()
             begin()
             parts = runner.parts(batch, tested.plan.micro_batch, rows)
@@ -118,11 +119,7 @@ class Passes:
                 self.additivity, rows, exact=self._exact, shares=shares, may_repeat=shares is None
             )
             for part in parts:
-
-                def weighed(found: PartLoss, position: int = part.position) -> None:
-                    found = weights.shared(found, position)
-                    backward(found, weights.of(found))
-
+                weighed = partial(_weigh, weights, part.position, backward)
                 self._recovery.run(tested, part, batch, weighed, first=not part.position)
 
         def take_back() -> bool:
@@ -132,12 +129,22 @@ class Passes:
         self._recovery.repeat(tested, batch, attempt, take_back)
         before.add_gradients()
 
-    def _tested(self, batch: Any, rows: int) -> Fitted:
-        tested = self._planner.fitted(batch, rows)
+    def _tested(self, batch: Any, rows: int) -> TestedPlan:
+        tested = self._planner.tested_plan(batch, rows)
         if not self._has_warned:
             self._has_warned = True
             warn_about_cutting(tested, self.additivity, exact=self._exact)
         return tested
+
+
+def _weigh(
+    weights: BatchWeights,
+    position: int,
+    backward: Callable[[PartLoss, Weight], object],
+    part: PartLoss,
+) -> None:
+    part = weights.shared(part, position)
+    backward(part, weights.of(part))
 
 
 class MeanInProgress:

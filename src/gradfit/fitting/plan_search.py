@@ -8,8 +8,8 @@ import contextlib
 import dataclasses
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
-from typing import Any
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,12 +32,18 @@ from gradfit.fitting.families import (
     with_slack,
     within_memory,
 )
-from gradfit.fitting.fixed_cost import nominal
+from gradfit.fitting.fixed_cost import with_computed_seconds
 from gradfit.fitting.modes import Planned, WithinLimit
 from gradfit.fitting.progress import OnProgress, ProgressReport
 from gradfit.fitting.race import Race
 from gradfit.fitting.reserved import ReservedMemory, TrialRecord, UpdateSizes
-from gradfit.fitting.tested_plan import Fitted, Shape, covered, covers, shape_of, smaller
+from gradfit.fitting.tested_plan import (
+    Shape,
+    TestedPlan,
+    shape_of,
+    smaller,
+    with_update_copy,
+)
 from gradfit.fitting.update_rollback import UpdateSnapshot
 from gradfit.planning.api import beginning_like, plain_plan, recomputing_plan
 from gradfit.planning.api import plan as make_plan
@@ -79,6 +85,33 @@ class _Hopeless(_NeedsMore):
     """No plan can hold the budget, by arithmetic; nothing was tried out."""
 
 
+class _Request(NamedTuple):
+    """What a plan is wanted for."""
+
+    batch: Any
+    batch_size: int
+    shape: Shape
+
+
+class _Failure(NamedTuple):
+    """A way to cut for which no plan holds."""
+
+    least_bytes: int
+    profile: Profile
+    error: BudgetInfeasible | None  # None where arithmetic alone says so
+
+
+@dataclasses.dataclass
+class _Search:
+    """How far the search for a plan that holds has come."""
+
+    profile: Profile
+    timed: Profile  # the same, with the seconds that the micro-batch is chosen by
+    target_bytes: int  # what the next plan may take, on paper
+    least_bytes: int  # what is needed, as far as is known
+    micro_batch: int | None = None  # None while any will do
+
+
 class Planner:
     """Profiles, plans and tries out, per input shape; remembers what it found."""
 
@@ -91,7 +124,7 @@ class Planner:
         *,
         split: Callable[[Any, int], Iterable[Any]] | None = None,
         offload: bool = False,
-        known: Iterable[Fitted] = (),
+        known: Iterable[TestedPlan] = (),
         reproducible: bool = False,
         reserved_bytes: int = 0,
         reduce_bytes: int = 0,
@@ -133,23 +166,23 @@ class Planner:
         self._sharded_choices: TileChoices | None = None
         self._has_count: bool | None = None  # the loss of one row; None before it was asked
         self._counted: BatchRows | None = None  # of a step's batch
-        self._fitted: list[Fitted] = []
+        self._plans: list[TestedPlan] = []
         self._used: dict[int, int] = {}  # by a plan's address: when it was last used
         self._clock = 0
         self.take_up(known)
 
     @property
-    def known(self) -> tuple[Fitted, ...]:
+    def known(self) -> tuple[TestedPlan, ...]:
         """Every plan made so far, in the order in which they are tried for a batch."""
-        return tuple(self._fitted)
+        return tuple(self._plans)
 
-    def take_up(self, plans: Iterable[Fitted]) -> None:
+    def take_up(self, plans: Iterable[TestedPlan]) -> None:
         """Go by these plans from now on, and by what was measured of the loss when they were
         made.
         """
-        self._fitted = [with_slack(plan, self.limit_bytes) for plan in plans]
-        if self._fitted:
-            self.additivity = self._fitted[0].profile.additivity
+        self._plans = [with_slack(plan, self.limit_bytes) for plan in plans]
+        if self._plans:
+            self.additivity = self._plans[0].profile.additivity
 
     def parts(self, batch: Any, micro_batch: int) -> Iterable[Any]:
         """The batch in micro-batches."""
@@ -178,111 +211,126 @@ class Planner:
         """
         if rows.is_counted:
             return rows.exact
-        shape = self.shape(rows.batch)
-        sizes = [
-            known.plan.batch_size
-            for known in self._fitted
-            if known.plan.keeps_everything and known.plan.steps == 1 and covers(known.shape, shape)
-        ]
+        larger = covering(self._plans, self.shape(rows.batch), 0)
+        sizes = [one.plan.batch_size for one in larger if _keeps_whole_batch(one.plan)]
         return rows.at_most(max(sizes, default=None))
 
     def shape(self, batch: Any) -> Shape:
         """By which a batch's plans are found."""
         return shape_of(batch, rows=self.runner.split is not None)
 
-    def fitted(self, batch: Any, batch_size: int) -> Fitted:
+    def tested_plan(self, batch: Any, batch_size: int) -> TestedPlan:
         """A plan for batches of this shape: one made before for this shape or a larger one, or a
         new one.
         """
-        shape = self.shape(batch)
-        # plans of single rows, or from a version that did not measure it
-        if self._fitted and self.additivity is None and (batch_size > 1 or self.rows(batch) > 1):
+        request = _Request(batch, batch_size, self.shape(batch))
+        self._measure_missing_additivity(request)
+        tested = self._find(request)
+        if tested is None:
+            with self.time.planning() if self._plans else contextlib.nullcontext():
+                tested = self._add(self._fit(request))
+        return self._mark_used(tested)
+
+    def _measure_missing_additivity(self, request: _Request) -> None:
+        """Of plans of single rows, or from a version that did not measure it."""
+        if not self._plans or self.additivity is not None:
+            return
+        if request.batch_size > 1 or self.rows(request.batch) > 1:
             with untouched(self._model) as before:
                 self.additivity = additivity_within(
                     self._model,
                     self._loss_fn,
-                    batch,
+                    request.batch,
                     self.runner.split,
                     self.limit_bytes,
                     before.rewind,
                 )
-        serving = [known for known in self._fitted if self._holds(known)]
-        larger = covering(serving, shape, batch_size)
-        found = None
-        if larger:
-            found = None if self._wants_own(larger[0], shape, batch_size) else larger[0]
-        elif not distributed.is_running():  # where ranks run forwards, and so plan, together
-            by_size = grown(serving, shape, batch_size, self.limit_bytes)
-            found = None if by_size is None else self._remember(by_size)
-        if found is None:
-            with self.time.planning() if self._fitted else contextlib.nullcontext():
-                found = self._add(self._fit(batch, batch_size, shape, self.limit_bytes))
-        self._used[id(found)] = self._clock = self._clock + 1
-        return found
 
-    def serving(self, batch: Any, batch_size: int) -> Fitted | None:
-        """The plan that `fitted` would give, if it was made before and nothing need be measured."""
-        shape = self.shape(batch)
-        known = covering([one for one in self._fitted if self._holds(one)], shape, batch_size)
-        if self.additivity is None or not known or self._wants_own(known[0], shape, batch_size):
+    def _find(self, request: _Request) -> TestedPlan | None:
+        """A plan made before for this shape or a larger one, or what arithmetic makes of one."""
+        larger = self._plan_for_larger(request)
+        if larger is not None:
+            return None if self._wants_own(larger, request) else larger
+        return self._plan_by_size(request)
+
+    def _plan_for_larger(self, request: _Request) -> TestedPlan | None:
+        """The first plan that holds, for batches at least as large as this one."""
+        return next(iter(covering(self._holding(), request.shape, request.batch_size)), None)
+
+    def _plan_by_size(self, request: _Request) -> TestedPlan | None:
+        if distributed.is_running():  # where ranks run forwards, and so plan, together
             return None
-        self._used[id(known[0])] = self._clock = self._clock + 1
-        return known[0]
+        by_size = grown(self._holding(), request.shape, request.batch_size, self.limit_bytes)
+        return None if by_size is None else self._remember(by_size)
 
-    def _wants_own(self, larger: Fitted, shape: Shape, batch_size: int) -> bool:
+    def _holding(self) -> list[TestedPlan]:
+        return [tested for tested in self._plans if self._holds(tested)]
+
+    def _mark_used(self, tested: TestedPlan) -> TestedPlan:
+        self._used[id(tested)] = self._clock = self._clock + 1
+        return tested
+
+    def serving(self, batch: Any, batch_size: int) -> TestedPlan | None:
+        """The plan that `tested_plan` would give, if it was made before and nothing need be
+        measured.
+        """
+        request = _Request(batch, batch_size, self.shape(batch))
+        larger = self._plan_for_larger(request)
+        if self.additivity is None or larger is None or self._wants_own(larger, request):
+            return None
+        return self._mark_used(larger)
+
+    def _wants_own(self, larger: TestedPlan, request: _Request) -> bool:
         """Whether batches of this shape should have a plan of their own, and there is time to make
         it.
         """
         return (
             not self._reproducible
             and not distributed.is_running()
-            and may_be_slow(larger, shape, batch_size)
+            and may_be_slow(larger, request.shape, request.batch_size)
             and self.time.is_left
         )
 
-    def outgrown(self, fitted: Fitted, batch: Any) -> Fitted:
+    def outgrown(self, tested: TestedPlan, batch: Any) -> TestedPlan:
         """A plan of its own for a batch that is too large for one that arithmetic had found for
         it.
         """
-        self._fitted = [known for known in self._fitted if known is not fitted]
+        self._plans = [other for other in self._plans if other is not tested]
         with self.time.planning():
-            return self._add(
-                self._fit(batch, self.rows(batch), self.shape(batch), self.limit_bytes)
-            )
+            return self._add(self._fit(_Request(batch, self.rows(batch), self.shape(batch))))
 
-    def _holds(self, known: Fitted) -> bool:
+    def _holds(self, tested: TestedPlan) -> bool:
         """Whether a plan is one for this budget: it may come from a step with a larger one, or from
         another loss.
         """
-        may_cut = not self.exact or self.additivity is None or self.additivity.adds_up
-        return self._within_budget(known) and (may_cut or known.plan.steps == 1)
+        return self._within_budget(tested) and (tested.plan.steps == 1 or self._may_be_in_parts)
 
-    def _add(self, found: Fitted) -> Fitted:
+    @property
+    def _may_be_in_parts(self) -> bool:
+        """Whether, as far as was measured, a batch may be cut."""
+        return not self.exact or self.additivity is None or self.additivity.adds_up
+
+    def _add(self, tested: TestedPlan) -> TestedPlan:
         """Take in a plan that was tried out, in the place of one for the same shape and the same
         operations.
         """
-        found = with_slack(
-            dataclasses.replace(found, tested_bytes=found.peak_bytes), self.limit_bytes
+        tested = with_slack(
+            dataclasses.replace(tested, tested_bytes=tested.peak_bytes), self.limit_bytes
         )
-        found = self._covered(found, self.limit_bytes)
-        found = dataclasses.replace(
-            found, plan=dataclasses.replace(found.plan, budget_bytes=self.budget_bytes)
+        tested = self._with_update_copy(tested, self.limit_bytes)
+        tested = dataclasses.replace(
+            tested, plan=dataclasses.replace(tested.plan, budget_bytes=self.budget_bytes)
         )
-        return self._remember(found)
+        return self._remember(tested)
 
-    def _remember(self, found: Fitted) -> Fitted:
-        kept = [
-            known
-            for known in self._fitted
-            if known.shape != found.shape
-            or (known.steady and known.plan.operations != found.plan.operations)
-        ]
-        kept = within_memory(kept, self._used)
-        self._fitted = sorted([*kept, found], key=lambda known: known.plan.peak_bytes)
-        self._used = {id(known): self._used.get(id(known), 0) for known in self._fitted}
-        return found
+    def _remember(self, tested: TestedPlan) -> TestedPlan:
+        others = [other for other in self._plans if not _takes_the_place_of(tested, other)]
+        kept = within_memory(others, self._used)
+        self._plans = sorted([*kept, tested], key=lambda one: one.plan.peak_bytes)
+        self._used = {id(one): self._used.get(id(one), 0) for one in self._plans}
+        return tested
 
-    def plan_of_part(self, part: Any, fitted: Fitted) -> Fitted | None:
+    def plan_of_part(self, part: Any, tested: TestedPlan) -> TestedPlan | None:
         """A plan for what this micro-batch does, where another one of its size was planned for;
         None if there is none.
 
@@ -290,71 +338,84 @@ class Planner:
             BudgetInfeasible: only a smaller micro-batch could do that.
         """
         with self._progress.running():
-            return self._plan_of_part(part, fitted)
+            return self._plan_of_part(part, tested)
 
-    def _plan_of_part(self, part: Any, fitted: Fitted) -> Fitted | None:
-        plan = fitted.plan
-        found = self._profile(part, rows=self.rows(part), tiles=plan.tiles)
-        made = self._plan(found, self.limit_bytes, plan.batch_size, plan.micro_batch)
-        # Best one that begins as the other does, so that a forward can go over from one to the
+    def _plan_of_part(self, part: Any, tested: TestedPlan) -> TestedPlan | None:
+        plan = tested.plan
+        profile = self._profile(part, rows=self.rows(part), tiles=plan.tiles)
+        best = self._plan(profile, self.limit_bytes, plan.batch_size, plan.micro_batch)
+        # Rather one that begins as the other does, so that a forward can go over from one to the
         # other.
-        for candidate in (beginning_like(found, made, plan), made):
-            if candidate is not None:
-                tried = self._try_out(Fitted(candidate, found, fitted.shape, 0, steady=True), part)
-                if tried is not None and tried.peak_bytes <= self.limit_bytes:
-                    return self._add(tried)
+        alike = beginning_like(profile, best, plan)
+        for candidate in (best,) if alike is None else (alike, best):
+            untested = TestedPlan(candidate, profile, tested.shape, 0, steady=True)
+            tried = self._try_within_limit(untested, part)
+            if tried is not None:
+                return self._add(tried)
         return None
 
-    def _within_budget(self, known: Fitted) -> bool:
+    def _within_budget(self, tested: TestedPlan) -> bool:
         """Whether its measured peak is within the budget. A real step's has in it what a trial does
         not hold.
         """
-        has_stepped = known.seen_bytes > 0
-        return known.peak_bytes <= (
+        has_stepped = tested.seen_bytes > 0
+        return tested.peak_bytes <= (
             self.budget_bytes - self.reserved_bytes if has_stepped else self.limit_bytes
         )
 
-    def tighter(self, fitted: Fitted, share: float = 0.9) -> Fitted:
+    def tighter(self, tested: TestedPlan, share: float = 0.9) -> TestedPlan:
         """A plan that needs less than this one did, at the same micro-batch while there is one.
 
         Where this one is the smallest there is, it is that one again: memory may have run out for
         another's sake.
 
         Args:
-            fitted: the plan that memory ran out with.
+            tested: the plan that memory ran out with.
             share: of what it needed.
         """
-        plan = fitted.plan
-        if not fitted.steady:
-            if self._may_cut(fitted.profile):
-                plan = smaller(plan, fitted.profile.min_batch)
-            return self.replace(fitted, plan=plan, seen=False)
-        limit = int(min(fitted.peak_bytes, self.limit_bytes) * share)
-        try:
-            plan = self._plan_at(fitted.profile, limit, plan.batch_size, plan.micro_batch)
-        except BudgetInfeasible as smallest:
-            if smallest.min_bytes < plan.peak_bytes:
-                plan = self._plan(fitted.profile, smallest.min_bytes, plan.batch_size)
-        made = dataclasses.replace(
-            fitted, plan=plan, peak_bytes=plan.peak_bytes, saved_bytes=None, seen=False,
+        if not tested.steady:
+            return self.replace(tested, plan=self._cut_smaller(tested), seen=False)
+        limit = int(min(tested.peak_bytes, self.limit_bytes) * share)
+        plan = self._plan_or_smallest(tested, limit)
+        untested = dataclasses.replace(
+            tested, plan=plan, peak_bytes=plan.peak_bytes, saved_bytes=None, seen=False,
             copied=False, slack=1.0, tested_bytes=0, reserved_bytes=0, copied_reserved_bytes=0,
         )  # fmt: skip
-        return self.replace(fitted, **vars(self._covered(made, limit)))
+        return self._put(tested, self._with_update_copy(untested, limit))
 
-    def _covered(self, fitted: Fitted, limit_bytes: int) -> Fitted:
+    def _cut_smaller(self, tested: TestedPlan) -> Plan:
+        """Its plan at half the micro-batch, if it may be cut."""
+        if not self._may_cut(tested.profile):
+            return tested.plan
+        return smaller(tested.plan, tested.profile.min_batch)
+
+    def _plan_or_smallest(self, tested: TestedPlan, limit_bytes: int) -> Plan:
+        """A plan from its profile for this limit; if there is none, the smallest there is."""
+        plan, profile = tested.plan, tested.profile
+        try:
+            return self._plan_at(profile, limit_bytes, plan.batch_size, plan.micro_batch)
+        except BudgetInfeasible as smallest:
+            if smallest.min_bytes >= plan.peak_bytes:
+                return plan
+            return self._plan(profile, smallest.min_bytes, plan.batch_size)
+
+    def _with_update_copy(self, tested: TestedPlan, limit_bytes: int) -> TestedPlan:
         if not self._copies:
-            return fitted
-        changed = sum(local_part(p).nbytes for p in self._model.parameters() if p.requires_grad)
-        copied = changed + fitted.profile.optimizer_bytes
-        made = covered(fitted, copied, limit_bytes)
-        if not made.copied or not changed:
-            return made
+            return tested
+        changed = _local_bytes(_trained(self._model))
+        copied = changed + tested.profile.optimizer_bytes
+        with_copy = with_update_copy(tested, copied, limit_bytes)
+        if not with_copy.copied or not changed:
+            return with_copy
+        seconds = copied * self._seconds_per_copied_byte(changed)
+        return dataclasses.replace(with_copy, plan=with_copy.plan.with_extra_seconds(seconds))
+
+    def _seconds_per_copied_byte(self, changed: int) -> float:
+        """As measured once; `changed` is how many bytes of parameters are copied."""
         if not self._copy_pace:
             seconds = min(self._copy_seconds() for _ in range(2))
             self._copy_pace = seconds / (changed + _state_bytes(self._optimizer))
-        return dataclasses.replace(
-            made, plan=made.plan.with_extra_seconds(copied * self._copy_pace)
-        )
+        return self._copy_pace
 
     def _copy_seconds(self) -> float:
         wait_for(self._devices)
@@ -363,61 +424,70 @@ class Planner:
             wait_for(self._devices)
             return seconds_now() - started
 
-    def has_optimizer_state(self, fitted: Fitted) -> bool:
+    def has_optimizer_state(self, tested: TestedPlan) -> bool:
         """Whether the optimizer holds by now all that it will hold."""
-        return _state_bytes(self._optimizer) >= fitted.profile.optimizer_bytes
+        return _state_bytes(self._optimizer) >= tested.profile.optimizer_bytes
 
-    def replace(self, old: Fitted, **changes: Any) -> Fitted:
+    def replace(self, old: TestedPlan, **changes: Any) -> TestedPlan:
         """Remember what a step has taught about a plan."""
-        new = dataclasses.replace(old, **changes)
+        return self._put(old, dataclasses.replace(old, **changes))
+
+    def _put(self, old: TestedPlan, new: TestedPlan) -> TestedPlan:
+        """Go by the new one where the old one was gone by."""
         self._used[id(new)] = self._used.pop(id(old), 0)
-        self._fitted = [new if known is old else known for known in self._fitted]
+        self._plans = [new if one is old else one for one in self._plans]
         return new
 
-    def _fit(self, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
+    def _fit(self, request: _Request) -> TestedPlan:
         with self._progress.running():
-            return self._best(batch, batch_size, shape, limit_bytes)
+            return self._best(request)
 
-    def _best(self, batch: Any, batch_size: int, shape: Shape, limit_bytes: int) -> Fitted:
+    def _best(self, request: _Request) -> TestedPlan:
         """The best tested plan of those without tiles and those with."""
-        choices = self._tile_choices(batch) if self._tile else TileChoices()
-        tried: list[Fitted] = []  # all that hold the budget, timed together
-        failed: list[tuple[int, Profile, BudgetInfeasible | None]] = []
-        for tiles in self._worth_trying(choices):
-            if tried and tiles is not None and tiles.modules:
-                break  # these run again in each backward pass: where nothing else is enough
-            found = self._profile(batch, tiles=tiles, batch_size=batch_size)
-            try:
-                tried += self._fit_as(found, batch, batch_size, shape, limit_bytes)
-            except _Hopeless as least:
-                failed.append((least.needed_bytes, found, None))
-            except BudgetInfeasible as error:
-                failed.append((error.min_bytes, found, error))
-            if tried and (self._reproducible or not _may_be_beaten(tried[0])):
-                break
-        if tried:
-            return self._fastest(tried, batch)
-        _, found, measured = min(failed, key=lambda one: one[0])
-        if measured is None:
+        holding, failed = self._try_tilings(request)
+        if holding:
+            return self._fastest(holding, request.batch)
+        smallest = min(failed, key=lambda one: one.least_bytes)
+        error = smallest.error
+        if error is None:
             # Only the smallest of all is tried out: what it takes is the smallest budget.
             try:
-                ways = self._fit_smallest(found, batch, batch_size, shape, limit_bytes)
-                return self._fastest(ways, batch)
-            except BudgetInfeasible as error:
-                measured = error
-        raise measured if self._tile else self._with_tiles_named(measured, batch, batch_size)
+                return self._fastest(self._fit_smallest(smallest.profile, request), request.batch)
+            except BudgetInfeasible as measured:
+                error = measured
+        raise error if self._tile else self._with_tiles_named(error, request)
 
-    def _worth_trying(self, choices: TileChoices) -> list[Tiles | None]:
+    def _try_tilings(self, request: _Request) -> tuple[list[TestedPlan], list[_Failure]]:
+        """All plans that hold the budget, to be timed together, and the ways in which none does."""
+        holding: list[TestedPlan] = []
+        failed: list[_Failure] = []
+        for tiles in self._worth_trying(request):
+            if holding and _are_last_resort(tiles):
+                break
+            profile = self._profile(request.batch, tiles=tiles, batch_size=request.batch_size)
+            try:
+                holding += self._fit_as(profile, request)
+            except _Hopeless as least:
+                failed.append(_Failure(least.needed_bytes, profile, None))
+            except BudgetInfeasible as error:
+                failed.append(_Failure(error.min_bytes, profile, error))
+            if holding and self._is_fast_enough(holding[0]):
+                break
+        return holding, failed
+
+    def _is_fast_enough(self, tested: TestedPlan) -> bool:
+        """Whether no other tiles need be tried."""
+        return self._reproducible or not _may_be_beaten(tested)
+
+    def _worth_trying(self, request: _Request) -> list[Tiles | None]:
         """Without tiles first, unless one row's logits alone, of which three are there at once,
         pass the budget.
         """
-        parameters = [p for p in self._model.parameters() if p.requires_grad]
-        least = 2 * sum(local_part(p).nbytes for p in parameters) + 3 * choices.whole_bytes
-        return (
-            [*choices.tiles]
-            if choices.tiles and least > self.limit_bytes
-            else [None, *choices.tiles]
-        )
+        choices = self._tile_choices(request.batch) if self._tile else TileChoices()
+        least = 2 * _local_bytes(_trained(self._model)) + 3 * choices.whole_bytes
+        if choices.tiles and least > self.limit_bytes:
+            return [*choices.tiles]
+        return [None, *choices.tiles]
 
     def _tile_choices(self, batch: Any) -> TileChoices:
         if not units_of(self._model):
@@ -429,78 +499,109 @@ class Planner:
             )
         return self._sharded_choices
 
-    def _with_tiles_named(
-        self, error: BudgetInfeasible, batch: Any, batch_size: int
-    ) -> BudgetInfeasible:
+    def _with_tiles_named(self, error: BudgetInfeasible, request: _Request) -> BudgetInfeasible:
         """What the smallest budget would be with tiles, if that is less."""
-        least = error.min_bytes
-        for tiles in self._tile_choices(batch).tiles:
-            try:
-                self._plan(self._profile(batch, tiles=tiles), 1, batch_size)
-            except BudgetInfeasible as smallest:
-                least = min(least, smallest.min_bytes + self._own_bytes + self.reserved_bytes)
+        least = min(self._least_in_tiles(request), default=error.min_bytes)
         if least >= error.min_bytes:
             return error
         text = f"{error} With tile=True, about {format_bytes(least)} would be enough."
         return BudgetInfeasible(text, min_bytes=error.min_bytes, breakdown=error.breakdown)
 
-    def _fit_as(
-        self, found: Profile, batch: Any, batch_size: int, shape: Shape, limit_bytes: int
-    ) -> list[Fitted]:
+    def _least_in_tiles(self, request: _Request) -> Iterator[int]:
+        """The smallest budget in each way to cut along tokens, by arithmetic."""
+        for tiles in self._tile_choices(request.batch).tiles:
+            try:
+                self._plan(self._profile(request.batch, tiles=tiles), 1, request.batch_size)
+            except BudgetInfeasible as smallest:
+                yield smallest.min_bytes + self._own_bytes + self.reserved_bytes
+
+    def _fit_as(self, profile: Profile, request: _Request) -> list[TestedPlan]:
         """Tested plans from this profile, the one that is predicted to be the fastest first.
 
         Raises:
             _Hopeless: there is none, by arithmetic.
             BudgetInfeasible: there is none, as measured.
         """
-        timed = nominal(found) if self._reproducible else found
-        target, size = limit_bytes, None
-        least = found.measuring_bytes
-        for _ in range(_TRIES if found.measuring_bytes <= limit_bytes else 0):
-            try:
-                plan = self._plan(timed, target, batch_size, size)
-            except BudgetInfeasible as error:
-                least = max(least, error.min_bytes)
-                break
-            made = Fitted(plan, found, shape, 0, steady=True)
-            tried = self._try_out(made, batch)
-            if tried is None:
-                if plan.micro_batch == found.batch_size or plan.micro_batch > self.rows(batch):
-                    return [self._fit_online(made, batch, limit_bytes)]
-                # a batch of one row need not do what larger ones do: look at this very size
-                size = plan.micro_batch
-                found = self._profile(batch, rows=size, tiles=found.tiles, batch_size=batch_size)
-                timed = nominal(found) if self._reproducible else found
-                continue
-            if tried.peak_bytes <= limit_bytes:
-                return [*self._rivals(tried, batch, target, limit_bytes)]
-            target = min(target, plan.peak_bytes) - (tried.peak_bytes - limit_bytes)
-            if target <= 0:
-                break
-        if least > _NEARLY * limit_bytes:
-            raise _Hopeless(least)
-        return self._fit_smallest(found, batch, batch_size, shape, limit_bytes)
+        search = _Search(
+            profile, self._with_choosing_seconds(profile), self.limit_bytes, profile.measuring_bytes
+        )
+        if profile.measuring_bytes <= self.limit_bytes:
+            holding = self._correct_until_held(search, request)
+            if holding:
+                return holding
+        if search.least_bytes > _NEARLY * self.limit_bytes:
+            raise _Hopeless(search.least_bytes)
+        return self._fit_smallest(search.profile, request)
 
-    def _rivals(self, tried: Fitted, batch: Any, target: int, limit_bytes: int) -> Iterator[Fitted]:
+    def _correct_until_held(self, search: _Search, request: _Request) -> list[TestedPlan]:
+        """Try out plans, each for as much less as the one before took too much; none if none
+        holds.
+        """
+        for _ in range(_TRIES):
+            plan = self._next_plan(search, request.batch_size)
+            if plan is None:
+                break
+            untested = TestedPlan(plan, search.profile, request.shape, 0, steady=True)
+            tried = self._try_out(untested, request.batch)
+            if tried is None:
+                if self._was_profiled_at(plan.micro_batch, search.profile, request.batch):
+                    return [self._fit_online(untested, request.batch)]
+                self._profile_at(plan.micro_batch, search, request)
+            elif tried.peak_bytes <= self.limit_bytes:
+                return [*self._rivals(tried, request.batch, search.target_bytes)]
+            else:
+                too_much = tried.peak_bytes - self.limit_bytes
+                search.target_bytes = min(search.target_bytes, plan.peak_bytes) - too_much
+        return []
+
+    def _next_plan(self, search: _Search, batch_size: int) -> Plan | None:
+        """For what may be taken now; None if there is none."""
+        if search.target_bytes <= 0:
+            return None
+        try:
+            return self._plan(search.timed, search.target_bytes, batch_size, search.micro_batch)
+        except BudgetInfeasible as error:
+            search.least_bytes = max(search.least_bytes, error.min_bytes)
+            return None
+
+    def _was_profiled_at(self, micro_batch: int, profile: Profile, batch: Any) -> bool:
+        """Whether a profile is of this very size, or there are too few rows for one that is."""
+        return micro_batch == profile.batch_size or micro_batch > self.rows(batch)
+
+    def _profile_at(self, micro_batch: int, search: _Search, request: _Request) -> None:
+        """A batch of one row need not do what larger ones do: look at this very size."""
+        search.micro_batch = micro_batch
+        search.profile = self._profile(
+            request.batch,
+            rows=micro_batch,
+            tiles=search.profile.tiles,
+            batch_size=request.batch_size,
+        )
+        search.timed = self._with_choosing_seconds(search.profile)
+
+    def _with_choosing_seconds(self, profile: Profile) -> Profile:
+        """With the seconds by which the micro-batch is chosen."""
+        return with_computed_seconds(profile) if self._reproducible else profile
+
+    def _rivals(self, tried: TestedPlan, batch: Any, target: int) -> Iterator[TestedPlan]:
         """A plan that holds, and others that hold and may be faster by the clock."""
-        plan = tried.plan
         if self._reproducible:
-            # The micro-batch is chosen; what to keep in it changes no bit, so that may be chosen by
-            # what was measured.
-            size = plan.micro_batch
-            other = self._plan_at(tried.profile, target, plan.batch_size, size)
-            again = (
-                self._try_out(dataclasses.replace(tried, plan=other), batch)
-                if other.micro_batch == size
-                else None
-            )
-            holds = again is not None and again.peak_bytes <= limit_bytes
-            yield again if again is not None and holds else tried
+            yield self._kept_by_measured_seconds(tried, batch, target)
             return
         yield tried
         if self._micro_batch is None:
-            others = self._recomputing if plan.keeps_everything else self._plain
-            yield from others(tried, batch, target, limit_bytes)
+            others = self._recomputing if tried.plan.keeps_everything else self._plain
+            yield from others(tried, batch, target)
+
+    def _kept_by_measured_seconds(self, tried: TestedPlan, batch: Any, target: int) -> TestedPlan:
+        """The micro-batch is chosen; what to keep in it changes no bit, so that may be chosen by
+        what was measured.
+        """
+        size = tried.plan.micro_batch
+        plan = self._plan_at(tried.profile, target, tried.plan.batch_size, size)
+        if plan.micro_batch != size:
+            return tried
+        return self._try_within_limit(dataclasses.replace(tried, plan=plan), batch) or tried
 
     def _profile(
         self,
@@ -515,13 +616,10 @@ class Planner:
         """
         tiled = " in tiles of tokens" if tiles is not None else ""
         self._progress.begin(f"measuring a step's operations{tiled}")
-        bandwidth = 0.0
-        if self._offload:
-            device = next(self._model.parameters()).device
-            bandwidth = measure_bandwidth(device, min(16 << 20, 1024 + self.limit_bytes // 8))
+        bandwidth = self._host_bandwidth()
         loss_fn = with_tiles(self._loss_fn, tiles)
         is_open = self.additivity is None and self._is_never_cut(batch, batch_size, loss_fn)
-        found = profile(
+        measured = profile(
             self._model,
             loss_fn,
             batch,
@@ -534,51 +632,77 @@ class Planner:
             tile=False,
         )
         if not is_open:
-            self.additivity = found.additivity
-        found = dataclasses.replace(found, tiles=tiles, additivity=self.additivity)
+            self.additivity = measured.additivity
+        burst = max(
+            measured.optimizer_burst_bytes + self._widening_bytes(measured), self.reduce_bytes
+        )
+        return dataclasses.replace(
+            measured,
+            tiles=tiles,
+            additivity=self.additivity,
+            splittable=self._is_splittable(measured),
+            optimizer_burst_bytes=burst,
+        )
+
+    def _host_bandwidth(self) -> float:
+        """Bytes a second to the host, where values may be moved there."""
+        if not self._offload:
+            return 0.0
+        device = next(self._model.parameters()).device
+        return measure_bandwidth(device, min(16 << 20, 1024 + self.limit_bytes // 8))
+
+    def _is_splittable(self, profile: Profile) -> bool:
+        """Whether a batch is cut: as it was asked for, or as it was measured."""
         if self._whole:
-            found = dataclasses.replace(found, splittable=False)
-        elif not self.exact:
-            found = dataclasses.replace(found, splittable=True)
-        burst = max(found.optimizer_burst_bytes + self._widening_bytes(found), self.reduce_bytes)
-        return dataclasses.replace(found, optimizer_burst_bytes=burst)
+            return False
+        return profile.splittable if self.exact else True
 
     def _is_never_cut(self, batch: Any, batch_size: int, loss_fn: LossFunction) -> bool:
         """Whether how parts add up need not be known, which takes many forwards to measure: the
         step is one row, it is ours alone, and the loss says no count, which might be a wrong one.
         """
-        if not self._copies or batch_size != 1 or distributed.is_running() or self.rows(batch) > 1:
+        if not self._copies or distributed.is_running() or not self._is_one_row(batch, batch_size):
             return False
         if self._has_count is None:
             with untouched(self._model):
                 self._has_count = has_count(self._model, loss_fn, batch)
         return not self._has_count
 
+    def _is_one_row(self, batch: Any, batch_size: int) -> bool:
+        return batch_size == 1 and self.rows(batch) <= 1
+
     def _plan(
-        self, found: Profile, limit_bytes: int, batch_size: int, micro_batch: int | None = None
+        self, profile: Profile, limit_bytes: int, batch_size: int, micro_batch: int | None = None
     ) -> Plan:
         """The best plan; at this very micro-batch, or at the one that was asked for, if any."""
-        size = micro_batch
         if self._micro_batch is not None:
-            size = min(self._micro_batch, batch_size)
-            if size < batch_size and not found.splittable:
-                raise MisuseError(
-                    f"micro_batch={self._micro_batch} cuts the batch of {batch_size}, and its loss"
-                    f" does not add up: {self._why_whole()}. Leave micro_batch out, or pass"
-                    " exact=False to cut all the same."
-                )
+            micro_batch = self._asked_size(self._micro_batch, batch_size, profile)
         self._progress.begin(f"planning for {format_bytes(limit_bytes)}")
-        return make_plan(found, memory=limit_bytes, batch_size=batch_size, micro_batch=size)
+        return make_plan(
+            profile, memory=limit_bytes, batch_size=batch_size, micro_batch=micro_batch
+        )
 
-    def _plan_at(self, found: Profile, limit_bytes: int, batch_size: int, micro_batch: int) -> Plan:
+    def _asked_size(self, micro_batch: int, batch_size: int, profile: Profile) -> int:
+        """The micro-batch that was asked for, if the batch may be cut."""
+        if micro_batch < batch_size and not profile.splittable:
+            raise MisuseError(
+                f"micro_batch={micro_batch} cuts the batch of {batch_size}, and its loss"
+                f" does not add up: {self._why_whole()}. Leave micro_batch out, or pass"
+                " exact=False to cut all the same."
+            )
+        return min(micro_batch, batch_size)
+
+    def _plan_at(
+        self, profile: Profile, limit_bytes: int, batch_size: int, micro_batch: int
+    ) -> Plan:
         """The plan for this very micro-batch if it can be, else for any."""
         try:
-            return self._plan(found, limit_bytes, batch_size, min(micro_batch, batch_size))
+            return self._plan(profile, limit_bytes, batch_size, min(micro_batch, batch_size))
         except BudgetInfeasible:
-            return self._plan(found, limit_bytes, batch_size)
+            return self._plan(profile, limit_bytes, batch_size)
 
-    def _may_cut(self, found: Profile) -> bool:
-        return found.splittable and self._micro_batch is None
+    def _may_cut(self, profile: Profile) -> bool:
+        return profile.splittable and self._micro_batch is None
 
     def _why_whole(self) -> str:
         additivity = self.additivity
@@ -586,170 +710,190 @@ class Planner:
             return "micro_batch='whole'"
         return f"relative error {additivity.error:.2g} on a few rows; {additivity.reason}"
 
-    def _widening_bytes(self, found: Profile) -> int:
+    def _widening_bytes(self, profile: Profile) -> int:
         """What a step takes more if parameters and state are widened for it, and its temporaries
         are as wide.
         """
-        trained = [p for p in self._model.parameters() if p.requires_grad]
+        trained = _trained(self._model)
         if self._wide is None or not trained:
             return 0
-        sizes = [local_part(p).nbytes for p in trained]
-        ratios = [
-            torch.promote_types(p.dtype, self._wide).itemsize / p.dtype.itemsize for p in trained
-        ]
-        copies = sum(size * ratio for size, ratio in zip(sizes, ratios, strict=True) if ratio > 1)
-        states = (
-            found.optimizer_bytes
-            * sum(s * (r - 1) for s, r in zip(sizes, ratios, strict=True))
-            / sum(sizes)
-        )
-        return round(copies + states + found.optimizer_burst_bytes * (max(ratios) - 1))
+        sized = [(local_part(p).nbytes, _widened_by(p.dtype, self._wide)) for p in trained]
+        copies = sum(size * ratio for size, ratio in sized if ratio > 1)
+        wider = sum(size * (ratio - 1) for size, ratio in sized)
+        states = profile.optimizer_bytes * wider / _local_bytes(trained)
+        most = max(ratio for _, ratio in sized)
+        return round(copies + states + profile.optimizer_burst_bytes * (most - 1))
 
-    def _fit_smallest(
-        self, found: Profile, batch: Any, batch_size: int, shape: Shape, limit_bytes: int
-    ) -> list[Fitted]:
+    def _fit_smallest(self, profile: Profile, request: _Request) -> list[TestedPlan]:
         """The plan of the smallest peak, by seconds that are the same in every run: so `min_bytes`
         is always enough.
         """
-        alike = nominal(found)
-        try:
-            plan = self._plan(alike, 1, batch_size)
-        except BudgetInfeasible as smallest:
-            plan = self._plan(alike, smallest.min_bytes, batch_size)
-        made = Fitted(plan, found, shape, 0, steady=True)
-        tried = self._try_out(made, batch)
+        plan = self._smallest_plan(profile, request.batch_size)
+        untested = TestedPlan(plan, profile, request.shape, 0, steady=True)
+        tried = self._try_out(untested, request.batch)
         if tried is None:
-            return [self._fit_online(made, batch, limit_bytes)]
+            return [self._fit_online(untested, request.batch)]
         # Not less than what is planned for: below that, what the clock says could not choose among
         # plans.
-        least = max(tried.peak_bytes, plan.peak_bytes, found.measuring_bytes)
-        if max(tried.peak_bytes, found.measuring_bytes) <= limit_bytes:
+        least = max(tried.peak_bytes, plan.peak_bytes, profile.measuring_bytes)
+        if max(tried.peak_bytes, profile.measuring_bytes) <= self.limit_bytes:
             return [tried]
-        raise self._infeasible(tried.plan, least, cut=found.splittable)
+        raise self._infeasible(tried.plan, least, cut=profile.splittable)
 
-    def _fit_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted:
+    def _smallest_plan(self, profile: Profile, batch_size: int) -> Plan:
+        timed = with_computed_seconds(profile)
+        try:
+            return self._plan(timed, 1, batch_size)
+        except BudgetInfeasible as smallest:
+            return self._plan(timed, smallest.min_bytes, batch_size)
+
+    def _fit_online(self, untested: TestedPlan, batch: Any) -> TestedPlan:
         """The operations depend on the data, so no plan can name them: evict online, in
         micro-batches that fit.
         """
         plan = dataclasses.replace(
-            made.plan, online=f"{self._left}. The data decide what the forward does"
+            untested.plan, online=f"{self._left}. The data decide what the forward does"
         )
-        made = dataclasses.replace(made, plan=plan, steady=False)
-        while (
-            tried := self._try_out_online(made, batch, limit_bytes)
-        ).peak_bytes > limit_bytes or made.profile.measuring_bytes > limit_bytes:
-            if made.plan.micro_batch <= made.profile.min_batch or not self._may_cut(made.profile):
-                # With a little more: what is evicted depends on the clock, and what is routed where
-                # on the weights.
-                least = int(self._smallest_online(made, batch, tried.peak_bytes) * _ONLINE_MARGIN)
-                least = max(least, made.profile.measuring_bytes)
-                raise self._infeasible(made.plan, least, cut=made.profile.splittable)
-            made = dataclasses.replace(made, plan=smaller(made.plan, made.profile.min_batch))
-        return tried
+        untested = dataclasses.replace(untested, plan=plan, steady=False)
+        profile = untested.profile
+        while True:
+            tried = self._try_out_online(untested, batch, self.limit_bytes)
+            if max(tried.peak_bytes, profile.measuring_bytes) <= self.limit_bytes:
+                return tried
+            if untested.plan.micro_batch <= profile.min_batch or not self._may_cut(profile):
+                raise self._infeasible_online(untested, batch, tried.peak_bytes)
+            plan = smaller(untested.plan, profile.min_batch)
+            untested = dataclasses.replace(untested, plan=plan)
 
-    def _smallest_online(self, made: Fitted, batch: Any, below: int) -> int:
+    def _infeasible_online(
+        self, untested: TestedPlan, batch: Any, peak_bytes: int
+    ) -> BudgetInfeasible:
+        # With a little more: what is evicted depends on the clock, and what is routed where on the
+        # weights.
+        least = int(self._smallest_online(untested, batch, peak_bytes) * _ONLINE_MARGIN)
+        least = max(least, untested.profile.measuring_bytes)
+        return self._infeasible(untested.plan, least, cut=untested.profile.splittable)
+
+    def _smallest_online(self, untested: TestedPlan, batch: Any, below: int) -> int:
         """The smallest limit that is held, to a hundredth; `below` is not."""
-        growth = 1.01
-        while (tried := self._try_out_online(made, batch, int(below * growth))).peak_bytes > int(
-            below * growth
-        ):
-            below, growth = max(tried.peak_bytes, int(below * growth)), 2 * growth - 1
-        above = int(below * growth)
+        below, above = self._bounds_online(untested, batch, below)
         while above > below * 1.01 + 64:
             middle = (below + above) // 2
-            held = self._try_out_online(made, batch, middle).peak_bytes <= middle
+            held = self._try_out_online(untested, batch, middle).peak_bytes <= middle
             below, above = (below, middle) if held else (middle, above)
         return above
 
-    def _try_out_online(self, made: Fitted, batch: Any, limit_bytes: int) -> Fitted:
+    def _bounds_online(self, untested: TestedPlan, batch: Any, below: int) -> tuple[int, int]:
+        """A limit that is not held, and one that is: in growing steps above the first."""
+        growth = 1.01
+        while True:
+            above = int(below * growth)
+            tried = self._try_out_online(untested, batch, above)
+            if tried.peak_bytes <= above:
+                return below, above
+            below, growth = max(tried.peak_bytes, above), 2 * growth - 1
+
+    def _try_out_online(self, untested: TestedPlan, batch: Any, limit_bytes: int) -> TestedPlan:
         """Eviction depends on timing; a limit counts as held if one of a few tries holds it.
 
         If none does, the peak is what one operation needed beside what cannot be dropped, at least.
         """
         tries = []
         for _ in range(_TRIES_ONLINE):
-            tried = self._try_out(made, batch, online_bytes=limit_bytes)
+            tried = self._try_out(untested, batch, online_bytes=limit_bytes)
             if tried is None:  # memory ran out before the limit was reached
-                tried = dataclasses.replace(made, peak_bytes=limit_bytes * 11 // 10)
+                tried = dataclasses.replace(untested, peak_bytes=limit_bytes * 11 // 10)
             if tried.peak_bytes <= limit_bytes:
                 return tried
             tries.append(tried)
         return min(tries, key=lambda one: one.peak_bytes)
 
     def _infeasible(self, plan: Plan, least: int, *, cut: bool) -> BudgetInfeasible:
-        parts = {name: count for name, count in plan.breakdown.items() if count}
-        if plan.reserved_bytes > plan.peak_bytes:
-            parts["segments of the device's allocator, beyond their tensors"] = (
-                plan.reserved_bytes - plan.peak_bytes
-            )
-        if least > max(plan.peak_bytes, plan.reserved_bytes):  # what only measuring shows
-            parts["measuring a few rows, before the first step"] = least - max(
-                plan.peak_bytes, plan.reserved_bytes
-            )
-        parts |= {
-            "copies of buffers": self._own_bytes,
-            "communication buckets": self.reserved_bytes,
-        }
+        parts = self._parts_of_least(plan, least)
         least += self._own_bytes + self.reserved_bytes
         listed = ", ".join(
             f"{name} {format_bytes(size)}"
             for name, size in sorted(parts.items(), key=_size)
             if size
         )
-        hint = "or make the model or an item of the batch smaller."
+        return BudgetInfeasible(
+            f"Smallest feasible peak is {format_bytes(least)} ({listed}) at micro-batch"
+            f" {plan.micro_batch}, the budget is {format_bytes(self.budget_bytes)}. Raise `memory`"
+            f" to at least {least} bytes, {self._hint(plan, cut=cut)}",
+            min_bytes=least,
+            breakdown=parts,
+        )
+
+    def _parts_of_least(self, plan: Plan, least: int) -> dict[str, int]:
+        """What takes the bytes of the smallest budget."""
+        parts = {name: count for name, count in plan.breakdown.items() if count}
+        if plan.reserved_bytes > plan.peak_bytes:
+            parts["segments of the device's allocator, beyond their tensors"] = (
+                plan.reserved_bytes - plan.peak_bytes
+            )
+        planned = max(plan.peak_bytes, plan.reserved_bytes)
+        if least > planned:  # what only measuring shows
+            parts["measuring a few rows, before the first step"] = least - planned
+        return parts | {
+            "copies of buffers": self._own_bytes,
+            "communication buckets": self.reserved_bytes,
+        }
+
+    def _hint(self, plan: Plan, *, cut: bool) -> str:
+        """What can be done beside raising the budget."""
         if not cut and plan.batch_size > 1:
             hint = (
                 f"or lower the batch size. The batch of {plan.batch_size} is not cut:"
                 f" {self._why_whole()}."
             )
-            if not self._whole:
-                hint += " exact=False cuts it all the same."
-        elif self._micro_batch is not None and plan.micro_batch > 1:
-            hint = "or leave out micro_batch, so that it can be smaller."
-        return BudgetInfeasible(
-            f"Smallest feasible peak is {format_bytes(least)} ({listed}) at micro-batch"
-            f" {plan.micro_batch}, the budget is {format_bytes(self.budget_bytes)}. Raise `memory`"
-            f" to at least {least} bytes, {hint}",
-            min_bytes=least,
-            breakdown=parts,
-        )
+            return hint if self._whole else f"{hint} exact=False cuts it all the same."
+        if self._micro_batch is not None and plan.micro_batch > 1:
+            return "or leave out micro_batch, so that it can be smaller."
+        return "or make the model or an item of the batch smaller."
+
+    def _try_within_limit(self, untested: TestedPlan, batch: Any) -> TestedPlan | None:
+        """As `_try_out`; None if it does not hold the budget, too."""
+        tried = self._try_out(untested, batch)
+        return None if tried is None or tried.peak_bytes > self.limit_bytes else tried
 
     def _try_out(
-        self, made: Fitted, batch: Any, *, online_bytes: int | None = None
-    ) -> Fitted | None:
+        self, untested: TestedPlan, batch: Any, *, online_bytes: int | None = None
+    ) -> TestedPlan | None:
         """Run two micro-batches as planned, or each of them online: with the peak of the whole
         step, or None if it left the plan or memory ran out. A peak above `online_bytes` is what was
         needed where these did not suffice."""
-        past = 0
-        self._progress.begin(f"trying out a plan, micro-batch {made.plan.micro_batch}")
+        self._progress.begin(f"trying out a plan, micro-batch {untested.plan.micro_batch}")
         with untouched(self._model):
             try:
-                return self._rehearse(made, batch, online_bytes)
+                return self._run_trial(untested, batch, online_bytes)
             except Exception as error:
-                short = is_out_of_memory(error)
-                if not short and not isinstance(error, Diverged | BudgetInfeasible | _PastLimit):
+                if not _is_answer_of_trial(error):
                     raise
-                if isinstance(error, _PastLimit):
-                    past = error.needed_bytes
-                if isinstance(error, Diverged):
-                    self._left = str(error)
+                peak = self._peak_told_by(error, online_bytes)
                 traceback.clear_frames(error.__traceback__)  # they hold every tensor of the trial
             finally:
                 drop_gradients(self._model)
             free_cached_memory()
-            # Where memory ran out before the budget did: as if the trial had taken a tenth more
-            # than there is.
-            if short and online_bytes is None:
-                return dataclasses.replace(made, peak_bytes=self.limit_bytes * 11 // 10)
-            return dataclasses.replace(made, peak_bytes=past) if past else None
+            return dataclasses.replace(untested, peak_bytes=peak) if peak else None
 
-    def _rehearse(self, made: Fitted, batch: Any, online_bytes: int | None) -> Fitted:
-        made = dataclasses.replace(made, saved_bytes=None)  # of another plan, perhaps
-        plan, found = made.plan, made.profile
+    def _peak_told_by(self, error: Exception, online_bytes: int | None) -> int:
+        """Bytes that a trial would have taken at least; 0 if its end does not say."""
+        if isinstance(error, Diverged):
+            self._left = str(error)
+        if isinstance(error, _PastLimit):
+            return error.needed_bytes
+        # Where memory ran out before the budget did: as if the trial had taken a tenth more than
+        # there is.
+        is_short = online_bytes is None and is_out_of_memory(error)
+        return self.limit_bytes * 11 // 10 if is_short else 0
+
+    def _run_trial(self, untested: TestedPlan, batch: Any, online_bytes: int | None) -> TestedPlan:
+        untested = dataclasses.replace(untested, saved_bytes=None)  # of another plan, perhaps
+        plan, profile = untested.plan, untested.profile
         # what its first step will allocate
-        waiting = max(0, found.optimizer_bytes - _state_bytes(self._optimizer))
+        waiting = max(0, profile.optimizer_bytes - _state_bytes(self._optimizer))
         passes = update = saved = asked = 0
-        looks = LooksAtData()
+        data_reads = LooksAtData()
         record = TrialRecord(self.reserved)
         for cut in islice(
             self.runner.cut(batch, plan.micro_batch), None if online_bytes is not None else 2
@@ -759,50 +903,53 @@ class Planner:
             # A part is a view: it holds the whole batch it was cut from, which may still be less
             # than a step's.
             held = meter(content, device=self.device).current_bytes
-            rest = max(0, int(plan.batch_size * found.batch_bytes.per_item) - held)
+            rest = max(0, int(plan.batch_size * profile.batch_bytes.per_item) - held)
             record.begin(*self.resident, content, beside=rest)
             live = Meter(device=self.device)
             live.events = record.events
             live.watch(*self.resident, content)
             with live:
                 if online_bytes is not None:
-                    self._run_online(made, part, online_bytes, beside=waiting + rest)
+                    self._run_online(untested, part, online_bytes, beside=waiting + rest)
                 else:
-                    mode = Planned(made, inside=looks)
-                    loss = self.runner.forward(part, mode).loss
-                    unrecorded = mode.followed.rest
+                    unrecorded = self._run_planned(part, Planned(untested, inside=data_reads))
                     saved = max(saved, unrecorded.saved_bytes)
                     asked = max(asked, unrecorded.last_rebuilt)
-                    torch.autograd.backward(loss)
-                    del loss, mode
             passes = max(passes, live.peak_bytes + rest)
-            update = live.current_bytes + rest + found.optimizer_burst_bytes
-        sizes = UpdateSizes.of(self._model, self._optimizer, waiting, found.optimizer_burst_bytes)
+            update = live.current_bytes + rest + profile.optimizer_burst_bytes
+        sizes = UpdateSizes.of(self._model, self._optimizer, waiting, profile.optimizer_burst_bytes)
         reserved = record.reserved_bytes(sizes, copied=False)
         return dataclasses.replace(
-            made,
+            untested,
             plan=dataclasses.replace(plan, reserved_bytes=reserved),
             peak_bytes=max(max(passes, update) + waiting, reserved),
             reserved_bytes=reserved,
             copied_reserved_bytes=record.reserved_bytes(sizes, copied=True),
             saved_bytes=saved,
             asked=asked,
-            looks=looks.reads_data,
+            reads_data=data_reads.reads_data,
         )
 
-    def _run_online(self, made: Fitted, part: Part, limit_bytes: int, *, beside: int) -> None:
+    def _run_planned(self, part: Part, mode: Planned) -> Any:
+        """Both passes of one micro-batch; what was seen of the forward's unrecorded rest."""
+        loss = self.runner.forward(part, mode).loss
+        unrecorded = mode.followed.rest
+        torch.autograd.backward(loss)
+        return unrecorded
+
+    def _run_online(self, tested: TestedPlan, part: Part, limit_bytes: int, *, beside: int) -> None:
         """Both passes of one micro-batch, evicting, where so many bytes are taken by what is not
         there yet.
         """
         mode = WithinLimit(
-            made, limit_bytes - beside, *self.resident, part.content, device=self.device
+            tested, limit_bytes - beside, *self.resident, part.content, device=self.device
         )
         try:
-            self.runner.run(part, mode, lambda found: torch.autograd.backward(found.loss))
+            self.runner.run(part, mode, lambda part_loss: torch.autograd.backward(part_loss.loss))
         except BudgetInfeasible as refusal:
             raise _PastLimit(max(limit_bytes + 1, refusal.min_bytes + beside)) from refusal
 
-    def _fastest(self, ways: list[Fitted], batch: Any) -> Fitted:
+    def _fastest(self, ways: list[TestedPlan], batch: Any) -> TestedPlan:
         """By the clock, whose seconds it then has.
 
         Plans with and without recomputation are too unlike for a prediction: one pays for recording
@@ -820,90 +967,132 @@ class Planner:
                     key=lambda one: one.plan.step_seconds,
                 )
             except Exception as error:
-                # It is not steady after all, as its step will notice; or memory ran out, for which
-                # a step is repeated.
-                if not isinstance(error, Diverged) and not is_out_of_memory(error):
+                if not _is_left_to_the_step(error):
                     raise
                 traceback.clear_frames(error.__traceback__)
             drop_gradients(self._model)
         free_cached_memory()
         return ways[0]
 
-    def _plain(self, made: Fitted, batch: Any, target: int, limit_bytes: int) -> list[Fitted]:
+    def _plain(self, tested: TestedPlan, batch: Any, target: int) -> list[TestedPlan]:
         """The largest micro-batch without recomputation, tried out, if there is one."""
         # With some room: the profile may be of another size, and not even a trial may pass the
         # budget.
-        found, rows = made.profile, made.plan.batch_size
-        plan = plain_plan(found, memory=int(0.95 * target), batch_size=rows)
-        tried: list[Fitted] = []
+        profile, rows = tested.profile, tested.plan.batch_size
+        plan = plain_plan(profile, memory=int(0.95 * target), batch_size=rows)
+        largest: list[TestedPlan] = []
         while plan is not None:
-            larger = self._try_out(dataclasses.replace(made, plan=plan), batch)
-            if larger is None or larger.peak_bytes > limit_bytes:
+            tried = self._try_within_limit(dataclasses.replace(tested, plan=plan), batch)
+            if tried is None:
                 break
-            tried = [larger]
-            # Then without: each row more takes no more than one of those that were measured took.
-            static = found.at(plan.micro_batch, rows=rows).static_bytes
-            most = int(
-                (limit_bytes - static) * plan.micro_batch / max(1, larger.peak_bytes - static)
-            )
-            most = even(rows, min(most, rows))
-            if plan.micro_batch >= most:
-                break
-            plan = plain_plan(found, memory=limit_bytes, batch_size=rows, micro_batch=most)
-        return tried
+            largest = [tried]
+            # Then without: the room is used up.
+            plan = self._plain_in_what_is_left(tried)
+        return largest
 
-    def _recomputing(self, made: Fitted, batch: Any, target: int, limit_bytes: int) -> list[Fitted]:
+    def _plain_in_what_is_left(self, tried: TestedPlan) -> Plan | None:
+        """A larger micro-batch in all of the budget: each row more takes no more than one of those
+        that were measured took.
+        """
+        profile, rows, size = tried.profile, tried.plan.batch_size, tried.plan.micro_batch
+        static = profile.at(size, rows=rows).static_bytes
+        most = int((self.limit_bytes - static) * size / max(1, tried.peak_bytes - static))
+        most = even(rows, min(most, rows))
+        if size >= most:
+            return None
+        return plain_plan(profile, memory=self.limit_bytes, batch_size=rows, micro_batch=most)
+
+    def _recomputing(self, tested: TestedPlan, batch: Any, target: int) -> list[TestedPlan]:
         """The best larger micro-batch, with recomputation, tried out, if it can be as fast."""
-        rows, size = made.plan.batch_size, made.plan.micro_batch
+        rows, size = tested.plan.batch_size, tested.plan.micro_batch
         if size == rows:
             return []
-        most = _DOUBT * made.plan.step_seconds
         plan = recomputing_plan(
-            made.profile, memory=int(0.95 * target), batch_size=rows, above=size, most_seconds=most
+            tested.profile,
+            memory=int(0.95 * target),
+            batch_size=rows,
+            above=size,
+            most_seconds=_DOUBT * tested.plan.step_seconds,
         )
         if plan is None:
             return []
-        tried = self._try_out(dataclasses.replace(made, plan=plan), batch)
-        return [] if tried is None or tried.peak_bytes > limit_bytes else [tried]
+        tried = self._try_within_limit(dataclasses.replace(tested, plan=plan), batch)
+        return [] if tried is None else [tried]
 
-    def _timed(self, ways: list[tuple[Fitted, Any]]) -> Iterator[Fitted]:
+    def _timed(self, ways: list[tuple[TestedPlan, Any]]) -> Iterator[TestedPlan]:
         """With the seconds that passes of these micro-batches take here and now, each in its turn:
         a machine that is slower for a while is so for all of them. What was measured before is only
         a hint."""
-        rows = [self.runner.rows(part) for _, part in ways]
-        passes = [one.plan.batch_size / n for (one, _), n in zip(ways, rows, strict=True)]
+        race = self._run_race(ways)
+        drop_gradients(self._model)
+        for place, (tested, _) in enumerate(ways):
+            seconds = race.step_seconds(place) + tested.profile.optimizer_seconds
+            yield dataclasses.replace(tested, plan=tested.plan.with_step_seconds(seconds))
+
+    def _run_race(self, ways: list[tuple[TestedPlan, Any]]) -> Race:
+        passes = [tested.plan.batch_size / self.runner.rows(part) for tested, part in ways]
         race = Race(passes, together=distributed.is_running())
         while not race.is_over:
             for place in race.running:
                 race.add(place, self._pass_seconds(*ways[place]))
             race.drop_slow()
-        drop_gradients(self._model)
-        for place, (made, _) in enumerate(ways):
-            seconds = race.step_seconds(place) + made.profile.optimizer_seconds
-            yield dataclasses.replace(made, plan=made.plan.with_step_seconds(seconds))
+        return race
 
-    def _pass_seconds(self, made: Fitted, part: Any) -> float:
+    def _pass_seconds(self, tested: TestedPlan, part: Any) -> float:
         """Of a pass as most of its step are: if it has several, not the first one, into gradients
         that are there.
         """
-        alone = made.plan.steps == 1
+        alone = tested.plan.steps == 1
         if alone:
             drop_gradients(self._model)
         started = seconds_now()
-        loss = self.runner.forward(Part(0, 0, part), Planned(made, first=alone)).loss
+        loss = self.runner.forward(Part(0, 0, part), Planned(tested, first=alone)).loss
         torch.autograd.backward(loss)
         wait_for(self._devices)
         return seconds_now() - started
 
 
-def _may_be_beaten(tried: Fitted) -> bool:
+def _keeps_whole_batch(plan: Plan) -> bool:
+    """Whether a step is one plain pass."""
+    return plan.keeps_everything and plan.steps == 1
+
+
+def _takes_the_place_of(new: TestedPlan, old: TestedPlan) -> bool:
+    """Whether both are for the same shape, and the same operations, if those are always the
+    same.
+    """
+    if new.shape != old.shape:
+        return False
+    return not old.steady or old.plan.operations == new.plan.operations
+
+
+def _are_last_resort(tiles: Tiles | None) -> bool:
+    """Whether modules are run in tiles, and so again in each backward pass: that is for where
+    nothing else is enough.
+    """
+    return tiles is not None and bool(tiles.modules)
+
+
+def _is_answer_of_trial(error: Exception) -> bool:
+    """Whether it says that the plan does not hold, and not that something is wrong."""
+    return isinstance(error, Diverged | BudgetInfeasible | _PastLimit) or is_out_of_memory(error)
+
+
+def _is_left_to_the_step(error: Exception) -> bool:
+    """Whether a plan is not steady after all, as its step will notice; or memory ran out, for which
+    a step is repeated.
+    """
+    return isinstance(error, Diverged) or is_out_of_memory(error)
+
+
+def _may_be_beaten(tried: TestedPlan) -> bool:
     """Whether tiles may make a step much faster: nothing is faster than a batch that is run whole
     with everything kept.
     """
-    plan, found = tried.plan, tried.profile
+    plan, profile = tried.plan, tried.profile
     if distributed.is_running():  # all ranks must profile the same, and each has its own clock
         return plan.is_short
-    least = found.plain_seconds(plan.batch_size) + found.optimizer_seconds
+    least = profile.plain_seconds(plan.batch_size) + profile.optimizer_seconds
     return plan.is_short and plan.step_seconds > _NEARLY * least
 
 
@@ -911,12 +1100,25 @@ def _size(part: tuple[str, int]) -> int:
     return -part[1]
 
 
+def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def _local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of this rank's parts of them."""
+    return sum(local_part(tensor).nbytes for tensor in tensors)
+
+
+def _widened_by(dtype: torch.dtype, wide: torch.dtype) -> float:
+    """How many times as large a number becomes."""
+    return torch.promote_types(dtype, wide).itemsize / dtype.itemsize
+
+
 def _state_bytes(optimizer: Any) -> int:
-    states = getattr(optimizer, "state", {})
+    states = getattr(optimizer, "state", {}).values()
+    values = chain.from_iterable(state.values() for state in states if isinstance(state, dict))
     return sum(
-        local_part(tensor).untyped_storage().nbytes()
-        for state in states.values()
-        if isinstance(state, dict)
-        for tensor in state.values()
-        if isinstance(tensor, torch.Tensor)
+        local_part(value).untyped_storage().nbytes()
+        for value in values
+        if isinstance(value, torch.Tensor)
     )

@@ -64,9 +64,10 @@ class Race:
             return rounds >= _LEAST
         if rounds >= _MOST or seconds >= _PLENTY_SECONDS:
             return True
-        if len(self.running) == 1:  # which has won, or has no rivals
-            return rounds > 0 and (len(self._taken) > 1 or seconds >= _ALONE_SECONDS)
-        return rounds >= _LEAST and seconds >= _SECONDS
+        if len(self.running) > 1:
+            return rounds >= _LEAST and seconds >= _SECONDS
+        has_won = len(self._taken) > 1  # else it has no rivals
+        return rounds > 0 and (has_won or seconds >= _ALONE_SECONDS)
 
     def step_seconds(self, place: int) -> float:
         """Of all passes of a step of this way."""

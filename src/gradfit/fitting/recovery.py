@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_listen import eager_functions
+from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.late_weights import ZeroWeight
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.runner import LossFunction, Mode, Part
@@ -26,7 +27,7 @@ from gradfit.errors import BudgetInfeasible
 from gradfit.fitting.modes import WithinLimit
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.sequences import Sequences
-from gradfit.fitting.tested_plan import Fitted
+from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.recompute.follow_plan import Diverged
 
 # Of what the plan needed, what it may need each time that memory runs out again. What a cap on the
@@ -34,6 +35,13 @@ from gradfit.recompute.follow_plan import Diverged
 _SHARES = (0.9, 0.9, 0.8, 0.7, 0.5)
 _Result = TypeVar("_Result")
 Trial = Callable[[], contextlib.AbstractContextManager[object]]
+
+
+class _Cure(NamedTuple):
+    """What the next attempt goes by."""
+
+    replan: Callable[[TestedPlan, Any], TestedPlan] | None
+    """Makes its plan; None: the same plan, or one that takes less."""
 
 
 class Recovery:
@@ -56,9 +64,9 @@ class Recovery:
 
     def repeat(
         self,
-        tested: Fitted,
+        tested: TestedPlan,
         batch: Any,
-        attempt: Callable[[Fitted, int], _Result],
+        attempt: Callable[[TestedPlan, int], _Result],
         take_back: Callable[[], bool],
         give_up: Callable[[BaseException], object] = lambda error: None,
     ) -> _Result:
@@ -74,11 +82,7 @@ class Recovery:
         """
         self._sequences.begin()
         self.reads_each, self.online = False, ""
-        # An accelerator's allocator may say that memory has run out while a block that would do
-        # waits for an event, and the same step succeeds a moment later
-        # (https://github.com/pytorch/pytorch/issues/189504).
-        shares = list(_SHARES) if self._plans.device is None else [1.0, *_SHARES]
-        number = 0
+        shares, number = self._shares_to_try(), 0
         while True:
             number += 1
             try:
@@ -86,10 +90,8 @@ class Recovery:
             except BaseException as error:
                 if not take_back():
                     raise  # interrupted when all was done
-                is_short = is_out_of_memory(error) or isinstance(error, BudgetInfeasible)
-                is_outgrown = tested.by_size and isinstance(error, BudgetInfeasible)
-                is_learnt = self._learn(error)
-                if not (is_short or is_learnt) or not shares:
+                cure = self._cure(error, tested)
+                if cure is None or not shares:
                     give_up(error)
                     raise
                 failure: BaseException = error
@@ -97,12 +99,28 @@ class Recovery:
             _forget(failure)
             del failure
             share = shares.pop(0)
-            if is_learnt or is_outgrown:
+            if cure.replan is not None:
                 with trials_end(), self._trial():
-                    replan = self._plans.outgrown if is_outgrown else self._sequences.recover
-                    tested = replan(tested, batch)
+                    tested = cure.replan(tested, batch)
             elif share < 1.0:
                 tested = self._plans.tighter(tested, share)
+
+    def _shares_to_try(self) -> list[float]:
+        """On an accelerator, all of it first: the allocator may say that memory has run out while a
+        block that would do waits for an event, and the same step succeeds a moment later
+        (https://github.com/pytorch/pytorch/issues/189504).
+        """
+        return list(_SHARES) if self._plans.device is None else [1.0, *_SHARES]
+
+    def _cure(self, error: BaseException, tested: TestedPlan) -> _Cure | None:
+        """How the next attempt may succeed; None if it cannot."""
+        is_learnt = self._learn(error)
+        if tested.by_size and isinstance(error, BudgetInfeasible):
+            return _Cure(self._plans.outgrown)
+        if is_learnt:
+            return _Cure(self._sequences.recover)
+        is_short = isinstance(error, BudgetInfeasible) or is_out_of_memory(error)
+        return _Cure(None) if is_short else None
 
     def _learn(self, error: BaseException) -> bool:
         """Whether the same plan can succeed, or another one for the same memory, by what this error
@@ -117,7 +135,7 @@ class Recovery:
 
     def run(
         self,
-        tested: Fitted,
+        tested: TestedPlan,
         part: Part,
         batch: Any,
         backward: Callable[[PartLoss], object],
@@ -136,7 +154,7 @@ class Recovery:
         with eager_functions() if self._runs_eagerly else contextlib.nullcontext():
             self._plans.runner.run(part, self._mode(tested, part, batch, first=first), backward)
 
-    def _mode(self, tested: Fitted, part: Part, batch: Any, *, first: bool) -> Mode:
+    def _mode(self, tested: TestedPlan, part: Part, batch: Any, *, first: bool) -> Mode:
         reason = self._sequences.runs_online(part.content)
         if tested.steady and not reason:
             return _ByOneOf(self._sequences, tested, part, first=first)
@@ -145,7 +163,7 @@ class Recovery:
         return WithinLimit(tested, plans.limit_bytes, *plans.resident, batch, device=plans.device)
 
     def count(
-        self, tested: Fitted, parts: list[Part], before: Snapshot, first: int = 0
+        self, tested: TestedPlan, parts: list[Part], before: Snapshot, first: int = 0
     ) -> list[PartShare] | None:
         """Each part's share in the batch, where one weight for a part cannot be right: found by
         forwards alone.
@@ -157,11 +175,7 @@ class Recovery:
             first: the part that is run first.
         """
         additivity = self._plans.additivity
-        if (
-            additivity is None
-            or len(parts) == 1
-            or not (must_count(additivity, len(parts)) or self._counts_first)
-        ):
+        if additivity is None or not self._must_count(additivity, len(parts)):
             return None
         runner = self._plans.runner
         counter = PartCounter(
@@ -170,6 +184,9 @@ class Recovery:
         shares = counter.shares([part.content for part in parts], first)
         before.restore(thread=False)  # there may be a meter around it
         return shares
+
+    def _must_count(self, additivity: Additivity, parts: int) -> bool:
+        return parts > 1 and (self._counts_first or must_count(additivity, parts))
 
 
 class _ByOneOf(Mode):
@@ -182,7 +199,7 @@ class _ByOneOf(Mode):
         first: as for `Planned`.
     """
 
-    def __init__(self, plans: Sequences, tested: Fitted, part: Part, *, first: bool) -> None:
+    def __init__(self, plans: Sequences, tested: TestedPlan, part: Part, *, first: bool) -> None:
         self._plans, self._tested, self._part, self._first = plans, tested, part, first
 
     def wrap(self, loss_fn: LossFunction) -> LossFunction:

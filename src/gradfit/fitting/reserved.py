@@ -13,6 +13,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -66,15 +67,13 @@ class UpdateSizes:
 
 def _pieces(sizes: Sequence[tuple[int, int]], total: int) -> list[tuple[int, int]]:
     """So many bytes in pieces of these sizes, over and over, the last one smaller."""
-    found: list[tuple[int, int]] = []
-    sizes = [one for one in sizes if one[0]]
-    while total > 0 and sizes:
-        for nbytes, device in sizes:
-            found.append((min(nbytes, total), device))
-            total -= nbytes
-            if total <= 0:
-                break
-    return found
+    pieces: list[tuple[int, int]] = []
+    for nbytes, device in cycle([one for one in sizes if one[0]]):
+        if total <= 0:
+            break
+        pieces.append((min(nbytes, total), device))
+        total -= nbytes
+    return pieces
 
 
 class ReservedMemory:
@@ -92,29 +91,27 @@ class ReservedMemory:
         """What each device has reserved now; None where its backend does not say, or caches
         nothing.
         """
-        found: dict[int, list[Mapping[str, Any]]] = {}
+        by_device: dict[int, list[Mapping[str, Any]]] = {}
         for device in self._devices:
-            snapshot = getattr(torch.get_device_module(device), "memory_snapshot", None)
-            try:
-                segments = [] if snapshot is None else list(snapshot())
-            except RuntimeError:  # CUDA's other backend, cudaMallocAsync, has none
-                segments = []
-            segments = [one for one in segments if one["device"] == device.index]
+            segments = [one for one in _snapshot_of(device) if one["device"] == device.index]
             if not segments:
                 return None
-            found[device.index] = segments
-        return found or None
+            by_device[device.index] = segments
+        return by_device or None
 
     def rounded_bytes(self, *nest: Any) -> int:
         """What the tensors of a nest take of the allocators' blocks, each storage once."""
-        indices = {device.index for device in self._devices}
-        kinds = {device.type for device in self._devices}
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in tensors_in(nest)
-            if tensor.device.type in kinds and tensor.device.index in indices
+            if self._is_on_one(tensor)
         }
         return sum(rounded(nbytes) for nbytes in storages.values() if nbytes)
+
+    def _is_on_one(self, tensor: torch.Tensor) -> bool:
+        """Whether it is on one of the model's devices."""
+        kind, index = tensor.device.type, tensor.device.index
+        return any((kind, index) == (device.type, device.index) for device in self._devices)
 
     @contextlib.contextmanager
     def capped(self, budget_bytes: int, batch: Any, *resident: Any, final: bool) -> Iterator[None]:
@@ -131,20 +128,13 @@ class ReservedMemory:
             final: whether they hold by now all that they will hold, so that they need not be asked
                 again.
         """
-        if len(self._devices) != 1 or budget_bytes >= NO_BUDGET or not _has_cap(self._devices[0]):
+        device = self._capped_device(budget_bytes)
+        stats = {} if device is None else torch.accelerator.memory_stats(device)
+        if device is None or not stats["reserved_bytes.all.current"]:  # nothing is cached
             yield
             return
-        device = self._devices[0]
         module = torch.get_device_module(device)
-        stats = torch.accelerator.memory_stats(device)
-        if not stats["reserved_bytes.all.current"]:  # nothing is cached
-            yield
-            return
-        own = self._resident
-        if own is None:
-            own = self.rounded_bytes(*resident)
-            self._resident = own if final else None
-        own += self.rounded_bytes(batch)
+        own = self._rounded_resident(*resident, final=final) + self.rounded_bytes(batch)
         others = max(0, stats["allocated_bytes.all.current"] - own)
         total = torch.accelerator.get_memory_info(device)[1]
         before = module.get_per_process_memory_fraction(device)
@@ -156,6 +146,19 @@ class ReservedMemory:
             yield
         finally:
             module.set_per_process_memory_fraction(before, device)
+
+    def _capped_device(self, budget_bytes: int) -> torch.device | None:
+        """The one device that a cap can hold to the budget."""
+        if len(self._devices) != 1 or budget_bytes >= NO_BUDGET:
+            return None
+        return self._devices[0] if _has_cap(self._devices[0]) else None
+
+    def _rounded_resident(self, *resident: Any, final: bool) -> int:
+        if self._resident is not None:
+            return self._resident
+        own = self.rounded_bytes(*resident)
+        self._resident = own if final else None
+        return own
 
 
 class TrialRecord:
@@ -204,13 +207,23 @@ class TrialRecord:
         others = sum(one.allocated_bytes for one in allocators.values()) - self._own_bytes
         paper = AllOnPaper(allocators)
         states = _named(update.new_states(), _STATES)
+        copies = _named(update.copies(), _COPIES) if copied else []
+        temporaries = _named(update.temporaries(), _TEMPORARIES)
         for new_states in (states, []):
             paper.follow(self.events)
-            if copied:
-                paper.follow(_named(update.copies(), _COPIES))
-            paper.follow([*new_states, *_named(update.temporaries(), _TEMPORARIES)])
+            paper.follow(copies)
+            paper.follow([*new_states, *temporaries])
             paper.free(keep={name for name, *_ in states})
         return paper.peak_reserved_bytes - max(0, others)
+
+
+def _snapshot_of(device: torch.device) -> list[Mapping[str, Any]]:
+    """The segments of all devices of its kind; none where nobody says."""
+    snapshot = getattr(torch.get_device_module(device), "memory_snapshot", None)
+    try:
+        return [] if snapshot is None else list(snapshot())
+    except RuntimeError:  # CUDA's other backend, cudaMallocAsync, has none
+        return []
 
 
 def _has_cap(device: torch.device) -> bool:
@@ -221,9 +234,9 @@ def _has_cap(device: torch.device) -> bool:
 
 def _on_paper(segments: Sequence[Mapping[str, Any]]) -> CachingAllocator:
     expandable = any(segment.get("is_expandable") for segment in segments)
-    made = ExpandableAllocator() if expandable else CachingAllocator()
-    made.load(segments)
-    return made
+    allocator = ExpandableAllocator() if expandable else CachingAllocator()
+    allocator.load(segments)
+    return allocator
 
 
 def _named(sizes: Iterable[tuple[int, int]], first: int) -> Events:

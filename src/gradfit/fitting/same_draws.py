@@ -60,22 +60,14 @@ class WholeDraws(DispatchMode):
         whole = self.results[position]
         if whole.shape == like.shape:  # one draw for all rows, whatever their number
             return whole
-        axes = [
-            axis
-            for axis in range(like.dim())
-            if whole.dim() == like.dim() and whole.size(axis) != like.size(axis)
-        ]
-        if len(axes) != 1:
+        axis = _axis_of_rows(whole, like)
+        start, size = self._taken[position], like.size(axis)
+        if start + size > whole.size(axis):
             raise CannotShare(
-                f"the whole batch draws {tuple(whole.shape)} where a part draws {tuple(like.shape)}"
-            )
-        start, size = self._taken[position], like.size(axes[0])
-        if start + size > whole.size(axes[0]):
-            raise CannotShare(
-                f"the parts draw more than the {whole.size(axes[0])} rows of the whole batch"
+                f"the parts draw more than the {whole.size(axis)} rows of the whole batch"
             )
         self._taken[position] = start + size
-        return whole.narrow(axes[0], start, size)
+        return whole.narrow(axis, start, size)
 
 
 class PartDraws(DispatchMode):
@@ -92,11 +84,25 @@ class PartDraws(DispatchMode):
             drawn.copy_(self._whole.rows_for(self._position, drawn))
             self._position += 1
             if _name(func) == _DROPOUT:
-                chance = args[1]
-                out[0].copy_(
-                    args[0] * drawn / (1 - chance) if chance < 1 else torch.zeros_like(args[0])
-                )
+                out[0].copy_(_masked(args[0], drawn, args[1]))
         return out
+
+
+def _masked(x: torch.Tensor, mask: torch.Tensor, chance: float) -> torch.Tensor:
+    """What dropout makes of a tensor with this mask."""
+    return x * mask / (1 - chance) if chance < 1 else torch.zeros_like(x)
+
+
+def _axis_of_rows(whole: torch.Tensor, like: torch.Tensor) -> int:
+    """Along which a part's draw is a piece of the whole batch's."""
+    axes = []
+    if whole.dim() == like.dim():
+        axes = [axis for axis in range(like.dim()) if whole.size(axis) != like.size(axis)]
+    if len(axes) != 1:
+        raise CannotShare(
+            f"the whole batch draws {tuple(whole.shape)} where a part draws {tuple(like.shape)}"
+        )
+    return axes[0]
 
 
 def _name(func: Any) -> str:

@@ -20,7 +20,7 @@ from gradfit import _torch_distributed as distributed
 from gradfit.errors import BudgetInfeasible
 from gradfit.fitting.families import covering
 from gradfit.fitting.plan_search import Planner
-from gradfit.fitting.tested_plan import Fitted, PartShape, part_shape
+from gradfit.fitting.tested_plan import PartShape, TestedPlan, part_shape
 from gradfit.recompute.follow_plan import Diverged, Unrecorded, recording
 
 _MOST_SHAPES = 256  # of which something is remembered
@@ -34,7 +34,7 @@ class _Left:
 
     position: int
     shape: PartShape
-    plan: Fitted
+    plan: TestedPlan
     error: Diverged
 
 
@@ -46,7 +46,9 @@ class Sequences:
         # by shape and size: the operations of the last one
         self._last: dict[tuple[Any, int], tuple[str, ...]] = {}
         self._learnt: dict[PartShape, int] = {}
-        self._tried: dict[int, list[Fitted]] = {}  # in this step, by position: plans that were left
+        self._tried: dict[
+            int, list[TestedPlan]
+        ] = {}  # in this step, by position: plans that were left
         self._left: _Left | None = None
         self._repeats = 0
         self._now = ""  # why this step is run online, if it was repeated too often
@@ -64,19 +66,13 @@ class Sequences:
         return self._now or (self.online.get(part_shape(part), "") if self.online else "")
 
     @contextmanager
-    def following(self, fitted: Fitted, part: Any, position: int, *, first: bool) -> Iterator[None]:
+    def following(
+        self, tested: TestedPlan, part: Any, position: int, *, first: bool
+    ) -> Iterator[None]:
         """Around a forward: the plan that is most likely its own, and the others to go on with."""
-        plans = self._plans(fitted)
+        plans = self._plans(tested)
         plans = [plan for plan in plans if plan not in self._tried.get(position, ())] or plans[:1]
-        lead, policy = plans[0], None
-        if len(plans) == 1:
-            around = lead.following(first=first)
-        elif lead.plan.keeps_everything:
-            kept = [plan for plan in plans if plan.plan.keeps_everything]
-            around = Unrecorded(max(plan.saved_limit for plan in kept))
-        else:
-            others = [(plan.script, plan.tail) for plan in plans[1:]]
-            around, policy = recording(lead.script, lead.tail, watched=first, others=others)
+        around, policy = _around_forward(plans, first=first)
         try:
             with around:
                 yield
@@ -84,49 +80,48 @@ class Sequences:
             self._left = _Left(position, part_shape(part), _followed(plans, policy), error)
             raise
         if len(plans) > 1:
-            self._last[self._key(fitted)] = _followed(plans, policy).plan.operations
+            self._last[self._key(tested)] = _followed(plans, policy).plan.operations
 
-    def _plans(self, fitted: Fitted) -> list[Fitted]:
+    def _plans(self, tested: TestedPlan) -> list[TestedPlan]:
         """All that may be this batch's, in the order in which they are tried."""
-        found, others = _IdentityList([fitted]), self._planner.known
+        others = self._planner.known
         if len(others) == 1:
-            return found
-        for known in others:
-            same = known.steady and _way(known) == _way(fitted)
-            other = same and known.plan.operations != fitted.plan.operations
-            if other and covering([known], fitted.shape, fitted.plan.batch_size):
-                found.append(known)
-        last = self._last.get(self._key(fitted))
-        return _IdentityList(sorted(found, key=lambda plan: plan.plan.operations != last))
+            return _IdentityList([tested])
+        plans = [tested, *(other for other in others if _is_another_sequence(other, tested))]
+        last = self._last.get(self._key(tested))
+        return _IdentityList(sorted(plans, key=lambda plan: plan.plan.operations != last))
 
     @staticmethod
-    def _key(fitted: Fitted) -> tuple[Any, int]:
-        return fitted.shape, fitted.plan.micro_batch
+    def _key(tested: TestedPlan) -> tuple[Any, int]:
+        return tested.shape, tested.plan.micro_batch
 
-    def recover(self, fitted: Fitted, batch: Any) -> Fitted:
+    def recover(self, tested: TestedPlan, batch: Any) -> TestedPlan:
         """After a micro-batch has left its plan: the plan with which the step is repeated."""
         left, self._left = self._left, None
         if left is None:
-            return fitted
-        if fitted.by_size:
-            return self._planner.outgrown(fitted, batch)
+            return tested
+        if tested.by_size:
+            return self._planner.outgrown(tested, batch)
         self._repeats += 1
-        tried = self._tried.setdefault(left.position, _IdentityList())
-        tried.append(left.plan)
+        self._tried.setdefault(left.position, _IdentityList()).append(left.plan)
         if self._repeats > _MOST_REPEATS:
             self._now = str(left.error)
-            return fitted
-        if any(_may_be(plan, left) for plan in self._plans(fitted) if plan not in tried):
-            return fitted
-        learnt = self._learnt[left.shape] = self._learnt.get(left.shape, 0) + 1
-        made = (
-            None if learnt > _MOST or distributed.is_running() else self._learn(fitted, batch, left)
-        )
-        if made is None:
-            return self._say(fitted, left)
-        return made if made.plan.operations == fitted.plan.operations else fitted
+            return tested
+        if self._has_untried(tested, left):
+            return tested
+        learnt = self._learn(tested, batch, left)
+        if learnt is None:
+            return self._say(tested, left)
+        return learnt if learnt.plan.operations == tested.plan.operations else tested
 
-    def _say(self, fitted: Fitted, left: _Left) -> Fitted:
+    def _has_untried(self, tested: TestedPlan, left: _Left) -> bool:
+        """Whether there is a plan that may be this micro-batch's, and was not tried in this
+        step.
+        """
+        tried = self._tried[left.position]
+        return any(_may_be(plan, left) for plan in self._plans(tested) if plan not in tried)
+
+    def _say(self, tested: TestedPlan, left: _Left) -> TestedPlan:
         """These micro-batches run online from now on: once as a warning, and in the plan's text."""
         if not self.online:
             warnings.warn(
@@ -138,23 +133,26 @@ class Sequences:
             )
         self.online[left.shape] = str(left.error)
         return self._planner.replace(
-            fitted, plan=dataclasses.replace(fitted.plan, online=str(left.error))
+            tested, plan=dataclasses.replace(tested.plan, online=str(left.error))
         )
 
-    def _learn(self, fitted: Fitted, batch: Any, left: _Left) -> Fitted | None:
+    def _learn(self, tested: TestedPlan, batch: Any, left: _Left) -> TestedPlan | None:
         """A plan for what this micro-batch does; None if there is none, or not even a trial follows
-        it.
+        it, or there are too many already.
         """
+        count = self._learnt[left.shape] = self._learnt.get(left.shape, 0) + 1
+        if count > _MOST or distributed.is_running():
+            return None
         planner = self._planner
-        part = next(islice(planner.parts(batch, fitted.plan.micro_batch), left.position, None))
+        part = next(islice(planner.parts(batch, tested.plan.micro_batch), left.position, None))
         with planner.time.planning():
             try:
-                made = planner.plan_of_part(part, fitted)
+                learnt = planner.plan_of_part(part, tested)
             except BudgetInfeasible:
                 return None
-        if made is not None:
-            self._last[self._key(fitted)] = made.plan.operations
-        return made
+        if learnt is not None:
+            self._last[self._key(tested)] = learnt.plan.operations
+        return learnt
 
 
 def _forget_oldest(memory: dict[Any, Any]) -> None:
@@ -163,26 +161,49 @@ def _forget_oldest(memory: dict[Any, Any]) -> None:
         del memory[next(iter(memory))]
 
 
-class _IdentityList(list[Fitted]):
+class _IdentityList(list[TestedPlan]):
     """Plans are compared by what they are, not by what is in them: there is much in them."""
 
     def __contains__(self, plan: object) -> bool:
         return any(plan is one for one in self)
 
 
-def _way(fitted: Fitted) -> tuple[Any, ...]:
+def _around_forward(plans: list[TestedPlan], *, first: bool) -> tuple[Any, Any]:
+    """What a forward runs in that begins with the first of these plans and may go over to the
+    others; and what then says which one it has followed.
+    """
+    lead = plans[0]
+    if len(plans) == 1:
+        return lead.following(first=first), None
+    if lead.plan.keeps_everything:
+        limits = [plan.saved_limit for plan in plans if plan.plan.keeps_everything]
+        return Unrecorded(max(limits)), None
+    others = [(plan.script, plan.tail) for plan in plans[1:]]
+    return recording(lead.script, lead.tail, watched=first, others=others)
+
+
+def _is_another_sequence(other: TestedPlan, tested: TestedPlan) -> bool:
+    """Whether a plan is for other operations of the same batches, cut in the same way."""
+    if not other.steady or _way(other) != _way(tested):
+        return False
+    if other.plan.operations == tested.plan.operations:
+        return False
+    return bool(covering([other], tested.shape, tested.plan.batch_size))
+
+
+def _way(tested: TestedPlan) -> tuple[Any, ...]:
     """How the batch is cut: what all plans of one step have in common."""
-    return fitted.plan.micro_batch, fitted.plan.tiles
+    return tested.plan.micro_batch, tested.plan.tiles
 
 
-def _followed(plans: list[Fitted], policy: Any) -> Fitted:
+def _followed(plans: list[TestedPlan], policy: Any) -> TestedPlan:
     """The plan that the forward has followed last."""
     if policy is None:
         return plans[0]
     return next((plan for plan in plans if plan.script is policy.script), plans[0])
 
 
-def _may_be(plan: Fitted, left: _Left) -> bool:
+def _may_be(plan: TestedPlan, left: _Left) -> bool:
     """Whether a forward that left its plan there may be this one's."""
     position, names, seen = left.error.operation, plan.plan.operations, left.plan.plan.operations
     if position is None:

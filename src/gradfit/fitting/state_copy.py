@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from itertools import chain, compress, repeat
 from typing import Any
 
@@ -46,21 +46,22 @@ class StateCopy:
         """Put everything back into the parameters and `states`, which stays the same object: an
         optimizer that has entries by default needs its own.
         """
-        contents, tensors = iter(self._copies.contents()), iter(self._tensors)
+        contents = iter(self._copies.contents())
         with torch.no_grad():
             for parameter in self._parameters:
                 parameter.copy_(next(contents))
-            values = iter(
-                [
-                    self._rest[at]
-                    if at in self._rest
-                    else _with_content(next(tensors)(), next(contents))
-                    for at in range(self._count)
-                ]
-            )
+            values = iter(self._old_values(contents))
         old = [dict(zip(names, values, strict=False)) for names in self._names]
         states.clear()
         states.update((key, one.get(_ALONE, one)) for key, one in zip(self._keys, old, strict=True))
+
+    def _old_values(self, contents: Iterator[Tensor]) -> list[Any]:
+        """Of all entries, in their order; the tensors among them get their content back."""
+        tensors = iter(self._tensors)
+        return [
+            self._rest[at] if at in self._rest else _with_content(next(tensors)(), next(contents))
+            for at in range(self._count)
+        ]
 
 
 def copy_of(state: Any) -> Any:

@@ -40,24 +40,26 @@ class TensorCopies:
             return
         are_plain = set(map(type, tensors)) <= _PLAIN
         with torch.no_grad():
-            for (dtype, layout, _), places in _positions_by(kinds).items():
+            for kind, places in _positions_by(kinds).items():
                 held = [tensors[place] for place in places]
-                if are_plain and layout is torch.strided and _is_number(dtype):
+                if are_plain and _can_be_flat(kind):
                     self._flat.append((places, flat_copy(held)))
                 else:
                     self._single |= zip(places, [one.clone() for one in held], strict=True)
 
     def contents(self) -> list[Tensor]:
         """The content of each, in the order in which they were given."""
-        found = dict(self._single)
+        by_position = dict(self._single)
         for places, flat in self._flat:
             shapes = [self._shapes[place] for place in places]
-            pieces = torch.split(flat, [math.prod(shape) for shape in shapes])
-            found |= {
-                place: piece.view(shape)
-                for place, piece, shape in zip(places, pieces, shapes, strict=True)
-            }
-        return [found[position] for position in range(len(self._shapes))]
+            by_position |= zip(places, _cut_into(shapes, flat), strict=True)
+        return [by_position[position] for position in range(len(self._shapes))]
+
+
+def _cut_into(shapes: Sequence[torch.Size], flat: Tensor) -> list[Tensor]:
+    """One piece of memory as tensors of these shapes."""
+    pieces = torch.split(flat, [*map(math.prod, shapes)])
+    return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _positions_by(kinds: list[Any]) -> dict[Any, Sequence[int]]:
@@ -71,6 +73,8 @@ def _positions_by(kinds: list[Any]) -> dict[Any, Sequence[int]]:
     }
 
 
-def _is_number(dtype: torch.dtype) -> bool:
-    """Whether tensors of this type are real numbers in a row, and nothing else."""
-    return dtype.is_floating_point or dtype in (torch.int64, torch.int32)
+def _can_be_flat(kind: tuple[torch.dtype, torch.layout, bool]) -> bool:
+    """Whether tensors of this kind are real numbers in a row, and nothing else."""
+    dtype, layout, _ = kind
+    is_number = dtype.is_floating_point or dtype in (torch.int64, torch.int32)
+    return is_number and layout is torch.strided

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ PartShape = tuple[tuple[int, ...], ...]  # of each tensor of a micro-batch
 
 
 @dataclass(frozen=True)
-class Fitted:
+class TestedPlan:
     """A plan that was measured to hold, the profile it comes from, and the peak that was
     measured.
     """
@@ -40,7 +41,7 @@ class Fitted:
     # by autograd, in the trial, of what need not be listened to; None before it
     saved_bytes: int | None = None
     asked: int = 0  # after so many of these saves, in the trial, nothing was saved that is rebuilt
-    looks: bool = True  # the forward looks at the data, which may so decide what it does
+    reads_data: bool = True  # the forward looks at the data, which may so decide what it does
     # what the optimizer changes is copied before, so that its step can be taken back
     copied: bool = False
     by_size: bool = False  # it was tested with smaller batches, and is by arithmetic one for these
@@ -72,7 +73,7 @@ class Fitted:
         """What is known of the forward's rest, after the plan's last decision; None if it must be
         heard.
         """
-        if self.looks or self.saved_bytes is None:
+        if self.reads_data or self.saved_bytes is None:
             return None
         return UnrecordedRest(int(self.saved_limit), last_rebuilt=self.asked)
 
@@ -92,31 +93,31 @@ class Fitted:
         """
         if not self.plan.keeps_everything:
             return recording(self.script, self.tail, watched=first)[0]
-        if self.looks or first:
+        if self.reads_data or first:
             return Unrecorded(self.saved_limit)
         return contextlib.nullcontext()
 
 
-def covered(fitted: Fitted, copy_bytes: int, limit_bytes: int) -> Fitted:
+def with_update_copy(tested: TestedPlan, copy_bytes: int, limit_bytes: int) -> TestedPlan:
     """With so large a copy beside the optimizer's step, where there is room; that may be the peak
     of all.
     """
-    plan, graph = fitted.plan, fitted.profile.at(1, rows=fitted.plan.batch_size)
+    plan, graph = tested.plan, tested.profile.at(1, rows=tested.plan.batch_size)
     parts = {"optimizer step": graph.optimizer_burst_bytes, "copy to go back to": copy_bytes}
     peak = graph.static_bytes + sum(parts.values())
-    reserved = fitted.copied_reserved_bytes
+    reserved = tested.copied_reserved_bytes
     if max(peak, reserved) > limit_bytes:
-        return fitted
+        return tested
     if peak > plan.peak_bytes:
         where = "in the optimizer's step, beside a copy to go back to"
         plan = dataclasses.replace(
             plan, peak_bytes=peak, peak_at=where, breakdown={**graph.static_breakdown, **parts}
         )
     return dataclasses.replace(
-        fitted,
+        tested,
         plan=dataclasses.replace(plan, reserved_bytes=max(reserved, plan.reserved_bytes)),
-        peak_bytes=max(peak, reserved, fitted.peak_bytes),
-        reserved_bytes=max(reserved, fitted.reserved_bytes),
+        peak_bytes=max(peak, reserved, tested.peak_bytes),
+        reserved_bytes=max(reserved, tested.reserved_bytes),
         copied=True,
     )
 
@@ -140,18 +141,20 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
     """The tensors of a batch; of an object that only `split=` can cut, those that it and what it
     holds have.
     """
-    found = list(leaves(batch))
-    left = [] if found else [batch]
+    return list(leaves(batch)) or _tensors_inside(batch)
+
+
+def _tensors_inside(holder: Any) -> list[torch.Tensor]:
+    """Those nearest to the surface first."""
+    tensors: list[torch.Tensor] = []
+    holders = [holder]
     for _ in range(_DEPTH):
-        fields = [field for holder in left for field in _fields(holder)]
-        inside = [list(leaves(field)) for field in fields]
-        found += [tensor for tensors in inside for tensor in tensors]
-        left = [
-            field
-            for field, tensors in zip(fields, inside, strict=True)
-            if not tensors and not callable(field)
+        held = [
+            (field, list(leaves(field))) for field in chain.from_iterable(map(_fields, holders))
         ]
-    return found
+        tensors += chain.from_iterable(inside for _, inside in held)
+        holders = [field for field, inside in held if not inside and not callable(field)]
+    return tensors
 
 
 def _fields(holder: Any) -> list[Any]:
@@ -171,23 +174,33 @@ def covers(large: Shape, small: Shape) -> bool:
     """Whether every tensor of the one shape is at least as large as the other's: then so are all
     activations.
     """
-    return len(large) == len(small) and all(
-        a_type == b_type and len(a) == len(b) and all(x >= y for x, y in zip(a, b, strict=True))
-        for (a, a_type), (b, b_type) in zip(large, small, strict=True)
+    return _are_of_one_kind(large, small) and all(
+        all(x >= y for x, y in zip(a, b, strict=True))
+        for (a, _), (b, _) in zip(large, small, strict=True)
     )
 
 
-def growth(known: Shape, new: Shape) -> float:
+def _are_of_one_kind(one: Shape, other: Shape) -> bool:
+    """Whether there are as many tensors, of the same types, with as many dimensions."""
+    return [(len(sizes), dtype) for sizes, dtype in one] == [
+        (len(sizes), dtype) for sizes, dtype in other
+    ]
+
+
+def growth(before: Shape, new: Shape) -> float:
     """By how much the one shape is larger than the other where it is most; infinite if it is of
     another kind.
     """
-    if len(known) != len(new):
+    if not _are_of_one_kind(before, new):
         return math.inf
-    most = 1.0
-    for (a, a_type), (b, b_type) in zip(known, new, strict=True):
-        if a_type != b_type or len(a) != len(b):
-            return math.inf
-        for old, size in zip(a, b, strict=True):
-            if size > old:
-                most = max(most, size / old) if old else math.inf
-    return most
+    sizes = chain.from_iterable(
+        zip(old, grown, strict=True) for (old, _), (grown, _) in zip(before, new, strict=True)
+    )
+    return max((_times_as_large(old, size) for old, size in sizes), default=1.0)
+
+
+def _times_as_large(old: int, size: int) -> float:
+    """At least once."""
+    if size <= old:
+        return 1.0
+    return size / old if old else math.inf

@@ -11,8 +11,6 @@ optimizer has stepped.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,13 +21,11 @@ from gradfit._torch import have_no_gradient, is_out_of_memory
 from gradfit._torch_fsdp import drop_gradients
 from gradfit._torch_listen import unseen
 from gradfit.accumulate.accumulator import GradientAccumulator
-from gradfit.accumulate.scaling import norm_on_device
 from gradfit.accumulate.step_result import StepResult
 from gradfit.arguments import read_callable, read_instance, read_mapping
-from gradfit.batches.late_weights import LateWeights
-from gradfit.batches.loss import PartLoss
 from gradfit.batches.model_tree import ModelTree, each_once
 from gradfit.batches.runner import LossFunction
+from gradfit.batches.shares import PartShare
 from gradfit.batches.snapshot import Snapshot, trials_end
 from gradfit.batches.totals import LossTotals, logs_of, means_of
 from gradfit.batches.weights import BatchWeights
@@ -39,9 +35,10 @@ from gradfit.fitting.batch_rows import BatchRows
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.plan_state import read_plan, write_plan
 from gradfit.fitting.recovery import Recovery
-from gradfit.fitting.tested_plan import Fitted
+from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.fitting.trained_optimizer import count_step
 from gradfit.fitting.update_rollback import UpdateSnapshot
+from gradfit.fitting.weighed_parts import WeighedParts
 from gradfit.interrupts import uninterrupted
 from gradfit.not_copied import NotCopied
 from gradfit.planning.plan import Plan
@@ -117,6 +114,11 @@ class _Call(NamedTuple):
     progress: Progress | None
     after: AfterMicroBatch | None
 
+    @property
+    def first(self) -> int:
+        """Position of the part that is run first."""
+        return 0 if self.progress is None else self.progress.done
+
 
 class TrainStep(NotCopied):
     """The step that `fit` returns: call it with a batch. `plan`, `profile` and `budget_bytes` say
@@ -128,7 +130,7 @@ class TrainStep(NotCopied):
         loss_fn: `loss_fn(model, batch)`, as `fit` takes it.
         accumulator: adds up the parts' gradients and steps the optimizer.
         planner: makes plans for batches of other shapes.
-        fitted: the plan for the sample, tried out.
+        tested: the plan for the sample, tried out.
         given: the optimizer as it was handed to `fit`, if another library has wrapped it.
     """
 
@@ -141,34 +143,34 @@ class TrainStep(NotCopied):
         loss_fn: LossFunction,
         accumulator: GradientAccumulator,
         planner: Planner,
-        fitted: Fitted,
+        tested: TestedPlan,
         *,
         given: Any = None,
     ) -> None:
         # the optimizer as it was given to `fit`, perhaps inside of another library's wrapper
         self._given = given
         self.model, self.optimizer, self.accumulator = model, optimizer, accumulator
-        self._planner, self._fitted = planner, fitted
+        self._planner, self._tested = planner, tested
         self._buffers: Mapping[str, torch.Tensor] = {}
-        self._recovery = Recovery(planner, accumulator.rehearsal)
+        self._recovery = Recovery(planner, accumulator.trial)
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
         self._tree = ModelTree(model)
         self._parameters = self._tree.parameters
 
     @property
     def plan(self) -> Plan:
-        return self._fitted.plan
+        return self._tested.plan
 
     @property
     def profile(self) -> Profile:
-        return self._fitted.profile
+        return self._tested.profile
 
     @property
     def budget_bytes(self) -> int:
         return self._planner.budget_bytes
 
     @property
-    def known(self) -> tuple[Fitted, ...]:
+    def known(self) -> tuple[TestedPlan, ...]:
         """Every plan made so far, by input shape; `fit(..., known=step.known)` starts from them."""
         return self._planner.known
 
@@ -182,7 +184,7 @@ class TrainStep(NotCopied):
         """
         return {
             "version": _VERSION,
-            "plans": [write_plan(fitted, lambda record: record.to_json()) for fitted in self.known],
+            "plans": [write_plan(tested, lambda record: record.to_json()) for tested in self.known],
             "accumulator": self.accumulator.state_dict(),
         }
 
@@ -197,25 +199,11 @@ class TrainStep(NotCopied):
             StateError: it is something else, or damaged; nothing is changed.
         """
         read_mapping(state, "state", "what step.state_dict() gave")
-        try:
-            version, plans, window = (
-                state["version"],
-                [read_plan(one) for one in state["plans"]],
-                state["accumulator"],
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StateError(
-                f"This is not the state of a step ({error!r}). Pass what step.state_dict() gave."
-            ) from None
-        if version != _VERSION:
-            raise StateError(
-                f"This state of a step has format {version!r}, not {_VERSION}. Call fit again"
-                " without it."
-            )
+        plans, window = _read_state(state)
         self.accumulator.load_state_dict(window)
         self._planner.take_up(plans)
-        same = [fitted for fitted in self.known if fitted.shape == self._fitted.shape]
-        self._fitted = same[0] if same else self._fitted
+        same = (tested for tested in self.known if tested.shape == self._tested.shape)
+        self._tested = next(same, self._tested)
 
     def __repr__(self) -> str:
         return f"<step: {str(self.plan).splitlines()[0]}>"
@@ -268,14 +256,14 @@ class TrainStep(NotCopied):
         tensors = self._tensors()
         self._require_trained()
         clear_gradients(self.model, tensors)
-        fitted = self._fitted = self._find_plan(batch, self._planner.rows_at_most(rows))
+        tested = self._tested = self._find_plan(batch, self._planner.rows_at_most(rows))
         before = self._snapshot()
         if after_micro_batch is not None:
             self._buffers = before.buffers if progress is None else progress.buffers
         call = _Call(batch, rows, before, progress, after_micro_batch)
 
-        def attempt(tested: Fitted, number: int) -> TrainResult:
-            self._fitted, self._changing = tested, None
+        def attempt(tested: TestedPlan, number: int) -> TrainResult:
+            self._tested, self._changing = tested, None
             with self._open_window(before.tensors):
                 return self._attempt(call, tested, number)
 
@@ -287,10 +275,10 @@ class TrainStep(NotCopied):
             batch,
             self.model,
             self.optimizer,
-            final=fitted.seen,
+            final=tested.seen,
         ):
             return self._recovery.repeat(
-                fitted, batch, attempt, take_back, self.accumulator.ranks.failed
+                tested, batch, attempt, take_back, self.accumulator.ranks.failed
             )
 
     def _require_trained(self) -> None:
@@ -300,13 +288,9 @@ class TrainStep(NotCopied):
         now = self._tree.parameters
         if now is self._parameters:
             return
-        trained, known = self.accumulator.window.ids, set(map(id, self._parameters))
-        gone = (trained & known) - set(map(id, now))
-        new = [
-            name
-            for name, parameter in self.model.named_parameters()
-            if parameter.requires_grad and id(parameter) not in trained | known
-        ]
+        trained, before = self.accumulator.window.ids, set(map(id, self._parameters))
+        gone = (trained & before) - set(map(id, now))
+        new = _trained_outside_of(trained | before, self.model)
         if gone and new:
             raise MisuseError(
                 f"The model has new parameters ({new[0]!r} for one) in the place of those that the"
@@ -316,15 +300,15 @@ class TrainStep(NotCopied):
             )
         self._parameters = now
 
-    def _find_plan(self, batch: Any, rows: int) -> Fitted:
+    def _find_plan(self, batch: Any, rows: int) -> TestedPlan:
         """The plan that serves the batch; one of a new shape is profiled and tried out."""
-        found = self._planner.serving(batch, rows)
-        if found is not None:
-            return found
-        with trials_end(), self.accumulator.rehearsal():
-            found = self._planner.fitted(batch, rows)
+        tested = self._planner.serving(batch, rows)
+        if tested is not None:
+            return tested
+        with trials_end(), self.accumulator.trial():
+            tested = self._planner.tested_plan(batch, rows)
         self._tree.renew()  # a first forward may make modules
-        return found
+        return tested
 
     def _snapshot(self) -> Snapshot:
         """What to go back to; copying the buffers may be what there is no memory for, until the
@@ -359,23 +343,17 @@ class TrainStep(NotCopied):
 
     def idle(self) -> TrainResult:
         """Take part in a step for which this rank has no rows."""
-        ranks, additivity = self.accumulator.ranks.size, self._planner.additivity
-        is_sum = ranks > 1 and additivity is not None and additivity.over == "sum"
-        share = 1 / ranks if is_sum else 0.0  # of sums the weights of all ranks together are 1
+        share = self._share_of_sum()
         with self._open_window(self._tensors()):
             self.accumulator.window.state.main.weight += share
-            result, loss, logs = self._close_window(LossTotals(items=share))
-        return TrainResult(
-            loss=loss,
-            stepped=result.stepped,
-            grad_norm=result.grad_norm,
-            peak_bytes=self._fitted.peak_bytes + self._planner.reserved_bytes,
-            micro_batches=result.micro_batches,
-            weight=result.weight,
-            reason=result.reason,
-            attempts=1,
-            logs=logs,
-        )
+            closed = self._close_window(LossTotals(items=share))
+        return self._train_result(*closed, self._tested.peak_bytes)
+
+    def _share_of_sum(self) -> float:
+        """What a rank without rows weighs: of sums the weights of all ranks together are 1."""
+        ranks, additivity = self.accumulator.ranks.size, self._planner.additivity
+        is_sum = ranks > 1 and additivity is not None and additivity.over == "sum"
+        return 1 / ranks if is_sum else 0.0
 
     @contextlib.contextmanager
     def _open_window(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -405,127 +383,109 @@ class TrainStep(NotCopied):
         additivity = self._planner.additivity
         return () if additivity is None else additivity.summed_logs
 
-    def _attempt(self, call: _Call, fitted: Fitted, attempt: int) -> TrainResult:
+    def _attempt(self, call: _Call, tested: TestedPlan, attempt: int) -> TrainResult:
         batch_bytes = sum(tensor.nbytes for tensor in leaves(call.batch))
-        if fitted.seen and fitted.steady and batch_bytes <= fitted.seen_bytes:
-            return self._update(call, fitted, attempt, None)
-        whole = self._planner.has_optimizer_state(fitted)  # else it comes on top in the next step
-        # What arithmetic has found may not even begin to pass the budget; later batches are little
-        # larger.
-        first = fitted.by_size and not fitted.seen_bytes
-        device, limit = self._planner.device, self._planner.limit_bytes
-        watching = Evictor(limit, device=device) if first else Meter(device=device)
+        if tested.seen and tested.steady and batch_bytes <= tested.seen_bytes:
+            return self._update(call, tested, attempt, tested.peak_bytes)
+        # else it comes on top in the next step
+        has_all_state = self._planner.has_optimizer_state(tested)
+        watching = self._meter_for(tested)
         watching.watch(self.model, self.optimizer, call.batch)
         with watching as live:
-            result = self._update(call, fitted, attempt, live)
-        peak = max(live.peak_bytes, fitted.reserved_bytes)
-        peak = max(peak, fitted.peak_bytes) if fitted.seen else peak
-        size = max(batch_bytes, fitted.seen_bytes)
-        self._fitted = self._planner.replace(
-            self._fitted, peak_bytes=peak, seen=whole, seen_bytes=size
+            result = self._update(call, tested, attempt, live)
+        self._tested = self._planner.replace(
+            self._tested,
+            peak_bytes=_largest_peak(tested, live),
+            seen=has_all_state,
+            seen_bytes=max(batch_bytes, tested.seen_bytes),
         )
         return result
 
-    def _update(self, call: _Call, fitted: Fitted, attempt: int, live: Meter | None) -> TrainResult:
-        accumulator, planner = self.accumulator, self._planner
-        totals, weigh = self._run_parts(call, fitted)
-        self._changing = UpdateSnapshot(call.before.tensors, self.optimizer, taken=fitted.copied)
-        alone = accumulator.ranks.size == 1  # else it may have to wait for another rank
+    def _meter_for(self, tested: TestedPlan) -> Meter:
+        """What arithmetic has found may not even begin to pass the budget; later batches are little
+        larger.
+        """
+        device = self._planner.device
+        if tested.by_size and not tested.seen_bytes:
+            return Evictor(self._planner.limit_bytes, device=device)
+        return Meter(device=device)
+
+    def _update(
+        self, call: _Call, tested: TestedPlan, attempt: int, peak: int | Meter
+    ) -> TrainResult:
+        """All passes and the update; `peak` is what was measured before, or measures it now."""
+        totals, weigh = self._run_parts(call, tested)
+        self._changing = UpdateSnapshot(call.before.tensors, self.optimizer, taken=tested.copied)
+        alone = self.accumulator.ranks.size == 1  # else it may have to wait for another rank
         # Without a copy to go back to, the optimizer is not interrupted.
         with (
-            uninterrupted() if alone and not fitted.copied else contextlib.nullcontext(),
+            uninterrupted() if alone and not tested.copied else contextlib.nullcontext(),
             self._changing,
         ):
             weigh()  # when the copy is launched: from here on an accelerator waits for the host
-            result, loss, logs = self._close_window(totals)
+            closed = self._close_window(totals)
+        peak_bytes = _peak_in_step(tested, peak) if isinstance(peak, Meter) else peak
+        return self._train_result(
+            *closed, peak_bytes, attempts=attempt, online=self._recovery.online
+        )
+
+    def _train_result(
+        self,
+        result: StepResult,
+        loss: float,
+        logs: Mapping[str, float],
+        peak_bytes: int,
+        *,
+        attempts: int = 1,
+        online: str = "",
+    ) -> TrainResult:
         return TrainResult(
             loss=loss,
             stepped=result.stepped,
             grad_norm=result.grad_norm,
-            peak_bytes=(
-                max(live.peak_bytes, fitted.reserved_bytes)
-                if live is not None
-                else fitted.peak_bytes
-            )
-            + planner.reserved_bytes,
+            peak_bytes=peak_bytes + self._planner.reserved_bytes,
             micro_batches=result.micro_batches,
             weight=result.weight,
             reason=result.reason,
-            attempts=attempt,
+            attempts=attempts,
             logs=logs,
-            online=self._recovery.online,
+            online=online,
         )
 
-    def _run_parts(self, call: _Call, fitted: Fitted) -> tuple[LossTotals, Callable[[], None]]:
+    def _run_parts(self, call: _Call, tested: TestedPlan) -> tuple[LossTotals, Callable[[], None]]:
         """Both passes of each micro-batch, into the window; with what reads their weights, where
         those are still on an accelerator.
         """
-        accumulator, planner, progress, size = (
+        parts, first = call.rows.parts(tested.plan.micro_batch), call.first
+        self.accumulator.accumulation_count = len(parts)
+        shares = self._recovery.count(tested, parts, call.before, first)
+        totals = self._begin_totals(call.progress, tested.plan)
+        weighed = WeighedParts(
             self.accumulator,
-            self._planner,
-            call.progress,
-            fitted.plan.micro_batch,
+            call.rows,
+            parts,
+            first,
+            partial(self._weights_of, shares=shares),
+            totals,
+            may_wait=call.after is None and shares is None and not self._recovery.reads_each,
         )
-        parts = call.rows.parts(size)
-        accumulator.accumulation_count = len(parts)
-        done = 0 if progress is None else progress.done
-        shares = self._recovery.count(fitted, parts, call.before, done)
-
-        def weights_of(rows: int) -> BatchWeights:
-            return BatchWeights(
-                planner.additivity,
-                rows,
-                ranks=accumulator.ranks.size,
-                exact=planner.exact,
-                shares=shares,
-                may_repeat=shares is None,
-            )
-
-        weights = weights_of(parts[0].rows if len(parts) == 1 else call.rows.exact)
-        if progress is None:
-            totals = LossTotals(summed=self._summed_logs)
-        else:
-            totals = self._go_on(progress, fitted.plan)
-        late: LateWeights | None = None
-
-        def backward(found: PartLoss, position: int) -> None:
-            nonlocal late, weights
-            read = None if call.rows.is_counted or found.count is not None else found.denominator
-            if read is not None and weights.adding_divisor(read) is None:
-                read = None
-            if found.count is None and read is None and not call.rows.is_counted:
-                # its rows are what it weighs
-                found = dataclasses.replace(found, rows=call.rows.exact)
-                weights = weights_of(call.rows.exact)
-            found = weights.shared(found, position)
-            if (
-                position == done
-                and call.after is None
-                and shares is None
-                and self._may_weigh_late(found.loss)
-            ):
-                late = LateWeights(weights, whole=len(parts) == 1)
-            if late is not None:
-                accumulator.backward(*late.take(found))
-                return
-            weight = weights.of(found, read)
-            totals.add(found, weight)
-            accumulator.backward(found.loss, weight=weight.number, reduction=weight.reduction)
-
-        for part in parts[done:]:
-            if call.after is not None and part.position > done:
-                self._pause(call.after, part.position, size, totals)
+        for part in parts[first:]:
             place = part.position
-            self._recovery.run(
-                fitted,
-                part,
-                call.batch,
-                partial(backward, position=place),
-                first=place == done,
-            )
-        if late is None:
-            return totals, lambda: None
-        return totals, partial(self._weigh, late, totals, whole=len(parts) == 1)
+            if call.after is not None and place > first:
+                self._pause(call.after, place, tested.plan.micro_batch, totals)
+            backward = partial(weighed.backward, position=place)
+            self._recovery.run(tested, part, call.batch, backward, first=place == first)
+        return totals, weighed.weigher()
+
+    def _weights_of(self, rows: int, shares: Sequence[PartShare] | None) -> BatchWeights:
+        return BatchWeights(
+            self._planner.additivity,
+            rows,
+            ranks=self.accumulator.ranks.size,
+            exact=self._planner.exact,
+            shares=shares,
+            may_repeat=shares is None,
+        )
 
     def _pause(self, after: AfterMicroBatch, position: int, size: int, totals: LossTotals) -> None:
         """Tell how far the step has come."""
@@ -536,33 +496,10 @@ class TrainStep(NotCopied):
         with unseen():  # what a save copies is not the step's memory
             after(reached)
 
-    def _may_weigh_late(self, loss: torch.Tensor) -> bool:
-        """Whether the weights can stay on an accelerator until all parts are in: sums must have
-        room for them.
-        """
-        window = self.accumulator.window
-        wide = (
-            loss.dtype in (torch.float32, torch.float64)
-            and not window.narrow
-            and window.scaler is None
-        )
-        return (
-            loss.device.type != "cpu"
-            and wide
-            and window.ranks.size == 1
-            and not self._recovery.reads_each
-        )
-
-    def _weigh(self, late: LateWeights, totals: LossTotals, *, whole: bool) -> None:
-        """Read all weights, losses and the norm at once, and put them where they are looked for."""
-        window = self.accumulator.window
-        gradients = [one for tensor in window.tensors if (one := tensor.grad) is not None]
-        weighed, (norm,) = late.read(norm_on_device(gradients))
-        for part, weight in weighed:
-            totals.add(part, weight)
-        window.settle_weight(sum(float(weight.number) for _, weight in weighed), whole=whole)
-        if math.isfinite(norm):  # else the update looks closer
-            window.norm_ahead = norm
+    def _begin_totals(self, progress: Progress | None, plan: Plan) -> LossTotals:
+        if progress is None:
+            return LossTotals(summed=self._summed_logs)
+        return self._go_on(progress, plan)
 
     def _go_on(self, progress: Progress, plan: Plan) -> LossTotals:
         """Take up a window that was left in the middle."""
@@ -582,3 +519,39 @@ def clear_gradients(model: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> 
         drop_gradients(model)
         for tensor in tensors:
             tensor.grad = None
+
+
+def _read_state(state: Mapping[str, Any]) -> tuple[list[TestedPlan], Any]:
+    """The plans of a state, and the window's own."""
+    try:
+        version, plans, window = (
+            state["version"],
+            [read_plan(one) for one in state["plans"]],
+            state["accumulator"],
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise StateError(
+            f"This is not the state of a step ({error!r}). Pass what step.state_dict() gave."
+        ) from None
+    if version != _VERSION:
+        raise StateError(
+            f"This state of a step has format {version!r}, not {_VERSION}. Call fit again"
+            " without it."
+        )
+    return plans, window
+
+
+def _trained_outside_of(ids: set[int], model: torch.nn.Module) -> list[str]:
+    """Names of trained parameters that are none of these."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    return [name for name, parameter in trained if id(parameter) not in ids]
+
+
+def _peak_in_step(tested: TestedPlan, live: Meter) -> int:
+    return max(live.peak_bytes, tested.reserved_bytes)
+
+
+def _largest_peak(tested: TestedPlan, live: Meter) -> int:
+    """Of this step, and of those before with its plan."""
+    peak = _peak_in_step(tested, live)
+    return max(peak, tested.peak_bytes) if tested.seen else peak

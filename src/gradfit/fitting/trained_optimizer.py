@@ -5,6 +5,7 @@ model.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -58,6 +59,28 @@ def check_members(model: torch.nn.Module, optimizer: Any) -> None:
             " data, so no budget can be planned for. Use Adam, or GradientAccumulator(optimizer),"
             " which holds no budget."
         )
+    ids = _ids_held_by(optimizer)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    _refuse_hooks(trained)
+    missing = [name for name, p in trained.items() if id(p) not in ids]
+    if len(missing) == len(trained):
+        raise MisuseError(
+            f"The optimizer holds none of the model's {len(trained)} trained parameters; the first"
+            f" is {missing[0]!r}, of shape {tuple(trained[missing[0]].shape)}. Make it from this"
+            " model's, after the model was wrapped or sharded:"
+            f" {type(optimizer).__name__}(model.parameters(), …)."
+        )
+    if missing:
+        warnings.warn(
+            f"The optimizer holds {len(trained) - len(missing)} of the model's {len(trained)}"
+            f" trained parameters; {missing[0]!r} for one gets gradients and is never updated by"
+            " it. Call requires_grad_(False) on what is frozen, which saves its gradients, or"
+            " optimizer.add_param_group.",
+            stacklevel=4,
+        )
+
+
+def _ids_held_by(optimizer: Any) -> set[int]:
     held = parameters_of(optimizer)
     if held is None:
         raise MisuseError(
@@ -66,29 +89,15 @@ def check_members(model: torch.nn.Module, optimizer: Any) -> None:
             " GradientAccumulator(optimizer, parameters=model.parameters()), which holds no"
             " budget."
         )
-    ids = {id(tensor) for tensor in held}
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    hooked = [name for name, p in trained if hooks_after_accumulation(p)]
+    return {id(tensor) for tensor in held}
+
+
+def _refuse_hooks(trained: Mapping[str, torch.nn.Parameter]) -> None:
+    hooked = [name for name, p in trained.items() if hooks_after_accumulation(p)]
     if hooked:
         raise MisuseError(
             f"{hooked[0]!r} has a hook of register_post_accumulate_grad_hook. It would run in each"
             " micro-batch, on a part of the gradient, and while plans are tried, where an optimizer"
             " that steps in it would train. Remove it; `clip=` clips the whole gradient, and"
             " step(batch) updates."
-        )
-    missing = [(name, p) for name, p in trained if id(p) not in ids]
-    if len(missing) == len(trained):
-        name, parameter = missing[0]
-        raise MisuseError(
-            f"The optimizer holds none of the model's {len(trained)} trained parameters; the first"
-            f" is {name!r}, of shape {tuple(parameter.shape)}. Make it from this model's, after the"
-            f" model was wrapped or sharded: {type(optimizer).__name__}(model.parameters(), …)."
-        )
-    if missing:
-        warnings.warn(
-            f"The optimizer holds {len(trained) - len(missing)} of the model's {len(trained)}"
-            f" trained parameters; {missing[0][0]!r} for one gets gradients and is never updated by"
-            " it. Call requires_grad_(False) on what is frozen, which saves its gradients, or"
-            " optimizer.add_param_group.",
-            stacklevel=4,
         )

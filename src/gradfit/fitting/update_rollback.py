@@ -41,12 +41,8 @@ class UpdateSnapshot:
 
     def __enter__(self) -> None:
         groups = getattr(self._optimizer, "param_groups", ())
-        self._old_groups = [
-            copy_of({k: v for k, v in group.items() if k != "params"}) for group in groups
-        ]
-        self._old_numbers = {
-            k: v for k, v in vars(self._optimizer).items() if isinstance(v, int | float)
-        }
+        self._old_groups = [_settings_of(group) for group in groups]
+        self._old_numbers = _numbers_of(self._optimizer)
         if self._taken:
             self._copy = StateCopy(self._parameters, self._states)
             self._begun = True
@@ -64,17 +60,9 @@ class UpdateSnapshot:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.__exit__(kind, error, trace)
-        if kind is not None and watch is not None and watch.wrote():
-            what = (
-                "Memory ran out in the optimizer's step"
-                if is_out_of_memory(error)
-                else "The optimizer's step failed"
-            )
-            raise StateError(
-                f"{what} when it had changed some parameters, and the budget had no room for a copy"
-                " to go back to. Load the last saved state, and raise `memory` or free some."
-            ) from error
         if kind is not None:
+            if watch is not None and watch.wrote():
+                raise _half_stepped(error) from error
             self._restore()
         self._begun = False
         self._copy, self._old_states, self._old_groups = None, [], []
@@ -95,6 +83,29 @@ class UpdateSnapshot:
         ):
             group.update(old)
         vars(self._optimizer).update(self._old_numbers)
+
+
+def _settings_of(group: dict[str, Any]) -> Any:
+    """A copy of all but the parameters."""
+    return copy_of({name: value for name, value in group.items() if name != "params"})
+
+
+def _numbers_of(optimizer: Any) -> dict[str, Any]:
+    return {
+        name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)
+    }
+
+
+def _half_stepped(error: BaseException) -> StateError:
+    what = (
+        "Memory ran out in the optimizer's step"
+        if is_out_of_memory(error)
+        else "The optimizer's step failed"
+    )
+    return StateError(
+        f"{what} when it had changed some parameters, and the budget had no room for a copy"
+        " to go back to. Load the last saved state, and raise `memory` or free some."
+    )
 
 
 def _same_tensors(state: Any) -> Any:

@@ -63,21 +63,7 @@ class Fit(Callback):  # type: ignore[misc]
         """Take the training step's place."""
         if stage != "fit":
             return
-        ranks = trainer.num_devices * trainer.num_nodes
-        if ranks != 1:
-            raise MisuseError(
-                f"Fit runs on one device, not {ranks}. Use gf.fit with DDP or fully_shard."
-            )
-        if not pl_module.automatic_optimization:
-            raise MisuseError(
-                "Fit needs automatic optimization. In manual optimization call the step that gf.fit"
-                " returns: gf.fit(self, self.optimizers(), loss_fn, batch, memory=…)."
-            )
-        if str(trainer.precision) == "16-mixed":
-            raise MisuseError(
-                "Fit scales gradients after the backward, too late for precision='16-mixed'. Use"
-                " bf16."
-            )
+        _check_trainer(trainer, pl_module)
         self._whole = pl_module.training_step
         self._logs = logs = BatchLogs(pl_module.log)
         pl_module.training_step = lambda batch, *rest: self._step(
@@ -109,15 +95,7 @@ class Fit(Callback):  # type: ignore[misc]
         if self._passes is None:
             # While batches accumulate, this one's gradients lie beside those of the others.
             beside = sum(p.nbytes for p in parameters) if accumulates else 0
-            optimizer = trainer.optimizers[0]
-            self._passes = Passes(
-                module,
-                optimizer,
-                self._loss_of,
-                self._memory,
-                reserved_bytes=beside,
-                **self._cutting,
-            )
+            self._passes = self._make_passes(module, trainer.optimizers[0], beside)
         if not accumulates:
             module.zero_grad()  # Lightning would only do so after the passes, and hold both
         with _set_aside(parameters) as gradients:
@@ -131,6 +109,16 @@ class Fit(Callback):  # type: ignore[misc]
         anchor = torch.zeros((), device=loss.device, requires_grad=True)
         later = _Later.apply(loss, anchor, gradients)  # type: ignore[no-untyped-call]
         return {**_joined(outputs), "loss": later}
+
+    def _make_passes(self, module: Any, optimizer: Any, reserved_bytes: int) -> Passes:
+        return Passes(
+            module,
+            optimizer,
+            self._loss_of,
+            self._memory,
+            reserved_bytes=reserved_bytes,
+            **self._cutting,
+        )
 
     def _run(
         self, passes: Passes, logs: BatchLogs, batch: Any
@@ -167,19 +155,40 @@ class Fit(Callback):  # type: ignore[misc]
     def _loss_of(self, module: Any, part: Any) -> Any:
         if self._logs is not None:
             self._logs.drop_part()  # of a forward that left its plan, and is run again
-        out = self._whole(part, *self._rest)
-        self._output = {}
-        if isinstance(out, Mapping):
-            self._output = {name: item for name, item in out.items() if name != "loss"}
-            out = out.get("loss")
-        if out is None:
+        loss, self._output = _loss_and_others(self._whole(part, *self._rest))
+        if loss is None:
             raise MisuseError(
                 "training_step returned no loss. Fit cannot skip a part of a batch: return one."
             )
         if self._count is None:
-            return out
+            return loss
         items = self._count(part)
-        return Loss(sum=out * items, count=items)
+        return Loss(sum=loss * items, count=items)
+
+
+def _check_trainer(trainer: Any, module: Any) -> None:
+    ranks = trainer.num_devices * trainer.num_nodes
+    if ranks != 1:
+        raise MisuseError(
+            f"Fit runs on one device, not {ranks}. Use gf.fit with DDP or fully_shard."
+        )
+    if not module.automatic_optimization:
+        raise MisuseError(
+            "Fit needs automatic optimization. In manual optimization call the step that gf.fit"
+            " returns: gf.fit(self, self.optimizers(), loss_fn, batch, memory=…)."
+        )
+    if str(trainer.precision) == "16-mixed":
+        raise MisuseError(
+            "Fit scales gradients after the backward, too late for precision='16-mixed'. Use bf16."
+        )
+
+
+def _loss_and_others(returned: Any) -> tuple[Any, dict[str, Any]]:
+    """What a training step returned, apart: its loss, and what else is in a dict."""
+    if not isinstance(returned, Mapping):
+        return returned, {}
+    others = {name: item for name, item in returned.items() if name != "loss"}
+    return returned.get("loss"), others
 
 
 def _joined(outputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -193,9 +202,13 @@ def _joined(outputs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _joined_items(items: list[Any]) -> Any:
     """Tensors with rows as one; anything else as a list."""
-    if all(isinstance(item, torch.Tensor) and item.dim() for item in items):
+    if all(map(_has_rows, items)):
         return torch.cat([item.detach() for item in items])
     return items
+
+
+def _has_rows(item: Any) -> bool:
+    return isinstance(item, torch.Tensor) and item.dim() > 0
 
 
 class _Later(torch.autograd.Function):

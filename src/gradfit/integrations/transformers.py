@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 
+from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.weights import Weight
 from gradfit.errors import MisuseError
@@ -121,8 +122,7 @@ class FitTrainer(transformers.Trainer):  # type: ignore[misc]
         if self._passes is None:
             self._passes = self._make_passes(model)
         is_whole = self._passes.plan(inputs).steps == 1
-        over = None if self._passes.additivity is None else self._passes.additivity.over
-        if over == "sum" or (over is None and is_whole):
+        if _has_its_scale(self._passes.additivity, is_whole=is_whole):
             return self._run_as_it_is(self._passes, inputs)
         return self._run_as_mean(self._passes, model, inputs)
 
@@ -202,3 +202,9 @@ class FitTrainer(transformers.Trainer):  # type: ignore[misc]
             return bool(said)
         by_model = self.model_accepts_loss_kwargs and self._items is not None
         return bool(by_model) or self.compute_loss_func is not None
+
+
+def _has_its_scale(additivity: Additivity | None, *, is_whole: bool) -> bool:
+    """Whether a batch's loss is as the Trainer wants it: the sum of its parts', or never cut."""
+    over = None if additivity is None else additivity.over
+    return over == "sum" or (over is None and is_whole)

@@ -77,20 +77,32 @@ def draw(chart: Chart) -> str:
 def _legend(chart: Chart) -> Iterator[str]:
     for series in chart.series:
         if series.name:
-            yield f'<li><span class="key {series.kind}"></span>{escape(series.name)}</li>'
-    for kind in dict.fromkeys(p.kind for p in chart.points if p.kind):
-        name = "chosen, measured" if kind == "measured" else "chosen, predicted"
-        yield f'<li><span class="key point {kind}"></span>{name}</li>'
+            yield _key(series.kind, series.name)
+    for kind in dict.fromkeys(point.kind for point in chart.points if point.kind):
+        yield _key(f"point {kind}", _POINTS.get(kind, "chosen, predicted"))
     if chart.limit is not None:
-        yield f'<li><span class="key limit"></span>{escape(chart.limit[1])}</li>'
+        yield _key("limit", chart.limit[1])
+
+
+_POINTS = {"measured": "chosen, measured"}
+
+
+def _key(kind: str, name: str) -> str:
+    return f'<li><span class="key {kind}"></span>{escape(name)}</li>'
 
 
 def _numbers_on(chart: Chart) -> tuple[list[float], list[float]]:
     """All that must be seen, along each axis."""
-    places = [place for series in chart.series for place in series.points]
-    places += [(point.x, point.y) for point in chart.points]
+    places = [*_places_on(chart)]
     xs, ys = [x for x, _ in places], [y for _, y in places]
     return xs, ys if chart.limit is None else [*ys, chart.limit[0]]
+
+
+def _places_on(chart: Chart) -> Iterator[tuple[float, float]]:
+    for series in chart.series:
+        yield from series.points
+    for point in chart.points:
+        yield point.x, point.y
 
 
 class _Frame:
@@ -138,10 +150,9 @@ def _svg(chart: Chart, size: tuple[int, int], variant: str) -> Iterator[str]:
     if chart.limit is not None:
         y = at.y(chart.limit[0])
         yield f'<line class="limit" x1="{at.left}" x2="{edge}" y1="{y:.1f}" y2="{y:.1f}"/>'
-    for series in chart.series:
-        yield _line(series, at)
-    for p in sorted(chart.points, key=lambda point: bool(point.kind)):
-        yield _marker(p, at)
+    yield from (_line(series, at) for series in chart.series)
+    markers = sorted(chart.points, key=lambda point: bool(point.kind))
+    yield from (_marker(point, at) for point in markers)
     yield "</svg>"
 
 
@@ -174,16 +185,13 @@ def _marker(point: Point, at: _Frame) -> str:
 
 
 def _line(series: Series, at: _Frame) -> str:
-    first_x, first_y = series.points[0]
-    path = [f"M{at.x(first_x):.1f} {at.y(first_y):.1f}"]
-    for x, y in series.points[1:]:
-        path.append(
-            f"H{at.x(x):.1f}V{at.y(y):.1f}" if series.steps else f"L{at.x(x):.1f} {at.y(y):.1f}"
-        )
-    line = "".join(path)
-    area = ""
-    if series.steps:
-        area = f'<path class="area {series.kind}" d="{line}V{at.y(0.0):.1f}H{at.x(first_x):.1f}Z"/>'
+    (first_x, first_y), *others = series.points
+    line = f"M{at.x(first_x):.1f} {at.y(first_y):.1f}"
+    if not series.steps:
+        line += "".join(f"L{at.x(x):.1f} {at.y(y):.1f}" for x, y in others)
+        return f'<path class="line {series.kind}" d="{line}"/>'
+    line += "".join(f"H{at.x(x):.1f}V{at.y(y):.1f}" for x, y in others)
+    area = f'<path class="area {series.kind}" d="{line}V{at.y(0.0):.1f}H{at.x(first_x):.1f}Z"/>'
     return f'{area}<path class="line {series.kind}" d="{line}"/>'
 
 
@@ -196,7 +204,7 @@ def ticks(low: float, high: float, most: int, *, binary: bool = False) -> list[f
     [0, 256, 512, 768]
     """
     span = high - low
-    if not span > 0 or not math.isfinite(span):
+    if not 0 < span < math.inf:
         return [low]
     step = 2.0 ** math.ceil(math.log2(span / most)) if binary else _round_step(span / most)
     first = math.ceil(low / step - 1e-9)
@@ -216,10 +224,17 @@ def log_ticks(low: float, high: float, most: int, *, binary: bool = False) -> li
     >>> log_ticks(0.3, 30, 6)
     [0.5, 1.0, 2.0, 5.0, 10.0, 20.0]
     """
-    log, base, factors = (math.log2, 2.0, (1,)) if binary else (math.log10, 10.0, (1, 2, 5))
-    powers = range(math.floor(log(low)), math.ceil(log(high)) + 1)
-    numbers = [factor * base**power for power in powers for factor in factors]
+    numbers = _round_numbers(low, high, 2.0, (1,)) if binary else _round_numbers(low, high)
     within = [number for number in numbers if low <= number <= high]
     if len(within) < 2:
         return ticks(low, high, most, binary=binary)
     return within[:: -(-len(within) // most)]
+
+
+def _round_numbers(
+    low: float, high: float, base: float = 10.0, factors: Sequence[int] = (1, 2, 5)
+) -> list[float]:
+    """These multiples of the base's powers, from below `low` to above `high`."""
+    log = math.log2 if base == 2.0 else math.log10
+    powers = range(math.floor(log(low)), math.ceil(log(high)) + 1)
+    return [factor * base**power for power in powers for factor in factors]

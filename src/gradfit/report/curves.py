@@ -4,6 +4,7 @@ page then says.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any
@@ -67,11 +68,8 @@ def measure_curve(
     live = meter(model, optimizer, batch, timeline=True)
     with trials_end(), untouched(model), live:
         for part in parts:
-            if plan is None:
+            with contextlib.nullcontext() if plan is None else apply(model, plan):
                 loss = run_part(loss_fn, model, part).loss
-            else:
-                with apply(model, plan):
-                    loss = run_part(loss_fn, model, part).loss
             loss.backward()  # type: ignore[no-untyped-call]
             del loss
     return live
@@ -86,19 +84,23 @@ def thin(curve: Curve, most: int = 400) -> Curve:
     """
     if len(curve) <= 2:
         return curve
-    bins = max(1, most // 2)
-    start, end = curve[0][0], curve[-1][0]
-    width = (end - start) / bins or 1.0
-    stretches: dict[int, list[int]] = {}
-    for index, (seconds, _) in enumerate(curve):
-        stretches.setdefault(min(bins - 1, int((seconds - start) / width)), []).append(index)
     wanted = {0, len(curve) - 1}
-    for stretch in stretches.values():
+    for stretch in _stretches(curve, max(1, most // 2)):
         wanted |= {
             min(stretch, key=lambda index: curve[index][1]),
             max(stretch, key=lambda index: curve[index][1]),
         }
     return [curve[index] for index in sorted(wanted)]
+
+
+def _stretches(curve: Curve, count: int) -> Iterable[list[int]]:
+    """The positions of points in each of so many stretches of the same time."""
+    start, end = curve[0][0], curve[-1][0]
+    width = (end - start) / count or 1.0
+    stretches: dict[int, list[int]] = {}
+    for index, (seconds, _) in enumerate(curve):
+        stretches.setdefault(min(count - 1, int((seconds - start) / width)), []).append(index)
+    return stretches.values()
 
 
 def _starts(seconds: list[float], start: float) -> list[float]:

@@ -128,15 +128,20 @@ def _headline(report: Report) -> str:
     profile, plan = report.profile, report.plan
     facts = _facts_of_profile(profile) if plan is None else _facts_of_plan(report, plan)
     facts.append(("parameters", format_bytes(profile.parameter_bytes)))
+    facts += _facts_of_exactness(report)
+    notes = "".join(f"<p>{escape(note)}</p>" for note in report.notes)
+    return f'<section aria-label="Summary"><dl class="facts">{_facts(facts)}</dl>{notes}</section>'
+
+
+def _facts_of_exactness(report: Report) -> list[tuple[str, str]]:
     if report.audit is not None:
-        facts += [
+        return [
             ("replay", "bit-identical" if report.audit.identical else "DIFFERENT"),
             ("error against the full batch", _full_batch_error(report)),
         ]
-    elif plan is not None:
-        facts.append(("error against the full batch", exactness_tile(profile)))
-    notes = "".join(f"<p>{escape(note)}</p>" for note in report.notes)
-    return f'<section aria-label="Summary"><dl class="facts">{_facts(facts)}</dl>{notes}</section>'
+    if report.plan is None:
+        return []
+    return [("error against the full batch", exactness_tile(report.profile))]
 
 
 def _facts_of_profile(profile: Profile) -> list[tuple[str, str]]:
@@ -179,7 +184,7 @@ def _timeline(report: Report) -> str:
     series = [one for one in curves if one.points]
     if not series:
         return ""
-    peaks = "; ".join(f"{s.name}: peak {format_bytes(max(y for _, y in s.points))}" for s in series)
+    peaks = "; ".join(map(_peak_of, series))
     limit = None
     if report.limit_bytes:
         limit = report.limit_bytes, f"{report.limit_label} {format_bytes(report.limit_bytes)}"
@@ -193,6 +198,10 @@ def _timeline(report: Report) -> str:
         limit=limit,
     )
     return _section("timeline", "Memory during one step", draw(chart), escape(peaks) + ".")
+
+
+def _peak_of(series: Series) -> str:
+    return f"{series.name}: peak {format_bytes(max(y for _, y in series.points))}"
 
 
 def _frontier(report: Report) -> str:

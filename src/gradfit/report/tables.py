@@ -36,16 +36,18 @@ def memory_bars(profile: Profile, plan: Plan | None, attribute: str) -> str:
     """
     batch = plan.batch_size if plan is not None else profile.batch_size
     places = _Places(profile, attribute)
-    plain = places.bytes_of(saved_values(profile), batch)
-    planned = {} if plan is None else places.bytes_of(kept_values(profile, plan), plan.micro_batch)
-    rows = _largest_rows(places, plain, planned)
-    top = max((max(a, b) for _, a, b in rows), default=0) or 1
-    title = "module" if attribute == "module" else "source line"
-    head = f'<th scope="col">{title}</th><th scope="col">plain, batch {batch}</th>'
-    kinds = ["plain"]
+    plain, planned = places.bytes_of(saved_values(profile), batch), dict[str, int]()
+    heads = ["module" if attribute == "module" else "source line", f"plain, batch {batch}"]
     if plan is not None:
-        head += f'<th scope="col">kept by the plan, micro-batch {plan.micro_batch}</th>'
-        kinds.append("planned")
+        planned = places.bytes_of(kept_values(profile, plan), plan.micro_batch)
+        heads.append(f"kept by the plan, micro-batch {plan.micro_batch}")
+    return _bar_table(heads, _largest_rows(places, plain, planned))
+
+
+def _bar_table(heads: Sequence[str], rows: list[tuple[str, int, int]]) -> str:
+    kinds = ("plain", "planned")[: len(heads) - 1]
+    top = max((max(a, b) for _, a, b in rows), default=0) or 1
+    head = "".join(f'<th scope="col">{text}</th>' for text in heads)
     body = "".join(_bar_row(label, counts, kinds, top) for label, *counts in rows)
     return f'<table class="bars"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
@@ -68,10 +70,15 @@ class _Places:
         for number in values:
             value = self._profile.values[number]
             place = getattr(self._profile.operations[value.operation or 0], self._attribute)
-            name = fold(place) if self._attribute == "module" else place or "(no source line)"
+            name = self._name(place)
             sums[name] += round(value.nbytes.at(batch_size))
             self.members[name].add(place)
         return sums
+
+    def _name(self, place: str) -> str:
+        if self._attribute == "module":
+            return fold(place)
+        return place or "(no source line)"
 
     def label(self, name: str) -> str:
         count = len(self.members[name])

@@ -52,24 +52,20 @@ def fastest_for_their_memory(plans: Iterable[Prediction]) -> list[Prediction]:
 
 def own_line(report: Report) -> list[Prediction]:
     """The trade-off at the chosen plan's micro-batch, the chosen plan on it."""
-    chosen = chosen_of(report)
-    return fastest_for_their_memory(
-        [*_predictions(report.same_size), *([] if chosen is None else [chosen])]
-    )
+    return _with_chosen(report, report.same_size)
 
 
 def line_of_all(report: Report) -> list[Prediction]:
     """The trade-off over all micro-batches; the chosen plan is on it, unless another size is
     predicted to be faster.
     """
+    return _with_chosen(report, report.frontier)
+
+
+def _with_chosen(report: Report, plans: Iterable[Plan]) -> list[Prediction]:
     chosen = chosen_of(report)
-    return fastest_for_their_memory(
-        [*_predictions(report.frontier), *([] if chosen is None else [chosen])]
-    )
-
-
-def _predictions(plans: Iterable[Plan]) -> list[Prediction]:
-    return [Prediction(plan, plan.peak_bytes, plan.step_seconds) for plan in plans]
+    predictions = [Prediction(plan, plan.peak_bytes, plan.step_seconds) for plan in plans]
+    return fastest_for_their_memory(predictions if chosen is None else [*predictions, chosen])
 
 
 def trade_off(report: Report) -> tuple[str, str] | None:
@@ -79,10 +75,6 @@ def trade_off(report: Report) -> tuple[str, str] | None:
     chosen, front = chosen_of(report), line_of_all(report)
     own = [] if chosen is None or chosen in front else own_line(report)
     points = _points(front, chosen, report.measured)
-    series = [_series("fastest plan for each budget, predicted", "frontier", front)]
-    if len(own) > 1:
-        size = own[0].plan.micro_batch
-        series.append(_series(f"fastest at micro-batch {size}, predicted", "own", own))
     chart = Chart(
         name="frontier",
         title="Peak memory against time of a step",
@@ -92,7 +84,7 @@ def trade_off(report: Report) -> tuple[str, str] | None:
         y_label="time of a step (logarithmic)",
         x_unit="bytes",
         y_unit="seconds",
-        series=series,
+        series=_lines(front, own),
         points=points,
         y_from_zero=False,
         log=True,
@@ -100,6 +92,14 @@ def trade_off(report: Report) -> tuple[str, str] | None:
     said = f'<output class="said" id="frontier-said">{escape(points[-1].text)}</output>'
     listed = [*front, chosen] if own and chosen is not None else front
     return draw(chart) + said + _table(listed), _lead(report, own)
+
+
+def _lines(front: list[Prediction], own: list[Prediction]) -> list[Series]:
+    lines = [_series("fastest plan for each budget, predicted", "frontier", front)]
+    if len(own) > 1:
+        size = own[0].plan.micro_batch
+        lines.append(_series(f"fastest at micro-batch {size}, predicted", "own", own))
+    return lines
 
 
 def _points(
@@ -136,16 +136,19 @@ def _lead(report: Report, own: list[Prediction]) -> str:
 
 
 def _table(plans: list[Prediction]) -> str:
-    rows = "".join(
-        f"<tr><td>{format_bytes(one.peak_bytes)}</td><td>{format_seconds(one.step_seconds)}</td>"
-        f"<td>{one.plan.split_text}</td><td>{one.plan.kept_values} of {one.plan.saved_values}</td>"
-        f"<td>{'chosen' if one.chosen else ''}</td></tr>"
-        for one in plans
-    )
+    rows = "".join(map(_row, plans))
     heads = ("peak, predicted", "step, predicted", "micro-batch × count", "values kept", "")
     return (
         '<details><summary>The same as a table</summary><div class="scroll" tabindex="0"'
         ' role="region" aria-label="Trade-off as a table"><table><thead><tr>'
         + "".join(f'<th scope="col">{head}</th>' for head in heads)
         + f"</tr></thead><tbody>{rows}</tbody></table></div></details>"
+    )
+
+
+def _row(one: Prediction) -> str:
+    return (
+        f"<tr><td>{format_bytes(one.peak_bytes)}</td><td>{format_seconds(one.step_seconds)}</td>"
+        f"<td>{one.plan.split_text}</td><td>{one.plan.kept_values} of {one.plan.saved_values}</td>"
+        f"<td>{'chosen' if one.chosen else ''}</td></tr>"
     )

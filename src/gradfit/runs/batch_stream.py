@@ -46,11 +46,7 @@ class Batches:
         self._offset = 0
         self._at_start: dict[str, Any] | None = None
         self._before_pending: dict[str, Any] | None = None
-        if (
-            self.rows is None
-            and (not isinstance(data, Iterable) or isinstance(data, Iterator))
-            and not callable(data)
-        ):
+        if self.rows is None and not _can_be_read_again(data):
             raise MisuseError(
                 f"data is a {type(data).__name__}, which cannot be read a second time. Pass"
                 " tensors, a Dataset, a DataLoader, a list of batches, or a function that returns"
@@ -80,10 +76,7 @@ class Batches:
 
     def _take_rows(self) -> Any:
         if self._order is None:
-            draw = random.Random(f"{self.seed}:{self.epoch}").getrandbits(63)
-            self._order = torch.randperm(
-                self.rows or 0, generator=torch.Generator("cpu").manual_seed(draw), device="cpu"
-            )
+            self._order = self._draw_order()
         index = self._order[self._position : self._position + self.batch_size]
         self._position += len(index)
         if not len(index):
@@ -92,24 +85,35 @@ class Batches:
             return map_tensors(self.data, lambda tensor: tensor[index.to(tensor.device)])
         return default_collate([self.data[i] for i in index.tolist()])
 
+    def _draw_order(self) -> torch.Tensor:
+        draw = random.Random(f"{self.seed}:{self.epoch}").getrandbits(63)
+        generator = torch.Generator("cpu").manual_seed(draw)
+        return torch.randperm(self.rows or 0, generator=generator, device="cpu")
+
     # -------------------------------------------------------------------------------------- batches
 
     def _take(self) -> Any:
         if self._iterator is None:
             self._at_start = random_state(self._generators())
-            self._iterator = iter(self.data() if callable(self.data) else self.data)
+            self._iterator = self._begin_data()
         if self.as_they_come:
             return self._fetch()
-        parts: list[Any] = []
-        missing = self.batch_size
-        while missing and self._has_pending():
-            part, rows = self._take_pending(missing)
-            parts.append(part)
-            missing -= rows
+        parts = list(self._parts_of_batch())
         if len(parts) < 2:
             return parts[0] if parts else None
         self._check_alike(parts)
-        return join_chunks(parts, sum(size_of_batch(part) for part in parts))
+        return join_chunks(parts, sum(map(size_of_batch, parts)))
+
+    def _begin_data(self) -> Iterator[Any]:
+        return iter(self.data() if callable(self.data) else self.data)
+
+    def _parts_of_batch(self) -> Iterator[Any]:
+        """Of one or more batches of the data, as many rows as a batch has, or are left."""
+        missing = self.batch_size
+        while missing and self._has_pending():
+            part, rows = self._take_pending(missing)
+            yield part
+            missing -= rows
 
     def _has_pending(self) -> bool:
         """Whether there are rows left of a batch of the data, or of another one."""
@@ -160,10 +164,14 @@ class Batches:
 
     # ---------------------------------------------------------------------------------------- state
 
+    @property
+    def _kind(self) -> str:
+        return "batches" if self.rows is None else "rows"
+
     def state(self) -> dict[str, Any]:
         """Where this is, as a nest of tensors and plain numbers."""
         return {
-            "kind": "batches" if self.rows is None else "rows",
+            "kind": self._kind,
             "rows": self.rows,
             "epoch": self.epoch,
             "position": self._position,
@@ -175,11 +183,10 @@ class Batches:
 
     def check(self, state: dict[str, Any]) -> None:
         """Raise a `StateError` unless these data have such a place."""
-        kind = "batches" if self.rows is None else "rows"
-        if state["kind"] != kind or state["rows"] != self.rows:
+        if (state["kind"], state["rows"]) != (self._kind, self.rows):
             raise StateError(
                 f"The state's data are {state['rows'] or ''} {state['kind']}, the job's"
-                f" {self.rows or ''} {kind}. Resume with the data the run began with."
+                f" {self.rows or ''} {self._kind}. Resume with the data the run began with."
             )
         generators = self._generators()
         if len(state["own"]) != len(generators):
@@ -205,7 +212,7 @@ class Batches:
     def _find_again(self, state: dict[str, Any], generators: list[torch.Generator]) -> None:
         """Begin the epoch as it was begun, and count up to where it was left."""
         restore_random(state["at_start"], generators)
-        self._iterator = iter(self.data() if callable(self.data) else self.data)
+        self._iterator = self._begin_data()
         partly = state["offset"] > 0
         self._position = 0
         for _ in range(state["position"] - partly):
@@ -216,12 +223,16 @@ class Batches:
                 )
         if partly:
             restore_random(state["before_pending"], generators)
-            self._pending, self._offset = self._fetch(), state["offset"]
-            if self._pending is None or self._offset >= size_of_batch(self._pending):
-                raise StateError(
-                    f"The state is at row {self._offset} of a batch that the data do not have."
-                    " Resume with the data the run began with."
-                )
+            self._find_pending(state["offset"])
+
+    def _find_pending(self, offset: int) -> None:
+        """The batch of the data that so many rows were taken of."""
+        self._pending, self._offset = self._fetch(), offset
+        if self._pending is None or self._offset >= size_of_batch(self._pending):
+            raise StateError(
+                f"The state is at row {self._offset} of a batch that the data do not have."
+                " Resume with the data the run began with."
+            )
 
 
 def _row_shapes(batch: Any) -> list[tuple[int, ...]]:
@@ -232,12 +243,19 @@ def number_of_rows(data: Any) -> int | None:
     """How many rows the data have; None if they come as batches."""
     if _is_nest(data):
         return size_of_batch(data)
-    batches = isinstance(
-        data, list | tuple | Mapping | IterableDataset | torch.utils.data.DataLoader
-    )
-    if not batches and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return len(data)
-    return None
+    return len(data) if _is_map_style(data) else None
+
+
+def _is_map_style(data: Any) -> bool:
+    """Whether it has rows by number, as torch's map-style datasets do."""
+    if isinstance(data, list | tuple | Mapping | IterableDataset | torch.utils.data.DataLoader):
+        return False
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__")
+
+
+def _can_be_read_again(data: Any) -> bool:
+    is_used_up_once = isinstance(data, Iterator) or not isinstance(data, Iterable)
+    return callable(data) or not is_used_up_once
 
 
 def _is_nest(data: Any) -> bool:

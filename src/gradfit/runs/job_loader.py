@@ -33,9 +33,11 @@ def load_target(target: str) -> Job:
     """
     if ":" not in target:
         return _builtin_job(target)
-    function = _named_in_module(target)
-    if isinstance(function, Job):
-        return function
+    named = _named_in_module(target)
+    return named if isinstance(named, Job) else _job_made_by(named, target)
+
+
+def _job_made_by(function: Any, target: str) -> Job:
     if not callable(function):
         raise TargetError(
             f"{target} is a {type(function).__name__}. Make it a function that returns a"
@@ -99,18 +101,24 @@ def _module_from_file(place: str, target: str) -> Any:
             f" {Path.cwd().name}/."
         )
     # whoever imports that module must get it, not the job
-    shadows = path.stem in sys.stdlib_module_names
-    name = f"gradfit_job_{path.stem}" if shadows or path.stem in sys.modules else path.stem
+    is_taken = path.stem in sys.stdlib_module_names or path.stem in sys.modules
+    name = f"gradfit_job_{path.stem}" if is_taken else path.stem
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise TargetError(f"{place!r} is not a Python file. Pass file.py:function.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # so that dataclasses and data-loading workers find it
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:  # as `python file.py` does: its neighbours can be imported
-        sys.path.insert(len(sys.path) if shadows else 0, folder)
+    _let_neighbours_be_imported(path)
     _guarded(target, "cannot be imported:", spec.loader.exec_module, module)
     return module
+
+
+def _let_neighbours_be_imported(path: Path) -> None:
+    """As `python file.py` does; last, where the file has the name of a module of Python's own."""
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        shadows = path.stem in sys.stdlib_module_names
+        sys.path.insert(len(sys.path) if shadows else 0, folder)
 
 
 def _module_by_name(place: str, target: str) -> Any:
@@ -123,13 +131,17 @@ def _module_by_name(place: str, target: str) -> Any:
     try:
         return _guarded(target, "cannot be imported:", importlib.import_module, place)
     except TargetError as error:
-        cause = error.__cause__
-        missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
+        missing = _missing_module(error)
         if missing and place.startswith(missing):
             raise TargetError(
                 f"There is no module {missing!r}. Pass file.py:function for a file."
-            ) from cause
+            ) from error.__cause__
         raise
+
+
+def _missing_module(error: TargetError) -> str | None:
+    cause = error.__cause__
+    return cause.name if isinstance(cause, ModuleNotFoundError) else None
 
 
 def _guarded(target: str, what: str, function: Callable[..., Any], *args: Any) -> Any:

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from gradfit._torch_distributed import is_dtensor
+from gradfit.arguments import plain_number
 from gradfit.errors import StateError
 from gradfit.profiling.optimizer_bytes import probe_of
 from gradfit.runs.job import Job
@@ -26,10 +27,9 @@ def capture(job: Job) -> dict[str, Any]:
 
     Model (buffers that are not persistent included), optimizer, scheduler and loss scaler.
     """
-    extra = {key: value for key, value in job.model.state_dict().items() if key.endswith(_EXTRA)}
     state = {
         "model": _tensors_of(job.model),
-        "extra": extra,
+        "extra": _extra_state(job.model),
         "optimizer": job.optimizer.state_dict(),
         "own": _own_attributes(job.optimizer),
         "scheduler": None if job.scheduler is None else job.scheduler.state_dict(),
@@ -43,36 +43,47 @@ def check(job: Job, state: dict[str, Any]) -> None:
     _check_optimizer(job.optimizer, _dict(state, "optimizer"))
     _check_own_attributes(job.optimizer, state.get("own", {}))
     for name, here in (("scheduler", job.scheduler), ("scaler", job.scaler)):
-        saved = state.get(name)
-        if (saved is None) != (here is None):
-            raise StateError(
-                f"The state and the job must both have a {name} or neither. Resume with the same"
-                " job."
-            )
-        if here is not None:
-            same_kind(f"The state's {name}", saved, here.state_dict())
+        _check_optional(name, state.get(name), here)
+
+
+def _check_optional(name: str, saved: Any, here: Any) -> None:
+    """What a job need not have."""
+    if (saved is None) != (here is None):
+        raise StateError(
+            f"The state and the job must both have a {name} or neither. Resume with the same job."
+        )
+    if here is not None:
+        same_kind(f"The state's {name}", saved, here.state_dict())
 
 
 def _check_model(
     model: torch.nn.Module, saved: dict[str, Any], saved_extra: dict[str, Any]
 ) -> None:
     here = _tensors_of(model)
-    if missing := sorted(here.keys() - saved.keys()):
-        raise StateError(
-            f"The state has no {missing[0]!r} ({len(missing)} missing). Resume with the same model."
-        )
-    if strange := sorted(saved.keys() - here.keys()):
-        raise StateError(
-            f"The state has {strange[0]!r} ({len(strange)} too many). Resume with the same model."
-        )
+    _check_names(set(saved), set(here))
     for name, tensor in here.items():
         _same_tensor(f"{name!r}", saved[name], tensor)
-    extra = {key for key in model.state_dict() if key.endswith(_EXTRA)}
-    if strange := sorted(saved_extra.keys() ^ extra):
+    if strange := sorted(saved_extra.keys() ^ _extra_state(model).keys()):
         raise StateError(
             f"The state's and the model's extra state differ: {strange[0]!r}. Resume with the same"
             " model."
         )
+
+
+def _check_names(saved: set[str], here: set[str]) -> None:
+    if missing := sorted(here - saved):
+        raise StateError(
+            f"The state has no {missing[0]!r} ({len(missing)} missing). Resume with the same model."
+        )
+    if strange := sorted(saved - here):
+        raise StateError(
+            f"The state has {strange[0]!r} ({len(strange)} too many). Resume with the same model."
+        )
+
+
+def _extra_state(model: torch.nn.Module) -> dict[str, Any]:
+    """What modules add to a state by `get_extra_state`."""
+    return {key: value for key, value in model.state_dict().items() if key.endswith(_EXTRA)}
 
 
 def restore(job: Job, state: dict[str, Any], read_all_ranks: ReadAllRanks = list) -> None:
@@ -91,12 +102,10 @@ def restore(job: Job, state: dict[str, Any], read_all_ranks: ReadAllRanks = list
     with _said("optimizer"):
         _restore_optimizer(job.optimizer, optimizer)
         _restore_own(job.optimizer, state.get("own", {}))
-    if job.scheduler is not None:
-        with _said("scheduler"):
-            job.scheduler.load_state_dict(state["scheduler"])
-    if job.scaler is not None:
-        with _said("scaler"):
-            job.scaler.load_state_dict(state["scaler"])
+    for name, here in (("scheduler", job.scheduler), ("scaler", job.scaler)):
+        if here is not None:
+            with _said(name):
+                here.load_state_dict(state[name])
 
 
 @contextlib.contextmanager
@@ -167,7 +176,7 @@ def _groups_and_states(
     saved: dict[str, Any],
 ) -> tuple[list[dict[str, Any]], dict[Any, Any]]:
     groups, states = saved.get("param_groups"), saved.get("state")
-    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+    if not _are_dicts(groups):
         raise StateError(
             "The state's optimizer has no groups. It was not written by gradfit train."
         )
@@ -176,34 +185,46 @@ def _groups_and_states(
     return groups, states
 
 
+def _are_dicts(groups: Any) -> TypeGuard[list[dict[str, Any]]]:
+    return isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+
+
 def _check_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
     here = optimizer.state_dict()["param_groups"]
-    if [group.get("params") for group in groups] != [group["params"] for group in here]:
+    if _members(groups) != _members(here):
         raise StateError(
             "The state's optimizer has other groups of parameters than the job's "
             f"{type(optimizer).__name__}. Resume with the same optimizer."
         )
-    if [set(group) for group in groups] != [set(group) for group in here]:
+    if [*map(set, groups)] != [*map(set, here)]:
         raise StateError(
             f"The state is that of another optimizer than {type(optimizer).__name__}. Resume with"
             " the same."
         )
     for number, (group, own) in enumerate(zip(groups, here, strict=True)):
         same_kind(f"The state's optimizer's group {number}", group, own)
-        for name in _FRACTIONS & group.keys():
-            _check_fractions(name, group[name])
+        _check_fractions(group)
+
+
+def _members(groups: list[dict[str, Any]]) -> list[Any]:
+    return [group.get("params") for group in groups]
 
 
 _FRACTIONS = {"betas"}  # torch takes roots of what is left to 1
 
 
-def _check_fractions(name: str, values: Any) -> None:
-    several = values if isinstance(values, tuple | list) else [values]
-    for value in several:
-        if isinstance(value, int | float) and not 0 <= value <= 1:
+def _check_fractions(group: dict[str, Any]) -> None:
+    for name in _FRACTIONS & group.keys():
+        several = group[name] if isinstance(group[name], tuple | list) else [group[name]]
+        wrong = [value for value in several if _is_no_fraction(value)]
+        if wrong:
             raise StateError(
-                f"The state's optimizer has {name} {value!r}, which is not from 0 to 1."
+                f"The state's optimizer has {name} {wrong[0]!r}, which is not from 0 to 1."
             )
+
+
+def _is_no_fraction(value: Any) -> bool:
+    return isinstance(value, int | float) and not 0 <= value <= 1
 
 
 def _check_entries(index: Any, entries: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -228,7 +249,7 @@ def _check_count(where: str, value: Any) -> None:
     """How often a parameter was stepped: torch takes powers of it, which overflow where it is
     negative.
     """
-    count = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    count = plain_number(value)
     if isinstance(count, int | float) and not 0 <= count <= MANY:
         raise StateError(f"{where} is {count!r}, not a number of steps.")
 

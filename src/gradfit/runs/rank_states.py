@@ -46,6 +46,9 @@ class RankStates:
             saved = self.store.load()
             if saved is None or not _is_sharded(saved):
                 return saved
+        return self._load_together()
+
+    def _load_together(self) -> SavedState | None:
         problems: list[str] = []
         steps = self._ranks.tell_all({"steps": self.store.steps()})[0]["steps"]
         for step in steps:

@@ -12,7 +12,7 @@ import copy
 import platform
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
@@ -72,9 +72,9 @@ class SelfTest:
 
     def __str__(self) -> str:
         lines = [f"{self.device}, torch {self.machine['torch']}, gradfit {self.machine['gradfit']}"]
-        for check in self.checks:
-            facts = ", ".join(f"{name} {value}" for name, value in check.facts.items())
-            lines.append(f"{_verdict(check):<8}{check.name}: {facts}")
+        lines += [
+            f"{_verdict(check):<8}{check.name}: {_in_words(check.facts)}" for check in self.checks
+        ]
         failed = sum(not (check.passed or check.skipped) for check in self.checks)
         lines.append(
             "All that could be checked here holds." if self.passed else f"{failed} checks failed."
@@ -87,12 +87,7 @@ class SelfTest:
         machine = "".join(
             f"<tr><th>{escape(k)}</th><td>{escape(v)}</td></tr>" for k, v in self.machine.items()
         )
-        rows = "".join(
-            f"<tr><td>{_verdict(check)}</td><th>{escape(check.name)}</th><td>"
-            + "<br>".join(f"{escape(name)}: {escape(value)}" for name, value in check.facts.items())
-            + f"</td><td>{check.seconds:.1f} s</td></tr>"
-            for check in self.checks
-        )
+        rows = "".join(map(_row_of, self.checks))
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
             'content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light'
@@ -104,6 +99,18 @@ class SelfTest:
             f"<tr><th>Result</th><th>Check</th><th>Numbers</th><th>Took</th></tr>{rows}</table></section>"
             f"<section><h2>Machine</h2><table>{machine}</table></section></main></body></html>\n"
         )
+
+
+def _row_of(check: Check) -> str:
+    facts = "<br>".join(f"{escape(name)}: {escape(value)}" for name, value in check.facts.items())
+    return (
+        f"<tr><td>{_verdict(check)}</td><th>{escape(check.name)}</th><td>{facts}</td>"
+        f"<td>{check.seconds:.1f} s</td></tr>"
+    )
+
+
+def _in_words(facts: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
 def _verdict(check: Check) -> str:
@@ -159,18 +166,24 @@ def _run(
 
 
 def _machine(device: torch.device) -> dict[str, str]:
-    module = torch.get_device_module(device) if device.type != "cpu" else None
-    name = getattr(module, "get_device_name", None)
     memory = memory_of(device) if device.type != "cpu" else None
     return {
         "gradfit": gf.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "device": platform.processor() or platform.machine() if name is None else str(name(device)),
+        "device": _device_name(device),
         "memory": "" if memory is None else format_bytes(memory[1]),
         "CUDA": str(torch.version.cuda or ""),
     }
+
+
+def _device_name(device: torch.device) -> str:
+    module = torch.get_device_module(device) if device.type != "cpu" else None
+    name_of = getattr(module, "get_device_name", None)
+    if name_of is None:
+        return platform.processor() or platform.machine()
+    return str(name_of(device))
 
 
 # -- what is trained -----------------------------------------------------------------------------
@@ -461,7 +474,7 @@ def _check_predictions(device: torch.device) -> dict[str, str]:
         facts["the allocator's own"] = f"{own / live.peak_bytes - 1:+.1%}"
         facts["reserved at most"] = format_bytes(torch.accelerator.max_memory_reserved())
     if abs(on_shapes / live.peak_bytes - 1) > 0.05:
-        raise _Failed(", ".join(f"{name} {value}" for name, value in facts.items()))
+        raise _Failed(_in_words(facts))
     return facts
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,31 +40,40 @@ class Filler:
         own = shard_of(tensor)
         local, offset = (tensor, (0,) * tensor.dim()) if own is None else own
         shard = as_shard(saved)
-        window = []
-        for at, size, start, there in zip(
-            offset, local.shape, shard.offset, shard.content.shape, strict=True
-        ):
-            window.append(slice(at - start, at - start + size))
-            if local.numel() and not start <= at <= at + size <= start + there:
-                self._missing[path] = tensor
-                return
-        if local.numel():
-            local.copy_(shard.content[tuple(window)])
+        if not local.numel():
+            return
+        window = _window_within(shard, offset, local.shape)
+        if window is None:
+            self._missing[path] = tensor
+        else:
+            local.copy_(shard.content[window])
 
     def finish(self) -> None:
         """Read what this rank's own state did not have."""
         if not self._missing:
             return
         states = self._read_all_ranks()
-        shards = {
-            path: [as_shard(_follow(state, path)) for state in states] for path in self._missing
-        }
-        name = "/".join  # unlike the nest's own names, these only have to be different
+        # unlike the nest's own names, these only have to be different
+        names = {path: "/".join(map(str, path)) for path in self._missing}
         reshard(
-            {name(map(str, path)): tensor for path, tensor in self._missing.items()},
-            {name(map(str, path)): of_path for path, of_path in shards.items()},
+            {names[path]: tensor for path, tensor in self._missing.items()},
+            {names[path]: _shards_at(path, states) for path in self._missing},
         )
         self._missing = {}
+
+
+def _window_within(
+    shard: Shard, offset: Sequence[int], shape: Sequence[int]
+) -> tuple[slice, ...] | None:
+    """Where in a shard these elements of the whole are; None if it does not have all of them."""
+    window = []
+    for at, size, start, there in zip(
+        offset, shape, shard.offset, shard.content.shape, strict=True
+    ):
+        if not start <= at <= at + size <= start + there:
+            return None
+        window.append(slice(at - start, at - start + size))
+    return tuple(window)
 
 
 def as_shard(saved: Any) -> Shard:
@@ -119,6 +128,10 @@ def _size(shard: Shard) -> list[int]:
     return list(content.shape) if isinstance(content, Tensor) else content.get_shape()
 
 
+def _shards_at(path: tuple[Any, ...], states: Iterable[Any]) -> list[Shard]:
+    return [as_shard(_follow(state, path)) for state in states]
+
+
 def _follow(nest: Any, path: tuple[Any, ...]) -> Any:
     try:
         for key in path:
@@ -143,24 +156,19 @@ def _reader(shards: Mapping[str, list[Shard]]) -> Any:
     from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
     from torch.distributed.checkpoint.storage import StorageReader
 
+    def described(of_name: list[Shard]) -> TensorStorageMetadata:
+        return TensorStorageMetadata(
+            TensorProperties(),
+            torch.Size(of_name[0].shape),
+            [ChunkStorageMetadata(torch.Size(p.offset), torch.Size(_size(p))) for p in of_name],
+        )
+
     class Reader(StorageReader):
         def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
             pass
 
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            return Metadata(
-                {
-                    name: TensorStorageMetadata(
-                        TensorProperties(),
-                        torch.Size(of_name[0].shape),
-                        [
-                            ChunkStorageMetadata(torch.Size(p.offset), torch.Size(_size(p)))
-                            for p in of_name
-                        ],
-                    )
-                    for name, of_name in shards.items()
-                }
-            )
+            return Metadata({name: described(of_name) for name, of_name in shards.items()})
 
         def set_up_storage_reader(
             self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

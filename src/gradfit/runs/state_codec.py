@@ -85,18 +85,14 @@ class _Encoder:
                 f"{name[:60]}… is nested more than {_MAX_DEPTH} deep, which a state file cannot"
                 " hold."
             )
-        if value is None or isinstance(value, bool | str):
+        if isinstance(value, bool | str | None):
             return value
         if isinstance(value, np.generic):
             value = value.item()
         for kind, encode in self._KINDS:
             if isinstance(value, kind):
                 return encode(self, value, name, depth)
-        raise StateError(
-            f"{name or 'The state'} is a {type(value).__module__}.{type(value).__name__}, which a"
-            " state file cannot hold: only tensors, numbers, text, lists, tuples and dicts. Leave"
-            " it out of state_dict()."
-        )
+        raise _cannot_be_held(value, name)
 
     def _integer(self, value: int, name: str, depth: int) -> Any:
         return _checked_integer(int(value), name)
@@ -125,10 +121,10 @@ class _Encoder:
             (key, self.encode(item, f"{name}.{key}".lstrip("."), depth + 1))
             for key, item in value.items()
         ]
-        plain = all(type(key) is str and not key.startswith("$") for key in value)
-        if plain and not isinstance(value, collections.Counter):
+        is_counter = isinstance(value, collections.Counter)
+        if not is_counter and all(map(_is_plain_key, value)):
             return dict(parts)
-        mark = "$counter" if isinstance(value, collections.Counter) else "$items"
+        mark = "$counter" if is_counter else "$items"
         return {mark: [[self.encode(key, name, depth + 1), item] for key, item in parts]}
 
     _KINDS: ClassVar[tuple[tuple[type, Any], ...]] = (
@@ -139,6 +135,19 @@ class _Encoder:
         (list, _list),
         (Mapping, _mapping),
     )
+
+
+def _cannot_be_held(value: Any, name: str) -> StateError:
+    return StateError(
+        f"{name or 'The state'} is a {type(value).__module__}.{type(value).__name__}, which a"
+        " state file cannot hold: only tensors, numbers, text, lists, tuples and dicts. Leave"
+        " it out of state_dict()."
+    )
+
+
+def _is_plain_key(key: Any) -> bool:
+    """Whether JSON has such a key, and it is no mark."""
+    return type(key) is str and not key.startswith("$")
 
 
 def _checked_integer(value: int, name: str) -> int:
@@ -159,7 +168,7 @@ def _as_numbers(values: list[Any]) -> torch.Tensor | None:
     kinds = set(map(type, values))
     if kinds == {float}:
         return torch.tensor(values, dtype=torch.float64, device="cpu")
-    if kinds == {int} and min(values) >= -(2**63) and max(values) < 2**63:
+    if kinds == {int} and -(2**63) <= min(values) <= max(values) < 2**63:
         return torch.tensor(values, dtype=torch.int64, device="cpu")
     return None
 
@@ -174,11 +183,7 @@ class _NamedTensors:
         self._by_storage: dict[int, list[str]] = {}
 
     def add(self, tensor: torch.Tensor, name: str) -> str:
-        if tensor.layout is not torch.strided:
-            raise StateError(
-                f"{name} is a {tensor.layout} tensor, which a state file cannot hold. Make it"
-                " dense."
-            )
+        _check_dense(tensor, name)
         address = tensor.untyped_storage().data_ptr()
         in_storage = self._by_storage.setdefault(address, []) if tensor.numel() else []
         for other in in_storage:
@@ -198,6 +203,13 @@ class _NamedTensors:
             count += 1
             unique = f"{name}~{count}"
         return unique
+
+
+def _check_dense(tensor: torch.Tensor, name: str) -> None:
+    if tensor.layout is not torch.strided:
+        raise StateError(
+            f"{name} is a {tensor.layout} tensor, which a state file cannot hold. Make it dense."
+        )
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -253,9 +265,7 @@ class _Decoder:
     def _items(self, content: list[Any], depth: int) -> dict[Any, Any]:
         items = {}
         for pair in content:
-            if not isinstance(pair, list) or len(pair) != 2:
-                raise StateError("The state has a dict that is not a list of pairs.")
-            key, value = (self.decode(one, depth + 1) for one in pair)
+            key, value = (self.decode(one, depth + 1) for one in _checked_pair(pair))
             try:
                 items[key] = value
             except TypeError:
@@ -283,14 +293,7 @@ class _Decoder:
         name, shape, offset = data
         content = self._tensor(name, depth)
         size = list(content.shape if isinstance(content, torch.Tensor) else content.get_shape())
-        if not all(map(_are_sizes, (shape, offset))) or not len(shape) == len(offset) == len(size):
-            raise StateError(
-                f"The state's {name!r} is no piece of a tensor: {size} at {offset!r} of {shape!r}."
-            )
-        if any(at + n > total for at, n, total in zip(offset, size, shape, strict=True)):
-            raise StateError(
-                f"The state's {name!r} reaches beyond its tensor: {size} at {offset} of {shape}."
-            )
+        _check_piece(name, size, offset, shape)
         return Shard(content, tuple(shape), tuple(offset))
 
     _MARKS: ClassVar[dict[str, tuple[Any, Any]]] = {
@@ -302,6 +305,24 @@ class _Decoder:
         "$items": (list, _items),
         "$counter": (list, _counter),
     }
+
+
+def _checked_pair(pair: Any) -> list[Any]:
+    if not isinstance(pair, list) or len(pair) != 2:
+        raise StateError("The state has a dict that is not a list of pairs.")
+    return pair
+
+
+def _check_piece(name: str, size: list[int], offset: Any, shape: Any) -> None:
+    """That so many elements at this place are within a tensor of this shape."""
+    if not all(map(_are_sizes, (shape, offset))) or not len(shape) == len(offset) == len(size):
+        raise StateError(
+            f"The state's {name!r} is no piece of a tensor: {size} at {offset!r} of {shape!r}."
+        )
+    if any(at + n > total for at, n, total in zip(offset, size, shape, strict=True)):
+        raise StateError(
+            f"The state's {name!r} reaches beyond its tensor: {size} at {offset} of {shape}."
+        )
 
 
 def _are_sizes(numbers: Any) -> bool:

@@ -101,20 +101,20 @@ class StateStore:
 
     def names(self) -> list[str]:
         """The states there are, newest first, whole or not."""
+        if not self._exists():
+            return []
+        stems = [path.stem for path in self.directory.iterdir() if path.suffix == ".json"]
+        matches = filter(None, map(_NAME.fullmatch, stems))
+        return [match.group() for match in sorted(matches, key=_order, reverse=True)]
+
+    def _exists(self) -> bool:
         try:
-            if not self.directory.is_dir():
-                return []
+            return self.directory.is_dir()
         except (OSError, ValueError) as error:  # a name that is too long, or holds what no name can
             why = getattr(error, "strerror", None) or str(error)
             raise MisuseError(
                 f"{str(self.directory)[:80]!r} cannot be a directory: {why}. Pass another as --out."
             ) from None
-        matches = [
-            _NAME.fullmatch(path.stem)
-            for path in self.directory.iterdir()
-            if path.suffix == ".json"
-        ]
-        return [m.group() for m in sorted((m for m in matches if m), key=_order, reverse=True)]
 
     def save(self, content: dict[str, Any], *, step: int, micro: int = 0) -> Path:
         """Write one state, then remove those before the last (rule 2). Returns the JSON file's
@@ -173,11 +173,9 @@ class StateStore:
         when it is indexed.
         """
         problems: list[str] = []
-        for name in [name for name in self.names() if step is None or _step_of(name) == step]:
+        for name in self._names_of(step):
             try:
-                content = _read(self.directory / name, lazily)
-                if not lazily:
-                    self._check(content)
+                content = self._load(name, lazily)
             except StateError as error:
                 problems.append(f"{name}: {error}")
             else:
@@ -187,6 +185,17 @@ class StateStore:
                 f"No state in {str(self.directory)!r} can be used. " + " ".join(problems)
             )
         return None
+
+    def _names_of(self, step: int | None) -> list[str]:
+        """The states of a step, or all."""
+        names = self.names()
+        return names if step is None else [name for name in names if _step_of(name) == step]
+
+    def _load(self, name: str, lazily: bool) -> dict[str, Any]:
+        content = _read(self.directory / name, lazily)
+        if not lazily:
+            self._check(content)
+        return content
 
     def _remove(self, names: list[str]) -> None:
         for name in names:
@@ -199,12 +208,16 @@ class StateStore:
         """
         whole = set(self.names())
         for path in self.directory.iterdir():
-            name = path.name.removeprefix(".").removesuffix(".tmp")
-            stem, _, suffix = name.partition(".")
-            if not _NAME.fullmatch(stem) or suffix not in ("safetensors", "json"):
-                continue
-            if path.name.endswith(".tmp") or (suffix == "safetensors" and stem not in whole):
+            if _is_leftover(path.name, whole):
                 path.unlink(missing_ok=True)
+
+
+def _is_leftover(file: str, whole: set[str]) -> bool:
+    """Whether a file is one of a state, and its state is not among these, which are whole."""
+    stem, _, suffix = file.removeprefix(".").removesuffix(".tmp").partition(".")
+    if not _NAME.fullmatch(stem) or suffix not in ("safetensors", "json"):
+        return False
+    return file.endswith(".tmp") or (suffix == "safetensors" and stem not in whole)
 
 
 def write_atomically(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -321,17 +334,19 @@ def _read(base: Path, lazily: bool) -> dict[str, Any]:
     with open_regular(path) as file:
         if _digest(file) != body["sha256"]:
             raise StateError("its tensors' checksum is wrong: the file was cut short or changed.")
-    tensors = {}
-    try:
-        with safe_open(path, framework="pt", device="cpu") as opened:
-            for name in opened.keys():  # noqa: SIM118 -- not a dict
-                tensors[name] = opened.get_slice(name) if lazily else opened.get_tensor(name)
-    except (SafetensorError, OSError, ValueError, RuntimeError, TypeError, OverflowError) as error:
-        raise StateError(f"its tensors are not in the safetensors format ({error}).") from None
-    content = unflatten(body["content"], tensors)
+    content = unflatten(body["content"], _read_tensors(path, lazily))
     if not isinstance(content, dict):
         raise StateError("its content is not a dict.")
     return content
+
+
+def _read_tensors(path: Path, lazily: bool) -> dict[str, Any]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as opened:
+            read = opened.get_slice if lazily else opened.get_tensor
+            return {name: read(name) for name in opened.keys()}  # noqa: SIM118 -- not a dict
+    except (SafetensorError, OSError, ValueError, RuntimeError, TypeError, OverflowError) as error:
+        raise StateError(f"its tensors are not in the safetensors format ({error}).") from None
 
 
 def _names_in(path: Path) -> list[str]:
@@ -357,13 +372,7 @@ def _check_size(size: int) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    with open_regular(path) as file:
-        _check_size(os.fstat(file.fileno()).st_size)
-        raw = file.read(_MAX_JSON_BYTES + 1)
-    try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError):
-        raise StateError("its JSON was cut short or is not JSON.") from None
+    body = _parse_json(path)
     if not isinstance(body, dict) or body.get("format") != "gradfit-state":
         raise StateError("its JSON is not a gradfit state.")
     if body.get("version") != _VERSION:
@@ -373,6 +382,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not _is_as_written(body, body.pop("checksum", None)):
         raise StateError("its JSON's checksum is wrong: the file was changed.")
     return body
+
+
+def _parse_json(path: Path) -> Any:
+    with open_regular(path) as file:
+        _check_size(os.fstat(file.fileno()).st_size)
+        raw = file.read(_MAX_JSON_BYTES + 1)
+    try:
+        return json.loads(raw)
+    except (ValueError, RecursionError):
+        raise StateError("its JSON was cut short or is not JSON.") from None
 
 
 def _is_as_written(body: dict[str, Any], claimed: Any) -> bool:

@@ -24,6 +24,7 @@ from gradfit.distributed.launch import Ranks
 from gradfit.errors import MisuseError, StateError
 from gradfit.fitting.fit import fit
 from gradfit.fitting.plan_state import read_plan, write_plan
+from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.fitting.train_step import Progress, TrainResult, TrainStep
 from gradfit.planning.plan import Plan
 from gradfit.profiling.profile import Profile
@@ -126,8 +127,7 @@ class TrainingRun:
         stop: Callable[[], bool] = lambda: False,
         ranks: Ranks | None = None,
     ) -> None:
-        if settings.steps is None and settings.epochs is None:
-            raise MisuseError("Neither steps nor epochs is given. Pass steps=100 or epochs=1.")
+        _check_end(settings)
         self.job, self.settings, self.store = job, settings, store
         self.listener = listener or Listener()
         self._stop = stop
@@ -138,11 +138,7 @@ class TrainingRun:
             seed=settings.seed,
             as_they_come=job.split is not None,
         )
-        if self.ranks.size > 1 and self.batches.rows is None:
-            raise MisuseError(
-                f"data come as batches, which cannot be divided among {self.ranks.size} ranks. Pass"
-                " tensors or a map-style Dataset as the job's data."
-            )
+        _check_divisible(self.batches, self.ranks)
         self.step_number = 0
         self.step: TrainStep | None = None
         self._state: dict[str, Any] | None = None  # what to go on from
@@ -159,18 +155,7 @@ class TrainingRun:
         another number of ranks.
         """
         state = saved.content
-        try:
-            check_state(state)
-            _check_settings(state["settings"], self.settings)
-            self.batches.check(state["place"]["data"])
-            snapshot.check(self.job, state["job"])
-            plans = [read_plan(saved_plan) for saved_plan in state["plans"]]
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            if isinstance(error, StateError):
-                raise
-            raise StateError(
-                f"{saved.path.name} is not a state of gradfit train ({error!r})."
-            ) from None
+        plans = self._check(saved)
         if ranks_of(saved) != self.ranks.size:
             self.listener.note(
                 f"The run had {ranks_of(saved)} ranks and has {self.ranks.size}: it goes on at the"
@@ -179,17 +164,28 @@ class TrainingRun:
             state = self._at_its_step(state, ranks_of(saved))
             plans = []
         if state["settings"]["memory_bytes"] != self.settings.memory_bytes:
-            if state["progress"] is not None:
-                raise StateError(
-                    "The run was left in the middle of a step, which must be finished with the"
-                    f" budget it had, {format_bytes(state['settings']['memory_bytes'])}. Leave out"
-                    " --memory, or pass that."
-                )
+            _check_between_steps(state)
             self.listener.note("The budget is another than before, so the plan is made anew.")
             plans = []
         self._state = {**state, "plans": plans}
         snapshot.restore(self.job, state["job"], read_all_ranks)
         self.step_number = state["step"]
+
+    def _check(self, saved: SavedState) -> list[TestedPlan]:
+        """Refuse a state that is not of this run; its plans, as they are read."""
+        state = saved.content
+        try:
+            check_state(state)
+            _check_settings(state["settings"], self.settings)
+            self.batches.check(state["place"]["data"])
+            snapshot.check(self.job, state["job"])
+            return [read_plan(saved_plan) for saved_plan in state["plans"]]
+        except StateError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise StateError(
+                f"{saved.path.name} is not a state of gradfit train ({error!r})."
+            ) from None
 
     def _at_its_step(self, state: dict[str, Any], ranks: int) -> dict[str, Any]:
         """The state as it was when its step began: other ranks have other rows, and nobody's half
@@ -229,12 +225,10 @@ class TrainingRun:
 
     def _next_batch(self) -> Any:
         """None if the steps or epochs are done."""
-        settings = self.settings
-        if settings.steps is not None and self.step_number >= settings.steps:
+        if _is_reached(self.settings.steps, self.step_number):
             return None
         batch = self.batches.next()
-        is_over = settings.epochs is not None and self.batches.epoch >= settings.epochs
-        return None if is_over else batch
+        return None if _is_reached(self.settings.epochs, self.batches.epoch) else batch
 
     def _train_on(
         self,
@@ -274,21 +268,25 @@ class TrainingRun:
         leave no trace.
         """
         state, self._state = self._state, None
-        place = self._place() if state is None else state["place"]
-        if state is not None:
-            self.batches.restore(place["data"])
-        self.step = step = self._fit(() if state is None else state["plans"])
-        self.batches.restore(place["data"])
-        restore_random(place["random"])
-        if state is not None and state["progress"] is None and state["accumulator"] is not None:
-            window_state.load(step.accumulator, state["accumulator"])
-        self.listener.planned(step, self._total())
         if state is None:
+            step = self._begin_at(self._place(), ())
+            self.listener.planned(step, self._total())
             # what cannot be saved is found out now, not after the first hour
             self._save(self._place())
             return step, None
-        progress = state["progress"]
-        return step, None if progress is None else {**progress, "window": state["accumulator"]}
+        self.batches.restore(state["place"]["data"])
+        step = self._begin_at(state["place"], state["plans"])
+        progress, window = state["progress"], state["accumulator"]
+        if progress is None and window is not None:
+            window_state.load(step.accumulator, window)
+        self.listener.planned(step, self._total())
+        return step, None if progress is None else {**progress, "window": window}
+
+    def _begin_at(self, place: dict[str, Any], plans: Sequence[Any]) -> TrainStep:
+        self.step = step = self._fit(plans)
+        self.batches.restore(place["data"])
+        restore_random(place["random"])
+        return step
 
     def _fit(self, plans: Sequence[Any]) -> TrainStep:
         """A step for the next batch of the data, beginning with the plans of the run so far."""
@@ -341,7 +339,8 @@ class TrainingRun:
         may leave.
         """
         asked = self._stop()
-        if self._is_due() or (asked and not self._leaving):
+        is_new = asked and not self._leaving
+        if self._is_due() or is_new:
             self._save(place, progress={**done._asdict(), "window": None, "random": random_state()})
             self._leaving = asked
         if asked and self.ranks.size == 1:
@@ -385,6 +384,32 @@ class TrainingRun:
         tensors = snapshot.whole_model(self.job.model, keep=self.ranks.rank == 0)
         if self.ranks.rank == 0:
             write_atomically(self.store.directory / "model.safetensors", tensors)
+
+
+def _check_end(settings: RunSettings) -> None:
+    if settings.steps is None and settings.epochs is None:
+        raise MisuseError("Neither steps nor epochs is given. Pass steps=100 or epochs=1.")
+
+
+def _check_divisible(batches: Batches, ranks: Ranks) -> None:
+    if ranks.size > 1 and batches.rows is None:
+        raise MisuseError(
+            f"data come as batches, which cannot be divided among {ranks.size} ranks. Pass"
+            " tensors or a map-style Dataset as the job's data."
+        )
+
+
+def _check_between_steps(state: dict[str, Any]) -> None:
+    if state["progress"] is not None:
+        raise StateError(
+            "The run was left in the middle of a step, which must be finished with the"
+            f" budget it had, {format_bytes(state['settings']['memory_bytes'])}. Leave out"
+            " --memory, or pass that."
+        )
+
+
+def _is_reached(end: int | None, now: int) -> bool:
+    return end is not None and now >= end
 
 
 def _check_settings(saved: dict[str, Any], now: RunSettings) -> None:
