@@ -13,14 +13,20 @@ from gradfit.accumulate import accumulator_options as options
 from gradfit.accumulate import accumulator_state as state
 from gradfit.accumulate.accumulation_context import AccumulationContext
 from gradfit.accumulate.auto_weight import read_auto_weight
+from gradfit.accumulate.counted_micro_batches import end_micro_batch, end_settled_micro_batch
 from gradfit.accumulate.loss_arguments import check_loss, read_weight
 from gradfit.accumulate.optimizer_access import AnyOptimizer
+from gradfit.accumulate.plain_admission import finalise_by_itself
 from gradfit.accumulate.processes import SingleProcess
 from gradfit.accumulate.step_result import StepResult
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
 from gradfit.accumulate.update import Update
 from gradfit.accumulate.weighted_backward import Backpropagator
 from gradfit.accumulate.window import Window
+from gradfit.accumulate.window_begin import begin, notice_use
+from gradfit.accumulate.window_end import finalise
+from gradfit.accumulate.window_marks import require_untouched
+from gradfit.accumulate.window_members import follow_optimizer, register_all
 from gradfit.accumulate.window_state import Phase
 from gradfit.arguments import Number, read_callable, read_choice, read_count, read_flag
 from gradfit.errors import MisuseError
@@ -106,7 +112,7 @@ class GradientAccumulator(NotCopied):
         )
         self._closed = False
         if tensors is not None:
-            self.window.register_all(tensors, "optimizer" if parameters is None else "parameters")
+            register_all(self.window, tensors, "optimizer" if parameters is None else "parameters")
         self.window.follows_optimizer = parameters is None and stepper is not None
 
     # -- state ------------------------------------------------------------------------------------
@@ -145,13 +151,13 @@ class GradientAccumulator(NotCopied):
     @property
     def current_step(self) -> int:
         """How many micro-batches the open window holds, skipped ones included."""
-        self.window.notice_use()
+        notice_use(self.window)
         return self.window.accumulation_steps
 
     @property
     def is_full(self) -> bool:
         """Whether the window holds enough; looking changes nothing."""
-        self.window.notice_use()
+        notice_use(self.window)
         return self.window.is_full if self.enabled else bool(self.window.tensors)
 
     @property
@@ -164,7 +170,7 @@ class GradientAccumulator(NotCopied):
     @property
     def windows(self) -> int:
         """How many windows are over, stepped or dropped."""
-        self.window.notice_use()
+        notice_use(self.window)
         return self.window.state.updates
 
     @property
@@ -250,8 +256,8 @@ class GradientAccumulator(NotCopied):
             options.require_members(self.optimizer, tensors)
         present = self.window.ids
         self.window.require_outside_micro_batch("enable_accumulation()")
-        self.window.register_all(
-            [tensor for tensor in tensors if id(tensor) not in present], "parameters"
+        register_all(
+            self.window, [tensor for tensor in tensors if id(tensor) not in present], "parameters"
         )
         self.window.follows_optimizer = False
         self.window.enabled = True
@@ -324,7 +330,7 @@ class GradientAccumulator(NotCopied):
         with self.window.turn:
             self._begin()
             self._passes.backward(loss, number, reduction)
-            self.window.finalise_by_itself()
+            finalise_by_itself(self.window)
 
     def _backward_terms(self, terms: dict[str, tuple[Tensor, Number]]) -> None:
         if not self.window.enabled:
@@ -341,7 +347,7 @@ class GradientAccumulator(NotCopied):
         if not self.window.tensors:
             raise MisuseError(_NO_PARAMETERS)
         self._update.narrow_again()
-        self.window.begin()
+        begin(self.window)
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
@@ -405,7 +411,7 @@ class GradientAccumulator(NotCopied):
             raise MisuseError(_NO_PARAMETERS)
         if window.settled is not None and window.turn.acquire(blocking=False):
             try:
-                full = window.end_settled_micro_batch()
+                full = end_settled_micro_batch(window)
                 if full is False:
                     return self._accumulating()
                 if full:
@@ -415,8 +421,8 @@ class GradientAccumulator(NotCopied):
         with window.alone("step()"):
             if window.ranks.size == 1:
                 window.require_intact()
-            window.follow()
-            if window.end_micro_batch():
+            follow_optimizer(window)
+            if end_micro_batch(window):
                 return self._update.finish()
             return self._accumulating()
 
@@ -454,9 +460,9 @@ class GradientAccumulator(NotCopied):
                 window.require_intact()
             if not window.accumulation_steps and (window.ranks.size == 1 or not self.enabled):
                 return StepResult(False, "empty window", None, 0, 0, 0)
-            window.follow()
+            follow_optimizer(window)
             if window.state.phase is Phase.FILLING:
-                window.require_untouched()
+                require_untouched(window)
             result = self._update.finish(flushing=True)
             while not self._update.all_flushing:
                 later = self._update.finish(flushing=True, joined=True)
@@ -491,14 +497,14 @@ class GradientAccumulator(NotCopied):
         window = self.window
         with window.alone("apply_gradients()"):
             window.require_intact()
-            window.follow()
+            follow_optimizer(window)
             if not window.is_full and not window.is_final:
                 raise MisuseError(
                     f"The window holds {self.current_step} of {self.accumulation_count}"
                     " micro-batches. Call apply_gradients when is_ready, or flush() before it if"
                     " this is the last one."
                 )
-            window.finalise()
+            finalise(window)
             window.in_doubt = True  # half of the parameters may be updated when `fn` fails
             for tensor in window.tensors:
                 if tensor.grad is not None:
@@ -515,7 +521,7 @@ class GradientAccumulator(NotCopied):
         `torch.distributed.checkpoint` can write it, and any number of processes can load it.
         """
         with self.window.alone("state_dict()"):
-            self.window.follow()
+            follow_optimizer(self.window)
             if self.ranks.size == 1 and not self.ranks.lockstep:
                 return state.save(self)
             from gradfit.distributed.state import share
@@ -530,7 +536,7 @@ class GradientAccumulator(NotCopied):
                 shapes, returned.
         """
         with self.window.alone_after_failure("load_state_dict()"):
-            self.window.follow()
+            follow_optimizer(self.window)
             if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("window"), str):
                 state.load(self, state_dict)
                 return

@@ -159,6 +159,12 @@ class GradientMarks:
                 tensor.grad = None
 
 
+def drop_gradients(tensors: Iterable[Any]) -> None:
+    """Take all gradients away."""
+    for tensor in tensors:
+        tensor.grad = None
+
+
 def is_clear(gradient: Tensor | None) -> bool:
     """Whether there is no gradient, or one of zeros."""
     if gradient is None:

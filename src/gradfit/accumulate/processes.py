@@ -74,6 +74,11 @@ class SingleProcess:
     reduce_bytes = 0  # what `reduce` takes for a moment
     lockstep = False  # whether a forward here needs a backward here, for the others' sake
 
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are not yet those of all processes when a window is full."""
+        return self.size > 1 or self.lockstep
+
     def sources(self, tensors: list[Tensor]) -> Sequence[Any]:
         """Where each parameter's gradient adds up during a window."""
         return tensors

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradfit import _torch
+from gradfit.accumulate.counted_micro_batches import close_all
 from gradfit.accumulate.marks import belongs_to_another
 from gradfit.accumulate.optimizer_access import (
     AnyOptimizer,
@@ -24,6 +25,10 @@ from gradfit.accumulate.scaled_losses import times_unscaled
 from gradfit.accumulate.scaling import nonfinite_gradient, scale_gradients
 from gradfit.accumulate.step_result import StepResult
 from gradfit.accumulate.window import Window
+from gradfit.accumulate.window_begin import leave_gradients
+from gradfit.accumulate.window_end import combine, finalise, meet
+from gradfit.accumulate.window_marks import take_marks_of_tensors
+from gradfit.accumulate.window_members import follow_optimizer
 from gradfit.accumulate.window_state import Phase
 from gradfit.errors import MisuseError
 
@@ -73,9 +78,12 @@ class Update:
             scaler = None
         if not window.enabled:
             return self._finish_plain(scaler)
-        window.close_all()
-        whole = window.meet(
-            flushing=flushing, joined=joined, scale=1.0 if scaler is None else scaler.get_scale()
+        close_all(window)
+        whole = meet(
+            window,
+            flushing=flushing,
+            joined=joined,
+            scale=1.0 if scaler is None else scaler.get_scale(),
         )
         window.require_intact()
         self.all_flushing, self.notes = whole.flushing or window.ranks.size == 1, whole.notes
@@ -91,7 +99,7 @@ class Update:
     def _apply(self, scaler: Any, whole: AllParts, result: StepResult) -> StepResult:
         """Unscale, check, normalise and clip the gradients, then step with them."""
         window = self.window
-        factor = window.combine()
+        factor = combine(window)
         gradients = [one for tensor in window.tensors if (one := tensor.grad) is not None]
         if scaler is not None:
             factor *= self._unscale(scaler, whole, gradients)
@@ -236,7 +244,7 @@ class Update:
         """The gradients are the mean, and whoever wants can use them."""
         window = self.window
         window.state.phase, window.in_doubt = Phase.FINAL, False
-        window.take_marks_of_tensors()
+        take_marks_of_tensors(window)
 
     def _end(self, squared_norm: float | None) -> None:
         optimizer = self.optimizer
@@ -266,9 +274,9 @@ class Update:
         if window.in_use or window.ranks.size > 1 or window.block is not None:
             with window.alone("optimizer.step()"):
                 window.require_intact()
-                window.follow()
+                follow_optimizer(window)
                 self._require_unscaled()
-                window.finalise()
+                finalise(window)
         if self.widens:
             self._widened = contextlib.ExitStack()
             self._widened.enter_context(full_precision(self._stepper, window.tensors))
@@ -304,14 +312,14 @@ class Update:
         elif self.window.enabled:
             self.narrow_again()
             self.window.count_update(None)
-            self.window.leave_gradients()
+            leave_gradients(self.window)
 
     def after_add_param_group(self) -> None:
         """Take new parameters up at once, unless another thread is at work, which will."""
         window = self.window
         if window.turn.acquire(blocking=False):
             try:
-                window.follow()
+                follow_optimizer(window)
             finally:
                 window.turn.release()
 

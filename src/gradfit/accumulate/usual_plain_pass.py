@@ -7,6 +7,7 @@ from typing import Any
 
 from gradfit import _torch
 from gradfit.accumulate.marks import belongs_to_another
+from gradfit.accumulate.plain_admission import finalise_by_itself
 from gradfit.accumulate.processes import SINGLE_PROCESS
 from gradfit.accumulate.short_way import ShortWay
 from gradfit.accumulate.window_state import OpenMicroBatch, Phase
@@ -106,7 +107,7 @@ class UsualPlainPass(ShortWay):
         if written is not None and (
             len(state.open) > 1 or window.strategy.is_complete(steps, state.main.weight)
         ):
-            window.finalise_by_itself()
+            finalise_by_itself(window)
             if state.phase is Phase.FINAL:
                 self.end_window(window)
         return True

@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 
 from gradfit import _torch
+from gradfit.accumulate.counted_micro_batches import add, add_terms, skip
+from gradfit.accumulate.provisional_divisor import divisor_for, term_for
 from gradfit.accumulate.scaling import back_off, gradient_norm, nonfinite_gradient
 from gradfit.accumulate.transaction import Transaction, zero
 from gradfit.accumulate.usual_pass import NARROW, UsualPass
 from gradfit.accumulate.window import Window
+from gradfit.accumulate.window_marks import require_parameters_unwritten, take_marks
+from gradfit.accumulate.window_members import follow_optimizer
 from gradfit.accumulate.window_state import Phase, Total, add_scaled
 from gradfit.arguments import Number
 from gradfit.errors import MisuseError
@@ -53,13 +57,13 @@ class Backpropagator:
         window, transaction = self.window, self.window.transaction
         if not weight:
             self._reach(loss)
-            window.add(0) if transaction is None else transaction.add(0)
-            window.take_marks()
+            add(window, 0) if transaction is None else transaction.add(0)
+            take_marks(window)
         elif transaction is not None:
             assert loss is not None
             self._run(loss, transaction.factor_for(weight, reduction))
             transaction.add(weight)
-            window.take_marks()
+            take_marks(window)
         else:
             assert loss is not None
             self._backward(loss, weight, reduction)
@@ -69,7 +73,7 @@ class Backpropagator:
         if self.isolate:
             self._backward_apart(loss, weight, reduction)
             return
-        divisor = window.divisor_for(weight, narrow=loss.dtype in NARROW or window.narrow)
+        divisor = divisor_for(window, weight, narrow=loss.dtype in NARROW or window.narrow)
         factor = (weight if reduction == "mean" else 1) / divisor
         if self.can_take_back:
             factor *= self._rescale()
@@ -79,8 +83,8 @@ class Backpropagator:
         window.in_doubt, window.marks = True, None
         self._run(loss, factor)
         with window.lock:
-            window.add(weight)
-            window.take_marks()
+            add(window, weight)
+            take_marks(window)
             window.in_doubt = False
             self._settle(loss, weight)
 
@@ -106,7 +110,7 @@ class Backpropagator:
         with self.transact(None) as transaction:
             self._run(loss, transaction.factor_for(weight, reduction))
             transaction.add(weight)
-            self.window.take_marks()
+            take_marks(self.window)
 
     def _reach(self, loss: Any, *, retain_graph: bool = False) -> None:
         """A loss without weight, NaN perhaps: what it reaches has a gradient of zeros, as in plain
@@ -147,7 +151,7 @@ class Backpropagator:
     ) -> None:
         """One pass of a term, into the window's sums of it or the transaction's."""
         window, transaction = self.window, self.window.transaction
-        sums = window.term_for(name, weight)
+        sums = term_for(window, name, weight)
         if not weight:
             self._reach(loss, retain_graph=retain)
             return
@@ -163,10 +167,10 @@ class Backpropagator:
         if transaction is not None:
             transaction.had_pass = True
             transaction.names.update(terms)
-            window.take_marks()
+            take_marks(window)
             return
-        window.add_terms(next(iter(terms.values()))[1], set(terms))
-        window.take_marks()
+        add_terms(window, next(iter(terms.values()))[1], set(terms))
+        take_marks(window)
         window.in_doubt = False
 
     def _run(self, loss: Tensor, factor: float, retain_graph: bool = False) -> None:
@@ -191,7 +195,7 @@ class Backpropagator:
         finally:
             if outermost:
                 own.pop(thread, None)
-        self.window.require_parameters_unwritten()
+        require_parameters_unwritten(self.window)
 
     def _initial_for(self, loss: Tensor, factor: float) -> Tensor:
         """A loss's own gradient, made once per value."""
@@ -238,7 +242,7 @@ class Backpropagator:
             transaction = window.transaction = Transaction(window.sources, weight)
             try:
                 window.block = threading.get_ident() if block else None
-                window.take_marks()
+                take_marks(window)
                 yield transaction
                 self._commit(transaction)
             except BaseException:
@@ -248,14 +252,14 @@ class Backpropagator:
             finally:
                 window.transaction = window.block = None
                 window.plain.end_micro_batch(threading.get_ident())
-            window.take_marks()
+            take_marks(window)
 
     def _take_back(self, transaction: Transaction, terms: set[str]) -> None:
         window = self.window
         if transaction.adds_up:  # it was interrupted while it was added to the sums
             window.break_off()
             return
-        window.follow()
+        follow_optimizer(window)
         transaction.roll_back()
         for name in set(window.state.terms) - terms:
             del window.state.terms[name]
@@ -265,7 +269,7 @@ class Backpropagator:
     def _commit(self, transaction: Transaction) -> None:
         window = self.window
         window.require_intact()
-        window.follow()
+        follow_optimizer(window)
         if window.marks is not None and not window.marks.untouched():
             raise MisuseError(
                 "The gradients were cleared or changed by hand inside micro_batch. Leave"
@@ -298,19 +302,19 @@ class Backpropagator:
             raise error
         window.state.rescaled = back_off(self.scaler) or window.state.rescaled
         transaction.roll_back()
-        window.skip()
+        skip(window)
 
     def _add_weightless(self, transaction: Transaction) -> None:
         """A micro-batch whose main loss has no weight: it may still have terms that do."""
         transaction.roll_back_to_zero()
         first = next((term.weight for term in transaction.terms.values()), 0)
         transaction.adds_up = True
-        self.window.add_terms(first, transaction.names or {""})
+        add_terms(self.window, first, transaction.names or {""})
 
     def _add_terms(self, transaction: Transaction, rescale: float) -> None:
         """Add each loss term's gradients to the window's sums of that term."""
         for name, term in transaction.terms.items():
-            total = self.window.term_for(name, term.weight)
+            total = term_for(self.window, name, term.weight)
             factor = rescale * (term.divisor or 1.0) / (total.divisor or 1.0)
             for position, gradient in term.gradients.items():
                 sums = total.gradients
@@ -321,11 +325,11 @@ class Backpropagator:
         """Add a micro-batch to the window's sums, in their own precision."""
         window, weight = self.window, transaction.weight
         transaction.adds_up = True
-        divisor = window.divisor_for(weight, narrow=True, sums=transaction.sums)
+        divisor = divisor_for(window, weight, narrow=True, sums=transaction.sums)
         reference = transaction.reference or 1
         transaction.commit(reference / divisor * rescale)
         scale = self.scaler.get_scale() if self.scaler is not None else 1.0
-        window.add(weight, squared_norm=(norm / scale * reference / weight) ** 2)
+        add(window, weight, squared_norm=(norm / scale * reference / weight) ** 2)
 
 
 def _has_graph(loss: Any) -> bool:
