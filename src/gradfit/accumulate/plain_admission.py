@@ -61,7 +61,7 @@ def _require_not_apart(window: Window, one: PlainPass) -> None:
 
 def _require_scaled(scaler: Any, one: PlainPass) -> None:
     """With a loss scaler, a plain pass must be one of a loss that it has scaled."""
-    if one.roots is None or not scaler.is_enabled() or is_scaled(one.roots):
+    if not scaler.is_enabled() or is_scaled(one.roots):
         return
     raise MisuseError(
         "A plain backward() of a loss that the scaler has not scaled. Call"

@@ -22,7 +22,7 @@ from gradfit.accumulate.usual_pass import NARROW, UsualPass
 from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_marks import require_parameters_unwritten, take_marks
 from gradfit.accumulate.window_members import follow_optimizer
-from gradfit.accumulate.window_state import Phase, Total, add_scaled
+from gradfit.accumulate.window_state import Phase, Total
 from gradfit.arguments import Number
 from gradfit.errors import MisuseError
 from gradfit.own_passes import OWN_PASSES, owner_of
@@ -59,20 +59,17 @@ class Backpropagator:
             self._reach(loss)
             add(window, 0) if transaction is None else transaction.add(0)
             take_marks(window)
-        elif transaction is not None:
-            assert loss is not None
-            self._run(loss, transaction.factor_for(weight, reduction))
-            transaction.add(weight)
-            take_marks(window)
-        else:
-            assert loss is not None
-            self._backward(loss, weight, reduction)
-
-    def _backward(self, loss: Tensor, weight: Number, reduction: str) -> None:
-        window = self.window
-        if self.isolate:
-            self._backward_apart(loss, weight, reduction)
             return
+        assert loss is not None
+        if transaction is not None:
+            self._backward_into(transaction, loss, weight, reduction)
+        elif self.isolate:
+            self._backward_apart(loss, weight, reduction)
+        else:
+            self._backward_into_sums(loss, weight, reduction)
+
+    def _backward_into_sums(self, loss: Tensor, weight: Number, reduction: str) -> None:
+        window = self.window
         divisor = divisor_for(window, weight, narrow=loss.dtype in NARROW or window.narrow)
         factor = (weight if reduction == "mean" else 1) / divisor
         if self.can_take_back:
@@ -108,19 +105,22 @@ class Backpropagator:
 
     def _backward_apart(self, loss: Tensor, weight: Number, reduction: str) -> None:
         with self.transact(None) as transaction:
-            self._run(loss, transaction.factor_for(weight, reduction))
-            transaction.add(weight)
-            take_marks(self.window)
+            self._backward_into(transaction, loss, weight, reduction)
+
+    def _backward_into(
+        self, transaction: Transaction, loss: Tensor, weight: Number, reduction: str
+    ) -> None:
+        self._run(loss, transaction.factor_for(weight, reduction))
+        transaction.add(weight)
+        take_marks(self.window)
 
     def _reach(self, loss: Any, *, retain_graph: bool = False) -> None:
         """A loss without weight, NaN perhaps: what it reaches has a gradient of zeros, as in plain
         torch.
         """
-        window, sources = self.window, self.window.sources
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
+        sources = self.window.sources
+        if not _has_graph(loss) or self._would_change_nothing():
             return
-        if not window.ranks.lockstep and all(source.grad is not None for source in sources):
-            return  # zeros would change nothing
         reached: dict[int, Tensor] = {}
         with self._apart(), _separate_gradients(sources, reached):
             self._run(loss, 0.0, retain_graph)
@@ -128,22 +128,29 @@ class Backpropagator:
             if sources[position].grad is None:
                 sources[position].grad = zero(gradient)
 
+    def _would_change_nothing(self) -> bool:
+        """Whether zeros would add nothing to gradients that are all there, and no other process
+        waits for a pass.
+        """
+        window = self.window
+        return not window.ranks.lockstep and all(
+            source.grad is not None for source in window.sources
+        )
+
     def backward_terms(self, terms: dict[str, tuple[Tensor, Number]]) -> None:
         """One pass per term, into sums of its own: what divides them is known only at the end."""
         window = self.window
         with contextlib.ExitStack() as stack:
             if self.isolate and window.transaction is None:
                 stack.enter_context(self.transact(None))
-            transaction = window.transaction
-            if transaction is None:
+            if window.transaction is None:
                 stack.enter_context(self._apart())
                 window.in_doubt = True
-            rescale = 1.0 if transaction is not None else self._rescale()
-            live = [name for name, (loss, weight) in terms.items() if weight or _has_graph(loss)]
+            rescale = 1.0 if window.transaction is not None else self._rescale()
+            last = _last_pass(terms)
             for name, (loss, weight) in terms.items():
                 # the terms share one graph, which the last pass through it frees
-                retain = bool(live) and name != live[-1]
-                self._backward_term(name, loss, weight, rescale, retain)
+                self._backward_term(name, loss, weight, rescale, last not in (None, name))
             self._book_terms(terms)
 
     def _backward_term(
@@ -183,19 +190,19 @@ class Backpropagator:
         try:
             if outermost:
                 own[thread] = self.window.plain.token
-            if type(loss) is Tensor:
-                _torch.run_backward(loss, initial, retain_graph)
-            else:  # a subclass has its own say
-                torch.autograd.backward(loss, initial, retain_graph=retain_graph)
+            _run_engine(loss, initial, retain_graph)
         except BaseException as error:
-            if self.window.in_doubt:
-                self.window.break_off()
-            self.window.ranks.failed(error)
+            self._note_failure(error)
             raise
         finally:
             if outermost:
                 own.pop(thread, None)
         require_parameters_unwritten(self.window)
+
+    def _note_failure(self, error: BaseException) -> None:
+        if self.window.in_doubt:
+            self.window.break_off()
+        self.window.ranks.failed(error)
 
     def _initial_for(self, loss: Tensor, factor: float) -> Tensor:
         """A loss's own gradient, made once per value."""
@@ -270,20 +277,27 @@ class Backpropagator:
         window = self.window
         window.require_intact()
         follow_optimizer(window)
-        if window.marks is not None and not window.marks.untouched():
+        self._require_untouched_inside()
+        if transaction.is_empty and transaction.declared != 0:
+            transaction.roll_back()
+            return
+        norm = gradient_norm(transaction.gradients()) if transaction.weighs else 0.0
+        if math.isfinite(norm):
+            self._add_all(transaction, norm)
+        else:
+            self._leave_out(transaction)
+
+    def _require_untouched_inside(self) -> None:
+        marks = self.window.marks
+        if marks is not None and not marks.untouched():
             raise MisuseError(
                 "The gradients were cleared or changed by hand inside micro_batch. Leave"
                 " optimizer.zero_grad(), clipping and unscaling out of the block; the micro-batch"
                 " was taken back, and can be repeated."
             )
-        if transaction.is_empty and transaction.declared != 0:
-            transaction.roll_back()
-            return
-        weighs = bool(transaction.weight or transaction.terms)
-        norm = gradient_norm(transaction.gradients()) if weighs else 0.0
-        if not math.isfinite(norm):
-            self._leave_out(transaction)
-            return
+
+    def _add_all(self, transaction: Transaction, norm: float) -> None:
+        """Add a micro-batch whose gradients are finite, its loss terms included."""
         rescale = self._rescale()
         if transaction.weight:
             self._add(transaction, norm, rescale)
@@ -316,9 +330,7 @@ class Backpropagator:
         for name, term in transaction.terms.items():
             total = term_for(self.window, name, term.weight)
             factor = rescale * (term.divisor or 1.0) / (total.divisor or 1.0)
-            for position, gradient in term.gradients.items():
-                sums = total.gradients
-                sums[position] = add_scaled(sums.get(position), gradient, factor)
+            total.take(term.gradients, factor)
             total.weight += term.weight
 
     def _add(self, transaction: Transaction, norm: float, rescale: float) -> None:
@@ -330,6 +342,12 @@ class Backpropagator:
         transaction.commit(reference / divisor * rescale)
         scale = self.scaler.get_scale() if self.scaler is not None else 1.0
         add(window, weight, squared_norm=(norm / scale * reference / weight) ** 2)
+
+
+def _last_pass(terms: dict[str, tuple[Tensor, Number]]) -> str | None:
+    """The last term that is backpropagated; None if none is."""
+    live = [name for name, (loss, weight) in terms.items() if weight or _has_graph(loss)]
+    return live[-1] if live else None
 
 
 def _has_graph(loss: Any) -> bool:
@@ -349,3 +367,10 @@ def _separate_gradients(tensors: Sequence[Any], sums: dict[int, Tensor]) -> Iter
             if tensor.grad is not None:
                 sums[position] = tensor.grad
             tensor.grad = gradient
+
+
+def _run_engine(loss: Tensor, initial: Tensor, retain_graph: bool) -> None:
+    if type(loss) is Tensor:
+        _torch.run_backward(loss, initial, retain_graph)
+    else:  # a subclass has its own say
+        torch.autograd.backward(loss, initial, retain_graph=retain_graph)

@@ -65,6 +65,11 @@ class Total:
             source.grad = add_scaled(source.grad, gradient, self.factor)
         self.gradients = {}
 
+    def take(self, gradients: dict[int, Tensor], factor: float) -> None:
+        """Add `factor` times gradients, which are given up, to the sums."""
+        for position, gradient in gradients.items():
+            self.gradients[position] = add_scaled(self.gradients.get(position), gradient, factor)
+
     def renumber(self, now: dict[int, int]) -> None:
         """The tensors have other positions, by those they had; some are gone."""
         self.gradients = {now[at]: gradient for at, gradient in self.gradients.items() if at in now}
