@@ -146,3 +146,15 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     finally:
         for module in changed:
             module.training = True
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, all modules are in evaluation mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
