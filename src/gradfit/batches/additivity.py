@@ -168,13 +168,18 @@ class _Measurement:
 
     def _measure_first_rows(self, cuts: Sequence[RowsAndParts]) -> Additivity:
         measured = self.measure(cuts)
-        if self._raised and len(cuts) > 1:
-            measured = self.measure(cuts[-1:])  # a single row may be all that it refuses
-        if not measured.adds_up and len(cuts) > 1:
-            measured = self._measure_sum(cuts, measured)
+        if len(cuts) > 1:
+            measured = self._measure_larger_parts(cuts, measured)
         if not measured.adds_up and (self._raised or self._is_random):
             measured = self._measure_without_randomness(cuts, measured)
         return measured
+
+    def _measure_larger_parts(
+        self, cuts: Sequence[RowsAndParts], measured: Additivity
+    ) -> Additivity:
+        if self._raised:
+            measured = self.measure(cuts[-1:])  # a single row may be all that it refuses
+        return measured if measured.adds_up else self._measure_sum(cuts, measured)
 
     def measure(self, cuts: Sequence[RowsAndParts]) -> Additivity:
         """Compare each whole with its parts, as the model is and slightly changed."""
@@ -197,6 +202,10 @@ class _Measurement:
                 reason="the loss is another one each time it is called with the same rows, by "
                 "state outside of parameters, buffers and generators",
             )
+        return self._judge(comparisons, read)
+
+    def _judge(self, comparisons: Sequence[Comparison], read: str) -> Additivity:
+        runner = self._runner
         verdict = judge(comparisons, runner.tolerance, read)
         return dataclasses.replace(
             verdict,

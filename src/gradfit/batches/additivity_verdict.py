@@ -21,17 +21,22 @@ def judge(comparisons: Sequence[Comparison], tolerance: float, read: str = "") -
     errors = {over: max(map(error, comparisons)) for over, error in ways.items()}
     for over, error in errors.items():
         if error <= tolerance:
-            told = () if over == "rows" else evidence.roles_of_values or evidence.roles
-            return Additivity(over, error, read=read, roles=told)
-    if "items" in ways and evidence.is_mean_over_count(tolerance):
-        whole = comparisons[0].whole
+            return Additivity(over, error, read=read, roles=evidence.roles_over(over))
+    if "items" in ways:
+        _require_sum(evidence, tolerance, read)
+    reason = _why(comparisons, read)
+    least = _least_error(comparisons, list(ways.values()))
+    return Additivity(None, least, read=read, roles=evidence.roles, reason=reason)
+
+
+def _require_sum(evidence: _Evidence, tolerance: float, read: str) -> None:
+    """Refuse a mean that was returned as a sum over a count."""
+    if evidence.is_mean_over_count(tolerance):
+        whole = evidence.comparisons[0].whole
         raise MisuseError(
             f"loss_fn returned (loss, {whole.count:g}), but the loss is {read}: a mean, not a sum"
             " over the count. Return loss * count with the count, or the mean alone."
         )
-    reason = _why(comparisons, read)
-    least = _least_error(comparisons, list(ways.values()))
-    return Additivity(None, least, read=read, roles=evidence.roles, reason=reason)
 
 
 class _Evidence:
@@ -39,7 +44,7 @@ class _Evidence:
 
     def __init__(self, comparisons: Sequence[Comparison]) -> None:
         self.comparisons = comparisons
-        self.runs = [run for one in comparisons for run in one.runs]
+        self.runs = _all_runs(comparisons)
         read = _read_roles(comparisons)
         # a term with a coefficient that all rows of a part make, as one loss's size does that
         # scales another: values may add up by rows all the same, and gradients do not
@@ -55,16 +60,24 @@ class _Evidence:
         """How the parts could be put together, each with how far the whole is from it."""
         if all(run.count is not None for run in self.runs):
             return {"items": Comparison.items_error}
-        ways: dict[str, Callable[[Comparison], float]] = {}
-        if self.one_weight and "adds" in self.roles:
-            ways["divisor"] = self.divisor_error
-        elif self.one_weight and self.roles:
-            ways["sum"] = Comparison.sum_error
+        ways = self._ways_of_one_weight()
         if len(self.roles_of_values) > 1 or "adds" in self.roles_of_values:
             ways["terms"] = self.terms_error
         if not self.depends_on_rows_together:
             ways["rows"] = _rows_error
         return ways
+
+    def _ways_of_one_weight(self) -> dict[str, Callable[[Comparison], float]]:
+        """Where one number for a part is right for all of its terms, which were read."""
+        if not self.one_weight or not self.roles:
+            return {}
+        if "adds" in self.roles:
+            return {"divisor": self.divisor_error}
+        return {"sum": Comparison.sum_error}
+
+    def roles_over(self, over: str) -> tuple[str, ...]:
+        """What is told of the terms if the parts are put together in that way."""
+        return () if over == "rows" else self.roles_of_values or self.roles
 
     def divisor_error(self, comparison: Comparison) -> float:
         place = self.roles.index("adds")
@@ -76,7 +89,7 @@ class _Evidence:
     def is_mean_over_count(self, tolerance: float) -> bool:
         """Whether what was returned as a sum over a count is the mean over it."""
         return "adds" in self.roles and all(
-            one.mean_error(_count_of) <= tolerance for one in self.comparisons
+            one.mean_error(Run.items) <= tolerance for one in self.comparisons
         )
 
 
@@ -94,16 +107,15 @@ def _least_error(
 
 
 def _why(comparisons: Sequence[Comparison], read: str) -> str:
-    first = comparisons[0]
-    if all(run.value == 0 for one in comparisons for run in one.runs):
+    if all(run.value == 0 for run in _all_runs(comparisons)):
         return (
             "the loss is 0 on the rows it was measured on, so nothing can be told. Pass a sample"
             " with a loss"
         )
-    if any(not math.isfinite(one.whole.value) for one in comparisons):
+    if not all(math.isfinite(one.whole.value) for one in comparisons):
         return (
-            f"the loss of the rows it was measured on is {first.whole.value}. Pass a sample with a"
-            " finite loss"
+            f"the loss of the rows it was measured on is {comparisons[0].whole.value}. Pass a"
+            " sample with a finite loss"
         )
     if " + " in read:
         return (
@@ -116,25 +128,29 @@ def _why(comparisons: Sequence[Comparison], read: str) -> str:
     )
 
 
-def _count_of(run: Run) -> float:
-    return run.count or 0.0
-
-
 def _read_roles(comparisons: Sequence[Comparison]) -> tuple[str, ...]:
     """Whether each term's divisor adds up over the parts, stays what it is, or does neither; () if
     not all runs have the same terms.
     """
-    divisors = [run.divisors for one in comparisons for run in one.runs]
-    first = divisors[0]
-    if first is None or any(one is None or len(one) != len(first) for one in divisors):
+    counts = {_number_of_terms(run) for run in _all_runs(comparisons)}
+    terms = counts.pop()
+    if counts or terms is None:
         return ()
-    numbers = [[_divisors_at(one, term) for one in comparisons] for term in range(len(first))]
-    return tuple(map(_role, numbers))
+    return tuple(_role(_divisors_at(comparisons, term)) for term in range(terms))
 
 
-def _divisors_at(comparison: Comparison, term: int) -> list[float]:
-    """Of the whole, then of each part."""
-    return [(run.divisors or ())[term] for run in comparison.runs]
+def _number_of_terms(run: Run) -> int | None:
+    """How many terms have a divisor that was read; None if that of none was."""
+    return None if run.divisors is None else len(run.divisors)
+
+
+def _all_runs(comparisons: Sequence[Comparison]) -> list[Run]:
+    return [run for one in comparisons for run in one.runs]
+
+
+def _divisors_at(comparisons: Sequence[Comparison], term: int) -> list[list[float]]:
+    """In each comparison of the whole, then of each part."""
+    return [[(run.divisors or ())[term] for run in one.runs] for one in comparisons]
 
 
 def _role(numbers: Sequence[list[float]]) -> str:
@@ -155,14 +171,13 @@ def _roles_of_values(comparisons: Sequence[Comparison], roles: Sequence[str]) ->
 
     () unless each term of each run is known with its value.
     """
-    if any(run.terms is None for one in comparisons for run in one.runs):
+    if any(run.terms is None for run in _all_runs(comparisons)):
         return ()
-    return tuple(
-        [
-            "same" if role == "constant" and _stays(_values_at(comparisons, term)) else role
-            for term, role in enumerate(roles)
-        ]
-    )
+    return tuple(_role_of_value(comparisons, *term) for term in enumerate(roles))
+
+
+def _role_of_value(comparisons: Sequence[Comparison], term: int, role: str) -> str:
+    return "same" if role == "constant" and _stays(_values_at(comparisons, term)) else role
 
 
 def _values_at(comparisons: Sequence[Comparison], term: int) -> list[list[float]]:
@@ -175,5 +190,5 @@ def _one_weight(runs: Sequence[Run], roles: Sequence[str]) -> bool:
     """
     if any(run.is_clamped for run in runs):
         return False
-    first = runs[0].divisors or ()
-    return not roles or all(go_together(roles, first, run.divisors or ()) for run in runs[1:])
+    first, *others = (run.divisors or () for run in runs)
+    return not roles or all(go_together(roles, first, now) for now in others)

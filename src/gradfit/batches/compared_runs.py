@@ -33,6 +33,10 @@ class Run:
     def is_clamped(self) -> bool:
         return any(term.floor for term in self.terms or ())
 
+    @property
+    def has_lost_term(self) -> bool:
+        return any(term.is_lost for term in self.terms or ())
+
     def is_lost_at(self, weight: float) -> bool:
         """Whether it was divided by no items, and is not nothing: what was divided is lost."""
         return not weight and self.value != 0 and not math.isnan(self.value)
@@ -74,10 +78,10 @@ class Comparison:
 
     def terms_error(self, roles: Sequence[str]) -> float:
         """How far the whole is from its parts, each term by its own total; relative."""
-        terms = [part.terms or () for part in self.parts]
-        if any(term.is_lost for of_part in terms for term in of_part):
+        if any(part.has_lost_term for part in self.parts):
             return math.inf
-        return self._relative(math.fsum(share.value for share in share_terms(terms, roles)))
+        shares = share_terms([part.terms or () for part in self.parts], roles)
+        return self._relative(math.fsum(share.value for share in shares))
 
     def sum_error(self) -> float:
         """How far the whole is from the sum of its parts; relative."""

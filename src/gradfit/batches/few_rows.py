@@ -49,28 +49,30 @@ def rows_for_gradients(
     return whole, list(split_batch(whole, (rows + 1) // 2))
 
 
-def other_rows(batch: Any, split: Cut | None, rows: int) -> list[tuple[Any, Sequence[Any]]]:
+def other_rows(batch: Any, split: Cut | None, rows: int) -> list[RowsAndParts]:
     """Some more groups of rows from all over the batch, each with its parts."""
-    cut = split or split_batch
     total = count_measured_rows(batch, split)
-    if split is None:  # each group's rows far from each other, so that parts may be unlike
-        apart = max(1, total // rows)
-        starts = range(0, apart, max(1, apart // _OTHER_ROWS))
-        orders = [list(range(start, total, apart))[:rows] for start in starts]
-        groups = [pick_rows(batch, order) for order in orders[:_OTHER_ROWS]]
+    if split is None:
+        groups = _rows_far_apart(batch, rows, total)
     else:
-        groups = list(islice(cut(batch, rows), 1, None, max(1, total // rows // _OTHER_ROWS)))
+        step = max(1, total // rows // _OTHER_ROWS)
+        groups = list(islice(split(batch, rows), 1, None, step))
+    cut = split or split_batch
     cuts = [(whole, list(cut(whole, (rows + 1) // 2))) for whole in groups[:_OTHER_ROWS]]
     return [(whole, parts) for whole, parts in cuts if len(parts) > 1]
 
 
+def _rows_far_apart(batch: Any, rows: int, total: int) -> list[Any]:
+    """Groups whose rows are far from each other, so that parts may be unlike."""
+    apart = max(1, total // rows)
+    starts = range(0, apart, max(1, apart // _OTHER_ROWS))
+    orders = [list(range(start, total, apart))[:rows] for start in starts]
+    return [pick_rows(batch, order) for order in orders[:_OTHER_ROWS]]
+
+
 def could_be_sequence_first(batch: Any) -> bool:
-    tensors = [tensor for tensor in leaves(batch) if tensor.dim() > 1]
-    return (
-        bool(tensors)
-        and len({tensor.size(1) for tensor in tensors}) == 1
-        and tensors[0].size(1) > 1
-    )
+    sizes = {tensor.size(1) for tensor in leaves(batch) if tensor.dim() > 1}
+    return len(sizes) == 1 and max(sizes) > 1
 
 
 def could_be_samples(batch: Any) -> bool:

@@ -22,7 +22,7 @@ from gradfit.batches.quiet import QuietRandomness, evaluating, without_dropout
 from gradfit.batches.scalars import ScalarReader
 from gradfit.batches.shares import TermCount, count_terms, without_activations
 from gradfit.batches.slightly_changed import slightly_changed
-from gradfit.batches.summed_logs import is_whole_number
+from gradfit.batches.summed_logs import whole_logs
 from gradfit.errors import MisuseError
 from gradfit.tree import unmarked
 
@@ -141,9 +141,8 @@ class QuietRunner:
         self.rounding = max(self.rounding, _eps(loss.loss))
         count = None if loss.count is None else float(loss.count)
         logs = {name: float(value) for name, value in loss.logs.items()}
-        whole = frozenset(name for name, value in loss.logs.items() if is_whole_number(value))
         value = float(loss.loss.detach())
-        return Run(value, loss.rows, count, divisors, terms, logs, whole)
+        return Run(value, loss.rows, count, divisors, terms, logs, whole_logs(loss.logs))
 
     def _count_terms(self, denominator: Denominator) -> tuple[TermCount, ...] | None:
         """Over several processes (`finish`) a forward alone cannot be run before each step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,7 +68,12 @@ def _logged(run: Run, name: str) -> float:
     return run.logs.get(name, math.nan)
 
 
-def is_whole_number(value: Any) -> bool:
+def whole_logs(logs: Mapping[str, Any]) -> frozenset[str]:
+    """The names of those that are of a type for whole numbers."""
+    return frozenset(name for name, value in logs.items() if _is_whole_number(value))
+
+
+def _is_whole_number(value: Any) -> bool:
     """Whether a number is of a type for whole ones, and no truth value."""
     if isinstance(value, Tensor):
         return not value.is_floating_point() and value.dtype is not torch.bool
