@@ -14,6 +14,7 @@ from gradfit.accumulate import accumulator_state as state
 from gradfit.accumulate.accumulation_context import AccumulationContext
 from gradfit.accumulate.auto_weight import read_auto_weight
 from gradfit.accumulate.counted_micro_batches import end_micro_batch, end_settled_micro_batch
+from gradfit.accumulate.identities import without
 from gradfit.accumulate.loss_arguments import check_loss, read_weight
 from gradfit.accumulate.optimizer_access import AnyOptimizer
 from gradfit.accumulate.plain_admission import finalise_by_itself
@@ -254,11 +255,8 @@ class GradientAccumulator(NotCopied):
         tensors = options.read_parameters(parameters)
         if self.optimizer is not None:
             options.require_members(self.optimizer, tensors)
-        present = self.window.ids
         self.window.require_outside_micro_batch("enable_accumulation()")
-        register_all(
-            self.window, [tensor for tensor in tensors if id(tensor) not in present], "parameters"
-        )
+        register_all(self.window, without(tensors, self.window.ids), "parameters")
         self.window.follows_optimizer = False
         self.window.enabled = True
 
@@ -388,14 +386,17 @@ class GradientAccumulator(NotCopied):
             yield
             return
         with self.window.turn:
-            if self.window.transaction is not None:
-                raise MisuseError(
-                    "micro_batch inside micro_batch: a micro-batch is one thing. Leave the inner"
-                    " one out."
-                )
+            self._require_no_micro_batch()
             self._begin()
             with self._passes.transact(number, block=True):
                 yield
+
+    def _require_no_micro_batch(self) -> None:
+        if self.window.transaction is not None:
+            raise MisuseError(
+                "micro_batch inside micro_batch: a micro-batch is one thing. Leave the inner"
+                " one out."
+            )
 
     # -- ending a window --------------------------------------------------------------------------
 
@@ -418,13 +419,20 @@ class GradientAccumulator(NotCopied):
                     return self._finish_settled()
             finally:
                 window.turn.release()
+        return self._step_unsettled()
+
+    def _step_unsettled(self) -> StepResult:
+        """The long way: everything is asked."""
+        window = self.window
         with window.alone("step()"):
-            if window.ranks.size == 1:
-                window.require_intact()
+            self._require_intact_unless_met()
             follow_optimizer(window)
-            if end_micro_batch(window):
-                return self._update.finish()
-            return self._accumulating()
+            return self._update.finish() if end_micro_batch(window) else self._accumulating()
+
+    def _require_intact_unless_met(self) -> None:
+        """Several processes learn from their meeting that one's window is broken."""
+        if self.window.ranks.size == 1:
+            self.window.require_intact()
 
     def _accumulating(self) -> StepResult:
         window, state = self.window, self.window.state
@@ -456,18 +464,20 @@ class GradientAccumulator(NotCopied):
         window = self.window
         self._require_open()
         with window.alone("flush()"):
-            if window.ranks.size == 1:
-                window.require_intact()
+            self._require_intact_unless_met()
             if not window.accumulation_steps and (window.ranks.size == 1 or not self.enabled):
                 return StepResult(False, "empty window", None, 0, 0, 0)
             follow_optimizer(window)
             if window.state.phase is Phase.FILLING:
                 require_untouched(window)
-            result = self._update.finish(flushing=True)
-            while not self._update.all_flushing:
-                later = self._update.finish(flushing=True, joined=True)
-                result = later if result.reason == "empty window" else result
-            return result
+            return self._finish_until_all_flush()
+
+    def _finish_until_all_flush(self) -> StepResult:
+        result = self._update.finish(flushing=True)
+        while not self._update.all_flushing:
+            later = self._update.finish(flushing=True, joined=True)
+            result = later if result.reason == "empty window" else result
+        return result
 
     def reset(self) -> None:
         """Drop the open window, its gradients included, without an update."""
@@ -498,18 +508,20 @@ class GradientAccumulator(NotCopied):
         with window.alone("apply_gradients()"):
             window.require_intact()
             follow_optimizer(window)
-            if not window.is_full and not window.is_final:
-                raise MisuseError(
-                    f"The window holds {self.current_step} of {self.accumulation_count}"
-                    " micro-batches. Call apply_gradients when is_ready, or flush() before it if"
-                    " this is the last one."
-                )
+            self._require_full()
             finalise(window)
             window.in_doubt = True  # half of the parameters may be updated when `fn` fails
-            for tensor in window.tensors:
-                if tensor.grad is not None:
-                    fn(tensor)
+            for tensor in filter(_has_gradient, window.tensors):
+                fn(tensor)
             window.state.applied, window.in_doubt = True, False
+
+    def _require_full(self) -> None:
+        if not self.window.is_full and not self.window.is_final:
+            raise MisuseError(
+                f"The window holds {self.current_step} of {self.accumulation_count}"
+                " micro-batches. Call apply_gradients when is_ready, or flush() before it if"
+                " this is the last one."
+            )
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -522,7 +534,7 @@ class GradientAccumulator(NotCopied):
         """
         with self.window.alone("state_dict()"):
             follow_optimizer(self.window)
-            if self.ranks.size == 1 and not self.ranks.lockstep:
+            if not self.ranks.reduces:
                 return state.save(self)
             from gradfit.distributed.state import share
 
@@ -559,3 +571,7 @@ _NO_PARAMETERS = "There are no parameters. Call enable_accumulation(model.parame
 
 def _plain_backward(scaler: Any, loss: Any) -> None:
     (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.grad is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +45,16 @@ def save(accumulator: GradientAccumulator) -> dict[str, Any]:
 def _gradients_of(window: Window) -> Iterator[tuple[str, Tensor]]:
     """Every gradient of the window, with the name it has in a state."""
     if window.accumulation_steps:
-        for position, source in enumerate(window.tensors if window.is_final else window.sources):
-            if source.grad is not None:
-                yield f"grad.{position}", source.grad
+        yield from _main_gradients(window.tensors if window.is_final else window.sources)
     for name, term in window.state.terms.items():
         for position, gradient in term.gradients.items():
             yield f"term.{name}.{position}", gradient
+
+
+def _main_gradients(sources: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    for position, source in enumerate(sources):
+        if source.grad is not None:
+            yield f"grad.{position}", source.grad
 
 
 def numbers_of(accumulator: GradientAccumulator) -> dict[str, Any]:

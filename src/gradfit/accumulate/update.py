@@ -284,8 +284,12 @@ class Update:
         if window.in_use or window.ranks.size > 1 or window.block is not None:
             self._finalise_for_step()
         if self.widens:
-            self._widened = contextlib.ExitStack()
-            self._widened.enter_context(full_precision(self._stepper, window.tensors))
+            self._widen()
+
+    def _widen(self) -> None:
+        """Until `narrow_again`."""
+        self._widened = contextlib.ExitStack()
+        self._widened.enter_context(full_precision(self._stepper, self.window.tensors))
 
     def _finalise_for_step(self) -> None:
         window = self.window

@@ -195,14 +195,19 @@ class Window:
         state, full = self.state, self.is_full
         if self.in_doubt or self.plain.passes:
             return None
-        final = full and state.phase is FINAL and not self.follows_optimizer
-        if final and self.final_is_unused:
+        if full or state.phase is not FILLING:
+            if not (full and self._may_be_handed_out):
+                return None
             # whoever asks must use them before more can come in
             state.asked, self.settled = True, None
-        elif full or state.phase is not FILLING:
-            return None
         self.plain.end_micro_batch()
         return full
+
+    @property
+    def _may_be_handed_out(self) -> bool:
+        """Whether the gradients are final, as they were left, and of the same parameters."""
+        is_final = self.state.phase is FINAL and not self.follows_optimizer
+        return is_final and self.final_is_unused
 
     @property
     def in_use(self) -> bool:

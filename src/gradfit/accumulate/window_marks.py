@@ -47,7 +47,7 @@ def _note_unscaled(window: Window) -> None:
 def require_untouched(window: Window) -> None:
     """Refuse to add to sums that somebody else has changed since."""
     marks, unscaled = window.marks, _is_unscaled_since(window)
-    if marks is None or (marks.untouched() and not window.parameters_written and not unscaled):
+    if marks is None or (marks.untouched() and not (window.parameters_written or unscaled)):
         return
     steps = f"{window.accumulation_steps} of {window.target_steps} micro-batches"
     touch = marks.touch()
