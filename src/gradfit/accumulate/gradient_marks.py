@@ -45,9 +45,9 @@ class GradientMarks:
     __slots__ = ("_parameters", "_references", "_written", "missing", "tensors", "versions")
 
     def __init__(self, tensors: Sequence[Any], *, parameters: bool = False) -> None:
-        found = [*map(gradient_of, tensors)]
-        present = [*map(is_not, found, repeat(None))]
-        gradients: list[Any] = [*compress(found, present)]
+        each = [*map(gradient_of, tensors)]
+        present = [*map(is_not, each, repeat(None))]
+        gradients: list[Any] = [*compress(each, present)]
         # those with a gradient
         self.tensors: list[Any] = [*compress(tensors, present)]
         self.missing: list[Any] = [*compress(tensors, map(not_, present))]

@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-_KNOWN = ("torch.", "gradfit.")  # whose functions have the gradients of what they compute
+# whose functions have the gradients of what they compute
+_WITH_TRUE_GRADIENTS = ("torch.", "gradfit.")
 
 
 def gradient_changers(model: nn.Module, loss: Tensor) -> list[str]:
@@ -43,7 +44,7 @@ def _is_own(node: Any) -> bool:
         return True
     if not isinstance(node, BackwardCFunction):
         return False
-    return not str(type(node)._forward_cls.__module__).startswith(_KNOWN)  # type: ignore[attr-defined]
+    return not str(type(node)._forward_cls.__module__).startswith(_WITH_TRUE_GRADIENTS)  # type: ignore[attr-defined]
 
 
 def _nodes(root: Any) -> Iterator[Any]:
