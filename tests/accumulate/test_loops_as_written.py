@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from window_interrupts import interrupt_in
 
 import gradfit as gf
 
@@ -857,21 +858,13 @@ def test_own_passes_in_threads_of_the_engine(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("name", ["add", "take_marks"])
 @pytest.mark.parametrize("own", [False, True])
-def test_an_interrupt_between_a_pass_and_its_booking(
-    name: str, own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_between_a_pass_and_its_booking(name: str, own: bool) -> None:
     w = weight()
     acc = gf.GradientAccumulator(sgd(w), steps=2)
     acc.backward(loss(w, 1.0))
     acc.step()
-
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(acc.window, name, interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            acc.backward(loss(w, 3.0)) if own else loss(w, 3.0).backward()
+    with interrupt_in(acc.window, name), pytest.raises(KeyboardInterrupt):
+        acc.backward(loss(w, 3.0)) if own else loss(w, 3.0).backward()
     if name == "take_marks" and not own:  # it is in as a whole
         assert acc.step()
         assert w.item() == -2.0

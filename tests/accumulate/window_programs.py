@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from window_interrupts import interrupt_in
 
 import gradfit as gf
 
@@ -684,18 +685,11 @@ class Program:
             else ["add", "take_marks", "divisor_for", "begin"]
         )
         window, name = self.acc.window, self.rng.choice(names)
-        original, after = getattr(window, name), self.rng.random() < 0.5
-
-        def interrupted(*args: Any, **kwargs: Any) -> Any:
-            delattr(window, name)
-            if after:
-                original(*args, **kwargs)
-            raise KeyboardInterrupt
-
-        setattr(window, name, interrupted)
+        after = self.rng.random() < 0.5
         before = copy.deepcopy(self.ledgers)
         try:
-            self.step() if steps else self.rng.choice([self.own, self.plain])()
+            with interrupt_in(window, name, after=after):
+                self.step() if steps else self.rng.choice([self.own, self.plain])()
         except KeyboardInterrupt:
             self.log.append(f"  interrupted in {name}, {after=}")
             if steps:
@@ -707,8 +701,6 @@ class Program:
                 self.ledgers = before + [self.with_last(one) for one in copy.deepcopy(before)]
             if self.rng.random() < 0.5:
                 self.recover()
-        finally:
-            window.__dict__.pop(name, None)
         if not steps and self.style not in ("modulo", "is_ready", "apply", "by_hand"):
             self.step()  # else it would be part of the next micro-batch
 

@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import gradfit as gf
-from gradfit.batches.additivity import Comparison, Run, judge, measure_additivity
+from gradfit.batches.additivity import measure_additivity
+from gradfit.batches.additivity_verdict import judge
+from gradfit.batches.compared_runs import Comparison, Run
 
 ROWS = 12
 

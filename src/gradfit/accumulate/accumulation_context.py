@@ -9,11 +9,13 @@ import torch
 
 from gradfit.accumulate.accumulator_options import check_scaler
 from gradfit.accumulate.optimizer_access import check_optimizer
-from gradfit.accumulate.plain_backwards import PlainBackwards
+from gradfit.accumulate.plain_admission import admit_plain, finalise_by_itself, plain_factor
+from gradfit.accumulate.plain_backwards import PlainBackwards, PlainPass
 from gradfit.accumulate.scaled_losses import observe_scaler
 from gradfit.accumulate.strategy import Strategy
 from gradfit.accumulate.usual_plain_pass import UsualPlainPass, is_usual
 from gradfit.accumulate.window import Window
+from gradfit.accumulate.window_marks import require_parameters_unwritten, take_marks
 from gradfit.arguments import read_dtype, read_instance
 from gradfit.not_copied import NotCopied
 
@@ -74,6 +76,21 @@ class AccumulationContext(Window, NotCopied):
         if scaler is not None:
             observe_scaler(scaler)
 
+    # -- what `plain_backwards` tells it ----------------------------------------------------------
+
+    def admit_plain(self, one: PlainPass) -> float | None:
+        """Before a plain pass adds anything: count it, and give the factor for its gradients; None
+        if it is not counted. Or refuse it.
+
+        Args:
+            one: the pass.
+        """
+        return admit_plain(self, one)
+
+    def plain_factor(self) -> float:
+        """What a plain pass's gradients are multiplied by, so that it weighs 1 among the sums."""
+        return plain_factor(self)
+
     def end_plain(self, *, complete: bool) -> None:
         """A plain pass has added all of its gradients.
 
@@ -81,9 +98,17 @@ class AccumulationContext(Window, NotCopied):
             complete: it was the last one that the window waits for.
         """
         with self.lock:
-            super().end_plain(complete=complete)
-            if complete and is_usual(self) and not self.plain.expects_more(threading.get_ident()):
-                self.settled = UsualPlainPass(self)
+            if self.parameters_written:
+                require_parameters_unwritten(self)
+            take_marks(self)
+            if complete:
+                self._end_complete()
+
+    def _end_complete(self) -> None:
+        if self.optimizer is None and self.apart is None:
+            finalise_by_itself(self)
+        if is_usual(self) and not self.plain.expects_more(threading.get_ident()):
+            self.settled = UsualPlainPass(self)
 
     def __enter__(self) -> AccumulationContext:
         return self

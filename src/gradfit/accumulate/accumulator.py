@@ -13,14 +13,21 @@ from gradfit.accumulate import accumulator_options as options
 from gradfit.accumulate import accumulator_state as state
 from gradfit.accumulate.accumulation_context import AccumulationContext
 from gradfit.accumulate.auto_weight import read_auto_weight
+from gradfit.accumulate.counted_micro_batches import end_micro_batch, end_settled_micro_batch
+from gradfit.accumulate.identities import without
 from gradfit.accumulate.loss_arguments import check_loss, read_weight
 from gradfit.accumulate.optimizer_access import AnyOptimizer
+from gradfit.accumulate.plain_admission import finalise_by_itself
 from gradfit.accumulate.processes import SingleProcess
 from gradfit.accumulate.step_result import StepResult
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
 from gradfit.accumulate.update import Update
 from gradfit.accumulate.weighted_backward import Backpropagator
 from gradfit.accumulate.window import Window
+from gradfit.accumulate.window_begin import begin, notice_use
+from gradfit.accumulate.window_end import finalise
+from gradfit.accumulate.window_marks import require_untouched
+from gradfit.accumulate.window_members import follow_optimizer, register_all
 from gradfit.accumulate.window_state import Phase
 from gradfit.arguments import Number, read_callable, read_choice, read_count, read_flag
 from gradfit.errors import MisuseError
@@ -106,7 +113,7 @@ class GradientAccumulator(NotCopied):
         )
         self._closed = False
         if tensors is not None:
-            self.window.register_all(tensors, "optimizer" if parameters is None else "parameters")
+            register_all(self.window, tensors, "optimizer" if parameters is None else "parameters")
         self.window.follows_optimizer = parameters is None and stepper is not None
 
     # -- state ------------------------------------------------------------------------------------
@@ -145,13 +152,13 @@ class GradientAccumulator(NotCopied):
     @property
     def current_step(self) -> int:
         """How many micro-batches the open window holds, skipped ones included."""
-        self.window.notice_use()
+        notice_use(self.window)
         return self.window.accumulation_steps
 
     @property
     def is_full(self) -> bool:
         """Whether the window holds enough; looking changes nothing."""
-        self.window.notice_use()
+        notice_use(self.window)
         return self.window.is_full if self.enabled else bool(self.window.tensors)
 
     @property
@@ -164,7 +171,7 @@ class GradientAccumulator(NotCopied):
     @property
     def windows(self) -> int:
         """How many windows are over, stepped or dropped."""
-        self.window.notice_use()
+        notice_use(self.window)
         return self.window.state.updates
 
     @property
@@ -248,11 +255,8 @@ class GradientAccumulator(NotCopied):
         tensors = options.read_parameters(parameters)
         if self.optimizer is not None:
             options.require_members(self.optimizer, tensors)
-        present = self.window.ids
         self.window.require_outside_micro_batch("enable_accumulation()")
-        self.window.register_all(
-            [tensor for tensor in tensors if id(tensor) not in present], "parameters"
-        )
+        register_all(self.window, without(tensors, self.window.ids), "parameters")
         self.window.follows_optimizer = False
         self.window.enabled = True
 
@@ -324,7 +328,7 @@ class GradientAccumulator(NotCopied):
         with self.window.turn:
             self._begin()
             self._passes.backward(loss, number, reduction)
-            self.window.finalise_by_itself()
+            finalise_by_itself(self.window)
 
     def _backward_terms(self, terms: dict[str, tuple[Tensor, Number]]) -> None:
         if not self.window.enabled:
@@ -341,7 +345,7 @@ class GradientAccumulator(NotCopied):
         if not self.window.tensors:
             raise MisuseError(_NO_PARAMETERS)
         self._update.narrow_again()
-        self.window.begin()
+        begin(self.window)
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
@@ -382,14 +386,17 @@ class GradientAccumulator(NotCopied):
             yield
             return
         with self.window.turn:
-            if self.window.transaction is not None:
-                raise MisuseError(
-                    "micro_batch inside micro_batch: a micro-batch is one thing. Leave the inner"
-                    " one out."
-                )
+            self._require_no_micro_batch()
             self._begin()
             with self._passes.transact(number, block=True):
                 yield
+
+    def _require_no_micro_batch(self) -> None:
+        if self.window.transaction is not None:
+            raise MisuseError(
+                "micro_batch inside micro_batch: a micro-batch is one thing. Leave the inner"
+                " one out."
+            )
 
     # -- ending a window --------------------------------------------------------------------------
 
@@ -405,20 +412,27 @@ class GradientAccumulator(NotCopied):
             raise MisuseError(_NO_PARAMETERS)
         if window.settled is not None and window.turn.acquire(blocking=False):
             try:
-                full = window.end_settled_micro_batch()
+                full = end_settled_micro_batch(window)
                 if full is False:
                     return self._accumulating()
                 if full:
                     return self._finish_settled()
             finally:
                 window.turn.release()
+        return self._step_unsettled()
+
+    def _step_unsettled(self) -> StepResult:
+        """The long way: everything is asked."""
+        window = self.window
         with window.alone("step()"):
-            if window.ranks.size == 1:
-                window.require_intact()
-            window.follow()
-            if window.end_micro_batch():
-                return self._update.finish()
-            return self._accumulating()
+            self._require_intact_unless_met()
+            follow_optimizer(window)
+            return self._update.finish() if end_micro_batch(window) else self._accumulating()
+
+    def _require_intact_unless_met(self) -> None:
+        """Several processes learn from their meeting that one's window is broken."""
+        if self.window.ranks.size == 1:
+            self.window.require_intact()
 
     def _accumulating(self) -> StepResult:
         window, state = self.window, self.window.state
@@ -450,18 +464,20 @@ class GradientAccumulator(NotCopied):
         window = self.window
         self._require_open()
         with window.alone("flush()"):
-            if window.ranks.size == 1:
-                window.require_intact()
+            self._require_intact_unless_met()
             if not window.accumulation_steps and (window.ranks.size == 1 or not self.enabled):
                 return StepResult(False, "empty window", None, 0, 0, 0)
-            window.follow()
+            follow_optimizer(window)
             if window.state.phase is Phase.FILLING:
-                window.require_untouched()
-            result = self._update.finish(flushing=True)
-            while not self._update.all_flushing:
-                later = self._update.finish(flushing=True, joined=True)
-                result = later if result.reason == "empty window" else result
-            return result
+                require_untouched(window)
+            return self._finish_until_all_flush()
+
+    def _finish_until_all_flush(self) -> StepResult:
+        result = self._update.finish(flushing=True)
+        while not self._update.all_flushing:
+            later = self._update.finish(flushing=True, joined=True)
+            result = later if result.reason == "empty window" else result
+        return result
 
     def reset(self) -> None:
         """Drop the open window, its gradients included, without an update."""
@@ -491,19 +507,21 @@ class GradientAccumulator(NotCopied):
         window = self.window
         with window.alone("apply_gradients()"):
             window.require_intact()
-            window.follow()
-            if not window.is_full and not window.is_final:
-                raise MisuseError(
-                    f"The window holds {self.current_step} of {self.accumulation_count}"
-                    " micro-batches. Call apply_gradients when is_ready, or flush() before it if"
-                    " this is the last one."
-                )
-            window.finalise()
+            follow_optimizer(window)
+            self._require_full()
+            finalise(window)
             window.in_doubt = True  # half of the parameters may be updated when `fn` fails
-            for tensor in window.tensors:
-                if tensor.grad is not None:
-                    fn(tensor)
+            for tensor in filter(_has_gradient, window.tensors):
+                fn(tensor)
             window.state.applied, window.in_doubt = True, False
+
+    def _require_full(self) -> None:
+        if not self.window.is_full and not self.window.is_final:
+            raise MisuseError(
+                f"The window holds {self.current_step} of {self.accumulation_count}"
+                " micro-batches. Call apply_gradients when is_ready, or flush() before it if"
+                " this is the last one."
+            )
 
     # -- state ------------------------------------------------------------------------------------
 
@@ -515,8 +533,8 @@ class GradientAccumulator(NotCopied):
         `torch.distributed.checkpoint` can write it, and any number of processes can load it.
         """
         with self.window.alone("state_dict()"):
-            self.window.follow()
-            if self.ranks.size == 1 and not self.ranks.lockstep:
+            follow_optimizer(self.window)
+            if not self.ranks.reduces:
                 return state.save(self)
             from gradfit.distributed.state import share
 
@@ -530,7 +548,7 @@ class GradientAccumulator(NotCopied):
                 shapes, returned.
         """
         with self.window.alone_after_failure("load_state_dict()"):
-            self.window.follow()
+            follow_optimizer(self.window)
             if not isinstance(state_dict, Mapping) or not isinstance(state_dict.get("window"), str):
                 state.load(self, state_dict)
                 return
@@ -553,3 +571,7 @@ _NO_PARAMETERS = "There are no parameters. Call enable_accumulation(model.parame
 
 def _plain_backward(scaler: Any, loss: Any) -> None:
     (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+def _has_gradient(tensor: Tensor) -> bool:
+    return tensor.grad is not None

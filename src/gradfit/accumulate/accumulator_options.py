@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradfit.accumulate.identities import identities
 from gradfit.accumulate.loss_arguments import check_loss, read_weight
-from gradfit.accumulate.optimizer_access import check_optimizer, parameters_of
+from gradfit.accumulate.optimizer_access import check_optimizer, parameters_of, require_methods
 from gradfit.accumulate.strategy import Strategy
 from gradfit.arguments import Number, read_choice, read_count, read_flag, read_number
 from gradfit.errors import MisuseError
+
+_SCALER_METHODS = ("scale", "unscale_", "step", "update", "get_scale", "is_enabled")
 
 
 def check(
@@ -31,15 +34,25 @@ def check(
     read_count(steps, "steps")
     if strategy is not None:
         _check_strategy(strategy, steps, isolate)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+    if dtype is not None:
+        _check_dtype(dtype)
+    check_scaler(scaler, optimizer)
+    if clip is not None:
+        _check_clip(clip)
+    read_flag(isolate, "isolate")
+    read_choice(on_nonfinite, "on_nonfinite", ("raise", "skip"))
+
+
+def _check_dtype(dtype: Any) -> None:
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise MisuseError(
             f"dtype={dtype!r} is not a floating point type. Pass dtype=torch.float32."
         )
-    check_scaler(scaler, optimizer)
-    if clip is not None and not callable(getattr(clip, "clip_grads", None)):
+
+
+def _check_clip(clip: Any) -> None:
+    if not callable(getattr(clip, "clip_grads", None)):
         read_number(clip, "clip", above=0)
-    read_flag(isolate, "isolate")
-    read_choice(on_nonfinite, "on_nonfinite", ("raise", "skip"))
 
 
 def _check_strategy(strategy: Any, steps: int, isolate: Any) -> None:
@@ -61,12 +74,7 @@ def _check_strategy(strategy: Any, steps: int, isolate: Any) -> None:
 def check_scaler(scaler: Any, optimizer: Any) -> None:
     """A scaler, with the optimizer that it steps; or none."""
     if scaler is not None:
-        for method in ("scale", "unscale_", "step", "update", "get_scale", "is_enabled"):
-            if not callable(getattr(scaler, method, None)):
-                raise MisuseError(
-                    f"scaler is a {type(scaler).__name__} without {method}(). Pass"
-                    " torch.amp.GradScaler()."
-                )
+        require_methods(scaler, "scaler", _SCALER_METHODS, "torch.amp.GradScaler()")
         if optimizer is None:
             raise MisuseError(
                 "scaler steps the optimizer itself, and there is none. Pass optimizer= with it."
@@ -93,8 +101,10 @@ def choose_parameters(optimizer: Any, parameters: Any) -> list[Tensor] | None:
         if optimizer is not None:
             require_members(optimizer, tensors)
         return tensors
-    if optimizer is None:
-        return None
+    return None if optimizer is None else _parameters_to_follow(optimizer)
+
+
+def _parameters_to_follow(optimizer: Any) -> list[Tensor]:
     own = parameters_of(optimizer)
     if own is None:
         raise MisuseError(
@@ -154,7 +164,7 @@ def require_members(optimizer: Any, tensors: list[Tensor]) -> None:
     own = parameters_of(optimizer)
     if own is None:
         return  # it does not say which ones it has
-    members = {id(tensor) for tensor in own}
+    members = identities(own)
     for position, tensor in enumerate(tensors):
         if id(tensor) not in members:
             shape = tuple(getattr(tensor, "shape", ()))
@@ -169,15 +179,19 @@ def read_terms(
     terms: Any, loss: Any, weight: Any, reduction: str
 ) -> dict[str, tuple[Tensor, Number]]:
     """Loss terms as `{name: (sum, number of items)}`."""
-    if loss is not None or not (isinstance(weight, int) and weight == 1) or reduction != "mean":
-        raise MisuseError(
-            "terms= says all there is to say. Pass it alone, without loss, weight or reduction."
-        )
+    _require_terms_alone(loss, weight, reduction)
     if not isinstance(terms, Mapping) or not terms:
         raise MisuseError(
             f"terms={terms!r} holds no terms. Pass terms={{'name': (loss_sum, count)}}."
         )
     return {name: _read_term(name, pair) for name, pair in terms.items()}
+
+
+def _require_terms_alone(loss: Any, weight: Any, reduction: str) -> None:
+    if loss is not None or not (isinstance(weight, int) and weight == 1) or reduction != "mean":
+        raise MisuseError(
+            "terms= says all there is to say. Pass it alone, without loss, weight or reduction."
+        )
 
 
 def _read_term(name: Any, pair: Any) -> tuple[Tensor, Number]:

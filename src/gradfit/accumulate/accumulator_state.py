@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from gradfit.accumulate.loss_arguments import read_weight
+from gradfit.accumulate.window_begin import notice_use, start
+from gradfit.accumulate.window_marks import require_untouched, take_marks, take_marks_of_tensors
 from gradfit.accumulate.window_state import OpenMicroBatch, Phase, Total, WindowState
 from gradfit.arguments import read_count
 from gradfit.errors import StateError
@@ -30,9 +32,9 @@ def save(accumulator: GradientAccumulator) -> dict[str, Any]:
     window = accumulator.window
     window.require_outside_micro_batch("state_dict()")
     window.require_intact()
-    window.notice_use()
+    notice_use(window)
     if window.state.phase is Phase.FILLING and not window.state.is_empty:
-        window.require_untouched()
+        require_untouched(window)
     tensors: dict[str, Tensor] = {}
     sparse: dict[str, list[int]] = {}
     for name, gradient in _gradients_of(window):
@@ -43,12 +45,16 @@ def save(accumulator: GradientAccumulator) -> dict[str, Any]:
 def _gradients_of(window: Window) -> Iterator[tuple[str, Tensor]]:
     """Every gradient of the window, with the name it has in a state."""
     if window.accumulation_steps:
-        for position, source in enumerate(window.tensors if window.is_final else window.sources):
-            if source.grad is not None:
-                yield f"grad.{position}", source.grad
+        yield from _main_gradients(window.tensors if window.is_final else window.sources)
     for name, term in window.state.terms.items():
         for position, gradient in term.gradients.items():
             yield f"term.{name}.{position}", gradient
+
+
+def _main_gradients(sources: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    for position, source in enumerate(sources):
+        if source.grad is not None:
+            yield f"grad.{position}", source.grad
 
 
 def numbers_of(accumulator: GradientAccumulator) -> dict[str, Any]:
@@ -109,16 +115,16 @@ def _put_in_place(window: Window, saved: _SavedWindow) -> None:
     """Fill a window that was dropped with a saved one."""
     slots = window.tensors if saved.is_final else window.sources
     if not saved.state.is_empty:
-        window.start()
+        start(window)
     for position, gradient in saved.gradients.items():
         slots[position].grad = gradient
     window.step_ends_micro_batch = saved.step_ends_micro_batch
     window.state = saved.state
     if saved.is_final:
         window.state.phase, window.state.asked = Phase.FINAL, True
-        window.take_marks_of_tensors()
+        take_marks_of_tensors(window)
     else:
-        window.take_marks()
+        take_marks(window)
 
 
 def _read(

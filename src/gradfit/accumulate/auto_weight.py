@@ -10,7 +10,7 @@ import torch
 
 from gradfit.accumulate.loss_arguments import check_loss, read_weight
 from gradfit.arguments import Number
-from gradfit.batches.denominator import Denominator, read_denominator
+from gradfit.batches.denominator import Denominator, Term, read_denominator
 from gradfit.errors import MisuseError
 
 
@@ -24,13 +24,17 @@ def read_auto_weight(weight: str, loss: Any, reduction: str) -> Number:
     _require_mean(weight, reduction)
     denominator = read_denominator(check_loss(loss))
     if denominator is None or denominator.unknown or denominator.is_nothing:
-        unknown = denominator.unknown if denominator is not None else ()
-        name = unknown[0] if unknown else _last_node(loss)
-        raise MisuseError(
-            f"weight='auto' cannot read what this loss was divided by: it comes from {name}. Pass"
-            " weight= the number of items it is the mean of, or the sum with reduction='sum'."
-        )
+        raise _unreadable(denominator, loss)
     return _only_count(denominator)
+
+
+def _unreadable(denominator: Denominator | None, loss: Any) -> MisuseError:
+    unknown = denominator.unknown if denominator is not None else ()
+    name = unknown[0] if unknown else _last_node(loss)
+    return MisuseError(
+        f"weight='auto' cannot read what this loss was divided by: it comes from {name}. Pass"
+        " weight= the number of items it is the mean of, or the sum with reduction='sum'."
+    )
 
 
 def _require_mean(weight: str, reduction: str) -> None:
@@ -47,7 +51,7 @@ def _require_mean(weight: str, reduction: str) -> None:
 
 def _only_count(denominator: Denominator) -> Number:
     """What every term of the loss was divided by."""
-    counts = [None if term.count is None else read_weight(term.count) for term in denominator.terms]
+    counts = [*map(_count_of, denominator.terms)]
     if denominator.is_sum:
         raise MisuseError(
             "weight='auto' found that this loss is a sum, divided by nothing. Pass weight= the"
@@ -59,6 +63,10 @@ def _only_count(denominator: Denominator) -> Number:
             " itself, terms={'name': (loss_sum, count), …}, or one weight= for all."
         )
     return read_weight(counts[0])
+
+
+def _count_of(term: Term) -> Number | None:
+    return None if term.count is None else read_weight(term.count)
 
 
 def _last_node(loss: torch.Tensor) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Container, Iterable, Sequence
-from itertools import compress, repeat
+from itertools import compress, repeat, starmap
 from operator import is_not, not_
 from typing import Any
 
 from torch import Tensor
 
 from gradfit._torch import gradient_of, have_gradients, have_no_gradient, version_of
+from gradfit.accumulate.identities import only
 
 
 class Touch(enum.Enum):
@@ -44,9 +45,9 @@ class GradientMarks:
     __slots__ = ("_parameters", "_references", "_written", "missing", "tensors", "versions")
 
     def __init__(self, tensors: Sequence[Any], *, parameters: bool = False) -> None:
-        found = [*map(gradient_of, tensors)]
-        present = [*map(is_not, found, repeat(None))]
-        gradients: list[Any] = [*compress(found, present)]
+        each = [*map(gradient_of, tensors)]
+        present = [*map(is_not, each, repeat(None))]
+        gradients: list[Any] = [*compress(each, present)]
         # those with a gradient
         self.tensors: list[Any] = [*compress(tensors, present)]
         self.missing: list[Any] = [*compress(tensors, map(not_, present))]
@@ -96,12 +97,12 @@ class GradientMarks:
         """Only those with these identities are of interest from now on; new ones are expected to
         have no gradient.
         """
-        kept = [at for at, tensor in enumerate(self.tensors) if id(tensor) in members]
-        self.tensors = [self.tensors[at] for at in kept]
-        self._references = [self._references[at] for at in kept]
-        self.versions = [self.versions[at] for at in kept]
-        self.missing = [*(one for one in self.missing if id(one) in members), *new]
-        self._parameters = [one for one in self._parameters if id(one) in members]
+        kept = [id(tensor) in members for tensor in self.tensors]
+        self.tensors = [*compress(self.tensors, kept)]
+        self._references = [*compress(self._references, kept)]
+        self.versions = [*compress(self.versions, kept)]
+        self.missing = [*only(self.missing, members), *new]
+        self._parameters = only(self._parameters, members)
         self._written = [*map(version_of, self._parameters)]
 
     def untouched(self) -> bool:
@@ -112,24 +113,19 @@ class GradientMarks:
 
     def _as_before(self) -> list[bool]:
         """For each gradient, whether it is exactly as it was."""
-        marked = [reference() for reference in self._references]
         return [
             one is not None and one is tensor.grad and version_of(one) == version
-            for tensor, one, version in zip(self.tensors, marked, self.versions, strict=True)
+            for tensor, one, version in zip(
+                self.tensors, self.gradients, self.versions, strict=True
+            )
         ]
 
     def touch(self) -> Touch:
         """What happened to them; looks at the content of those that were changed in place."""
-        changed = cleared = 0
-        for tensor, reference, same in zip(
-            self.tensors, self._references, self._as_before(), strict=True
-        ):
-            if not same:
-                now: Tensor | None = tensor.grad
-                changed += 1
-                cleared += now is None or (now is reference() and is_clear(now))
-        changed += sum(tensor.grad is not None for tensor in self.missing)
-        if not changed:
+        differs = [*map(not_, self._as_before())]
+        present = zip(self.tensors, self._references, strict=True)
+        cleared = sum(starmap(_is_cleared, compress(present, differs)))
+        if not any(differs) and have_no_gradient(self.missing):
             return Touch.NONE
         if not cleared:
             return Touch.CHANGED
@@ -157,6 +153,18 @@ class GradientMarks:
         for tensor, reference in zip(self.tensors, self._references, strict=True):
             if tensor.grad is reference():
                 tensor.grad = None
+
+
+def _is_cleared(tensor: Any, marked: weakref.ref[Tensor]) -> bool:
+    """Whether a gradient that was marked is gone, or filled with zeros."""
+    now: Tensor | None = tensor.grad
+    return now is None or (now is marked() and is_clear(now))
+
+
+def drop_gradients(tensors: Iterable[Any]) -> None:
+    """Take all gradients away."""
+    for tensor in tensors:
+        tensor.grad = None
 
 
 def is_clear(gradient: Tensor | None) -> bool:

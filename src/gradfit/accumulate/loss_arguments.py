@@ -31,6 +31,11 @@ def read_weight(value: Any, name: str = "weight") -> Number:
         raise invalid(
             name, value, "is not a number", f"how many items the loss is about: {name}=len(batch)"
         )
+    _require_usable(number, name)
+    return number
+
+
+def _require_usable(number: Number, name: str) -> None:
     if not 0 <= number < math.inf:
         raise invalid(
             name, number, "must be 0 or more, and finite", "how many items the loss is about"
@@ -40,33 +45,31 @@ def read_weight(value: Any, name: str = "weight") -> Number:
             f"{name} is more than {_LARGEST:g}, and sums of it overflow. Divide all weights by one"
             " number."
         )
-    return number
 
 
 def check_loss(loss: Any, name: str = "loss") -> Tensor:
     """A loss that can be differentiated: one real number with a graph behind it."""
-    if (
-        isinstance(loss, Tensor)
-        and loss.requires_grad
-        and loss.numel() == 1
-        and loss.is_floating_point()
-    ):
-        return loss
     if not isinstance(loss, Tensor):
         raise MisuseError(
             f"{name} is a {type(loss).__name__}, not a tensor. Pass the tensor the loss function"
             " returned."
         )
+    if not (loss.requires_grad and loss.numel() == 1 and loss.is_floating_point()):
+        raise _not_differentiable(loss, name)
+    return loss
+
+
+def _not_differentiable(loss: Tensor, name: str) -> MisuseError:
     if loss.numel() != 1:
-        raise MisuseError(
+        return MisuseError(
             f"{name} has shape {tuple(loss.shape)}, expected one number. Pass {name}.mean() or"
             " .sum()."
         )
     if not loss.requires_grad:
-        raise MisuseError(
+        return MisuseError(
             f"{name} has no graph: it does not require a gradient. Compute it outside"
             " torch.no_grad() and without .detach()."
         )
-    raise MisuseError(
+    return MisuseError(
         f"{name} is {loss.dtype}, expected a real number. Pass {name}.abs() or .real."
     )

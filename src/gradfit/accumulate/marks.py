@@ -52,7 +52,7 @@ def unmark(window: object, tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         if tensor in _holders:
             _holders[tensor].discard(window)
-        if tensor in _owners and _owners[tensor]() is window:
+        if _owner_of(tensor) is window:
             del _owners[tensor]
 
 
@@ -66,14 +66,7 @@ def claim(window: Owner, tensors: Sequence[Tensor]) -> None:
     with _claiming:
         if _another_in_use(window, tensors):
             gc.collect()  # it may be dead, in a reference cycle
-            at = _another_in_use(window, tensors)
-            if at:
-                raise MisuseError(
-                    f"The parameter at {at - 1}, of shape {tuple(tensors[at - 1].shape)}, is in the"
-                    " middle of another accumulator's window, and gradients of both would add up"
-                    " in one place. Call flush() or reset() on that one first, or use one"
-                    " accumulator for both."
-                )
+            _require_no_other_in_use(window, tensors)
         reference = weakref.ref(window)
         for tensor in tensors:
             before = _owner_of(tensor)
@@ -81,6 +74,17 @@ def claim(window: Owner, tensors: Sequence[Tensor]) -> None:
                 before.is_noted = False
             _owners[tensor] = reference
         window.is_noted = window.owns = True
+
+
+def _require_no_other_in_use(window: Owner, tensors: Sequence[Tensor]) -> None:
+    at = _another_in_use(window, tensors)
+    if at:
+        raise MisuseError(
+            f"The parameter at {at - 1}, of shape {tuple(tensors[at - 1].shape)}, is in the"
+            " middle of another accumulator's window, and gradients of both would add up"
+            " in one place. Call flush() or reset() on that one first, or use one"
+            " accumulator for both."
+        )
 
 
 def disown(window: Owner) -> None:

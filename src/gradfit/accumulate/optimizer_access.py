@@ -30,24 +30,30 @@ class AnyOptimizer(Protocol):
 
 def check_optimizer(optimizer: Any) -> None:
     """Refuse what is no optimizer, and what cannot step without being given the loss again."""
-    for method in ("step", "zero_grad"):
-        if not callable(getattr(optimizer, method, None)):
-            raise MisuseError(
-                f"optimizer is a {type(optimizer).__name__} without {method}(). Pass a torch"
-                " optimizer."
-            )
+    require_methods(optimizer, "optimizer", ("step", "zero_grad"), "a torch optimizer")
     own = getattr(type(optimizer), "step", None)  # the class's: a scheduler wraps the instance's
-    for parameter in (
-        list(inspect.signature(own).parameters.values())[1:] if own is not None else ()
-    ):
-        positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        if positional and parameter.default is parameter.empty:
+    parameters = list(inspect.signature(own).parameters.values())[1:] if own is not None else []
+    for parameter in filter(_must_be_passed, parameters):
+        raise MisuseError(
+            f"optimizer: {type(optimizer).__name__}.step needs {parameter.name!r}, to compute"
+            " the loss again and again in one step. Accumulate inside the closure: pass"
+            " parameters=model.parameters() and no optimizer, and let the closure reset(), run"
+            " every micro-batch and return the loss."
+        )
+
+
+def require_methods(value: Any, name: str, methods: Iterable[str], instead: str) -> None:
+    """Refuse an argument of that name which lacks one of these methods."""
+    for method in methods:
+        if not callable(getattr(value, method, None)):
             raise MisuseError(
-                f"optimizer: {type(optimizer).__name__}.step needs {parameter.name!r}, to compute"
-                " the loss again and again in one step. Accumulate inside the closure: pass"
-                " parameters=model.parameters() and no optimizer, and let the closure reset(), run"
-                " every micro-batch and return the loss."
+                f"{name} is a {type(value).__name__} without {method}(). Pass {instead}."
             )
+
+
+def _must_be_passed(parameter: inspect.Parameter) -> bool:
+    positional = parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    return positional and parameter.default is parameter.empty
 
 
 def parameters_of(optimizer: Any) -> list[Tensor] | None:
@@ -131,22 +137,34 @@ def _swap(optimizer: Any, pairs: list[tuple[Tensor, Tensor]]) -> None:
     """Let an optimizer hold the second tensor of each pair in the place of the first, with its
     state.
     """
+    if not pairs:
+        return
     now = {id(old): new for old, new in pairs}
-    state = getattr(optimizer, "state", None)
-    for group in getattr(optimizer, "param_groups", ()) if pairs else ():
+    for group in getattr(optimizer, "param_groups", ()):
         group["params"][:] = [now.get(id(tensor), tensor) for tensor in group["params"]]
+    state = getattr(optimizer, "state", None)
+    if isinstance(state, dict):
+        _move_state(state, pairs)
+
+
+def _move_state(state: dict[Any, Any], pairs: list[tuple[Tensor, Tensor]]) -> None:
     for old, new in pairs:
-        if isinstance(state, dict) and old in state:
+        if old in state:
             state[new] = state.pop(old)
 
 
 def _convert_state(state: Any, tensor: Tensor, dtype: torch.dtype) -> None:
     mine = state.get(tensor, {}) if isinstance(state, dict) else {}
     for name, value in mine.items():
-        # Numbers that count (step, mu_product) stay as they are: they are not about the parameter's
-        # elements.
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0:
+        if _is_about_elements(value):
             mine[name] = value.to(dtype)
+
+
+def _is_about_elements(value: Any) -> bool:
+    """Numbers that count (step, mu_product) stay as they are: they are not about the parameter's
+    elements.
+    """
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
 
 
 class StepWatcher(Protocol):

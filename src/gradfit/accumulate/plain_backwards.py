@@ -47,8 +47,13 @@ class PlainPass(NamedTuple):
     """The identity of the first tensor it reaches."""
     joins: bool
     """It belongs to the same micro-batch as the pass before it (rule 3)."""
-    roots: tuple[object, ...] | None
-    """What is differentiated; None if that cannot be told."""
+    roots: tuple[object, ...]
+    """What is differentiated; () if that cannot be told."""
+
+    @property
+    def root(self) -> object | None:
+        """The first of them."""
+        return self.roots[0] if self.roots else None
 
 
 class Counts(Protocol):
@@ -178,10 +183,7 @@ class PlainBackwards(NoPlainBackwards):
         if not self.passes:
             return False
         running = _torch.threads_in_backward()
-        return any(
-            thread not in running if thread != _UNKNOWN else not running
-            for thread in list(self.passes.values())
-        )
+        return any(_is_over(thread, running) for thread in list(self.passes.values()))
 
     def abandon(self) -> None:
         self.passes.clear()
@@ -195,22 +197,27 @@ class PlainBackwards(NoPlainBackwards):
         usual = window.settled or window.next_way
         if usual is not None and self._begin_usual(window, task, first):
             return 1.0
-        running = _torch.running_backward()
-        thread = _UNKNOWN if running is None else running.thread
+        return self._begin_unusual(window, task, first)
+
+    def _begin_unusual(self, window: Counts, task: int, first: int) -> float:
+        running = _torch.running_backward() or _UNTOLD
         if task == -1:
             return 1.0
-        owner = owner_of(thread)
-        if running is not None and (not running.accumulates or owner is not None):
-            if owner not in (None, NOBODY) and owner is not self._factors:
-                self.reached_by_others.add(first)
+        if self._is_not_for_windows(running, first):
             return self._follow(task, 1.0)
         with self._lock:
             if task in self._factors:
                 return self._factors[task]
-            if running is None:
-                return self._begin_plain(window, task, PlainPass(thread, first, False, None), None)
-            one = PlainPass(thread, first, False, running.roots)
-            return self._begin_plain(window, task, one, running)
+            return self._begin_plain(window, task, first, running)
+
+    def _is_not_for_windows(self, running: _torch.RunningBackward, first: int) -> bool:
+        """Whether a pass adds to no `.grad`, or is somebody's own business (rule 4)."""
+        owner = owner_of(running.thread)
+        if owner is None:
+            return not running.accumulates
+        if owner is not NOBODY and owner is not self._factors:
+            self.reached_by_others.add(first)
+        return True
 
     def _begin_usual(self, window: Counts, task: int, first: int) -> bool:
         """Bring a pass in by the short way; False, and nothing done, if it is no usual one."""
@@ -226,30 +233,31 @@ class PlainBackwards(NoPlainBackwards):
             self.passes[task] = thread
             usual.book(window, first)
             self._factors[task] = 1.0
-            _torch.after_backward(functools.partial(_end_usual, self._reference, task, usual))
+            _torch.after_backward(functools.partial(_end_pass, self._reference, task, True, usual))
         return True
 
     def _begin_plain(
-        self, window: Counts, task: int, one: PlainPass, running: _torch.RunningBackward | None
+        self, window: Counts, task: int, first: int, running: _torch.RunningBackward
     ) -> float:
-        """A pass that no window has started; `running` is None if its call cannot be told."""
-        thread = one.thread
-        nested = running is not None and running.nested
-        if not nested and thread != _UNKNOWN and self._drop_dead(thread):
-            window.break_off()
-        root = one.roots[0] if one.roots else None
-        if self._is_part(thread, nested, root):
-            self.passes[task] = thread
+        """A pass that no window has started."""
+        one, nested = PlainPass(running.thread, first, False, running.roots), running.nested
+        if not nested:
+            self._end_dead(window, one.thread)
+        if self._is_part(one, nested):
+            self.passes[task] = one.thread
             return self._follow(task, window.plain_factor(), complete=not nested)
-        retained = self._retained.get(thread)
-        joins = retained is not None and (root is None or retained() is not root)
-        factor = self._admit(window, task, one._replace(joins=joins))
+        factor = self._admit(window, task, one._replace(joins=self._joins_last(one)))
         if factor is None:
             return self._follow(task, 1.0)
-        retains = running is not None and running.retains_graph
-        self._nested[thread] = _reference(root) if nested else None
-        self._retained[thread] = _reference(root) if retains else None
+        retains = running.retains_graph
+        self._nested[one.thread] = _reference(one.root) if nested else None
+        self._retained[one.thread] = _reference(one.root) if retains else None
         return self._follow(task, factor, complete=not (nested or retains))
+
+    def _joins_last(self, one: PlainPass) -> bool:
+        """Whether a pass shares its micro-batch with the one before it in its thread (rule 3)."""
+        retained = self._retained.get(one.thread)
+        return retained is not None and (one.root is None or retained() is not one.root)
 
     def _admit(self, window: Counts, task: int, one: PlainPass) -> float | None:
         """Ask the window; the pass counts as running from here on, unless it is refused."""
@@ -265,18 +273,14 @@ class PlainBackwards(NoPlainBackwards):
     def _follow(self, task: int, factor: float, *, complete: bool = False) -> float:
         """Remember a pass's factor until it ends; one that dies is never heard of again."""
         if len(self._factors) > _MOST_REMEMBERED:
-            for old in [one for one in self._factors if one not in self.passes]:
-                self._factors.pop(old, None)
+            self._forget_uncounted()
         self._factors[task] = factor
-        counter = self._reference
-
-        def end() -> None:
-            alive = counter()
-            if alive is not None:
-                alive._end(task, complete)
-
-        _torch.after_backward(end)
+        _torch.after_backward(functools.partial(_end_pass, self._reference, task, complete))
         return factor
+
+    def _forget_uncounted(self) -> None:
+        for old in [one for one in self._factors if one not in self.passes]:
+            self._factors.pop(old, None)
 
     def _end(self, task: int, complete: bool, usual: Any = None) -> None:
         self._factors.pop(task, None)
@@ -292,25 +296,28 @@ class PlainBackwards(NoPlainBackwards):
         retained, nested = self._retained.get(thread), self._nested.get(thread)
         return retained is not None or nested is not None
 
-    def _drop_dead(self, thread: int) -> bool:
+    def _end_dead(self, window: Counts, thread: int) -> None:
         """A new pass begins in this thread, so an older one that has not ended never will (rule
         5).
         """
+        if thread == _UNKNOWN:
+            return
         dead = [task for task, where in self.passes.items() if where == thread]
         for task in dead:
             del self.passes[task]
-        return bool(dead)
+        if dead:
+            window.break_off()
 
-    def _is_part(self, thread: int, nested: bool, root: object) -> bool:
+    def _is_part(self, one: PlainPass, nested: bool) -> bool:
         """Whether a pass belongs to one that was counted before (rule 2)."""
-        if nested and thread in self.passes.values():
+        if nested and one.thread in self.passes.values():
             return True
-        outer = self._nested.get(thread)
-        if root is None or outer is None or outer() is not root:
+        outer = self._nested.get(one.thread)
+        if one.root is None or outer is None or outer() is not one.root:
             return False
         if not nested:
             # the outer pass itself: it was counted when the first inner one came
-            self._nested[thread] = None
+            self._nested[one.thread] = None
         return True
 
 
@@ -318,13 +325,19 @@ _MOST_REMEMBERED = 64
 # The thread of a pass where several wait for the engine, which runs all of it in threads of its own
 # (on an accelerator): each task is a pass for itself, and none ends another.
 _UNKNOWN = -1
+_UNTOLD = _torch.RunningBackward(_UNKNOWN, (), retains_graph=False, accumulates=True, nested=False)
+
+
+def _is_over(thread: int, running: Collection[int]) -> bool:
+    """Whether the pass of a thread is not among those that run."""
+    return not running if thread == _UNKNOWN else thread not in running
 
 
 def _make_hooks(
     counter: weakref.ref[PlainBackwards], factors: dict[int, float], reached_by_others: set[int]
 ) -> Callable[[int], _Hook]:
-    """The hooks for tensors; they run for each tensor of each pass, so the usual cases come
-    first.
+    """The hooks for tensors; they run for each tensor of each pass, so the usual cases come first,
+    and what they need are names of their own, not attributes.
     """
     thread_id, task_id = threading.get_ident, _torch.graph_task_id
     own_passes, noted_owner = OWN_PASSES, OWN_PASSES.get
@@ -335,11 +348,7 @@ def _make_hooks(
                 owner = noted_owner(thread_id())
                 if owner is factors:
                     return None
-                if owner is NOBODY:
-                    owner = owner_of(thread_id())  # it may be over
-                if owner is not None:
-                    if owner is not NOBODY:
-                        reached_by_others.add(identity)
+                if owner is not None and _is_of_another(thread_id(), identity, reached_by_others):
                     return None
             if gradient is None:
                 return None
@@ -357,10 +366,20 @@ def _make_hooks(
     return hook_for
 
 
-def _end_usual(counter: weakref.ref[PlainBackwards], task: int, usual: Any) -> None:
+def _is_of_another(thread: int, reached: int, reached_by_others: set[int]) -> bool:
+    """Whether a thread's pass is a trial, or of another window, which has reached this tensor."""
+    owner = owner_of(thread)  # a trial may be over
+    if owner is not None and owner is not NOBODY:
+        reached_by_others.add(reached)
+    return owner is not None
+
+
+def _end_pass(
+    counter: weakref.ref[PlainBackwards], task: int, complete: bool, usual: Any = None
+) -> None:
     alive = counter()
     if alive is not None:
-        alive._end(task, True, usual)
+        alive._end(task, complete, usual)
 
 
 def _remove_all(handles: _Handles) -> None:

@@ -74,6 +74,11 @@ class SingleProcess:
     reduce_bytes = 0  # what `reduce` takes for a moment
     lockstep = False  # whether a forward here needs a backward here, for the others' sake
 
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients are not yet those of all processes when a window is full."""
+        return self.size > 1 or self.lockstep
+
     def sources(self, tensors: list[Tensor]) -> Sequence[Any]:
         """Where each parameter's gradient adds up during a window."""
         return tensors
@@ -122,14 +127,21 @@ def present_in(
     sources: Sequence[Any], terms: Iterable[Total]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Which parameters have a gradient, and which a sparse one."""
-    found = {at: source.grad for at, source in enumerate(sources) if source.grad is not None}
+    sparse: dict[int, bool] = {}
+    for at, gradient in _gradients_by_position(sources, terms):
+        # once dense gradients are added to it, a sparse one is dense, too
+        sparse[at] = gradient.is_sparse and sparse.get(at, True)
+    return tuple(sorted(sparse)), tuple(sorted(at for at in sparse if sparse[at]))
+
+
+def _gradients_by_position(
+    sources: Sequence[Any], terms: Iterable[Total]
+) -> Iterator[tuple[int, Tensor]]:
+    for at, source in enumerate(sources):
+        if source.grad is not None:
+            yield at, source.grad
     for term in terms:
-        for at, gradient in term.gradients.items():
-            if at not in found or not gradient.is_sparse:
-                found[at] = gradient
-    return tuple(sorted(found)), tuple(
-        sorted(at for at, gradient in found.items() if gradient.is_sparse)
-    )
+        yield from term.gradients.items()
 
 
 def ranks_of(tensors: Iterable[Tensor], window: WindowOfProcess) -> SingleProcess:

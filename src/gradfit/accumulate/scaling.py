@@ -89,11 +89,15 @@ def gradient_norm(gradients: list[Tensor]) -> float:
     if math.isfinite(norm):
         return norm
     values = [values_of(one) for one in gradients]
-    if not all(bool(one.isfinite().all()) for one in values):
+    if not all(map(_is_finite, values)):
         return norm
     # only the squares have overflowed
     wide = [one.to(torch.promote_types(one.dtype, torch.float64)) for one in values]
     return total_norm(wide).item()
+
+
+def _is_finite(values: Tensor) -> bool:
+    return bool(values.isfinite().all())
 
 
 def _norm(gradients: list[Tensor]) -> float:
@@ -113,11 +117,16 @@ def norm_on_device(gradients: list[Tensor]) -> Tensor:
     return total_norm(gradients)
 
 
+def gradients_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients that there are."""
+    return [one for tensor in tensors if (one := tensor.grad) is not None]
+
+
 def scale_gradients(tensors: Iterable[Tensor], factor: float) -> None:
     """Multiply the tensors' `.grad` in place; nothing is read or written for a factor of 1."""
     if factor == 1.0:
         return
-    gradients = [one for tensor in tensors if (one := tensor.grad) is not None]
+    gradients = gradients_of(tensors)
     with torch.no_grad():
         _torch.multiply_all([one for one in gradients if not one.is_sparse], factor)
         for one in gradients:
@@ -130,7 +139,7 @@ def nonfinite_gradient(tensors: Sequence[Any], what: str, remedy: str) -> NonFin
     bad = [
         f"{position} (shape {tuple(tensor.shape)})"
         for position, tensor in enumerate(tensors)
-        if tensor.grad is not None and not bool(values_of(tensor.grad).isfinite().all())
+        if tensor.grad is not None and not _is_finite(values_of(tensor.grad))
     ]
     where = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
     return NonFiniteGradient(
@@ -145,10 +154,11 @@ def back_off(scaler: Any) -> bool:
     """
     if scaler is None or not scaler.is_enabled() or not getattr(scaler, "dynamic", True):
         return False
-    factor = (
-        scaler.get_backoff_factor()
-        if hasattr(scaler, "get_backoff_factor")
-        else scaler.backoff_factor
-    )
-    scaler.update(scaler.get_scale() * factor)
+    scaler.update(scaler.get_scale() * _backoff_factor(scaler))
     return True
+
+
+def _backoff_factor(scaler: Any) -> float:
+    """By a method of torch's scaler, or an attribute of ours."""
+    by_method = hasattr(scaler, "get_backoff_factor")
+    return scaler.get_backoff_factor() if by_method else scaler.backoff_factor  # type: ignore[no-any-return]

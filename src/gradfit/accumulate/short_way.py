@@ -2,8 +2,9 @@
 
 After a backward pass no cache holds this code or its data any more, so that each Python function
 called between two passes takes microseconds, not a tenth of one: the questions of the long way
-(`Window.begin`, `Window.admit_plain`), one function each, took 3 to 5 % of a small model's time.
-Whatever is not usual goes that long way.
+(`window_begin.begin`, `plain_admission.admit_plain`), one function each, took 3 to 5 % of a small
+model's time. So the functions here are long where many small ones would read better; whatever is
+not usual goes the long way.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 from gradfit._torch import gradient_of, have_no_gradient, version_of
 from gradfit.accumulate.optimizer_access import parameters_of
 from gradfit.accumulate.strategy import Strategy
+from gradfit.accumulate.window_begin import start_clear
+from gradfit.accumulate.window_marks import take_marks
 from gradfit.accumulate.window_state import Phase
 from gradfit.arguments import Number
 
@@ -57,7 +60,7 @@ class ShortWay:
         window.next_way = self
 
     def begin_window(self, window: Any) -> bool:
-        """Begin a window after one that was used and cleared, as `Window.begin` would; False, and
+        """Begin a window after one that was used and cleared, as `begin` would; False, and
         nothing done, if there is anything else to see to.
         """
         state = window.state
@@ -77,7 +80,7 @@ class ShortWay:
         elif state.phase is not Phase.FILLING or not state.is_empty:
             return False
         window.next_way = None
-        window.start_clear()
+        start_clear(window)
         self._state = window.state
         return True
 
@@ -124,7 +127,7 @@ class ShortWay:
             self._versions = self._marks.versions = [*map(version_of, self._gradients)]
             window.marks = self._marks
         else:
-            window.take_marks()
+            take_marks(window)
             if window.marks is None:
                 return False
             self._hold(window)

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradfit.accumulate.gradient_marks import drop_gradients
+from gradfit.accumulate.identities import identities, without
 from gradfit.accumulate.window_state import Total, add_scaled
 from gradfit.arguments import Number
 from gradfit.errors import MisuseError
@@ -34,13 +36,11 @@ class Transaction:
         self._had_plain = False
         self.adds_up = False  # the sums are being changed: there is no way back
         self._sums: list[Tensor | None] = [tensor.grad for tensor in tensors]
-        for tensor in tensors:
-            tensor.grad = None
+        drop_gradients(tensors)
 
     def extend(self, tensors: Sequence[Any]) -> None:
         """Parameters that came to the window meanwhile: all they have is this micro-batch's."""
-        present = {id(tensor) for tensor in self.tensors}
-        new = [tensor for tensor in tensors if id(tensor) not in present]
+        new = without(tensors, identities(self.tensors))
         self.tensors += new
         self._sums += [None] * len(new)
 
@@ -48,6 +48,11 @@ class Transaction:
     def weight(self) -> Number:
         """What the micro-batch weighs."""
         return self.counted if self.declared is None else self.declared
+
+    @property
+    def weighs(self) -> bool:
+        """Whether any of its losses has a weight."""
+        return bool(self.weight or self.terms)
 
     @property
     def is_empty(self) -> bool:
@@ -62,22 +67,21 @@ class Transaction:
     def gradients(self) -> list[Tensor]:
         """The micro-batch's own gradients, terms included."""
         own = [tensor.grad for tensor in self.tensors if tensor.grad is not None]
-        return own + [
-            gradient for term in self.terms.values() for gradient in term.gradients.values()
-        ]
+        for term in self.terms.values():
+            own += term.gradients.values()
+        return own
 
     def factor_for(self, weight: Number, reduction: str) -> float:
         """What to backpropagate a loss with; MisuseError if its weight contradicts the
         micro-batch's.
         """
-        if self.declared is not None and weight not in (1, self.declared):
+        unit = weight if self.declared is None else self.declared
+        if weight not in (1, unit):
             raise MisuseError(
                 f"weight={weight!r} inside micro_batch(weight={self.declared!r}). Pass the weight"
                 " in one place."
             )
-        if reduction == "sum":
-            return self._relative(1)
-        return self._relative(weight if self.declared is None else self.declared)
+        return self._relative(1 if reduction == "sum" else unit)
 
     def _relative(self, unit: Number) -> float:
         """The factor for a loss whose gradient weighs `unit`: the first one's is 1."""

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from gradfit import _torch
+from gradfit.accumulate.counted_micro_batches import close_all
+from gradfit.accumulate.gradient_marks import drop_gradients
 from gradfit.accumulate.marks import belongs_to_another
 from gradfit.accumulate.optimizer_access import (
     AnyOptimizer,
@@ -21,11 +23,15 @@ from gradfit.accumulate.optimizer_access import (
 )
 from gradfit.accumulate.processes import AllParts
 from gradfit.accumulate.scaled_losses import times_unscaled
-from gradfit.accumulate.scaling import nonfinite_gradient, scale_gradients
+from gradfit.accumulate.scaling import gradients_of, nonfinite_gradient, scale_gradients
 from gradfit.accumulate.step_result import StepResult
 from gradfit.accumulate.window import Window
+from gradfit.accumulate.window_begin import leave_gradients
+from gradfit.accumulate.window_end import combine, finalise, meet
+from gradfit.accumulate.window_marks import take_marks_of_tensors
+from gradfit.accumulate.window_members import follow_optimizer
 from gradfit.accumulate.window_state import Phase
-from gradfit.errors import MisuseError
+from gradfit.errors import MisuseError, NonFiniteGradient
 
 _NOTHING = contextlib.nullcontext()
 _TORCH_ZERO_GRAD = torch.optim.Optimizer.zero_grad
@@ -68,53 +74,59 @@ class Update:
         """
         window = self.window
         self.narrow_again()
-        scaler = self.scaler
-        if scaler is not None and not scaler.is_enabled():
-            scaler = None
+        scaler = self._enabled_scaler()
         if not window.enabled:
             return self._finish_plain(scaler)
-        window.close_all()
-        whole = window.meet(
-            flushing=flushing, joined=joined, scale=1.0 if scaler is None else scaler.get_scale()
+        close_all(window)
+        whole = meet(
+            window,
+            flushing=flushing,
+            joined=joined,
+            scale=1.0 if scaler is None else scaler.get_scale(),
         )
         window.require_intact()
         self.all_flushing, self.notes = whole.flushing or window.ranks.size == 1, whole.notes
         weight, skipped, taken = window.weight, whole.skipped, whole.micro_batches
         if not any(whole.weights.values()):
             self._end(None)
-            return StepResult(
-                False, "no weight" if taken or skipped else "empty window", None, 0, taken, skipped
-            )
+            reason = "no weight" if taken or skipped else "empty window"
+            return StepResult(False, reason, None, 0, taken, skipped)
         window.ranks.share_options(self.optimizer, whole, joined)
         return self._apply(scaler, whole, StepResult(False, "", None, weight, taken, skipped))
+
+    def _enabled_scaler(self) -> Any:
+        return self.scaler if self.scaler is not None and self.scaler.is_enabled() else None
 
     def _apply(self, scaler: Any, whole: AllParts, result: StepResult) -> StepResult:
         """Unscale, check, normalise and clip the gradients, then step with them."""
         window = self.window
-        factor = window.combine()
-        gradients = [one for tensor in window.tensors if (one := tensor.grad) is not None]
+        factor = combine(window)
+        gradients = gradients_of(window.tensors)
         if scaler is not None:
             factor *= self._unscale(scaler, whole, gradients)
-        norm = (
-            window.ranks.norm(gradients) if window.norm_ahead is None else window.norm_ahead
-        ) * factor
+        norm = self._norm(gradients) * factor
+        result = result._replace(grad_norm=norm)
         if not math.isfinite(norm):
-            return self._refuse_nonfinite(scaler, factor, result._replace(grad_norm=norm))
-        if self.max_norm is not None and norm > self.max_norm:
-            factor *= self.max_norm / norm
+            return self._refuse_nonfinite(scaler, factor, result)
         window.in_doubt = True
-        scale_gradients(window.tensors, factor)
+        scale_gradients(window.tensors, factor * self._clipping(norm))
         if self.clipper is not None:
             self._clip_or_keep(self.clipper, scaler)
         if self.optimizer is None:
             self._hand_out()
-            return result._replace(reason="no optimizer", grad_norm=norm)
+            return result._replace(reason="no optimizer")
         stepped = self._step_or_keep(self.optimizer, scaler, norm)
         self._end(norm**2)
-        reason = _reason(stepped, scaler)
-        return StepResult(
-            stepped, reason, norm, result.weight, result.micro_batches, result.skipped
-        )
+        return result._replace(stepped=stepped, reason=_reason(stepped, scaler))
+
+    def _norm(self, gradients: list[Tensor]) -> float:
+        """Of the sums, unless somebody has read it already."""
+        ahead = self.window.norm_ahead
+        return self.window.ranks.norm(gradients) if ahead is None else ahead
+
+    def _clipping(self, norm: float) -> float:
+        """What brings gradients of that norm down to the largest one that is allowed."""
+        return self.max_norm / norm if self.max_norm is not None and norm > self.max_norm else 1.0
 
     def _clip_or_keep(self, clipper: Any, scaler: Any) -> None:
         """Clip; if that fails, leave the gradients so that the caller can try again."""
@@ -136,6 +148,11 @@ class Update:
             scaler.update(whole.scale)
         factor = whole.scale / window.state.loss_scale
         window.ranks.spread_nonfinite(gradients)
+        self._unscale_once(scaler)
+        window.in_doubt = True
+        return factor
+
+    def _unscale_once(self, scaler: Any) -> None:
         try:
             scaler.unscale_(self.optimizer)
         except torch.OutOfMemoryError:
@@ -146,8 +163,6 @@ class Update:
                 " Leave it out and pass clip=, or go on by hand with scaler.step(optimizer);"
                 " scaler.update(); optimizer.zero_grad()."
             ) from error
-        window.in_doubt = True
-        return factor
 
     def _refuse_nonfinite(self, scaler: Any, factor: float, result: StepResult) -> StepResult:
         """NaN or Inf: drop the window, or stop and leave its mean there to look at."""
@@ -158,24 +173,26 @@ class Update:
         elif not self.skip_nonfinite:
             scale_gradients(window.tensors, factor)
             self._hand_out()
-            if window.bare:  # a step's: it has taken the batch back, and has no reset()
-                remedy, what = "on_nonfinite='skip' leaves such a batch out.", "the batch"
-            else:
-                remedy, what = "reset() drops it, on_nonfinite='skip' always.", "the window"
-            raise nonfinite_gradient(window.tensors, what, remedy)
+            raise self._nonfinite()
         self._end(None)
         skipped = result.micro_batches + result.skipped
         return result._replace(reason="non-finite gradient", skipped=skipped)
+
+    def _nonfinite(self) -> NonFiniteGradient:
+        window = self.window
+        if window.bare:  # a step's: it has taken the batch back, and has no reset()
+            remedy, what = "on_nonfinite='skip' leaves such a batch out.", "the batch"
+        else:
+            remedy, what = "reset() drops it, on_nonfinite='skip' always.", "the window"
+        return nonfinite_gradient(window.tensors, what, remedy)
 
     def _finish_plain(self, scaler: Any) -> StepResult:
         """A step while the accumulator is disabled: clip and step with what is in `.grad`."""
         window, optimizer = self.window, self.optimizer
         if scaler is not None:
             scaler.unscale_(optimizer)
-        gradients = [one for tensor in window.tensors if (one := tensor.grad) is not None]
-        norm = window.ranks.norm(gradients)
-        if self.max_norm is not None and norm > self.max_norm:
-            scale_gradients(window.tensors, self.max_norm / norm)
+        norm = window.ranks.norm(gradients_of(window.tensors))
+        scale_gradients(window.tensors, self._clipping(norm))
         if self.clipper is not None:
             self.clipper.clip_grads(window.tensors)
         if optimizer is None:
@@ -188,22 +205,25 @@ class Update:
         """Step; if that fails, leave things so that the caller can try again, or says that nobody
         can.
         """
-        window = self.window
-        before = [(tensor, _torch.version_of(tensor)) for tensor in window.tensors]
+        before = [(tensor, _torch.version_of(tensor)) for tensor in self.window.tensors]
         try:
             return self._step(optimizer, scaler)
         except BaseException:
-            changed = sum(_torch.version_of(tensor) != version for tensor, version in before)
-            if self._stepped:  # only what came after the update has failed, somebody's hook, say
-                self._end(norm**2)
-            elif changed:
-                window.break_off(
-                    f"The optimizer failed when it had changed {changed} of {len(before)}"
-                    " parameters. Restore them from a saved state."
-                )
-            else:
-                self._keep(scaler)
+            self._leave_failed(scaler, norm, before)
             raise
+
+    def _leave_failed(self, scaler: Any, norm: float, before: list[tuple[Tensor, int]]) -> None:
+        """A step has failed, before which the parameters had these versions."""
+        changed = sum(_torch.version_of(tensor) != version for tensor, version in before)
+        if self._stepped:  # only what came after the update has failed, somebody's hook, say
+            self._end(norm**2)
+        elif changed:
+            self.window.break_off(
+                f"The optimizer failed when it had changed {changed} of {len(before)}"
+                " parameters. Restore them from a saved state."
+            )
+        else:
+            self._keep(scaler)
 
     def _step(self, optimizer: AnyOptimizer, scaler: Any) -> bool:
         """Step, and say whether that really happened: a scaler looks at parameters that are not
@@ -236,19 +256,17 @@ class Update:
         """The gradients are the mean, and whoever wants can use them."""
         window = self.window
         window.state.phase, window.in_doubt = Phase.FINAL, False
-        window.take_marks_of_tensors()
+        take_marks_of_tensors(window)
 
     def _end(self, squared_norm: float | None) -> None:
         optimizer = self.optimizer
         if optimizer is None:  # and nothing was handed to the user
-            for tensor in self.window.tensors:
-                tensor.grad = None
+            drop_gradients(self.window.tensors)
         elif getattr(optimizer.zero_grad, "__func__", None) is _TORCH_ZERO_GRAD:
             # The same without the profiler's record around it, which takes longer than all the rest
             # here.
             for group in optimizer.param_groups:  # type: ignore[attr-defined]
-                for tensor in group["params"]:
-                    tensor.grad = None
+                drop_gradients(group["params"])
         else:
             optimizer.zero_grad()
         self.window.count_update(squared_norm)
@@ -264,34 +282,35 @@ class Update:
             return
         self.narrow_again()
         if window.in_use or window.ranks.size > 1 or window.block is not None:
-            with window.alone("optimizer.step()"):
-                window.require_intact()
-                window.follow()
-                self._require_unscaled()
-                window.finalise()
+            self._finalise_for_step()
         if self.widens:
-            self._widened = contextlib.ExitStack()
-            self._widened.enter_context(full_precision(self._stepper, window.tensors))
+            self._widen()
+
+    def _widen(self) -> None:
+        """Until `narrow_again`."""
+        self._widened = contextlib.ExitStack()
+        self._widened.enter_context(full_precision(self._stepper, self.window.tensors))
+
+    def _finalise_for_step(self) -> None:
+        window = self.window
+        with window.alone("optimizer.step()"):
+            window.require_intact()
+            follow_optimizer(window)
+            self._require_unscaled()
+            finalise(window)
 
     def _require_unscaled(self) -> None:
         """Refuse a step by hand with gradients that still carry the loss scale."""
         state = self.window.state
-        if (
-            self.scaler is None
-            or not self.scaler.is_enabled()
-            or state.loss_scale == 1.0
-            or state.is_empty
-        ):
+        if self._enabled_scaler() is None or state.loss_scale == 1.0 or state.is_empty:
             return
         if state.phase is not Phase.FINAL:
             raise MisuseError(
                 f"optimizer.step() with sums that carry the loss scale of {state.loss_scale:g}."
                 " Call step() of the accumulator, or read is_ready before scaler.step(optimizer)."
             )
-        if (
-            state.unscaled_before is not None
-            and times_unscaled(self.scaler, self.optimizer) == state.unscaled_before
-        ):
+        before = state.unscaled_before
+        if before is not None and times_unscaled(self.scaler, self.optimizer) == before:
             raise MisuseError(
                 "optimizer.step() with gradients that carry the loss scale of"
                 f" {state.loss_scale:g}. Call step() of the accumulator, or scaler.step(optimizer)."
@@ -304,14 +323,14 @@ class Update:
         elif self.window.enabled:
             self.narrow_again()
             self.window.count_update(None)
-            self.window.leave_gradients()
+            leave_gradients(self.window)
 
     def after_add_param_group(self) -> None:
         """Take new parameters up at once, unless another thread is at work, which will."""
         window = self.window
         if window.turn.acquire(blocking=False):
             try:
-                window.follow()
+                follow_optimizer(window)
             finally:
                 window.turn.release()
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradfit._torch import run_backward
+from gradfit.accumulate.provisional_divisor import divisor_for
 from gradfit.accumulate.short_way import ShortWay
 from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_state import OpenMicroBatch
@@ -86,7 +87,7 @@ class UsualPass(ShortWay):
         if not self._is_same_kind(loss, weight) or not self.begin_window(window):
             return False
         total = self._total = self._state.main
-        divisor = window.divisor_for(weight, narrow=loss.dtype in NARROW or window.narrow)
+        divisor = divisor_for(window, weight, narrow=loss.dtype in NARROW or window.narrow)
         if divisor != self._divisor:
             self._keep_initial(loss, weight)
         total.divisor, self._state.had_pass = divisor, True

@@ -7,9 +7,10 @@ from typing import Any
 
 from gradfit import _torch
 from gradfit.accumulate.marks import belongs_to_another
+from gradfit.accumulate.plain_admission import finalise_by_itself
 from gradfit.accumulate.processes import SINGLE_PROCESS
 from gradfit.accumulate.short_way import ShortWay
-from gradfit.accumulate.window_state import OpenMicroBatch, Phase
+from gradfit.accumulate.window_state import OpenMicroBatch, Phase, WindowState
 
 
 def is_usual(window: Any) -> bool:
@@ -17,17 +18,22 @@ def is_usual(window: Any) -> bool:
 
     Only the main thread's: its number is never given to another one, such as autograd's own.
     """
-    state = window.state
     return (
         window.marks is not None
-        and state.phase is Phase.FILLING
-        and state.main.divisor == 1.0  # so that gradients come in as they are
-        and not state.terms
-        and window.scaler is None
-        and window.transaction is None
-        and window.ranks is SINGLE_PROCESS
+        and _adds_as_it_is(window.state)
+        and _is_by_itself(window)
         and threading.get_ident() == threading.main_thread().ident
     )
+
+
+def _adds_as_it_is(state: WindowState) -> bool:
+    """Whether gradients come in as they are, into one sum."""
+    return state.phase is Phase.FILLING and state.main.divisor == 1.0 and not state.terms
+
+
+def _is_by_itself(window: Any) -> bool:
+    """Whether nothing else is done to gradients: by a scaler, a micro-batch, other processes."""
+    return window.scaler is None and window.transaction is None and window.ranks is SINGLE_PROCESS
 
 
 # Calls from the engine's to `admits_plain`: the hook, `_begin` and `_begin_usual` of
@@ -106,7 +112,7 @@ class UsualPlainPass(ShortWay):
         if written is not None and (
             len(state.open) > 1 or window.strategy.is_complete(steps, state.main.weight)
         ):
-            window.finalise_by_itself()
+            finalise_by_itself(window)
             if state.phase is Phase.FINAL:
                 self.end_window(window)
         return True

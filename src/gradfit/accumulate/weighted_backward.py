@@ -14,11 +14,15 @@ import torch
 from torch import Tensor
 
 from gradfit import _torch
+from gradfit.accumulate.counted_micro_batches import add, add_terms, skip
+from gradfit.accumulate.provisional_divisor import divisor_for, term_for
 from gradfit.accumulate.scaling import back_off, gradient_norm, nonfinite_gradient
 from gradfit.accumulate.transaction import Transaction, zero
 from gradfit.accumulate.usual_pass import NARROW, UsualPass
 from gradfit.accumulate.window import Window
-from gradfit.accumulate.window_state import Phase, Total, add_scaled
+from gradfit.accumulate.window_marks import require_parameters_unwritten, take_marks
+from gradfit.accumulate.window_members import follow_optimizer
+from gradfit.accumulate.window_state import Phase, Total
 from gradfit.arguments import Number
 from gradfit.errors import MisuseError
 from gradfit.own_passes import OWN_PASSES, owner_of
@@ -53,23 +57,20 @@ class Backpropagator:
         window, transaction = self.window, self.window.transaction
         if not weight:
             self._reach(loss)
-            window.add(0) if transaction is None else transaction.add(0)
-            window.take_marks()
-        elif transaction is not None:
-            assert loss is not None
-            self._run(loss, transaction.factor_for(weight, reduction))
-            transaction.add(weight)
-            window.take_marks()
-        else:
-            assert loss is not None
-            self._backward(loss, weight, reduction)
-
-    def _backward(self, loss: Tensor, weight: Number, reduction: str) -> None:
-        window = self.window
-        if self.isolate:
-            self._backward_apart(loss, weight, reduction)
+            add(window, 0) if transaction is None else transaction.add(0)
+            take_marks(window)
             return
-        divisor = window.divisor_for(weight, narrow=loss.dtype in NARROW or window.narrow)
+        assert loss is not None
+        if transaction is not None:
+            self._backward_into(transaction, loss, weight, reduction)
+        elif self.isolate:
+            self._backward_apart(loss, weight, reduction)
+        else:
+            self._backward_into_sums(loss, weight, reduction)
+
+    def _backward_into_sums(self, loss: Tensor, weight: Number, reduction: str) -> None:
+        window = self.window
+        divisor = divisor_for(window, weight, narrow=loss.dtype in NARROW or window.narrow)
         factor = (weight if reduction == "mean" else 1) / divisor
         if self.can_take_back:
             factor *= self._rescale()
@@ -79,8 +80,8 @@ class Backpropagator:
         window.in_doubt, window.marks = True, None
         self._run(loss, factor)
         with window.lock:
-            window.add(weight)
-            window.take_marks()
+            add(window, weight)
+            take_marks(window)
             window.in_doubt = False
             self._settle(loss, weight)
 
@@ -104,19 +105,22 @@ class Backpropagator:
 
     def _backward_apart(self, loss: Tensor, weight: Number, reduction: str) -> None:
         with self.transact(None) as transaction:
-            self._run(loss, transaction.factor_for(weight, reduction))
-            transaction.add(weight)
-            self.window.take_marks()
+            self._backward_into(transaction, loss, weight, reduction)
+
+    def _backward_into(
+        self, transaction: Transaction, loss: Tensor, weight: Number, reduction: str
+    ) -> None:
+        self._run(loss, transaction.factor_for(weight, reduction))
+        transaction.add(weight)
+        take_marks(self.window)
 
     def _reach(self, loss: Any, *, retain_graph: bool = False) -> None:
         """A loss without weight, NaN perhaps: what it reaches has a gradient of zeros, as in plain
         torch.
         """
-        window, sources = self.window, self.window.sources
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
+        sources = self.window.sources
+        if not _has_graph(loss) or self._would_change_nothing():
             return
-        if not window.ranks.lockstep and all(source.grad is not None for source in sources):
-            return  # zeros would change nothing
         reached: dict[int, Tensor] = {}
         with self._apart(), _separate_gradients(sources, reached):
             self._run(loss, 0.0, retain_graph)
@@ -124,22 +128,29 @@ class Backpropagator:
             if sources[position].grad is None:
                 sources[position].grad = zero(gradient)
 
+    def _would_change_nothing(self) -> bool:
+        """Whether zeros would add nothing to gradients that are all there, and no other process
+        waits for a pass.
+        """
+        window = self.window
+        return not window.ranks.lockstep and all(
+            source.grad is not None for source in window.sources
+        )
+
     def backward_terms(self, terms: dict[str, tuple[Tensor, Number]]) -> None:
         """One pass per term, into sums of its own: what divides them is known only at the end."""
         window = self.window
         with contextlib.ExitStack() as stack:
             if self.isolate and window.transaction is None:
                 stack.enter_context(self.transact(None))
-            transaction = window.transaction
-            if transaction is None:
+            if window.transaction is None:
                 stack.enter_context(self._apart())
                 window.in_doubt = True
-            rescale = 1.0 if transaction is not None else self._rescale()
-            live = [name for name, (loss, weight) in terms.items() if weight or _has_graph(loss)]
+            rescale = 1.0 if window.transaction is not None else self._rescale()
+            last = _last_pass(terms)
             for name, (loss, weight) in terms.items():
                 # the terms share one graph, which the last pass through it frees
-                retain = bool(live) and name != live[-1]
-                self._backward_term(name, loss, weight, rescale, retain)
+                self._backward_term(name, loss, weight, rescale, last not in (None, name))
             self._book_terms(terms)
 
     def _backward_term(
@@ -147,7 +158,7 @@ class Backpropagator:
     ) -> None:
         """One pass of a term, into the window's sums of it or the transaction's."""
         window, transaction = self.window, self.window.transaction
-        sums = window.term_for(name, weight)
+        sums = term_for(window, name, weight)
         if not weight:
             self._reach(loss, retain_graph=retain)
             return
@@ -163,10 +174,10 @@ class Backpropagator:
         if transaction is not None:
             transaction.had_pass = True
             transaction.names.update(terms)
-            window.take_marks()
+            take_marks(window)
             return
-        window.add_terms(next(iter(terms.values()))[1], set(terms))
-        window.take_marks()
+        add_terms(window, next(iter(terms.values()))[1], set(terms))
+        take_marks(window)
         window.in_doubt = False
 
     def _run(self, loss: Tensor, factor: float, retain_graph: bool = False) -> None:
@@ -179,19 +190,19 @@ class Backpropagator:
         try:
             if outermost:
                 own[thread] = self.window.plain.token
-            if type(loss) is Tensor:
-                _torch.run_backward(loss, initial, retain_graph)
-            else:  # a subclass has its own say
-                torch.autograd.backward(loss, initial, retain_graph=retain_graph)
+            _run_engine(loss, initial, retain_graph)
         except BaseException as error:
-            if self.window.in_doubt:
-                self.window.break_off()
-            self.window.ranks.failed(error)
+            self._note_failure(error)
             raise
         finally:
             if outermost:
                 own.pop(thread, None)
-        self.window.require_parameters_unwritten()
+        require_parameters_unwritten(self.window)
+
+    def _note_failure(self, error: BaseException) -> None:
+        if self.window.in_doubt:
+            self.window.break_off()
+        self.window.ranks.failed(error)
 
     def _initial_for(self, loss: Tensor, factor: float) -> Tensor:
         """A loss's own gradient, made once per value."""
@@ -238,7 +249,7 @@ class Backpropagator:
             transaction = window.transaction = Transaction(window.sources, weight)
             try:
                 window.block = threading.get_ident() if block else None
-                window.take_marks()
+                take_marks(window)
                 yield transaction
                 self._commit(transaction)
             except BaseException:
@@ -248,14 +259,14 @@ class Backpropagator:
             finally:
                 window.transaction = window.block = None
                 window.plain.end_micro_batch(threading.get_ident())
-            window.take_marks()
+            take_marks(window)
 
     def _take_back(self, transaction: Transaction, terms: set[str]) -> None:
         window = self.window
         if transaction.adds_up:  # it was interrupted while it was added to the sums
             window.break_off()
             return
-        window.follow()
+        follow_optimizer(window)
         transaction.roll_back()
         for name in set(window.state.terms) - terms:
             del window.state.terms[name]
@@ -265,21 +276,28 @@ class Backpropagator:
     def _commit(self, transaction: Transaction) -> None:
         window = self.window
         window.require_intact()
-        window.follow()
-        if window.marks is not None and not window.marks.untouched():
+        follow_optimizer(window)
+        self._require_untouched_inside()
+        if transaction.is_empty and transaction.declared != 0:
+            transaction.roll_back()
+            return
+        norm = gradient_norm(transaction.gradients()) if transaction.weighs else 0.0
+        if math.isfinite(norm):
+            self._add_all(transaction, norm)
+        else:
+            self._leave_out(transaction)
+
+    def _require_untouched_inside(self) -> None:
+        marks = self.window.marks
+        if marks is not None and not marks.untouched():
             raise MisuseError(
                 "The gradients were cleared or changed by hand inside micro_batch. Leave"
                 " optimizer.zero_grad(), clipping and unscaling out of the block; the micro-batch"
                 " was taken back, and can be repeated."
             )
-        if transaction.is_empty and transaction.declared != 0:
-            transaction.roll_back()
-            return
-        weighs = bool(transaction.weight or transaction.terms)
-        norm = gradient_norm(transaction.gradients()) if weighs else 0.0
-        if not math.isfinite(norm):
-            self._leave_out(transaction)
-            return
+
+    def _add_all(self, transaction: Transaction, norm: float) -> None:
+        """Add a micro-batch whose gradients are finite, its loss terms included."""
         rescale = self._rescale()
         if transaction.weight:
             self._add(transaction, norm, rescale)
@@ -298,34 +316,38 @@ class Backpropagator:
             raise error
         window.state.rescaled = back_off(self.scaler) or window.state.rescaled
         transaction.roll_back()
-        window.skip()
+        skip(window)
 
     def _add_weightless(self, transaction: Transaction) -> None:
         """A micro-batch whose main loss has no weight: it may still have terms that do."""
         transaction.roll_back_to_zero()
         first = next((term.weight for term in transaction.terms.values()), 0)
         transaction.adds_up = True
-        self.window.add_terms(first, transaction.names or {""})
+        add_terms(self.window, first, transaction.names or {""})
 
     def _add_terms(self, transaction: Transaction, rescale: float) -> None:
         """Add each loss term's gradients to the window's sums of that term."""
         for name, term in transaction.terms.items():
-            total = self.window.term_for(name, term.weight)
+            total = term_for(self.window, name, term.weight)
             factor = rescale * (term.divisor or 1.0) / (total.divisor or 1.0)
-            for position, gradient in term.gradients.items():
-                sums = total.gradients
-                sums[position] = add_scaled(sums.get(position), gradient, factor)
+            total.take(term.gradients, factor)
             total.weight += term.weight
 
     def _add(self, transaction: Transaction, norm: float, rescale: float) -> None:
         """Add a micro-batch to the window's sums, in their own precision."""
         window, weight = self.window, transaction.weight
         transaction.adds_up = True
-        divisor = window.divisor_for(weight, narrow=True, sums=transaction.sums)
+        divisor = divisor_for(window, weight, narrow=True, sums=transaction.sums)
         reference = transaction.reference or 1
         transaction.commit(reference / divisor * rescale)
         scale = self.scaler.get_scale() if self.scaler is not None else 1.0
-        window.add(weight, squared_norm=(norm / scale * reference / weight) ** 2)
+        add(window, weight, squared_norm=(norm / scale * reference / weight) ** 2)
+
+
+def _last_pass(terms: dict[str, tuple[Tensor, Number]]) -> str | None:
+    """The last term that is backpropagated; None if none is."""
+    live = [name for name, (loss, weight) in terms.items() if weight or _has_graph(loss)]
+    return live[-1] if live else None
 
 
 def _has_graph(loss: Any) -> bool:
@@ -345,3 +367,10 @@ def _separate_gradients(tensors: Sequence[Any], sums: dict[int, Tensor]) -> Iter
             if tensor.grad is not None:
                 sums[position] = tensor.grad
             tensor.grad = gradient
+
+
+def _run_engine(loss: Tensor, initial: Tensor, retain_graph: bool) -> None:
+    if type(loss) is Tensor:
+        _torch.run_backward(loss, initial, retain_graph)
+    else:  # a subclass has its own say
+        torch.autograd.backward(loss, initial, retain_graph=retain_graph)

@@ -52,7 +52,7 @@ class Total:
         of a mean.
         """
         assert self.divisor is not None
-        power = 2.0 ** math.ceil(math.log2((self.weight + weight) / self.divisor))
+        power = power_of_two_from((self.weight + weight) / self.divisor)
         with torch.no_grad():
             for one in sums:
                 one.mul_(1 / power)
@@ -65,6 +65,15 @@ class Total:
             source.grad = add_scaled(source.grad, gradient, self.factor)
         self.gradients = {}
 
+    def take(self, gradients: dict[int, Tensor], factor: float) -> None:
+        """Add `factor` times gradients, which are given up, to the sums."""
+        for position, gradient in gradients.items():
+            self.gradients[position] = add_scaled(self.gradients.get(position), gradient, factor)
+
+    def renumber(self, now: dict[int, int]) -> None:
+        """The tensors have other positions, by those they had; some are gone."""
+        self.gradients = {now[at]: gradient for at, gradient in self.gradients.items() if at in now}
+
 
 @dataclass(slots=True)
 class OpenMicroBatch:
@@ -76,6 +85,21 @@ class OpenMicroBatch:
     """The first tensor of each plain pass."""
     losses: set[str] = field(default_factory=set)
     """The loss terms among them; "" is the main loss."""
+
+    @property
+    def is_of_parts(self) -> bool:
+        """Whether all of it are plain passes that began at different tensors, as the losses of one
+        forward do.
+        """
+        return self.passes == self.plain == len(self.reached) > 1
+
+    def take_losses(self, names: set[str]) -> bool:
+        """Whether losses of these names are of this micro-batch, which has each loss once; else
+        they begin another one.
+        """
+        joins = bool(self.passes) and names.isdisjoint(self.losses or {""})
+        self.losses = (self.losses or {""}) | names if joins else names
+        return joins
 
 
 @dataclass(slots=True)
@@ -113,6 +137,26 @@ class WindowState:
     def is_empty(self) -> bool:
         """Whether nothing has come in."""
         return not (self.micro_batches or self.open)
+
+    def totals(self) -> dict[str, Number]:
+        """Every denominator by its term's name; that of the main loss is ""."""
+        return {"": self.main.weight, **{name: term.weight for name, term in self.terms.items()}}
+
+    def total_of(self, name: str) -> Total:
+        """The denominator of that name, also one that was not there yet."""
+        return self.terms.setdefault(name, Total()) if name else self.main
+
+    def open_in(self, thread: int) -> OpenMicroBatch:
+        """The micro-batch that a thread is filling; a new one if it has ended its last."""
+        one = self.open.get(thread)
+        if one is None:
+            one = self.open[thread] = OpenMicroBatch()
+        return one
+
+
+def power_of_two_from(number: float) -> float:
+    """The least power of two that is not below a number."""
+    return 2.0 ** math.ceil(math.log2(number))
 
 
 def add_scaled(total: Tensor | None, gradient: Tensor, factor: float) -> Tensor:

@@ -77,13 +77,16 @@ def go_together(roles: Sequence[str], first: Sequence[float], now: Sequence[floa
     """Whether the divisors that stay are the same, and those that grow have grown by the same
     factor.
     """
-    pairs = list(zip(first, now, strict=True))
-    staying = [pair for role, pair in zip(roles, pairs, strict=True) if role != "adds"]
-    growing = [pair for role, pair in zip(roles, pairs, strict=True) if role == "adds"]
+    divisors = list(zip(roles, first, now, strict=True))
+    staying = [(a, b) for role, a, b in divisors if role != "adds"]
+    growing = [(a, b) for role, a, b in divisors if role == "adds"]
+    return all(is_close(a, b) for a, b in staying) and _grow_alike(growing)
+
+
+def _grow_alike(pairs: Sequence[tuple[float, float]]) -> bool:
+    """Whether the numbers of all pairs have one ratio."""
     # a/b = c/d, written so that a term without any items on one side is compared, too.
-    return all(is_close(a, b) for a, b in staying) and all(
-        is_close(a * growing[0][1], b * growing[0][0]) for a, b in growing[1:]
-    )
+    return all(is_close(a * pairs[0][1], b * pairs[0][0]) for a, b in pairs[1:])
 
 
 def is_close(first: float, second: float) -> bool:

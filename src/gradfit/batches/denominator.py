@@ -52,14 +52,19 @@ class Term:
     along.
     """
 
+    def __str__(self) -> str:
+        if self.count is None:
+            return self.reduction
+        return f"{self.reduction} over {float(self.count):g}"
+
     @property
     def is_divided_by_hand(self) -> bool:
         """Whether the loss function divided by a number of its own: that may be no count, where a
         count would be 0.
         """
-        by_torch = self.count is not None and self.reduction != "sum"
+        by_torch = self.count is None or self.reduction != "sum"
         plain = not isinstance(self.scale, Tensor) and abs(self.scale) == 1
-        return not (by_torch and plain) and not (self.count is None and plain)
+        return not (by_torch and plain)
 
     @property
     def items(self) -> Number:
@@ -90,6 +95,11 @@ class Denominator(NamedTuple):
         return not self.terms and not self.unknown
 
     @property
+    def has_values(self) -> bool:
+        """Whether each term is known, with its value."""
+        return not self.unknown and all(term.value is not None for term in self.terms)
+
+    @property
     def is_sum(self) -> bool:
         """Whether nothing was divided at all."""
         return (
@@ -97,11 +107,7 @@ class Denominator(NamedTuple):
         )
 
     def __str__(self) -> str:
-        named = [
-            term.reduction if term.count is None else f"{term.reduction} over {_shown(term.count)}"
-            for term in self.terms
-        ]
-        return " + ".join([*named, *self.unknown]) or "0 times something"
+        return " + ".join([*map(str, self.terms), *self.unknown]) or "0 times something"
 
 
 def read_denominator(loss: Tensor, reader: ScalarReader | None = None) -> Denominator | None:
@@ -124,7 +130,7 @@ def read_denominator(loss: Tensor, reader: ScalarReader | None = None) -> Denomi
     if loss.grad_fn is None or loss.numel() != 1:
         return None
     walk = _Walk(loss.grad_fn, reader)
-    while walk.paths and len(walk.terms) + len(walk.unknown) < _MOST_TERMS:
+    while walk.goes_on:
         walk.follow(walk.paths.pop())
     if walk.paths or (walk.unknown and not walk.terms):
         return None
@@ -140,6 +146,11 @@ class _Walk:
         self.paths = [_GraphPath(node, reader=reader).with_value()]
         self.terms: list[Term] = []
         self.unknown: list[str] = []
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there are ways left, and not too many terms already."""
+        return bool(self.paths) and len(self.terms) + len(self.unknown) < _MOST_TERMS
 
     def follow(self, path: _GraphPath) -> None:
         rule = _RULES.get(path.node.name())
@@ -179,10 +190,11 @@ class _GraphPath(NamedTuple):
         node = self.node.next_functions[place][0]
         if node is None or (not isinstance(scale, Tensor) and scale == 0):
             return []
-        on = self._replace(node=node, scaled=self.scaled * scale)
-        if divide is None:
-            return [on]
-        return [on._replace(divided=divide if self.divided is None else self.divided * divide)]
+        divided = self.divided if divide is None else self._divided_by(divide)
+        return [self._replace(node=node, scaled=self.scaled * scale, divided=divided)]
+
+    def _divided_by(self, number: Number) -> Number:
+        return number if self.divided is None else self.divided * number
 
     def mean(self, count: Number, name: str) -> Term:
         """The term of a reduction that has divided by `count`."""
@@ -241,21 +253,25 @@ def _neg(path: _GraphPath) -> _Reached:
 
 @_rule("AddBackward0", "AddBackward1", "SubBackward0", "SubBackward1", "RsubBackward1")
 def _add(path: _GraphPath) -> _Reached:
-    alpha = getattr(path.node, "_saved_alpha", 1)
-    name = path.node.name()
-    first, second = (
-        (-alpha, 1) if name.startswith("Rsub") else (1, -alpha if name.startswith("Sub") else alpha)
-    )
+    first, second = _signs(path.node)
     later = path.to(1, scale=second) if len(path.node.next_functions) > 1 else []
     return path.to(0, scale=first) + later
 
 
+def _signs(node: Any) -> tuple[Number, Number]:
+    """By what an addition or a subtraction has multiplied its two inputs."""
+    alpha = getattr(node, "_saved_alpha", 1)
+    if node.name().startswith("Rsub"):
+        return -alpha, 1
+    return 1, -alpha if node.name().startswith("Sub") else alpha
+
+
 @_rule("MulBackward0", "MulBackward1")
 def _mul(path: _GraphPath) -> _Reached:
-    inputs = path.node.next_functions
-    if len(inputs) > 1 and inputs[0][0] is not None and inputs[1][0] is not None:
+    differentiated = [node is not None for node, _ in path.node.next_functions]
+    if sum(differentiated) > 1:
         return None  # a product of two losses is no loss of one
-    if inputs[0][0] is not None:
+    if differentiated[0]:
         return path.to(0, scale=_number(path.node._saved_other))
     return path.to(1, scale=_number(path.node._saved_self))
 
@@ -400,7 +416,3 @@ def _quotient(number: Number, by: Number) -> Number:
     if isinstance(number, Tensor) or isinstance(by, Tensor) or by:
         return number / by
     return math.inf if number else math.nan
-
-
-def _shown(count: Number) -> str:
-    return f"{float(count):g}"

@@ -30,6 +30,7 @@ from gradfit._torch_fsdp import (
     unsharded_gradient,
 )
 from gradfit.batches.loss import PartLoss
+from gradfit.batches.snapshot import unreduced_gradients
 from gradfit.batches.weights import BatchWeights
 
 _LARGE = 2.0**10
@@ -91,14 +92,19 @@ def gradient_error(
         worst = _compare(rows, weights(), large)
         if math.isnan(worst.error) and large > 1:
             worst = _compare(rows, weights(), 1.0)
-        if not worst.error > tolerance:
-            return worst
-        if worst.error <= _MOST_NOISE * _rounding_error(rows):
+        if not worst.error > tolerance or worst.error <= _MOST_NOISE * _rounding_error(rows):
             return worst
         as_they_are = worst if large == 1 else _compare(rows, weights(), 1.0)
-        if as_they_are.error > tolerance:
-            return as_they_are._replace(reason=_joined(as_they_are.parameter))
-        return worst._replace(reason=_not_linear(worst.parameter))
+        return _explain(worst, as_they_are, tolerance)
+
+
+def _explain(worst: GradientError, as_they_are: GradientError, tolerance: float) -> GradientError:
+    """Why the gradients of parts that were made larger do not make the whole's: those of parts as
+    they are do not either, or only these do.
+    """
+    if as_they_are.error > tolerance:
+        return as_they_are._replace(reason=_joined(as_they_are.parameter))
+    return worst._replace(reason=_not_linear(worst.parameter))
 
 
 def _rounding_error(rows: FewRows) -> float:
@@ -211,12 +217,16 @@ class _Gradients:
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
                 yield name, local_part(parameter.grad)
-        # those that FSDP2 has not reduced
-        for number, unit in enumerate(units_of(self._model)):
-            for place, kept in enumerate(unit.fsdp_params):
-                gradient = unsharded_gradient(kept)
-                if gradient is not None:
-                    yield f"unit {number}, parameter {place}", gradient
+        yield from _each_unreduced(self._model)
+
+
+def _each_unreduced(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The gradients that FSDP2 has not reduced."""
+    for number, unit in enumerate(units_of(model)):
+        for place, kept in enumerate(unit.fsdp_params):
+            gradient = unsharded_gradient(kept)
+            if gradient is not None:
+                yield f"unit {number}, parameter {place}", gradient
 
 
 def _larger(one: float, other: float) -> float:
@@ -226,7 +236,9 @@ def _larger(one: float, other: float) -> float:
 def _ratio(left: float, size: float) -> float:
     if not math.isfinite(left) or not math.isfinite(size):
         return math.nan
-    return left / size if size else (math.inf if left else 0.0)
+    if not size:
+        return math.inf if left else 0.0
+    return left / size
 
 
 def _norm(gradient: Tensor) -> float:
@@ -239,9 +251,7 @@ def _norm(gradient: Tensor) -> float:
 def _own_gradients(model: nn.Module) -> Iterator[None]:
     """Inside, the gradients that were there are out of the way."""
     held = [(parameter, parameter.grad) for parameter in model.parameters()]
-    unreduced = [
-        (kept, unsharded_gradient(kept)) for unit in units_of(model) for kept in unit.fsdp_params
-    ]
+    unreduced = unreduced_gradients(model)
     try:
         yield
     finally:

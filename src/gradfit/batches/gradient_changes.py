@@ -12,7 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-_KNOWN = ("torch.", "gradfit.")  # whose functions have the gradients of what they compute
+# whose functions have the gradients of what they compute
+_WITH_TRUE_GRADIENTS = ("torch.", "gradfit.")
 
 
 def gradient_changers(model: nn.Module, loss: Tensor) -> list[str]:
@@ -22,12 +23,20 @@ def gradient_changers(model: nn.Module, loss: Tensor) -> list[str]:
         model: its hooks are looked at.
         loss: whose graph.
     """
-    hooked = [name for name, parameter in model.named_parameters() if parameter._backward_hooks]
-    changers = [f"a hook of {name!r}" for name in hooked]
+    own = [node.name() for node in _nodes(loss.grad_fn) if _is_own(node)]
+    return [*_hooks_of_parameters(model), *_hooks_of_modules(model), *own]
+
+
+def _hooks_of_parameters(model: nn.Module) -> Iterator[str]:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks:
+            yield f"a hook of {name!r}"
+
+
+def _hooks_of_modules(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
-            changers.append(f"a backward hook of {name or type(module).__name__!r}")
-    return changers + [node.name() for node in _nodes(loss.grad_fn) if _is_own(node)]
+            yield f"a backward hook of {name or type(module).__name__!r}"
 
 
 def _is_own(node: Any) -> bool:
@@ -35,7 +44,7 @@ def _is_own(node: Any) -> bool:
         return True
     if not isinstance(node, BackwardCFunction):
         return False
-    return not str(type(node)._forward_cls.__module__).startswith(_KNOWN)  # type: ignore[attr-defined]
+    return not str(type(node)._forward_cls.__module__).startswith(_WITH_TRUE_GRADIENTS)  # type: ignore[attr-defined]
 
 
 def _nodes(root: Any) -> Iterator[Any]:

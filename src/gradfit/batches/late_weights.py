@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +69,9 @@ class LateWeights:
             return self._sum_over(part, part.count)
         if part.count is not None or read is None:
             return self._as_it_is(part, None)
+        return self._by_divisor(part, read)
+
+    def _by_divisor(self, part: PartLoss, read: Denominator) -> Backpropagated:
         divisor = self._weights.adding_divisor(read)
         if isinstance(divisor, Tensor):
             return self._mean_over(part, divisor)
@@ -147,10 +151,9 @@ class _Numbers:
         for one in self._waiting:
             by_device.setdefault(one.device, {}).setdefault(one.dtype, []).append(one)
         for kinds in by_device.values():
-            ones = [one for kind in kinds.values() for one in kind]
+            ones = chain.from_iterable(kinds.values())
             numbers = _together(list(kinds.values())).tolist()
-            for one, number in zip(ones, numbers, strict=True):
-                self._read[id(one)] = number
+            self._read.update(zip(map(id, ones), numbers, strict=True))
 
     def of(self, value: Any) -> float:
         """The number behind a tensor that was added; any other number as it is."""

@@ -69,20 +69,25 @@ def read_loss(result: Any, rows: int) -> PartLoss:
     Raises:
         MisuseError: it is something else, has no graph, or its count is no whole number.
     """
-    count: Any = None
-    logs: Any = {}
-    loss: Any = result
-    if isinstance(result, Loss):
-        loss, count, logs = result.sum, read_item_count(result.count), result.logs
-    elif isinstance(result, tuple):
-        if len(result) != 2:
-            raise MisuseError(f"loss_fn returned a tuple of {len(result)}. {_FORMS}")
-        loss, second = result
-        if isinstance(second, Mapping):
-            logs = second
-        else:
-            count = read_item_count(second)
+    loss, count, logs = _read_form(result)
     return PartLoss(_check_scalar(loss), count, rows, _check_logs(logs))
+
+
+def _read_form(result: Any) -> tuple[Any, int | Tensor | None, Any]:
+    """The loss, its count and its logs, of which there may be none."""
+    if isinstance(result, Loss):
+        return result.sum, read_item_count(result.count), result.logs
+    return _read_pair(result) if isinstance(result, tuple) else (result, None, {})
+
+
+def _read_pair(result: tuple[Any, ...]) -> tuple[Any, int | Tensor | None, Any]:
+    """From a loss with a count, or with logs."""
+    if len(result) != 2:
+        raise MisuseError(f"loss_fn returned a tuple of {len(result)}. {_FORMS}")
+    loss, second = result
+    if isinstance(second, Mapping):
+        return loss, None, second
+    return loss, read_item_count(second), {}
 
 
 def read_item_count(count: Any) -> int | Tensor:
@@ -103,9 +108,13 @@ def _read_count_tensor(count: Tensor) -> Tensor:
         raise MisuseError(
             f"The count has shape {tuple(count.shape)}, expected one number. Return mask.sum()."
         )
-    if count.is_floating_point() or count.is_complex() or count.dtype is torch.bool:
+    if not _is_of_whole_numbers(count.dtype):
         raise _no_count(f"a {count.dtype} tensor")
     return count.detach()
+
+
+def _is_of_whole_numbers(kind: torch.dtype) -> bool:
+    return not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
 
 
 def _no_count(shown: str) -> MisuseError:
@@ -118,8 +127,7 @@ def _no_count(shown: str) -> MisuseError:
 
 def _check_scalar(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor):
-        hint = " Return its .loss." if isinstance(getattr(loss, "loss", None), Tensor) else ""
-        raise MisuseError(f"loss_fn returned a {type(loss).__name__}.{hint} {_FORMS}")
+        raise _no_tensor(loss)
     if loss.numel() != 1:
         raise MisuseError(
             f"loss_fn must return one number; it returned a tensor of shape {tuple(loss.shape)}."
@@ -136,6 +144,11 @@ def _check_scalar(loss: Any) -> Tensor:
             " detach() it."
         )
     return loss
+
+
+def _no_tensor(loss: Any) -> MisuseError:
+    hint = " Return its .loss." if isinstance(getattr(loss, "loss", None), Tensor) else ""
+    return MisuseError(f"loss_fn returned a {type(loss).__name__}.{hint} {_FORMS}")
 
 
 def _check_logs(logs: Any) -> Mapping[str, Any]:
@@ -173,8 +186,7 @@ def count_tokens(labels: Tensor, ignore_index: int = -100, shift: bool = True) -
     >>> count_tokens(torch.tensor([[5, 6, -100], [7, 8, 9]]))
     tensor(3)
     """
-    kind = read_tensor(labels, "labels").dtype
-    if kind.is_floating_point or kind.is_complex or kind is torch.bool:
+    if not _is_of_whole_numbers(read_tensor(labels, "labels").dtype):
         raise invalid(
             "labels", labels, f"is {labels.dtype}, not token numbers", "labels of type torch.int64"
         )

@@ -105,10 +105,12 @@ class QuietRandomness(TorchFunctionMode):
         if func in _DRAWS:
             return self._draw(func, args, kwargs)
         result = func(*args, **kwargs)
-        self._note(result[0] if isinstance(result, tuple) and result else result)
+        self._note(result)
         return result
 
     def _note(self, result: Any) -> None:
+        if isinstance(result, tuple) and result:
+            result = result[0]
         if isinstance(result, Tensor) and result.dtype in _ROUNDING:
             self.rounding = max(self.rounding, _ROUNDING[result.dtype])
 
@@ -118,12 +120,16 @@ class QuietRandomness(TorchFunctionMode):
         self.draws += 1
         generator = torch.Generator("cpu").manual_seed(self.draws)
         drawn = torch.rand(result.shape[1:], generator=generator, device="cpu").to(result.device)
-        given = [*args[first:], *(value for name, value in kwargs.items() if name in _NAMES)]
-        # and no sizes
-        parameters = [value for value in given if isinstance(value, int | float | Tensor)]
+        parameters = _parameters(args[first:], kwargs)
         with torch.no_grad():
             result.copy_(shaped(drawn.expand(result.shape), *parameters[:2]).to(result.dtype))
         return result
+
+
+def _parameters(args: Any, kwargs: Any) -> list[Any]:
+    """Of a distribution, from the arguments of a function that draws from it; and no sizes."""
+    given = [*args, *(value for name, value in kwargs.items() if name in _NAMES)]
+    return [value for value in given if isinstance(value, int | float | Tensor)]
 
 
 def _without_dropout_p(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -133,12 +139,14 @@ def _without_dropout_p(args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, {**kwargs, "dropout_p": 0.0}
 
 
+def _drops_now(module: nn.Module) -> bool:
+    return isinstance(module, _DROPPING) and module.training
+
+
 @contextlib.contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
     """Switch off the modules that draw masks themselves, and leave the mode of all others."""
-    changed = [
-        module for module in model.modules() if isinstance(module, _DROPPING) and module.training
-    ]
+    changed = [*filter(_drops_now, model.modules())]
     for module in changed:
         module.training = False
     try:
@@ -146,3 +154,15 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     finally:
         for module in changed:
             module.training = True
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside, all modules are in evaluation mode."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training

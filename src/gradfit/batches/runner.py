@@ -8,6 +8,7 @@ is run (plainly, by a plan, below a limit) is a *mode*, which whoever knows of p
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -90,8 +91,8 @@ class MicroBatchRunner:
         if len(contents) == -(-rows // size):
             counts = [min(size, rows - start) for start in range(0, rows, size)]
         else:  # a `split` that makes parts of other sizes
-            counts = [self.rows(content) for content in contents]
-        return [Part(place, *one) for place, one in enumerate(zip(counts, contents, strict=True))]
+            counts = [*map(self.rows, contents)]
+        return [*map(Part, itertools.count(), counts, contents)]
 
     def run(self, part: Part, mode: Mode, backward: Callable[[PartLoss], object]) -> None:
         """Both passes of one part; `backward` gets its loss."""
@@ -115,16 +116,21 @@ def run_part(loss_fn: LossFunction, model: torch.nn.Module, batch: Any, rows: in
     batch = unmarked(batch)
     before = [(tensor, tensor._version) for tensor in leaves(batch)]
     result = loss_fn(model, batch)
-    after = list(leaves(batch))
-    if len(after) != len(before) or any(
-        new is not old or new._version != version
-        for new, (old, version) in zip(after, before, strict=True)
-    ):
+    if _was_changed(batch, before):
         raise MisuseError(
             "loss_fn changed the batch it was given. Work on a copy: batch = dict(batch), x ="
             " x.clone()."
         )
     return read_loss(result, rows)
+
+
+def _was_changed(batch: Any, before: list[tuple[torch.Tensor, int]]) -> bool:
+    """Whether there are other tensors than those, or some were written to since."""
+    after = list(leaves(batch))
+    return len(after) != len(before) or any(
+        new is not old or new._version != version
+        for new, (old, version) in zip(after, before, strict=True)
+    )
 
 
 def count_rows(batch: Any, split: Cut | None, name: str = "batch", *, fake: bool = False) -> int:
@@ -148,6 +154,10 @@ def count_rows(batch: Any, split: Cut | None, name: str = "batch", *, fake: bool
             "holds no tensor",
             "a tensor, or a list, tuple, dict or dataclass of tensors",
         )
+    return _count_along_dim_0(batch, name)
+
+
+def _count_along_dim_0(batch: Any, name: str) -> int:
     rows = size_of_batch(batch, name)
     if not rows:
         raise invalid(name, batch, "has 0 rows", "at least one row")

@@ -72,18 +72,21 @@ class ScalarReader(TorchFunctionMode):
         floor_after = self._floor_after(func, args, kwargs)
         out = func(*args, **kwargs)
         if _is_number(out):
-            if out.grad_fn is not None:
-                self._values[out.grad_fn] = out.detach()
-            elif floor_after is not None:
-                self._floors[storage_key(out)] = out, floor_after(out)
+            self._note(out, floor_after)
         return out
+
+    def _note(self, out: Tensor, floor_after: Callable[[Tensor], Floor] | None) -> None:
+        if out.grad_fn is not None:
+            self._values[out.grad_fn] = out.detach()
+        elif floor_after is not None:
+            self._floors[storage_key(out)] = out, floor_after(out)
 
     def _floor_after(self, func: Any, args: Any, kwargs: Any) -> Callable[[Tensor], Floor] | None:
         """How the result of a function that is about to be called will have been clamped; None if
         it is not, or has a graph that tells.
         """
         first = args[0] if args else None
-        if not isinstance(first, Tensor) or first.numel() != 1 or first.requires_grad:
+        if not _is_number_without_graph(first):
             return None
         if func in _CLAMPS:
             return _Clamped(first, args, kwargs).floor
@@ -99,6 +102,10 @@ class ScalarReader(TorchFunctionMode):
         """How this very number was clamped, if it was and that was seen."""
         clamped = self._floors.get(storage_key(number)) if _is_number(number) else None
         return None if clamped is None else clamped[1]
+
+
+def _is_number_without_graph(item: Any) -> bool:
+    return isinstance(item, Tensor) and item.numel() == 1 and not item.requires_grad
 
 
 def _is_number(item: Any) -> bool:

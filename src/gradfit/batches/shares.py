@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,21 +135,23 @@ def _total(terms: Sequence[TermCount]) -> float:
 def _share(
     part: Sequence[TermCount], roles: Sequence[str], totals: Sequence[float], parts: int
 ) -> PartShare:
-    def factor(term: TermCount, role: str, total: float) -> float:
-        if role == "adds":
-            return term.divisor / total if total else 0.0
-        return 1.0 if role == "constant" else 1.0 / parts
-
-    factors = tuple(map(factor, part, roles, totals))
+    factors = tuple(map(partial(_factor, parts), part, roles, totals))
     value = math.fsum(
         factor * term.value for factor, term in zip(factors, part, strict=True) if factor
     )
     return PartShare(factors, tuple(term.divisor for term in part), value)
 
 
+def _factor(parts: int, term: TermCount, role: str, total: float) -> float:
+    """Of one term of one of so many parts."""
+    if role == "adds":
+        return term.divisor / total if total else 0.0
+    return 1.0 if role == "constant" else 1.0 / parts
+
+
 def count_terms(read: Denominator | None) -> list[TermCount] | None:
     """The terms of a loss that was read along; None unless each is known with its value."""
-    if read is None or read.unknown or any(term.value is None for term in read.terms):
+    if read is None or not read.has_values:
         return None
     return [
         TermCount(float(term.divisor), float(term.items), float(term.value or 0.0))
@@ -194,16 +197,19 @@ class PartCounter:
                 f"This micro-batch's loss is {read or 'divided by what cannot be read'}, which is"
                 f" not what the sample's was, so nothing was updated. {_NEXT}"
             )
-        if any(count.is_lost for count in counts):
-            raise MisuseError(
-                f"A micro-batch's loss is {read}: what was divided by 0 is lost, so nothing was"
-                f" updated. {_NEXT}"
-            )
-        for place, term in enumerate(read.terms):
-            if self._roles[place] == "adds" and may_be_clamped(term):
-                items = self._items(part, place)
-                counts[place] = TermCount(counts[place].divisor, items, counts[place].value)
+        _require_nothing_lost(counts, read)
+        for place in self._places_to_count(read):
+            counts[place] = replace(counts[place], items=self._items(part, place))
         return counts
+
+    def _places_to_count(self, read: Denominator) -> list[int]:
+        """The terms whose divisor may be their items, or a floor."""
+        roles = zip(self._roles, read.terms, strict=True)
+        return [
+            place
+            for place, (role, term) in enumerate(roles)
+            if role == "adds" and may_be_clamped(term)
+        ]
 
     def _read(self, part: Any) -> Denominator | None:
         reader = ScalarReader()
@@ -246,6 +252,14 @@ class PartCounter:
         return float(read.terms[place].divisor)
 
 
+def _require_nothing_lost(counts: Sequence[TermCount], read: Denominator) -> None:
+    if any(count.is_lost for count in counts):
+        raise MisuseError(
+            f"A micro-batch's loss is {read}: what was divided by 0 is lost, so nothing was"
+            f" updated. {_NEXT}"
+        )
+
+
 def may_be_clamped(term: Term) -> bool:
     """Whether a term is exactly 0 and was divided by a number of which it was not seen how it was
     made.
@@ -261,6 +275,14 @@ def scale_terms(part: PartLoss, share: PartShare, read: Denominator) -> Tensor:
     Raises:
         MisuseError: two terms with different shares come from one reduction.
     """
+    for node, factor in _factor_of_each_node(share, read):
+        if factor != 1.0:
+            node.register_prehook(_Scale(factor))
+    scaled: Tensor = _WithValue.apply(part.loss, share.value)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+def _factor_of_each_node(share: PartShare, read: Denominator) -> list[tuple[Any, float]]:
     factors: dict[int, tuple[Any, float]] = {}
     for term, factor in zip(read.terms, share.factors, strict=True):
         _, first = factors.setdefault(id(term.node), (term.node, factor))
@@ -268,11 +290,7 @@ def scale_terms(part: PartLoss, share: PartShare, read: Denominator) -> Tensor:
             raise MisuseError(
                 f"One sum enters the loss under two different divisors ({read}). {_NEXT}"
             )
-    for node, factor in factors.values():
-        if factor != 1.0:
-            node.register_prehook(_Scale(factor))
-    scaled: Tensor = _WithValue.apply(part.loss, share.value)  # type: ignore[no-untyped-call]
-    return scaled
+    return list(factors.values())
 
 
 class _Scale:

@@ -86,17 +86,20 @@ def _restore_module(
     buffers: Mapping[str, _Buffer],
 ) -> None:
     """Give one module the attributes, hooks and buffers that it had."""
-    now = vars(module)
-    _remove_new(now, before)
-    for name, value in before.items():
-        if now.get(name, _MISSING) is not value:
-            now[name] = value
+    _restore_attributes(vars(module), before)
     for kind in _HOOKS:  # one that took itself away has done what it is for
         _remove_new(before.get(kind) or {}, hooks.get(kind, ()))
     registered = module._buffers
     _remove_new(registered, buffers)
     for name, buffer in buffers.items():
         registered[name] = buffer.restored()
+
+
+def _restore_attributes(now: dict[str, Any], before: dict[str, Any]) -> None:
+    _remove_new(now, before)
+    for name, value in before.items():
+        if now.get(name, _MISSING) is not value:
+            now[name] = value
 
 
 def _hooks_in(attributes: dict[str, Any]) -> dict[str, set[int]]:
@@ -139,6 +142,28 @@ class _Buffer:
         return not torch.equal(tensor, content)
 
 
+def _hooks_by_position(attributes: list[dict[str, Any]]) -> dict[int, dict[str, set[int]]]:
+    return {
+        position: _hooks_in(here)
+        for position, here in enumerate(attributes)
+        if any(map(here.get, _HOOKS))
+    }
+
+
+def _buffers_by_position(attributes: list[dict[str, Any]]) -> dict[int, dict[str, _Buffer]]:
+    return {
+        position: {name: _Buffer(buffer) for name, buffer in here["_buffers"].items()}
+        for position, here in enumerate(attributes)
+        if here["_buffers"]
+    }
+
+
+def unreduced_gradients(model: torch.nn.Module) -> list[tuple[Any, Any]]:
+    """What FSDP2 keeps for each parameter, with the gradient that it has not reduced yet."""
+    sharded = [kept for unit in units_of(model) for kept in unit.fsdp_params]
+    return [(kept, unsharded_gradient(kept)) for kept in sharded]
+
+
 class Snapshot:
     """All of a model's state beside its parameters' content, as it is now; `restore()` puts it
     back, whole.
@@ -159,21 +184,12 @@ class Snapshot:
         self._modules = tree.modules
         self._attributes: list[dict[str, Any]] = [*map(dict.copy, map(vars, tree.modules))]
         # of the modules that have any, by position: most have none
-        self._hooks = {
-            position: _hooks_in(here)
-            for position, here in enumerate(self._attributes)
-            if any(map(here.get, _HOOKS))
-        }
-        self._buffers = {
-            position: {name: _Buffer(buffer) for name, buffer in here["_buffers"].items()}
-            for position, here in enumerate(self._attributes)
-            if here["_buffers"]
-        }
+        self._hooks = _hooks_by_position(self._attributes)
+        self._buffers = _buffers_by_position(self._attributes)
         self.tensors: list[torch.Tensor] = each_once([*tree.parameters, *tensors])
         """The model's parameters, and the other `tensors`, each once."""
         self._gradients = [*map(gradient_of, self.tensors)]
-        sharded = [kept for unit in units_of(model) for kept in unit.fsdp_params]
-        self._unreduced = [(kept, unsharded_gradient(kept)) for kept in sharded]
+        self._unreduced = unreduced_gradients(model)
         self._thresholds = gc.get_threshold()
         self._global_hooks = [(hooks, dict(hooks)) for hooks in global_module_hooks()]
         self._thread = ThreadState()
@@ -210,11 +226,14 @@ class Snapshot:
             self.restore_settings(thread=thread)
             self._restore_modules()
             self.clear_gradients()
-            for holder, gradient in zip(self.tensors, self._gradients, strict=True):
-                holder.grad = gradient
-            for kept, gradient in self._unreduced:
-                set_unsharded_gradient(kept, gradient)
+            self._restore_gradients()
             self._generators.restore()
+
+    def _restore_gradients(self) -> None:
+        for holder, gradient in zip(self.tensors, self._gradients, strict=True):
+            holder.grad = gradient
+        for kept, gradient in self._unreduced:
+            set_unsharded_gradient(kept, gradient)
 
     def rewind(self) -> None:
         """Only modules and generators, so that a trial inside of this one begins where it began."""
@@ -239,8 +258,7 @@ class Snapshot:
             if thread:
                 self._thread.restore()
             for hooks, before in self._global_hooks:
-                for key in [key for key in hooks if key not in before]:
-                    del hooks[key]
+                _remove_new(hooks, before)
             if gc.get_threshold() != self._thresholds:
                 gc.set_threshold(*self._thresholds)
 

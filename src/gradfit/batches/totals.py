@@ -52,11 +52,11 @@ class LossTotals:
         self._waiting.append(("loss", part.loss.detach(), number, weight.reduction == "mean"))
         logged = number if weight.of_logs is None else weight.of_logs
         for name, value in part.logs.items():
-            plain = value.detach() if isinstance(value, Tensor) else value
-            if name in self._summed:
-                self._waiting.append((_LOG + name, plain, 1, False))
-            else:
-                self._waiting.append((_LOG + name, plain, logged, True))
+            self._add_log(name, value.detach() if isinstance(value, Tensor) else value, logged)
+
+    def _add_log(self, name: str, value: Any, weight: Any) -> None:
+        is_mean = name not in self._summed
+        self._waiting.append((_LOG + name, value, weight if is_mean else 1, is_mean))
 
     def read(self) -> dict[str, float]:
         """The sums: "loss", "items", and each log's as "log …". A part of weight 0 adds nothing,
@@ -81,10 +81,14 @@ def means_of(
     """
     items = sums["items"]
     logs = {
-        name: value if name in summed else value / items if items else math.nan
+        name: value if name in summed else _mean(value, items, math.nan)
         for name, value in logs_of(sums).items()
     }
-    return sums["loss"] / items if items else 0.0, logs
+    return _mean(sums["loss"], items, 0.0), logs
+
+
+def _mean(total: float, items: float, of_none: float) -> float:
+    return total / items if items else of_none
 
 
 def logs_of(sums: Mapping[str, float]) -> dict[str, float]:

@@ -50,8 +50,12 @@ def must_count(additivity: Additivity | None, parts: int) -> bool:
 
 def may_count(additivity: Additivity | None, parts: int) -> bool:
     """Whether it may turn out, while parts are run, that they must be counted first."""
-    by_hand = additivity is not None and additivity.over == "divisor" and additivity.by_hand
-    return must_count(additivity, parts) or (by_hand and parts > 1)
+    return must_count(additivity, parts) or (_may_be_floor(additivity) and parts > 1)
+
+
+def _may_be_floor(additivity: Additivity | None) -> bool:
+    """Whether parts are weighted by a number of the loss function's own."""
+    return additivity is not None and additivity.over == "divisor" and additivity.by_hand
 
 
 class BatchWeights:
@@ -133,15 +137,19 @@ class BatchWeights:
             CountFirst: that cannot be told of this part alone.
         """
         if self._shares is not None:
-            return Weight(part.rows / self._rows / self._ranks, "sum", self._log_share)
+            return Weight(self._share_of_rows(part), "sum", self._log_share)
         # multiplied by 0, a loss has no terms to read
         is_empty = part.count is not None and not int(part.count)
         divisors = self._read(part, denominator) if self.asks(part, is_empty=is_empty) else None
         if divisors == ():
             return Weight(0, "mean")  # multiplied by 0, as is written where a part has no items
-        if divisors is not None and self._may_be_clamped(part, divisors):
-            raise CountFirst
+        if divisors is not None:
+            self._require_no_floor(part, divisors)
         return self.weigh(part, divisors)
+
+    def _share_of_rows(self, part: PartLoss) -> float:
+        """All of them together are 1, so that nothing is divided by."""
+        return part.rows / self._rows / self._ranks
 
     def weigh(self, part: PartLoss, divisors: tuple[Number, ...] | None) -> Weight:
         """What this part weighs, if its terms were divided by these numbers; whether they fit is
@@ -149,26 +157,29 @@ class BatchWeights:
         """
         roles, over = self._additivity.roles, self._additivity.over
         if part.count is not None:
-            number = _count_or_trace(part.count, part.loss)
-            return Weight(number, "sum", None if number is part.count else 0.0)
-        if over == "sum":  # all weights together are 1, so that nothing is divided by
-            return Weight(part.rows / self._rows / self._ranks, "sum")
+            return _weight_of_count(part.count, part.loss)
+        if over == "sum":
+            return Weight(self._share_of_rows(part), "sum")
         if divisors is not None and "adds" in roles:
             return Weight(_whole_if_it_is(divisors[roles.index("adds")], part), "mean")
         return Weight(part.rows, "mean")
 
-    def _may_be_clamped(self, part: PartLoss, divisors: tuple[Number, ...]) -> bool:
-        """Whether the divisor that grows with the items may be the least that it can be, and not
-        their number.
+    def _require_no_floor(self, part: PartLoss, divisors: tuple[Number, ...]) -> None:
+        """Count first if the divisor that grows with the items may be the least that it can be, and
+        not their number.
         """
-        roles = self._additivity.roles
-        if not self._may_repeat or not self._additivity.by_hand or "adds" not in roles:
-            return False  # nobody could count it
-        if part.count is not None or part.rows == self._rows:
-            return False
-        number = float(divisors[roles.index("adds")])
+        if not self._could_be_counted or part.count is not None or part.rows == self._rows:
+            return
+        number = float(divisors[self._additivity.roles.index("adds")])
         is_zero = float(part.loss.detach()) == 0.0
-        return number > 0 and (is_zero or number <= self._additivity.floor)
+        if number > 0 and (is_zero or number <= self._additivity.floor):
+            raise CountFirst
+
+    @property
+    def _could_be_counted(self) -> bool:
+        """Whether there is something to count, and the batch may be begun anew."""
+        measured = self._additivity
+        return self._may_repeat and measured.by_hand and "adds" in measured.roles
 
     def _read(self, part: PartLoss, denominator: Denominator | None) -> tuple[Number, ...] | None:
         """The divisors of the part's terms, if they are as they were measured to be."""
@@ -181,9 +192,7 @@ class BatchWeights:
             return None
         if roles == ("adds",):  # nothing to compare, so it may stay on its device
             return (read.terms[0].divisor,)
-        divisors = tuple(float(term.divisor) for term in read.terms)
-        self._compare_with_first(divisors, read)
-        return divisors
+        return self._compared_with_first(read)
 
     def _refuse_unreadable(self, part: PartLoss) -> None:
         if self._exact and part.rows < self._rows:
@@ -192,18 +201,24 @@ class BatchWeights:
                 f" {self._additivity.read}. {_NEXT}"
             )
 
-    def _compare_with_first(self, divisors: tuple[float, ...], read: Denominator) -> None:
-        """Refuse what does not go together with the batch's first part."""
-        roles = self._additivity.roles
+    def _compared_with_first(self, read: Denominator) -> tuple[float, ...]:
+        """The divisors, if they go together with those of the batch's first part."""
+        divisors = tuple(float(term.divisor) for term in read.terms)
         if self._first is None:
             self._first, self._first_text = divisors, str(read)
-        elif self._exact and not go_together(roles, self._first, divisors):
-            if self._may_repeat and set(roles) <= {"adds", "same"} and not read.unknown:
-                raise CountFirst
-            raise MisuseError(
-                "Two micro-batches of this batch are divided by numbers that do not go together:"
-                f" {self._first_text} and {read}. {_NEXT}"
-            )
+        elif self._exact and not go_together(self._additivity.roles, self._first, divisors):
+            raise self._not_together(read)
+        return divisors
+
+    def _not_together(self, read: Denominator) -> Exception:
+        """What to raise: each term could be counted for itself, or nothing helps."""
+        terms_add_up = set(self._additivity.roles) <= {"adds", "same"}
+        if self._may_repeat and terms_add_up and not read.unknown:
+            return CountFirst()
+        return MisuseError(
+            "Two micro-batches of this batch are divided by numbers that do not go together:"
+            f" {self._first_text} and {read}. {_NEXT}"
+        )
 
 
 def _is_as_counted(read: Denominator, share: PartShare) -> bool:
@@ -231,13 +246,24 @@ def _whole_if_it_is(number: Number, part: PartLoss) -> Number:
     """A divisor as a weight: an int where it is whole. One that stays on its device is not read."""
     if isinstance(number, Tensor):
         return number
-    if not number and bool(part.loss.detach().isinf()):
+    if not number:
+        _require_not_lost(part)
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+def _require_not_lost(part: PartLoss) -> None:
+    """Refuse a sum that was divided by 0."""
+    if bool(part.loss.detach().isinf()):
         raise MisuseError(
             f"A micro-batch's loss is {read_text(part)}: what was divided by 0 is lost, so"
             " nothing was updated. Return gf.Loss(sum=…, count=…), whose sum is not"
             " divided."
         )
-    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
+def _weight_of_count(count: int | Tensor, loss: Tensor) -> Weight:
+    number = _count_or_trace(count, loss)
+    return Weight(number, "sum", None if number is count else 0.0)
 
 
 def _count_or_trace(count: int | Tensor, loss: Tensor) -> Number:
@@ -246,9 +272,11 @@ def _count_or_trace(count: int | Tensor, loss: Tensor) -> Number:
 
     A weight of 0 would leave the sum out. This one is lost in the rounding of all others.
     """
-    if int(count) or not (math.isfinite(value := float(loss.detach())) and value):
-        return count
-    return _TRACE
+    return count if int(count) or not _is_finite_and_not_0(float(loss.detach())) else _TRACE
+
+
+def _is_finite_and_not_0(value: float) -> bool:
+    return math.isfinite(value) and value != 0
 
 
 def read_text(part: PartLoss) -> str:
