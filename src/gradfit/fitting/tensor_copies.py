@@ -41,7 +41,7 @@ class TensorCopies:
         are_plain = set(map(type, tensors)) <= _PLAIN
         with torch.no_grad():
             for kind, places in _positions_by(kinds).items():
-                held = [tensors[place] for place in places]
+                held = [*map(tensors.__getitem__, places)]
                 if are_plain and _can_be_flat(kind):
                     self._flat.append((places, flat_copy(held)))
                 else:

@@ -276,14 +276,15 @@ def _all_of(value: TapeValue, tensor: torch.Tensor, whole: torch.Tensor | None) 
 
 def unpack(packed: Any) -> torch.Tensor:
     """Autograd wants it back: the kept tensor, if nobody wrote to it, or a replay."""
+    if type(packed) is tuple:  # the most frequent first: this runs for each saved tensor
+        tensor: torch.Tensor = packed[0]
+        version = packed[1]
+        if version is not None and version >= 0 and tensor._version != version:
+            raise _written_since(*packed)
+        return tensor
     if type(packed) is Handle:
         return take(packed) if graph_task_id() != -1 else look(packed)
-    if type(packed) is OfSubclass:
-        return _unpack_subclass(packed)
-    tensor: torch.Tensor = packed[0]
-    if packed[1] is not None and packed[1] >= 0 and tensor._version != packed[1]:
-        raise _written_since(*packed)
-    return tensor
+    return _unpack_subclass(packed)
 
 
 def _unpack_subclass(packed: OfSubclass) -> torch.Tensor:
