@@ -208,6 +208,33 @@ def test_untouched_puts_everything_back() -> None:
         assert torch.equal(torch.rand(3), drawn)
 
 
+class MadeAtOnce(torch.optim.Optimizer):
+    """Makes its state in the constructor, and looks it up in the first step, as Adagrad did."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {"sum": torch.zeros_like(parameter), "factors": [0.5]}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["sum"].add_(parameter.grad).mul_(state["factors"][0])
+                parameter.data.sub_(state["sum"], alpha=group["lr"])
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_an_optimizer_that_makes_its_state_at_once(fake: bool) -> None:
+    model, batch, loss_fn = make("perceptron")
+    optimizer = MadeAtOnce(model.parameters())
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    profile = gf.profile(model, loss_fn, batch, optimizer, fake=fake)
+    assert profile.optimizer_bytes == size
+    assert not any(state["sum"].any() for state in optimizer.state.values())
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_optimizers_state_is_known_before_its_first_step(name: str) -> None:
     model, batch, loss_fn = make("perceptron")
