@@ -56,10 +56,10 @@ class SavedTensors:
         """Be asked no more; may be called twice."""
         self.observer = None
         if self._hooked:
-            self._hooked = False
-            # Ctrl-C may have come before they were set: then others are the innermost, or none.
+            # By what is set now: Ctrl-C may have come before they were, or in the first call.
             if (top := top_hooks(False)) is not None and top[0] == self.pack:
                 pop_hooks()
+            self._hooked = False
 
     def unhook(self) -> None:
         """Let autograd save by itself from now on. Only where it has just called `pack`: our hooks
