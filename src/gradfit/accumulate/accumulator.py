@@ -361,6 +361,8 @@ class GradientAccumulator(NotCopied):
             self.window.plain.abandon()  # trials that died half-way
             self.enabled = enabled
 
+    rehearsal = trial  # as it was called in 0.1
+
     # -- transactions -----------------------------------------------------------------------------
 
     @contextlib.contextmanager
