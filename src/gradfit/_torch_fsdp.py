@@ -244,8 +244,10 @@ def set_unsharded_gradient(kept: Any, gradient: Tensor | None) -> None:
 
 def hand_over_gradient(kept: Any) -> None:
     """After the first gather: the full parameter gets the gradient that was there before it."""
-    if kept in _before_first_gather and unsharded_parameter(kept) is not None:
-        set_unsharded_gradient(kept, _before_first_gather[kept])
+    full = unsharded_parameter(kept)
+    if kept in _before_first_gather and full is not None:
+        _set_gradient_of_any_type(full, _before_first_gather[kept])
+        del _before_first_gather[kept]
 
 
 def _set_gradient_of_any_type(full: Any, gradient: Tensor) -> None:

@@ -591,7 +591,8 @@ def eager_functions() -> Iterator[None]:
 
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks  # those of `saved_tensors_hooks`
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # None if there are none
+# None if there are none; with True also while the compiler traces
+top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 # Whether there is a mode, as torch's own `__enter__` and `__exit__` note it for torch.compile

@@ -215,13 +215,14 @@ class MadeAtOnce(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 0.1})
         for group in self.param_groups:
             for parameter in group["params"]:
-                self.state[parameter] = {"sum": torch.zeros_like(parameter), "factors": [0.5]}
+                held = {"sum": torch.zeros_like(parameter), "factors": [torch.ones(())]}
+                self.state[parameter] = held
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state[parameter]
-                state["sum"].add_(parameter.grad).mul_(state["factors"][0])
+                state["sum"].add_(parameter.grad).mul_(state["factors"][0].mul_(0.5))
                 parameter.data.sub_(state["sum"], alpha=group["lr"])
 
 
@@ -231,8 +232,10 @@ def test_an_optimizer_that_makes_its_state_at_once(fake: bool) -> None:
     optimizer = MadeAtOnce(model.parameters())
     size = sum(parameter.nbytes for parameter in model.parameters())
     profile = gf.profile(model, loss_fn, batch, optimizer, fake=fake)
-    assert profile.optimizer_bytes == size
-    assert not any(state["sum"].any() for state in optimizer.state.values())
+    assert profile.optimizer_bytes == size + 4 * len(optimizer.state)
+    for state in optimizer.state.values():
+        assert not state["sum"].any()
+        assert state["factors"][0] == 1
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -371,3 +371,16 @@ def test_a_mode_that_only_its_stack_holds_is_taken_away_safely() -> None:
         before.restore()
         assert all(type(one) is object for one in [object() for _ in range(100)])
     assert not left_over()
+
+
+def test_hooks_that_are_left_later_than_the_scope_they_were_entered_in_stay() -> None:
+    """As two hooks of a module, which run in the order in which they were registered."""
+    theirs = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    scope = gf.CheckpointScope("a")
+    scope.__enter__()
+    theirs.__enter__()
+    scope.__exit__(None, None, None)
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    assert top[0] is theirs.pack_hook
+    theirs.__exit__(None, None, None)
+    assert not left_over()

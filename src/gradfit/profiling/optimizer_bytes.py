@@ -161,31 +161,55 @@ class _StatesOfStandIns(collections.defaultdict[torch.Tensor, dict[str, Any]]):
     def __missing__(self, stand_in: torch.Tensor) -> dict[str, Any]:
         parameter = self._pairs.get(id(stand_in))
         held = None if parameter is None else self._states.get(parameter)
-        entry = _EntryOfStandIn(held if isinstance(held, dict) else {}, parameter, stand_in)
+        entry: dict[str, Any] = {}
+        if parameter is not None and isinstance(held, dict):
+            entry = _EntryOfStandIn(held, parameter, stand_in)
         self[stand_in] = entry
         return entry
+
+    def copy(self) -> Any:
+        return collections.defaultdict(dict, self)
+
+    def __copy__(self) -> Any:
+        return self.copy()
+
+    def __reduce__(self) -> Any:
+        return collections.defaultdict, (dict, dict(self))
 
 
 class _EntryOfStandIn(dict[str, Any]):
     """One stand-in's entry, and what it is like."""
 
     def __init__(
-        self, held: Mapping[str, Any], parameter: torch.Tensor | None, stand_in: torch.Tensor
+        self, held: Mapping[str, Any], parameter: torch.Tensor, stand_in: torch.Tensor
     ) -> None:
         super().__init__()
-        self._held, self._stand_in = held, stand_in
-        self._shape = None if parameter is None else parameter.shape
+        self._held, self._parameter, self._stand_in = held, parameter, stand_in
 
     def __missing__(self, name: str) -> Any:
         self[name] = value = self._like(self._held[name])
         return value
 
     def _like(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return copy.copy(value)
+        """None of the tensors that are held: a probe's step writes to what it gets."""
+        if isinstance(value, torch.Tensor):
+            return self._zeros_like(value)
+        if type(value) in (list, tuple):
+            return type(value)(map(self._like, value))
+        if type(value) is dict:
+            return {name: self._like(item) for name, item in value.items()}
+        return copy.deepcopy(value)
+
+    def _zeros_like(self, value: torch.Tensor) -> torch.Tensor:
         like = self._stand_in
-        shape = like.shape if value.shape == self._shape else value.shape
-        return torch.zeros(shape, dtype=value.dtype, device=like.device)
+        if value.shape == self._parameter.shape:
+            return torch.zeros_like(like, dtype=value.dtype)
+        # torch's own keep the number of steps on the CPU
+        device = like.device if value.device == self._parameter.device else value.device
+        return torch.zeros(value.shape, dtype=value.dtype, device=device)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
 
 
 def probe_of(

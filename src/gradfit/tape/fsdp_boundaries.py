@@ -77,4 +77,4 @@ def _items(nest: Any) -> Iterable[Any]:
         return nest.values()
     if isinstance(nest, list | tuple):
         return nest
-    return vars(nest).values() if hasattr(nest, "__dataclass_fields__") else ()
+    return _items(vars(nest)) if hasattr(nest, "__dataclass_fields__") else ()

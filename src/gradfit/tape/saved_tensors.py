@@ -15,6 +15,7 @@ import torch
 from gradfit._torch import FakeTensor, as_class, detached, graph_task_id, storage_key
 from gradfit._torch_listen import pop_hooks, push_hooks, top_hooks
 from gradfit.errors import ActivationOverwritten
+from gradfit.interrupts import uninterrupted
 from gradfit.source_line import Place, source_place
 from gradfit.tape.decisions import SaveObserver
 from gradfit.tape.overwritten import overwritten
@@ -57,9 +58,26 @@ class SavedTensors:
         self.observer = None
         if self._hooked:
             # By what is set now: Ctrl-C may have come before they were, or in the first call.
-            if (top := top_hooks(False)) is not None and top[0] == self.pack:
+            top = top_hooks(True)
+            if top is not None and top[0] == self.pack:
                 pop_hooks()
+            elif top is not None:
+                self._take_out()
             self._hooked = False
+
+    def _take_out(self) -> None:
+        """Take our hooks away from below those of somebody who has entered his later, and leaves
+        them later.
+        """
+        above = []
+        with uninterrupted():
+            while (top := top_hooks(True)) is not None and top[0] != self.pack:
+                above.append(top)
+                pop_hooks()
+            if top is not None:
+                pop_hooks()
+            for hooks in reversed(above):
+                push_hooks(*hooks)
 
     def unhook(self) -> None:
         """Let autograd save by itself from now on. Only where it has just called `pack`: our hooks
