@@ -127,6 +127,8 @@ def test_as_good_as_the_full_batch_in_float64() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
+# Which plan wins is a matter of the clock. A last part of one row may run other operations.
+@pytest.mark.filterwarnings("ignore:Some micro-batches follow no plan")
 def test_shapes_that_vary_get_plans_of_their_own_and_the_budget_holds() -> None:
     model, _, loss_fn = make("gpt2")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
