@@ -127,7 +127,8 @@ def test_as_good_as_the_full_batch_in_float64() -> None:
         torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
 
 
-# Which plan wins is a matter of the clock. A last part of one row may run other operations.
+# Which plan wins is a matter of the clock. Under some a last part has one row, which torch runs by
+# other operations (it need not copy what is contiguous by then), and which follows no plan.
 @pytest.mark.filterwarnings("ignore:Some micro-batches follow no plan")
 def test_shapes_that_vary_get_plans_of_their_own_and_the_budget_holds() -> None:
     model, _, loss_fn = make("gpt2")
@@ -144,6 +145,7 @@ def test_shapes_that_vary_get_plans_of_their_own_and_the_budget_holds() -> None:
         for batch in batches:
             result = step(batch)
             assert result.stepped
+            assert not result.online or len(batch) % step.plan.micro_batch == 1
             # the tokens that are predicted
             assert result.weight == len(batch) * (batch.size(1) - 1)
             sizes.append(step.plan.micro_batch)

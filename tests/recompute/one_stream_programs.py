@@ -68,14 +68,27 @@ class Program(nn.Module):
             (dice.choice(names), dice.randrange(30), dice.randrange(30), dice.randrange(30))
             for _ in range(dice.randint(2, 16))
         ]
+        # Found out once: torch refuses some writes only with gradients, or only in dropout itself,
+        # and without the error this would be another program.
+        self.refused: set[int] = set()
+        copy.deepcopy(self)._run(self.batch, self.refused.add)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._run(x)
+
+    def _run(self, x: torch.Tensor, refuse: Callable[[int], object] | None = None) -> torch.Tensor:
+        """All operations but those that torch refuses; `refuse` is told which these are."""
         made = [*self.weights, x[0] * 1, self.weights[0] * 1.0]
-        for name, a, b, c in self.program:
+        for position, (name, a, b, c) in enumerate(self.program):
+            if position in self.refused:
+                continue
             operation = OPERATIONS.get(name) or EXTRA[name]
             try:
                 made.append(operation(made[a % len(made)], made[b % len(made)], c))
             except RuntimeError:  # torch refuses to write there
+                if refuse is None:
+                    raise
+                refuse(position)
                 continue
             if c % 3 == 0 and len(made) > 6:
                 del made[2 + c % (len(made) - 4)]
