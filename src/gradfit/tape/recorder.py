@@ -37,6 +37,7 @@ from gradfit.choices import KEEP, REBUILD, Choice
 from gradfit.tape import generators, process_settings
 from gradfit.tape.decisions import ALL, Decisions, Policy
 from gradfit.tape.fsdp_boundaries import watch_units
+from gradfit.tape.native_session import session_of
 from gradfit.tape.operators import OpInfo, info_of, infos, view_names
 from gradfit.tape.record_write import WriteRecorder
 from gradfit.tape.saved_tensors import SavedTensors
@@ -153,7 +154,9 @@ class Recorder:
             self._units = watch_units(self.keep, self.table.parameters.refilled)
             process_settings.recording_begins(self)
             _entered.tables.append(weakref.ref(self.table))
-            listener = listening(self._observe, view_names, self.table.forget)
+            listener = listening(
+                self._observe, view_names, self.table.forget, session=session_of(self)
+            )
             listener.__enter__()
             self._listening = listener
         except BaseException:
