@@ -158,15 +158,18 @@ class Layout {
 
 // Python's side, as `connect` was told. These live as long as the process.
 struct Known {
-  PyObject *thread, *parameter, *tensor, *life, *another_life, *watch_type, *atoms, *no_kwargs;
+  PyObject *thread, *parameter, *tensor, *life, *watch_type, *atoms, *no_kwargs;
   PyObject *next_index, *info_of, *results_of, *each_once, *untrackable, *watch_storage;
-  PyObject *keep, *rebuild, *hold;
-  Layout value, operation, slice, read;
+  PyObject *keep, *rebuild, *hold, *nothing, *scratch, *all, *draws, *capture, *in_training;
+  PyObject *running_statistics, *with_scratch, *as_replayed, *detached, *unpack;
+  Layout value, operation, slice, read, handle;
   // of TapeValue
   Slot key, geometry, segment, op, position, version, write_pending, forward_tensor, death_watch;
-  Slot unwritten, evictable, users;
+  Slot unwritten, evictable, users, tensor_held, held_version, handles;
   // of TapeOperation
-  Slot index, func, info, args, kwargs, inputs, outputs;
+  Slot index, func, info, args, kwargs, inputs, outputs, written, random_state;
+  // of Handle, OpInfo, Segment and Tape
+  Slot handle_tape, handle_value, handle_geometry, info_unwritten, scope, on_held;
   // of Slice and ParameterRef
   Slot slice_value, slice_geometry, read_content, read_source, read_version;
   // of _Link, Decisions and StorageWatch
@@ -174,7 +177,8 @@ struct Known {
   // names
   PyObject *innermost, *copying, *decide, *remove_dead, *refer, *refer_all, *refer_kwargs, *root;
   PyObject *record, *begin_rest, *add_result, *name_segment, *name_recorded, *widens, *common;
-  PyObject *name_life;
+  PyObject *name_life, *copy_value, *move_out_written, *forget_before_write, *observer;
+  PyObject *pack, *pack_root, *pack_written, *hold_evictable, *note_freed;
 };
 
 Known known;
@@ -198,10 +202,12 @@ enum Session : Py_ssize_t {
   kDecisions,
   kNoteDeath,
   kReadsByStorage,
+  kInherited,
+  kTape,
   kSessionSize,
 };
 
-PyObject* part(const Ref& session, Session which) { return PyTuple_GET_ITEM(session.get(), which); }
+PyObject* part(PyObject* session, Session which) { return PyTuple_GET_ITEM(session, which); }
 
 // -------------------------------------------------------------------------------------- tensors
 
@@ -302,58 +308,57 @@ Ref watch(const at::Tensor& tensor, PyObject* note_death) {
 
 // ------------------------------------------------------------------------------------- recording
 
+// `StorageTable.remove_dead`.
+void remove_dead(PyObject* session) {
+  PyObject* dead = part(session, kDead);
+  if (PyList_GET_SIZE(dead) == 0) return;
+  if (PyDict_GET_SIZE(part(session, kSplitResults)) != 0) {
+    call_method(part(session, kTable), known.remove_dead);
+    return;
+  }
+  PyObject* values = part(session, kValues);
+  while (const Py_ssize_t count = PyList_GET_SIZE(dead)) {
+    Ref gone = Ref::borrow(PyList_GET_ITEM(dead, count - 1));
+    check(PyList_SetSlice(dead, count - 1, count, nullptr));
+    Ref key = Ref::borrow(known.watch_key.in(gone.get()));
+    Ref value = Ref::borrow(key ? PyDict_GetItemWithError(values, key.get()) : nullptr);
+    if (!value) {
+      if (PyErr_Occurred()) raise();
+      continue;
+    }
+    if (known.death_watch.in(value.get()) == gone.get()) check(PyDict_DelItem(values, key.get()));
+  }
+}
+
+// One operation, as it is recorded.
 struct Recording {
-  const Ref& session;
+  PyObject* session;
   PyObject* func;
   PyObject* info;
   PyObject* args;
   PyObject* kwargs;  // nullptr: none
   PyObject* out;
+  PyObject* random_state;  // nullptr: none
 
   PyObject* table() const { return part(session, kTable); }
   PyObject* values() const { return part(session, kValues); }
   PyObject* keywords() const { return kwargs == nullptr ? known.no_kwargs : kwargs; }
 
-  void observe();
   void record(PyObject* choices, PyObject* results);
-  void remove_dead();
-  Ref reference_to(PyObject* argument, PyObject* inputs);
-  Ref reference_to_tensor(PyObject* argument, PyObject* inputs);
+  Ref reference_to(PyObject* argument, PyObject* inputs, bool of_method);
+  Ref reference_to_tensor(PyObject* argument, PyObject* inputs, bool of_method);
   Ref refer_parameter(PyObject* argument, const at::Tensor& tensor);
   Ref refer_kwargs(PyObject* inputs);
-  bool refer_all(Ref& references, Ref& named, Ref& inputs);
+  bool refer_all(Ref& references, Ref& named, Ref& inputs, PyObject* method_of);
   bool is_there(PyObject* key);
   bool is_read(PyObject* key, PyObject* inputs);
   Ref make_operation(Ref references, Ref named, Ref inputs);
+  Ref make_value(PyObject* key, Ref geometry, PyObject* op, Py_ssize_t position, int64_t version,
+                 Ref forward_tensor, Ref death_watch);
   void add_result(PyObject* op, Py_ssize_t position, PyObject* tensor, PyObject* key,
                   PyObject* choice);
-  void add_several(PyObject* references, PyObject* choices, PyObject* results);
   void register_operation(PyObject* op);
 };
-
-// `StorageTable.remove_dead`.
-void Recording::remove_dead() {
-  PyObject* dead = part(session, kDead);
-  if (PyList_GET_SIZE(dead) == 0) return;
-  if (PyDict_GET_SIZE(part(session, kSplitResults)) != 0) {
-    call_method(table(), known.remove_dead);
-    return;
-  }
-  while (const Py_ssize_t count = PyList_GET_SIZE(dead)) {
-    Ref gone = Ref::borrow(PyList_GET_ITEM(dead, count - 1));
-    check(PyList_SetSlice(dead, count - 1, count, nullptr));
-    PyObject* key = known.watch_key.in(gone.get());
-    Ref value = Ref::borrow(key == nullptr ? nullptr : PyDict_GetItemWithError(values(), key));
-    if (!value) {
-      if (PyErr_Occurred()) raise();
-      continue;
-    }
-    if (known.death_watch.in(value.get()) == gone.get()) {
-      Ref held = Ref::borrow(key);
-      check(PyDict_DelItem(values(), held.get()));
-    }
-  }
-}
 
 // `add_input` in storage_table.py.
 void add_input(PyObject* value, PyObject* inputs) {
@@ -395,8 +400,21 @@ Ref Recording::refer_parameter(PyObject* argument, const at::Tensor& tensor) {
   return read;
 }
 
-// Of `Recorder._record`: what stands for a tensor of torch's own class.
-Ref Recording::reference_to_tensor(PyObject* argument, PyObject* inputs) {
+bool is_equal(PyObject* one, PyObject* other) {
+  const int same = PyObject_RichCompareBool(one, other, Py_EQ);
+  check(same);
+  return same == 1;
+}
+
+int64_t number_in(PyObject* object) {
+  const int64_t content = PyLong_AsLongLong(object);
+  if (content == -1 && PyErr_Occurred()) raise();
+  return content;
+}
+
+// What stands for a tensor of torch's own class: as in `Recorder._record`, or, for an argument of a
+// method that writes, as in `StorageTable.refer`.
+Ref Recording::reference_to_tensor(PyObject* argument, PyObject* inputs, bool of_method) {
   const at::Tensor& tensor = tensor_in(argument);
   Ref key = key_of(tensor);
   Ref value = Ref::borrow(PyDict_GetItemWithError(values(), key.get()));
@@ -412,17 +430,17 @@ Ref Recording::reference_to_tensor(PyObject* argument, PyObject* inputs) {
     }
     return call_method(table(), known.refer, argument, inputs);
   }
-  const int64_t version = PyLong_AsLongLong(known.version.in(value.get()));
-  if (version == -1 && PyErr_Occurred()) raise();
-  if (version != version_of(tensor) || known.write_pending.in(value.get()) != Py_False ||
+  if (number_in(known.version.in(value.get())) != version_of(tensor) || known.write_pending.in(value.get()) != Py_False ||
       known.unwritten.in(value.get()) != Py_None) {
     return call_method(table(), known.refer, argument, inputs);
   }
   add_input(value.get(), inputs);
   if (alive(known.forward_tensor.in(value.get())).get() == argument) return value;
+  Ref geometry = geometry_of(tensor);
+  if (of_method && is_equal(geometry.get(), known.geometry.in(value.get()))) return value;
   Ref slice = known.slice.make();
   known.slice_value.set(slice.get(), std::move(value));
-  known.slice_geometry.set(slice.get(), geometry_of(tensor));
+  known.slice_geometry.set(slice.get(), std::move(geometry));
   return slice;
 }
 
@@ -435,16 +453,16 @@ bool is_atom(PyObject* object) {
   return found == 1;
 }
 
-Ref Recording::reference_to(PyObject* argument, PyObject* inputs) {
+Ref Recording::reference_to(PyObject* argument, PyObject* inputs, bool of_method) {
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(argument));
-  if (type == known.tensor) return reference_to_tensor(argument, inputs);
+  if (type == known.tensor) return reference_to_tensor(argument, inputs, of_method);
   if (type == known.parameter) {
     const at::Tensor& tensor = tensor_in(argument);
     if (is_leaf_with_gradient(tensor)) return refer_parameter(argument, tensor);
-  } else if (is_atom(argument)) {
+  } else if (is_atom(argument) || type == known.scratch) {
     return Ref::borrow(argument);
   } else if (PyList_CheckExact(argument)) {
-    if (PyList_GET_SIZE(argument) && PyLong_CheckExact(PyList_GET_ITEM(argument, 0))) {
+    if (!of_method && PyList_GET_SIZE(argument) && PyLong_CheckExact(PyList_GET_ITEM(argument, 0))) {
       return Ref::borrow(argument);
     }
     return call_method(table(), known.refer_all, argument, inputs);
@@ -465,30 +483,36 @@ Ref Recording::refer_kwargs(PyObject* inputs) {
   return owned(PyDict_Copy(kwargs));
 }
 
-// All arguments; false where the operation cannot be replayed (rule 5).
-bool Recording::refer_all(Ref& references, Ref& named, Ref& inputs) {
+// All arguments; false where the operation cannot be replayed (rule 5). Of a method that writes, the
+// first one is the value that it writes to.
+bool Recording::refer_all(Ref& references, Ref& named, Ref& inputs, PyObject* method_of) {
   inputs = owned(PyList_New(0));
   const Py_ssize_t count = PyTuple_GET_SIZE(args);
   references = owned(PyList_New(count));
   for (Py_ssize_t at = 0; at < count; ++at) {
-    Py_INCREF(Py_None);
-    PyList_SET_ITEM(references.get(), at, Py_None);
+    PyList_SET_ITEM(references.get(), at, Ref::borrow(Py_None).release());
+  }
+  Py_ssize_t at = 0;
+  if (method_of != nullptr) {
+    check(PyList_Append(inputs.get(), method_of));
+    check(PyList_SetItem(references.get(), at++, Ref::borrow(method_of).release()));
   }
   try {
-    for (Py_ssize_t at = 0; at < count; ++at) {
-      Ref reference = reference_to(PyTuple_GET_ITEM(args, at), inputs.get());
+    for (; at < count; ++at) {
+      Ref reference = reference_to(PyTuple_GET_ITEM(args, at), inputs.get(), method_of != nullptr);
       check(PyList_SetItem(references.get(), at, reference.release()));
     }
     named = refer_kwargs(inputs.get());
-    return true;
   } catch (python_error& error) {
     error.restore();
-    if (PyErr_ExceptionMatches(known.untrackable) || PyErr_ExceptionMatches(PyExc_RuntimeError)) {
-      PyErr_Clear();
-      return false;
-    }
-    raise();
+    const bool is_rule_5 = PyErr_ExceptionMatches(known.untrackable) ||
+        (method_of == nullptr && PyErr_ExceptionMatches(PyExc_RuntimeError));
+    if (!is_rule_5) raise();
+    PyErr_Clear();
+    return false;
   }
+  if (PyList_GET_SIZE(inputs.get()) > kFew) inputs = call(known.each_once, inputs.get());
+  return true;
 }
 
 // Whether a storage is in the table already: then an operation gave back a tensor that was there.
@@ -505,9 +529,7 @@ bool Recording::is_there(PyObject* key) {
 bool Recording::is_read(PyObject* key, PyObject* inputs) {
   for (Py_ssize_t at = 0; at < PyList_GET_SIZE(inputs); ++at) {
     Ref value = Ref::borrow(PyList_GET_ITEM(inputs, at));
-    const int same = PyObject_RichCompareBool(known.key.in(value.get()), key, Py_EQ);
-    check(same);
-    if (same) return true;
+    if (is_equal(known.key.in(value.get()), key)) return true;
   }
   return false;
 }
@@ -521,10 +543,27 @@ Ref Recording::make_operation(Ref references, Ref named, Ref inputs) {
   known.kwargs.set(op.get(), std::move(named));
   known.inputs.set(op.get(), std::move(inputs));
   known.outputs.set(op.get(), owned(PyList_New(0)));
+  if (random_state != nullptr) known.random_state.set(op.get(), Ref::borrow(random_state));
   return op;
 }
 
-// `StorageTable.add_result`, of a plain tensor of an operation that fills it.
+// `TapeValue.__init__`, in the table's present segment.
+Ref Recording::make_value(PyObject* key, Ref geometry, PyObject* op, Py_ssize_t position,
+                          int64_t version, Ref forward_tensor, Ref death_watch) {
+  Ref segment = owned(PyObject_GetAttr(table(), known.name_segment));
+  Ref value = known.value.make();
+  known.key.set(value.get(), Ref::borrow(key));
+  known.geometry.set(value.get(), std::move(geometry));
+  known.segment.set(value.get(), std::move(segment));
+  known.op.set(value.get(), Ref::borrow(op));
+  known.position.set(value.get(), number(position));
+  known.version.set(value.get(), number(version));
+  known.forward_tensor.set(value.get(), std::move(forward_tensor));
+  known.death_watch.set(value.get(), std::move(death_watch));
+  return value;
+}
+
+// `StorageTable.add_result`, of a plain tensor.
 void Recording::add_result(PyObject* op, Py_ssize_t position, PyObject* tensor, PyObject* key,
                            PyObject* choice) {
   const int found = PyDict_Contains(values(), key);
@@ -542,16 +581,10 @@ void Recording::add_result(PyObject* op, Py_ssize_t position, PyObject* tensor, 
   Ref geometry = geometry_of(content);
   Ref death_watch = watch(content, part(session, kNoteDeath));
   known.watch_key.set(death_watch.get(), Ref::borrow(key));
-  Ref segment = owned(PyObject_GetAttr(table(), known.name_segment));
-  Ref value = known.value.make();
-  known.key.set(value.get(), Ref::borrow(key));
-  known.geometry.set(value.get(), std::move(geometry));
-  known.segment.set(value.get(), std::move(segment));
-  known.op.set(value.get(), Ref::borrow(op));
-  known.position.set(value.get(), number(position));
-  known.version.set(value.get(), number(version_of(content)));
-  known.forward_tensor.set(value.get(), weak(tensor));
-  known.death_watch.set(value.get(), std::move(death_watch));
+  Ref value = make_value(key, std::move(geometry), op, position, version_of(content), weak(tensor),
+                         std::move(death_watch));
+  PyObject* unwritten = known.info_unwritten.in(info);
+  if (unwritten != Py_None) known.unwritten.set(value.get(), Ref::borrow(unwritten));
   if (choice == known.hold) known.evictable.set(value.get(), Ref::borrow(Py_True));
   check(PyDict_SetItem(values(), key, value.get()));
   Ref reference = weak(value.get());
@@ -596,7 +629,7 @@ bool is_plain_object(PyObject* object) {
       is_plain(tensor_in(object));
 }
 
-// `Recorder._record` for no random state; choices and results are nullptr for none.
+// `Recorder._record`; choices and results are nullptr for none.
 void Recording::record(PyObject* choices, PyObject* results) {
   const bool is_single = is_plain_object(out);
   bool is_usual = is_single;
@@ -611,13 +644,14 @@ void Recording::record(PyObject* choices, PyObject* results) {
     }
   }
   if (!is_usual) {
-    call_method(part(session, kRecorder), known.record, func, info, args, keywords(), out, Py_None,
+    call_method(part(session, kRecorder), known.record, func, info, args, keywords(), out,
+                random_state == nullptr ? Py_None : random_state,
                 choices == nullptr ? Py_None : choices, results == nullptr ? Py_None : results);
     return;
   }
-  remove_dead();
+  remove_dead(session);
   Ref references, named, inputs;
-  if (!refer_all(references, named, inputs)) return;
+  if (!refer_all(references, named, inputs, nullptr)) return;
   struct Result {
     Py_ssize_t position;
     PyObject* tensor;  // `out` has it
@@ -640,7 +674,6 @@ void Recording::record(PyObject* choices, PyObject* results) {
       is_read(results_new[0].key.get(), inputs.get())) {
     return;
   }
-  if (PyList_GET_SIZE(inputs.get()) > kFew) inputs = call(known.each_once, inputs.get());
   Ref op = make_operation(std::move(references), std::move(named), std::move(inputs));
   if (is_single) {
     PyObject* choice = choices == nullptr ? known.rebuild : PyTuple_GET_ITEM(choices, 0);
@@ -665,42 +698,142 @@ void Recording::record(PyObject* choices, PyObject* results) {
   register_operation(op.get());
 }
 
-// `Recorder._observe`, after the operator has run.
-void Recording::observe() {
-  Ref policy = Ref::borrow(known.policy.in(part(session, kDecisions)));
-  if (policy.get() == Py_None) {
-    record(nullptr, nullptr);
-    return;
-  }
+// What becomes of the results of an operation that has run: `Decisions.of`, and the same in
+// `Recorder._observe`.
+struct Decided {
+  Ref choices;  // a tuple; nullptr: all are rebuilt
   Ref results;
+  bool all_kept = false;
+  bool is_last = false;
+};
+
+// The results are `target` alone, if that is not nullptr.
+Decided decide(const Recording& operation, PyObject* target) {
+  Decided decided;
+  PyObject* session = operation.session;
+  Ref policy = Ref::borrow(known.policy.in(part(session, kDecisions)));
+  if (policy.get() == Py_None) return decided;
+  PyObject* out = target == nullptr ? operation.out : target;
   if (reinterpret_cast<PyObject*>(Py_TYPE(out)) == known.tensor) {
-    results = owned(PyList_New(1));
-    PyList_SET_ITEM(results.get(), 0, Ref::borrow(out).release());
+    decided.results = owned(PyList_New(1));
+    PyList_SET_ITEM(decided.results.get(), 0, Ref::borrow(out).release());
   } else {
-    results = call(known.results_of, info, args, keywords(), out);
+    decided.results =
+        call(known.results_of, operation.info, operation.args, operation.keywords(), out);
   }
-  if (PyList_GET_SIZE(results.get()) == 0) return;
-  Ref decision = call_method(policy.get(), known.decide, func, results.get(), args, keywords());
-  if (decision.get() == Py_None) {
-    record(nullptr, nullptr);
-    return;
+  if (PyList_GET_SIZE(decided.results.get()) == 0) {
+    decided.all_kept = true;
+    return decided;
   }
+  Ref decision = call_method(policy.get(), known.decide, operation.func, decided.results.get(),
+                             operation.args, operation.keywords());
+  if (decision.get() == Py_None) return decided;
   if (!PyTuple_Check(decision.get()) || PyTuple_GET_SIZE(decision.get()) != 3) {
     PyErr_Format(PyExc_TypeError, "a policy decided %R, which is no TapeDecision", decision.get());
     raise();
   }
   PyObject* choices = PyTuple_GET_ITEM(decision.get(), 0);
   PyObject* segment = PyTuple_GET_ITEM(decision.get(), 1);
-  if (segment != Py_None) check(PyObject_SetAttr(table(), known.name_segment, segment));
-  if (choices != Py_None) {
-    Ref all = Ref(PySequence_Tuple(choices));
-    if (!all) raise();
-    record(all.get(), results.get());
+  if (segment != Py_None) {
+    check(PyObject_SetAttr(part(session, kTable), known.name_segment, segment));
   }
+  decided.all_kept = choices == Py_None;
+  if (!decided.all_kept) decided.choices = owned(PySequence_Tuple(choices));
   const int is_last = PyObject_IsTrue(PyTuple_GET_ITEM(decision.get(), 2));
   check(is_last);
-  if (is_last) call_method(part(session, kRecorder), known.begin_rest);
+  decided.is_last = is_last == 1;
+  return decided;
 }
+
+void begin_rest(PyObject* session) {
+  call_method(part(session, kRecorder), known.begin_rest);
+}
+
+// `only_recorded_writes` in version_counters.py.
+bool only_recorded_writes(PyObject* value, int64_t version) {
+  const int64_t before = number_in(known.version.in(value));
+  return before == version || before == -1 ||
+      (known.write_pending.in(value) != Py_False && version == before + 1);
+}
+
+// `WriteRecorder.run_method`: a method that writes to the very tensor that an operation returned.
+class Method {
+ public:
+  explicit Method(Recording& operation)
+      : operation_(operation), session_(operation.session),
+        target_(PyTuple_GET_SIZE(operation.args) ? PyTuple_GET_ITEM(operation.args, 0) : nullptr) {}
+
+  // Whether it is usual, so that Python need not be asked.
+  bool is_usual(bool reads_written) {
+    if (target_ == nullptr || reinterpret_cast<PyObject*>(Py_TYPE(target_)) != known.tensor ||
+        PyDict_GET_SIZE(part(session_, kInherited)) != 0) {
+      return false;
+    }
+    const at::Tensor& tensor = tensor_in(target_);
+    key_ = key_of(tensor);
+    old_ = Ref::borrow(PyDict_GetItemWithError(operation_.values(), key_.get()));
+    if (!old_) {
+      if (PyErr_Occurred()) raise();
+      return false;
+    }
+    if (alive(known.forward_tensor.in(old_.get())).get() != target_ ||
+        !only_recorded_writes(old_.get(), version_of(tensor)) ||
+        (known.unwritten.in(old_.get()) != Py_None && reads_written)) {
+      return false;
+    }
+    const int is_split = PyDict_Contains(part(session_, kSplitResults), key_.get());
+    check(is_split);
+    return is_split == 0;
+  }
+
+  void before() {
+    known.unwritten.set(old_.get(), Ref::borrow(Py_None));
+    Ref references, named, inputs;
+    if (operation_.refer_all(references, named, inputs, old_.get())) {
+      op_ = operation_.make_operation(std::move(references), std::move(named), std::move(inputs));
+    }
+    if (known.tensor_held.in(old_.get()) != Py_None) {
+      call_method(operation_.table(), known.copy_value, old_.get());
+    }
+  }
+
+  void after() {
+    Decided decided = decide(operation_, target_);
+    Ref death_watch = Ref::borrow(known.death_watch.in(old_.get()));
+    Ref forward_tensor = Ref::borrow(known.forward_tensor.in(old_.get()));
+    known.death_watch.set(old_.get(), Ref::borrow(Py_None));
+    known.forward_tensor.set(old_.get(), Ref::borrow(known.nothing));
+    PyObject* choice = known.rebuild;
+    if (decided.choices) choice = PyTuple_GET_ITEM(decided.choices.get(), 0);
+    if (!op_ || decided.all_kept || (choice != known.rebuild && choice != known.hold)) {
+      const int found = PyDict_Contains(operation_.values(), key_.get());
+      check(found);
+      if (found) check(PyDict_DelItem(operation_.values(), key_.get()));
+      Ref targets = owned(PyTuple_Pack(1, target_));
+      PyObject* choices = decided.all_kept ? known.all : decided.choices.get();
+      call_method(operation_.table(), known.move_out_written, targets.get(),
+                  choices == nullptr ? Py_None : choices);
+    } else {
+      known.written.set(op_.get(), owned(PyTuple_Pack(1, old_.get())));
+      Ref value = operation_.make_value(
+          key_.get(), Ref::borrow(known.geometry.in(old_.get())), op_.get(), -1,
+          version_of(tensor_in(target_)), std::move(forward_tensor), std::move(death_watch));
+      known.write_pending.set(value.get(), Ref::borrow(Py_True));
+      if (choice == known.hold) known.evictable.set(value.get(), Ref::borrow(Py_True));
+      check(PyDict_SetItem(operation_.values(), key_.get(), value.get()));
+      Ref reference = weak(value.get());
+      check(PyList_Append(known.outputs.in(op_.get()), reference.get()));
+      operation_.register_operation(op_.get());
+    }
+    if (decided.is_last) begin_rest(session_);
+  }
+
+ private:
+  Recording& operation_;
+  PyObject* session_;
+  PyObject* target_;
+  Ref key_, old_, op_;
+};
 
 // --------------------------------------------------------------------------------------- listening
 
@@ -727,19 +860,30 @@ class Listening final : public c10::OperatorKernel {
     if (!session) {
       std::move(first, stack->end(), std::back_inserter(arguments));
       stack->erase(first, stack->end());
-      ask_python(arguments, stack);
+      Ref args, kwargs;
+      convert(arguments, args, kwargs);
+      ask_python(args.get(), kwargs.get(), stack);
       return;
     }
     std::copy(first, stack->end(), std::back_inserter(arguments));
-    c10::impl::ExcludeDispatchKeyGuard nobody_hears{c10::DispatchKeySet(listening_key)};
-    {
-      pybind11::gil_scoped_release while_it_runs;
-      op.callBoxed(stack);
-    }
     Ref args, kwargs;
     convert(arguments, args, kwargs);
+    Recording operation{session.get(), overload_, info_, args.get(), kwargs.get(), nullptr, nullptr};
+    if (path_ == Path::kMethod) {
+      run_method(op, operation, stack);
+      return;
+    }
+    c10::impl::ExcludeDispatchKeyGuard nobody_hears{c10::DispatchKeySet(listening_key)};
+    if (path_ == Path::kSpecial) {
+      run_special(op, operation, stack);
+      return;
+    }
+    run(op, stack);
     Ref out = returned(*stack);
-    Recording{session, overload_, info_, args.get(), kwargs.get(), out.get()}.observe();
+    operation.out = out.get();
+    Decided decided = decide(operation, nullptr);
+    if (!decided.all_kept) operation.record(decided.choices.get(), decided.results.get());
+    if (decided.is_last) begin_rest(session.get());
   }
 
  private:
@@ -762,11 +906,86 @@ class Listening final : public c10::OperatorKernel {
     }
   }
 
+  // How an operator is recorded.
+  enum class Path { kUnknown, kPython, kSimple, kSpecial, kMethod };
+
+  static void run(const c10::OperatorHandle& op, Stack* stack) {
+    pybind11::gil_scoped_release while_it_runs;
+    op.callBoxed(stack);
+  }
+
+  // The state of the generator that an operation is about to draw from, if it does.
+  Ref random_state(const Recording& operation) const {
+    if (!is_random_) return Ref();
+    Ref draws = call(known.draws, info_, operation.args, operation.keywords());
+    if (draws.get() != Py_True) return Ref();
+    return call(known.capture, operation.args, operation.keywords());
+  }
+
+  // `Recorder._run_unusual` for a method that writes to its tensor.
+  void run_method(const c10::OperatorHandle& op, Recording& operation, Stack* stack) const {
+    remove_dead(operation.session);
+    Method method(operation);
+    if (!method.is_usual(reads_written_)) {
+      stack->erase(stack->end() - static_cast<ptrdiff_t>(arguments_.size()), stack->end());
+      ask_python(operation.args, operation.kwargs, stack);
+      return;
+    }
+    c10::impl::ExcludeDispatchKeyGuard nobody_hears{c10::DispatchKeySet(listening_key)};
+    Ref state = random_state(operation);
+    operation.random_state = state.get();
+    method.before();
+    run(op, stack);
+    method.after();
+  }
+
+  // `Recorder._run_special`.
+  void run_special(const c10::OperatorHandle& op, Recording& operation, Stack* stack) const {
+    remove_dead(operation.session);
+    Ref state = random_state(operation);
+    bool updates = false;
+    if (has_scratch_) {
+      updates = call(known.in_training, operation.args).get() == Py_True;
+      if (updates) {
+        Ref statistics = call(known.running_statistics, info_, operation.args);
+        call_method(operation.table(), known.forget_before_write, statistics.get());
+      }
+    }
+    run(op, stack);
+    Ref out = returned(*stack);
+    operation.out = out.get();
+    Decided decided = decide(operation, nullptr);
+    if (!decided.all_kept) {
+      Ref args = Ref::borrow(operation.args), replayed;
+      Recording as_replayed = operation;
+      as_replayed.random_state = state.get();
+      if (updates) {
+        Ref replaced = call(known.with_scratch, info_, operation.args);
+        args = owned(PySequence_Tuple(replaced.get()));
+        as_replayed.args = args.get();
+      }
+      if (is_replaced_) {
+        replayed = call(known.as_replayed, info_, args.get(), operation.keywords(), out.get());
+        if (!PyTuple_Check(replayed.get()) || PyTuple_GET_SIZE(replayed.get()) != 3) {
+          PyErr_SetString(PyExc_TypeError, "an operation as it is replayed is no tuple of three");
+          raise();
+        }
+        args = owned(PySequence_Tuple(PyTuple_GET_ITEM(replayed.get(), 1)));
+        as_replayed.info = PyTuple_GET_ITEM(replayed.get(), 0);
+        as_replayed.args = args.get();
+        PyObject* kwargs = PyTuple_GET_ITEM(replayed.get(), 2);
+        as_replayed.kwargs = PyDict_GET_SIZE(kwargs) ? kwargs : nullptr;
+      }
+      as_replayed.record(decided.choices.get(), decided.results.get());
+    }
+    if (decided.is_last) begin_rest(operation.session);
+  }
+
   // The recorder that hears this operation, if it is one that this core records: as
   // `_torch_listen._heard` and the beginning of `Recorder._observe`.
   template <typename Iterator>
   Ref usual_session(Iterator first, Iterator last) {
-    if (!connected || !is_simple() || c10::impl::TorchDispatchModeTLS::stack_len() != 0 ||
+    if (!connected || path() == Path::kPython || c10::impl::TorchDispatchModeTLS::stack_len() != 0 ||
         c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Python) ||
         torch::autograd::get_current_graph_task_id() != -1) {
       return Ref();
@@ -778,19 +997,36 @@ class Listening final : public c10::OperatorKernel {
     if (link.get() == Py_None || known.outer.in(link.get()) != Py_None) return Ref();
     Ref session = Ref::borrow(known.session.in(link.get()));
     if (session.get() == Py_None) return Ref();
-    Ref copying = owned(PyObject_GetAttr(part(session, kSavedTensors), known.copying));
+    Ref copying = owned(PyObject_GetAttr(part(session.get(), kSavedTensors), known.copying));
     return copying.get() == Py_False ? std::move(session) : Ref();
   }
 
-  bool is_simple() {
-    if (info_ == nullptr) {
+  Path path() {
+    if (path_ == Path::kUnknown) {
       Ref info = call(known.info_of, overload_);
-      Ref simple = owned(PyObject_GetAttrString(info.get(), "simple"));
-      Ref unwritten = owned(PyObject_GetAttrString(info.get(), "unwritten"));
-      is_simple_ = simple.get() == Py_True && unwritten.get() == Py_None;
+      auto is = [&](const char* name) {
+        Ref content = owned(PyObject_GetAttrString(info.get(), name));
+        const int is_true = PyObject_IsTrue(content.get());
+        check(is_true);
+        return is_true == 1;
+      };
+      is_random_ = is("random");
+      reads_written_ = is("reads_written");
+      has_scratch_ = is("scratch");
+      is_replaced_ = is("dtype") || is("shape_only");
+      const bool is_usual = is("recordable") && !is("view") && !is("collective") && !is("chunks");
+      Path found = Path::kPython;
+      if (is("simple")) {
+        found = Path::kSimple;
+      } else if (is_usual && !is("writes")) {
+        found = Path::kSpecial;
+      } else if (is_usual && is("writes_self") && !has_scratch_ && !is("counts_first")) {
+        found = Path::kMethod;
+      }
       info_ = info.release();
+      path_ = found;
     }
-    return is_simple_;
+    return path_;
   }
 
   static bool is_default(const Described& described, const IValue& argument) {
@@ -856,10 +1092,8 @@ class Listening final : public c10::OperatorKernel {
 
   // What torch does for a kernel that is written in Python (`PythonKernelHolder` in
   // torch/csrc/utils/python_dispatch.cpp).
-  void ask_python(const std::vector<IValue>& arguments, Stack* stack) const {
-    Ref args, kwargs;
-    convert(arguments, args, kwargs);
-    Ref out = owned(PyObject_Call(heard_, args.get(), kwargs.get()));
+  void ask_python(PyObject* args, PyObject* kwargs, Stack* stack) const {
+    Ref out = owned(PyObject_Call(heard_, args, kwargs));
     if (returns_.empty()) {
       TORCH_CHECK(out.get() == Py_None, "an operator that returns nothing has returned something");
     } else if (returns_.size() == 1) {
@@ -878,12 +1112,146 @@ class Listening final : public c10::OperatorKernel {
   PyObject* overload_;
   PyObject* heard_;
   PyObject* info_ = nullptr;
-  bool is_simple_ = false;
+  Path path_ = Path::kUnknown;
+  bool is_random_ = false;
+  bool reads_written_ = false;
+  bool has_scratch_ = false;
+  bool is_replaced_ = false;
   std::vector<Described> arguments_;
   std::vector<c10::TypePtr> returns_;
 };
 
+// ---------------------------------------------------------------------------------- saved tensors
+
+// `_pack_root` in saved_tensors.py.
+Ref pack_root(PyObject* saved_tensors, PyObject* table, PyObject* object, const at::Tensor& tensor) {
+  Ref version = number(version_of(tensor));
+  if (tensor.is_view()) {
+    const at::Tensor base(tensor._base());
+    if (is_leaf_with_gradient(base)) return owned(PyTuple_Pack(2, object, version.get()));
+  }
+  Ref segment = owned(PyObject_GetAttr(table, known.name_segment));
+  if (known.scope.in(segment.get()) != Py_None) {
+    return call_method(saved_tensors, known.pack_root, object);
+  }
+  Ref alias = call(known.detached, object);
+  return owned(PyTuple_Pack(2, alias.get(), version.get()));
+}
+
+// `SavedTensors.pack`.
+Ref pack_tensor(PyObject* session, PyObject* object) {
+  PyObject* saved_tensors = part(session, kSavedTensors);
+  Ref observer = owned(PyObject_GetAttr(saved_tensors, known.observer));
+  if (!enabled || observer.get() != Py_None || !THPVariable_Check(object)) {
+    return call_method(saved_tensors, known.pack, object);
+  }
+  const at::Tensor& tensor = tensor_in(object);
+  if (!is_plain(tensor)) return call_method(saved_tensors, known.pack, object);
+  remove_dead(session);
+  if (is_leaf_with_gradient(tensor)) {
+    Ref version = number(version_of(tensor));
+    return owned(PyTuple_Pack(2, object, version.get()));
+  }
+  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != known.tensor) {
+    return call_method(saved_tensors, known.pack, object);
+  }
+  PyObject* table = part(session, kTable);
+  Ref key = key_of(tensor);
+  Ref value = Ref::borrow(PyDict_GetItemWithError(part(session, kValues), key.get()));
+  if (!value) {
+    if (PyErr_Occurred()) raise();
+    return pack_root(saved_tensors, table, object, tensor);
+  }
+  if (number_in(known.version.in(value.get())) != version_of(tensor) ||
+      number_in(known.position.in(value.get())) < 0 ||
+      known.write_pending.in(value.get()) != Py_False ||
+      known.unwritten.in(value.get()) != Py_None) {
+    return call_method(saved_tensors, known.pack_written, value.get(), object);
+  }
+  Ref geometry = Ref::borrow(Py_None);
+  Ref forward_tensor = alive(known.forward_tensor.in(value.get()));
+  if (forward_tensor.get() != object) {
+    Ref place = geometry_of(tensor);
+    if (!is_equal(place.get(), known.geometry.in(value.get()))) geometry = std::move(place);
+  }
+  Ref handle = known.handle.make();
+  known.handle_tape.set(handle.get(), Ref::borrow(part(session, kTape)));
+  known.handle_value.set(handle.get(), Ref::borrow(value.get()));
+  known.handle_geometry.set(handle.get(), std::move(geometry));
+  Ref reference = weak(handle.get());
+  PyObject* handles = known.handles.in(value.get());
+  if (handles != Py_None) {
+    check(PyList_Append(handles, reference.get()));
+    return handle;
+  }
+  Ref first = owned(PyList_New(1));
+  PyList_SET_ITEM(first.get(), 0, reference.release());
+  known.handles.set(value.get(), std::move(first));
+  if (known.evictable.in(value.get()) == Py_True) {
+    if (forward_tensor.get() != object || known.on_held.in(part(session, kTape)) != Py_None) {
+      call_method(saved_tensors, known.hold_evictable, value.get(), object, forward_tensor.get());
+    } else {
+      known.tensor_held.set(value.get(), call(known.detached, object));
+      known.held_version.set(value.get(), Ref::borrow(known.version.in(value.get())));
+    }
+    return handle;
+  }
+  Ref segment = owned(PyObject_GetAttr(table, known.name_segment));
+  Ref scope = Ref::borrow(known.scope.in(segment.get()));
+  if (scope.get() != Py_None) {
+    Ref size = number(static_cast<int64_t>(tensor.storage().nbytes()));
+    call_method(scope.get(), known.note_freed, value.get(), size.get());
+  }
+  return handle;
+}
+
 // ----------------------------------------------------------------------------------- Python module
+
+// Runs a function of this core for Python: its exceptions become Python's.
+template <typename Function>
+PyObject* for_python(Function function) {
+  try {
+    return function().release();
+  } catch (python_error& error) {
+    error.restore();
+  } catch (const c10::Error& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+PyObject* pack(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  if (count != 2 || !connected || !PyTuple_CheckExact(given[0]) ||
+      PyTuple_GET_SIZE(given[0]) != kSessionSize) {
+    PyErr_SetString(PyExc_TypeError, "pack takes a session and a tensor");
+    return nullptr;
+  }
+  return for_python([&] { return pack_tensor(given[0], given[1]); });
+}
+
+// `unpack` in saved_tensors.py.
+PyObject* unpack(PyObject*, PyObject* packed) {
+  return for_python([&] {
+    if (PyTuple_CheckExact(packed) && PyTuple_GET_SIZE(packed) >= 2) {
+      PyObject* tensor = PyTuple_GET_ITEM(packed, 0);
+      PyObject* version = PyTuple_GET_ITEM(packed, 1);
+      if (THPVariable_Check(tensor) && PyLong_CheckExact(version) && is_plain(tensor_in(tensor)) &&
+          number_in(version) == version_of(tensor_in(tensor))) {
+        return Ref::borrow(tensor);
+      }
+    }
+    return call(known.unpack, packed);
+  });
+}
+
+PyMethodDef functions[] = {
+    {"pack", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&pack)), METH_FASTCALL,
+     "What autograd keeps in the place of a tensor."},
+    {"unpack", &unpack, METH_O, "The tensor that autograd wants back."},
+    {nullptr, nullptr, 0, nullptr},
+};
 
 std::unordered_map<std::string, std::unique_ptr<torch::Library>> libraries;  // by namespace
 
@@ -912,7 +1280,6 @@ void connect(const pybind11::dict& given) {
   k.parameter = take("Parameter");
   k.tensor = take("Tensor");
   k.life = take("Life");
-  k.another_life = nullptr;
   k.watch_type = take("StorageWatch");
   k.watch_storage = take("watch_storage");
   k.atoms = take("ATOMS");
@@ -925,6 +1292,17 @@ void connect(const pybind11::dict& given) {
   k.keep = take("KEEP");
   k.rebuild = take("REBUILD");
   k.hold = take("HOLD");
+  k.nothing = take("nothing");
+  k.scratch = take("Scratch");
+  k.all = take("ALL");
+  k.draws = take("draws");
+  k.capture = take("capture");
+  k.in_training = take("in_training");
+  k.running_statistics = take("running_statistics");
+  k.with_scratch = take("with_scratch");
+  k.as_replayed = take("as_replayed");
+  k.detached = take("detached");
+  k.unpack = take("unpack");
   PyObject* value = take("TapeValue");
   PyObject* operation = take("TapeOperation");
   PyObject* slice = take("Slice");
@@ -933,6 +1311,19 @@ void connect(const pybind11::dict& given) {
   k.operation = Layout(operation, take("an_operation"));
   k.slice = Layout(slice, take("a_slice"));
   k.read = Layout(read, take("a_read"));
+  PyObject* handle = take("Handle");
+  k.handle = Layout(handle, take("a_handle"));
+  k.handle_tape = slot_of(handle, "tape");
+  k.handle_value = slot_of(handle, "value");
+  k.handle_geometry = slot_of(handle, "geometry");
+  k.info_unwritten = slot_of(take("OpInfo"), "unwritten");
+  k.scope = slot_of(take("Segment"), "scope");
+  k.on_held = slot_of(take("Tape"), "on_held");
+  k.tensor_held = slot_of(value, "tensor");
+  k.held_version = slot_of(value, "held_version");
+  k.handles = slot_of(value, "handles");
+  k.written = slot_of(operation, "written");
+  k.random_state = slot_of(operation, "random_state");
   k.key = slot_of(value, "key");
   k.geometry = slot_of(value, "geometry");
   k.segment = slot_of(value, "segment");
@@ -978,6 +1369,15 @@ void connect(const pybind11::dict& given) {
   k.widens = intern("_widens_segments");
   k.common = intern("common");
   k.name_life = intern("_gradfit_life");
+  k.copy_value = intern("copy_value");
+  k.move_out_written = intern("move_out_written");
+  k.forget_before_write = intern("forget_before_write");
+  k.observer = intern("observer");
+  k.pack = intern("pack");
+  k.pack_root = intern("_pack_root");
+  k.pack_written = intern("_pack_written");
+  k.hold_evictable = intern("_hold_evictable");
+  k.note_freed = intern("note_freed");
   TORCH_CHECK(pybind11::cast<Py_ssize_t>(given["session_size"]) == kSessionSize,
               "a session has another size than this core was built for");
   known = k;
@@ -992,4 +1392,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("connect", &connect);
   m.def("enable", [](bool on) { enabled = on; });
   m.def("is_enabled", [] { return enabled; });
+  if (PyModule_AddFunctions(m.ptr(), functions) < 0) throw pybind11::error_already_set();
 }

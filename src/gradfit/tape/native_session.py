@@ -6,39 +6,65 @@ It makes the tape's own objects, and finds their slots by name. `native/core.cpp
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from gradfit import _torch_listen, _torch_storage
+from gradfit._torch import detached
 from gradfit._torch_native import core
 from gradfit.choices import HOLD, KEEP, REBUILD
-from gradfit.tape.decisions import Decisions
-from gradfit.tape.operators import LOAD, info_of
+from gradfit.tape import generators
+from gradfit.tape.decisions import ALL, Decisions
+from gradfit.tape.operators import LOAD, OpInfo, info_of
 from gradfit.tape.storage import Untrackable
-from gradfit.tape.storage_table import ATOMS, NO_KWARGS, each_once, next_index
+from gradfit.tape.storage_table import ATOMS, NO_KWARGS, StorageTable, each_once, next_index
 from gradfit.tape.stream import results_of
-from gradfit.tape.values import ParameterRef, Segment, Slice, TapeOperation, TapeValue
+from gradfit.tape.values import (
+    Handle,
+    ParameterRef,
+    Scratch,
+    Segment,
+    Slice,
+    Tape,
+    TapeOperation,
+    TapeValue,
+    nothing,
+)
 
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 _lock = threading.Lock()
 _connected: list[bool] = []
-_SIZE = 11  # of a session
+_SIZE = 13  # of a session
 
 
 def session_of(recorder: Any) -> tuple[Any, ...] | None:
     """What the native core needs of one recorder, in the order of its `Session`; None where Python
     records.
     """
-    native = core()
+    if _connected_core() is None:
+        return None
+    return _session(recorder, recorder.table, recorder.saved_tensors, recorder._decisions)
+
+
+def hooks_of(saved_tensors: Any, table: StorageTable) -> Hooks | None:
+    """The native `SavedTensors.pack` and `unpack`; None where Python packs.
+
+    The graph holds them: they hold no recorder, and no policy.
+    """
+    native = _connected_core()
     if native is None:
         return None
-    if not _connected:
-        with _lock:
-            if not _connected:
-                _connect(native)
-                _connected.append(True)
-    table = recorder.table
+    session = _session(None, table, saved_tensors, None)
+    return functools.partial(native.pack, session), native.unpack
+
+
+def _session(
+    recorder: Any, table: StorageTable, saved_tensors: Any, decisions: Any
+) -> tuple[Any, ...]:
     return (
         recorder,
         table,
@@ -47,15 +73,30 @@ def session_of(recorder: Any) -> tuple[Any, ...] | None:
         table.dead,
         table.unwatched.by_storage,
         table.split_results.by_storage,
-        recorder.saved_tensors,
-        recorder._decisions,
+        saved_tensors,
+        decisions,
         table._note_death,
         table.parameters.by_storage,
+        table.inherited,
+        saved_tensors.tape,
     )
 
 
+def _connected_core() -> Any:
+    native = core()
+    if native is not None and not _connected:
+        with _lock:
+            if not _connected:
+                _connect(native)
+                _connected.append(True)
+    return native
+
+
 def _connect(native: Any) -> None:
+    from gradfit.tape import recorder, saved_tensors  # which use this
+
     value = TapeValue(0, (torch.Size(), (), 0, torch.float32), Segment(None))
+    nobody: Any = None
     native.connect(
         {
             "session_size": _SIZE,
@@ -68,22 +109,39 @@ def _connect(native: Any) -> None:
             "Parameter": torch.nn.Parameter,
             "Untrackable": Untrackable,
             "Decisions": Decisions,
+            "OpInfo": OpInfo,
+            "Segment": Segment,
+            "Tape": Tape,
+            "Scratch": Scratch,
             "ATOMS": ATOMS,
             "NO_KWARGS": NO_KWARGS,
+            "ALL": ALL,
+            "KEEP": KEEP,
+            "REBUILD": REBUILD,
+            "HOLD": HOLD,
             "next_index": next_index,
             "info_of": info_of,
             "results_of": results_of,
             "each_once": each_once,
-            "KEEP": KEEP,
-            "REBUILD": REBUILD,
-            "HOLD": HOLD,
+            "nothing": nothing,
+            "detached": detached,
+            "draws": generators.draws,
+            "capture": generators.capture,
+            "in_training": recorder._in_training,
+            "running_statistics": recorder._running_statistics,
+            "with_scratch": recorder._with_scratch,
+            "as_replayed": recorder._as_replayed,
+            "unpack": saved_tensors.unpack,
             "TapeValue": TapeValue,
             "TapeOperation": TapeOperation,
             "Slice": Slice,
             "ParameterRef": ParameterRef,
+            "Handle": Handle,
+            # each as its `__init__` leaves it
             "a_value": value,
             "an_operation": TapeOperation(0, None, LOAD, [], NO_KWARGS, []),
             "a_slice": Slice(value, value.geometry),
             "a_read": ParameterRef(torch.empty(0)),
+            "a_handle": Handle(nobody, nobody, None),
         }
     )
