@@ -167,7 +167,7 @@ struct Known {
   Slot key, geometry, segment, op, position, version, write_pending, forward_tensor, death_watch;
   Slot unwritten, evictable, users, tensor_held, held_version, handles;
   // of TapeOperation
-  Slot index, func, info, args, kwargs, inputs, outputs, written, random_state;
+  Slot index, func, info, args, kwargs, inputs, outputs, written, random_state, slices;
   // of Handle, OpInfo, Segment and Tape
   Slot handle_tape, handle_value, handle_geometry, info_unwritten, scope, on_held;
   // of Slice and ParameterRef
@@ -178,12 +178,14 @@ struct Known {
   PyObject *innermost, *copying, *decide, *remove_dead, *refer, *refer_all, *refer_kwargs, *root;
   PyObject *record, *begin_rest, *add_result, *name_segment, *name_recorded, *widens, *common;
   PyObject *name_life, *copy_value, *move_out_written, *forget_before_write, *observer;
-  PyObject *pack, *pack_root, *pack_written, *hold_evictable, *note_freed;
+  PyObject *pack, *pack_root, *pack_written, *hold_evictable, *note_freed, *count_freed;
 };
 
 Known known;
 bool connected = false;
 bool enabled = true;
+bool one_in_tuple = false;  // one weak reference alone is in a tuple, or in a list
+c10::DispatchKeySet usual_included, usual_excluded;  // outside of any operator
 c10::DispatchKey listening_key = c10::DispatchKey::Undefined;
 
 constexpr Py_ssize_t kFew = 8;    // as FEW in storage_table.py
@@ -281,6 +283,29 @@ bool is_leaf_with_gradient(const at::Tensor& tensor) {
   return tensor.requires_grad() && tensor.is_leaf();
 }
 
+// One more in a list of weak references: one alone is in a tuple or a list, as the tape has it,
+// several are in a list or a deque. Gives what holds all of them.
+Ref with_another(PyObject* references, Ref reference) {
+  if (references == Py_None) {
+    Ref first = owned(one_in_tuple ? PyTuple_New(1) : PyList_New(1));
+    if (one_in_tuple) {
+      PyTuple_SET_ITEM(first.get(), 0, reference.release());
+    } else {
+      PyList_SET_ITEM(first.get(), 0, reference.release());
+    }
+    return first;
+  }
+  Ref all = PyTuple_CheckExact(references) ? owned(PySequence_List(references))
+                                           : Ref::borrow(references);
+  if (PyList_CheckExact(all.get())) {
+    check(PyList_Append(all.get(), reference.get()));
+  } else {
+    static PyObject* const append = PyUnicode_InternFromString("append");
+    call_method(all.get(), append, reference.get());
+  }
+  return all;
+}
+
 Ref weak(PyObject* object) { return owned(PyWeakref_NewRef(object, nullptr)); }
 
 // What a weak reference, or another function that gives a tensor, gives now; never nullptr.
@@ -294,13 +319,17 @@ Ref alive(PyObject* reference) {
 // `watch_storage` in _torch_storage.py.
 Ref watch(const at::Tensor& tensor, PyObject* note_death) {
   Ref storage = owned(THPStorage_Wrap(tensor.storage()));
-  Ref attributes = owned(PyObject_GenericGetDict(storage.get(), nullptr));
-  PyObject* newest = PyDict_GetItemWithError(attributes.get(), known.name_life);
-  if (newest == nullptr) {
-    if (PyErr_Occurred()) raise();
+  PyObject* newest = nullptr;
+#if PY_VERSION_HEX >= 0x030D0000
+  check(PyObject_GetOptionalAttr(storage.get(), known.name_life, &newest));
+#else
+  check(_PyObject_LookupAttr(storage.get(), known.name_life, &newest));
+#endif
+  Ref held(newest);
+  if (newest == nullptr || newest == Py_None) {
     PyTypeObject* type = reinterpret_cast<PyTypeObject*>(known.life);
     Ref life = owned(type->tp_alloc(type, 0));
-    check(PyDict_SetItem(attributes.get(), known.name_life, life.get()));
+    check(PyObject_SetAttr(storage.get(), known.name_life, life.get()));
     return call(known.watch_type, life.get(), note_death);
   }
   return call(known.watch_storage, storage.get(), note_death);
@@ -348,6 +377,7 @@ struct Recording {
   Ref reference_to(PyObject* argument, PyObject* inputs, bool of_method);
   Ref reference_to_tensor(PyObject* argument, PyObject* inputs, bool of_method);
   Ref refer_parameter(PyObject* argument, const at::Tensor& tensor);
+  Ref hold(PyObject* argument, const at::Tensor& tensor, PyObject* key);
   Ref refer_kwargs(PyObject* inputs);
   bool refer_all(Ref& references, Ref& named, Ref& inputs, PyObject* method_of);
   bool is_there(PyObject* key);
@@ -355,8 +385,8 @@ struct Recording {
   Ref make_operation(Ref references, Ref named, Ref inputs);
   Ref make_value(PyObject* key, Ref geometry, PyObject* op, Py_ssize_t position, int64_t version,
                  Ref forward_tensor, Ref death_watch);
-  void add_result(PyObject* op, Py_ssize_t position, PyObject* tensor, PyObject* key,
-                  PyObject* choice);
+  Ref add_result(PyObject* op, Py_ssize_t position, PyObject* tensor, PyObject* key,
+                 PyObject* choice);
   void register_operation(PyObject* op);
 };
 
@@ -412,32 +442,94 @@ int64_t number_in(PyObject* object) {
   return content;
 }
 
+// `only_recorded_writes` in version_counters.py.
+bool only_recorded_writes(PyObject* value, int64_t version) {
+  const int64_t before = number_in(known.version.in(value));
+  return before == version || before == -1 ||
+      (known.write_pending.in(value) != Py_False && version == before + 1);
+}
+
+// Of `StorageTable.find`: whether a value is what its storage holds, if no tensor on it counts for
+// itself; then its counter is brought up to date.
+bool is_present(PyObject* session, PyObject* value, int64_t version) {
+  if (known.unwritten.in(value) != Py_None) return false;
+  if (number_in(known.version.in(value)) == version &&
+      known.write_pending.in(value) == Py_False) {
+    return true;
+  }
+  if (PyDict_GET_SIZE(part(session, kSplitResults)) != 0 ||
+      !only_recorded_writes(value, version)) {
+    return false;
+  }
+  known.version.set(value, number(version));
+  known.write_pending.set(value, Ref::borrow(Py_False));
+  return true;
+}
+
+// The root that a storage holds; nullptr: none.
+Ref root_of(PyObject* session, PyObject* key) {
+  PyObject* reference = PyDict_GetItemWithError(part(session, kRoots), key);
+  if (reference == nullptr) {
+    if (PyErr_Occurred()) raise();
+    return Ref();
+  }
+  Ref root = alive(reference);
+  return root.get() == Py_None ? Ref() : std::move(root);
+}
+
+// Of `StorageTable.refer`: makes a root of a tensor that the tape has not seen. nullptr: Python has
+// to say what it is.
+Ref Recording::hold(PyObject* argument, const at::Tensor& tensor, PyObject* key) {
+  if (!tensor.storage().resizable()) return Ref();  // somebody else may have its memory
+  Ref segment = owned(PyObject_GetAttr(table(), known.name_segment));
+  if (known.scope.in(segment.get()) != Py_None) return Ref();
+  Ref alias;
+  {
+    c10::impl::ForceDispatchKeyGuard usual(usual_included, usual_excluded);
+    alias = call(known.detached, argument);
+  }
+  Ref value = known.value.make();
+  known.key.set(value.get(), Ref::borrow(key));
+  known.geometry.set(value.get(), geometry_of(tensor));
+  known.segment.set(value.get(), std::move(segment));
+  known.tensor_held.set(value.get(), std::move(alias));
+  known.forward_tensor.set(value.get(), weak(argument));
+  known.version.set(value.get(), number(version_of(tensor)));
+  known.held_version.set(value.get(), number(version_of(tensor)));
+  Ref reference = weak(value.get());
+  check(PyDict_SetItem(part(session, kRoots), key, reference.get()));
+  return value;
+}
+
 // What stands for a tensor of torch's own class: as in `Recorder._record`, or, for an argument of a
 // method that writes, as in `StorageTable.refer`.
 Ref Recording::reference_to_tensor(PyObject* argument, PyObject* inputs, bool of_method) {
   const at::Tensor& tensor = tensor_in(argument);
+  const int64_t version = version_of(tensor);
   Ref key = key_of(tensor);
   Ref value = Ref::borrow(PyDict_GetItemWithError(values(), key.get()));
-  if (!value) {
+  bool is_whole_if_equal = true;  // as `refer` has it: `_record` does not compare
+  if (value) {
+    is_whole_if_equal = of_method || number_in(known.version.in(value.get())) != version ||
+        known.write_pending.in(value.get()) != Py_False;
+    if (!is_present(session, value.get(), version)) value = Ref();
+  } else {
     if (PyErr_Occurred()) raise();
-    if (tensor.is_view()) {
-      const at::Tensor base(tensor._base());
-      Ref owner = owned(THPVariable_Wrap(base));
-      if (reinterpret_cast<PyObject*>(Py_TYPE(owner.get())) == known.parameter &&
-          is_leaf_with_gradient(base)) {
-        return refer_parameter(argument, tensor);
-      }
+    value = root_of(session, key.get());
+    if (!value) {
+      const at::Tensor owner = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
+      if (is_leaf_with_gradient(owner)) return refer_parameter(argument, tensor);
+      value = hold(argument, tensor, key.get());
+    } else if (PyDict_GET_SIZE(part(session, kSplitResults)) != 0 ||
+               !is_present(session, value.get(), version)) {
+      value = Ref();
     }
-    return call_method(table(), known.refer, argument, inputs);
   }
-  if (number_in(known.version.in(value.get())) != version_of(tensor) || known.write_pending.in(value.get()) != Py_False ||
-      known.unwritten.in(value.get()) != Py_None) {
-    return call_method(table(), known.refer, argument, inputs);
-  }
+  if (!value) return call_method(table(), known.refer, argument, inputs);
   add_input(value.get(), inputs);
   if (alive(known.forward_tensor.in(value.get())).get() == argument) return value;
   Ref geometry = geometry_of(tensor);
-  if (of_method && is_equal(geometry.get(), known.geometry.in(value.get()))) return value;
+  if (is_whole_if_equal && is_equal(geometry.get(), known.geometry.in(value.get()))) return value;
   Ref slice = known.slice.make();
   known.slice_value.set(slice.get(), std::move(value));
   known.slice_geometry.set(slice.get(), std::move(geometry));
@@ -542,7 +634,6 @@ Ref Recording::make_operation(Ref references, Ref named, Ref inputs) {
   known.args.set(op.get(), std::move(references));
   known.kwargs.set(op.get(), std::move(named));
   known.inputs.set(op.get(), std::move(inputs));
-  known.outputs.set(op.get(), owned(PyList_New(0)));
   if (random_state != nullptr) known.random_state.set(op.get(), Ref::borrow(random_state));
   return op;
 }
@@ -563,20 +654,16 @@ Ref Recording::make_value(PyObject* key, Ref geometry, PyObject* op, Py_ssize_t 
   return value;
 }
 
-// `StorageTable.add_result`, of a plain tensor.
-void Recording::add_result(PyObject* op, Py_ssize_t position, PyObject* tensor, PyObject* key,
-                           PyObject* choice) {
+// `StorageTable.add_result`, of a plain tensor: what its operation refers to it by.
+Ref Recording::add_result(PyObject* op, Py_ssize_t position, PyObject* tensor, PyObject* key,
+                          PyObject* choice) {
   const int found = PyDict_Contains(values(), key);
   check(found);
-  if (found) {
-    check(PyList_Append(known.outputs.in(op), Py_None));
-    return;
-  }
+  if (found) return Ref::borrow(Py_None);
   const at::Tensor& content = tensor_in(tensor);
   if (choice != known.rebuild && choice != known.hold) {
     Ref place = number(position);
-    call_method(table(), known.add_result, op, place.get(), tensor, key, choice);
-    return;
+    return call_method(table(), known.add_result, op, place.get(), tensor, key, choice);
   }
   Ref geometry = geometry_of(content);
   Ref death_watch = watch(content, part(session, kNoteDeath));
@@ -587,8 +674,7 @@ void Recording::add_result(PyObject* op, Py_ssize_t position, PyObject* tensor, 
   if (unwritten != Py_None) known.unwritten.set(value.get(), Ref::borrow(unwritten));
   if (choice == known.hold) known.evictable.set(value.get(), Ref::borrow(Py_True));
   check(PyDict_SetItem(values(), key, value.get()));
-  Ref reference = weak(value.get());
-  check(PyList_Append(known.outputs.in(op), reference.get()));
+  return weak(value.get());
 }
 
 // `StorageTable.register`.
@@ -599,18 +685,8 @@ void Recording::register_operation(PyObject* op) {
   for (Py_ssize_t at = 0; at < PyList_GET_SIZE(inputs.get()); ++at) {
     Ref value = Ref::borrow(PyList_GET_ITEM(inputs.get(), at));
     if (known.op.in(value.get()) == Py_None) continue;
-    PyObject* users = known.users.in(value.get());
-    if (users == Py_None) {
-      Ref first = owned(PyList_New(1));
-      PyList_SET_ITEM(first.get(), 0, Ref::borrow(reference.get()).release());
-      known.users.set(value.get(), std::move(first));
-    } else if (PyList_CheckExact(users)) {
-      check(PyList_Append(users, reference.get()));
-    } else {  // a deque: see replay.py
-      static PyObject* const append = PyUnicode_InternFromString("append");
-      Ref held = Ref::borrow(users);
-      call_method(held.get(), append, reference.get());
-    }
+    Ref users = Ref::borrow(known.users.in(value.get()));
+    known.users.set(value.get(), with_another(users.get(), Ref::borrow(reference.get())));
     PyObject* own = known.segment.in(value.get());
     if (own != segment.get()) {
       Ref widens = owned(PyObject_GetAttr(table(), known.widens));
@@ -678,22 +754,24 @@ void Recording::record(PyObject* choices, PyObject* results) {
   if (is_single) {
     PyObject* choice = choices == nullptr ? known.rebuild : PyTuple_GET_ITEM(choices, 0);
     if (choice == known.keep) return;
-    add_result(op.get(), 0, out, results_new[0].key.get(), choice);
+    Ref result = add_result(op.get(), 0, out, results_new[0].key.get(), choice);
+    known.outputs.set(op.get(), with_another(Py_None, std::move(result)));
     register_operation(op.get());
     return;
   }
   for (size_t at = 1; at < results_new.size(); ++at) {  // `Recorder._add_several`
     if (is_there(results_new[at].key.get())) return;
   }
+  Ref outputs = owned(PyList_New(0));
+  known.outputs.set(op.get(), Ref::borrow(outputs.get()));
   for (const Result& one : results_new) {  // `StorageTable.add`
     // by position: all results are tensors, so that there is a choice for each
     PyObject* choice =
         choices == nullptr ? known.rebuild : PyTuple_GET_ITEM(choices, one.position);
-    if (choice == known.keep) {
-      check(PyList_Append(known.outputs.in(op.get()), Py_None));
-    } else {
-      add_result(op.get(), one.position, one.tensor, one.key.get(), choice);
-    }
+    Ref result = choice == known.keep
+        ? Ref::borrow(Py_None)
+        : add_result(op.get(), one.position, one.tensor, one.key.get(), choice);
+    check(PyList_Append(outputs.get(), result.get()));
   }
   register_operation(op.get());
 }
@@ -747,13 +825,6 @@ Decided decide(const Recording& operation, PyObject* target) {
 
 void begin_rest(PyObject* session) {
   call_method(part(session, kRecorder), known.begin_rest);
-}
-
-// `only_recorded_writes` in version_counters.py.
-bool only_recorded_writes(PyObject* value, int64_t version) {
-  const int64_t before = number_in(known.version.in(value));
-  return before == version || before == -1 ||
-      (known.write_pending.in(value) != Py_False && version == before + 1);
 }
 
 // `WriteRecorder.run_method`: a method that writes to the very tensor that an operation returned.
@@ -821,8 +892,7 @@ class Method {
       known.write_pending.set(value.get(), Ref::borrow(Py_True));
       if (choice == known.hold) known.evictable.set(value.get(), Ref::borrow(Py_True));
       check(PyDict_SetItem(operation_.values(), key_.get(), value.get()));
-      Ref reference = weak(value.get());
-      check(PyList_Append(known.outputs.in(op_.get()), reference.get()));
+      known.outputs.set(op_.get(), with_another(Py_None, weak(value.get())));
       operation_.register_operation(op_.get());
     }
     if (decided.is_last) begin_rest(session_);
@@ -1162,11 +1232,16 @@ Ref pack_tensor(PyObject* session, PyObject* object) {
     if (PyErr_Occurred()) raise();
     return pack_root(saved_tensors, table, object, tensor);
   }
-  if (number_in(known.version.in(value.get())) != version_of(tensor) ||
+  const bool is_written = number_in(known.version.in(value.get())) != version_of(tensor) ||
       number_in(known.position.in(value.get())) < 0 ||
       known.write_pending.in(value.get()) != Py_False ||
-      known.unwritten.in(value.get()) != Py_None) {
-    return call_method(saved_tensors, known.pack_written, value.get(), object);
+      known.unwritten.in(value.get()) != Py_None;
+  if (is_written) {  // `SavedTensors._pack_written`
+    PyObject* op = known.op.in(value.get());
+    if (tensor.is_view() || op == Py_None || known.slices.in(op) != Py_False ||
+        !is_present(session, value.get(), version_of(tensor))) {
+      return call_method(saved_tensors, known.pack_written, value.get(), object);
+    }
   }
   Ref geometry = Ref::borrow(Py_None);
   Ref forward_tensor = alive(known.forward_tensor.in(value.get()));
@@ -1178,17 +1253,11 @@ Ref pack_tensor(PyObject* session, PyObject* object) {
   known.handle_tape.set(handle.get(), Ref::borrow(part(session, kTape)));
   known.handle_value.set(handle.get(), Ref::borrow(value.get()));
   known.handle_geometry.set(handle.get(), std::move(geometry));
-  Ref reference = weak(handle.get());
-  PyObject* handles = known.handles.in(value.get());
-  if (handles != Py_None) {
-    check(PyList_Append(handles, reference.get()));
-    return handle;
-  }
-  Ref first = owned(PyList_New(1));
-  PyList_SET_ITEM(first.get(), 0, reference.release());
-  known.handles.set(value.get(), std::move(first));
+  Ref handles = Ref::borrow(known.handles.in(value.get()));
+  known.handles.set(value.get(), with_another(handles.get(), weak(handle.get())));
+  if (handles.get() != Py_None) return handle;
   if (known.evictable.in(value.get()) == Py_True) {
-    if (forward_tensor.get() != object || known.on_held.in(part(session, kTape)) != Py_None) {
+    if (is_written || forward_tensor.get() != object || known.on_held.in(part(session, kTape)) != Py_None) {
       call_method(saved_tensors, known.hold_evictable, value.get(), object, forward_tensor.get());
     } else {
       known.tensor_held.set(value.get(), call(known.detached, object));
@@ -1198,7 +1267,9 @@ Ref pack_tensor(PyObject* session, PyObject* object) {
   }
   Ref segment = owned(PyObject_GetAttr(table, known.name_segment));
   Ref scope = Ref::borrow(known.scope.in(segment.get()));
-  if (scope.get() != Py_None) {
+  if (scope.get() != Py_None && is_written) {
+    call_method(saved_tensors, known.count_freed, value.get(), object);
+  } else if (scope.get() != Py_None) {
     Ref size = number(static_cast<int64_t>(tensor.storage().nbytes()));
     call_method(scope.get(), known.note_freed, value.get(), size.get());
   }
@@ -1324,6 +1395,7 @@ void connect(const pybind11::dict& given) {
   k.handles = slot_of(value, "handles");
   k.written = slot_of(operation, "written");
   k.random_state = slot_of(operation, "random_state");
+  k.slices = slot_of(operation, "slices");
   k.key = slot_of(value, "key");
   k.geometry = slot_of(value, "geometry");
   k.segment = slot_of(value, "segment");
@@ -1378,6 +1450,13 @@ void connect(const pybind11::dict& given) {
   k.pack_written = intern("_pack_written");
   k.hold_evictable = intern("_hold_evictable");
   k.note_freed = intern("note_freed");
+  k.count_freed = intern("_count_freed");
+  auto keys = [&](const char* name) {
+    return c10::DispatchKeySet(c10::DispatchKeySet::RAW, pybind11::cast<uint64_t>(given[name]));
+  };
+  usual_included = keys("usual_included");
+  usual_excluded = keys("usual_excluded");
+  one_in_tuple = pybind11::cast<bool>(given["one_in_tuple"]);
   TORCH_CHECK(pybind11::cast<Py_ssize_t>(given["session_size"]) == kSessionSize,
               "a session has another size than this core was built for");
   known = k;

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gradfit import _torch_listen, _torch_storage
-from gradfit._torch import detached
+from gradfit._torch import detached, usual_keys
 from gradfit._torch_native import core
 from gradfit.choices import HOLD, KEEP, REBUILD
 from gradfit.tape import generators
@@ -96,10 +96,14 @@ def _connect(native: Any) -> None:
     from gradfit.tape import recorder, saved_tensors  # which use this
 
     value = TapeValue(0, (torch.Size(), (), 0, torch.float32), Segment(None))
+    operation = TapeOperation(0, None, LOAD, [], NO_KWARGS, [])
     nobody: Any = None
     native.connect(
         {
             "session_size": _SIZE,
+            "one_in_tuple": isinstance(operation.outputs, tuple),
+            "usual_included": usual_keys[0],
+            "usual_excluded": usual_keys[1],
             "thread": _torch_listen._thread,
             "Link": _torch_listen._Link,
             "Life": _torch_storage._Life,
@@ -139,7 +143,7 @@ def _connect(native: Any) -> None:
             "Handle": Handle,
             # each as its `__init__` leaves it
             "a_value": value,
-            "an_operation": TapeOperation(0, None, LOAD, [], NO_KWARGS, []),
+            "an_operation": operation,
             "a_slice": Slice(value, value.geometry),
             "a_read": ParameterRef(torch.empty(0)),
             "a_handle": Handle(nobody, nobody, None),
