@@ -515,6 +515,14 @@ Ref Recording::reference_to_tensor(PyObject* argument, PyObject* inputs, bool of
     if (!is_present(session, value.get(), version)) value = Ref();
   } else {
     if (PyErr_Occurred()) raise();
+    if (!of_method && tensor.is_view()) {  // `_record` looks for a parameter first
+      const at::Tensor base(tensor._base());
+      Ref owner = owned(THPVariable_Wrap(base));
+      if (reinterpret_cast<PyObject*>(Py_TYPE(owner.get())) == known.parameter &&
+          is_leaf_with_gradient(base)) {
+        return refer_parameter(argument, tensor);
+      }
+    }
     value = root_of(session, key.get());
     if (!value) {
       const at::Tensor owner = tensor.is_view() ? at::Tensor(tensor._base()) : tensor;
