@@ -130,8 +130,8 @@ class QuietRandomness(TorchFunctionMode):
 
 def _drop_nothing(func: Any, args: Any, kwargs: Any, *, always: bool) -> Any:
     """What a dropout gives that drops nothing: a tensor of its own, as in training, since the model
-    may write to it (`x = dropout(tanh(x)); x += y`). The argument itself would be overwritten there,
-    which a backward pass refuses.
+    may write to it (`x = dropout(tanh(x)); x += y`). The argument itself would be written over
+    there, which a backward pass refuses.
 
     Args:
         func: a dropout, of `torch` (with `train`) or of `torch.nn.functional` (with `training`).
