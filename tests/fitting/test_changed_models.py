@@ -152,3 +152,20 @@ def test_what_is_cut_all_the_same_is_warned_of() -> None:
     with pytest.warns(gf.ExactnessWarning, match=r"BatchNorm \(1\)"):
         step(x)
     assert step(x).micro_batches == 3  # and said once
+
+
+def test_a_mean_that_becomes_a_sum_is_refused() -> None:
+    model, optimizer, x = make()
+    is_sum = False
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        squares = model(x).square()
+        return squares.sum() if is_sum else squares.mean()
+
+    step = gf.fit(model, optimizer, loss, x, memory="1 GiB", micro_batch=5)
+    step(x)
+    is_sum = True
+    before = parameters_of(model)
+    with pytest.raises(gf.MisuseError, match=r"loss is sum; the sample's was mean over"):
+        step(x)
+    assert all(map(torch.equal, before, parameters_of(model)))
