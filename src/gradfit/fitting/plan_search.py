@@ -184,8 +184,7 @@ class Planner:
         made.
         """
         self._plans = [with_slack(plan, self.limit_bytes) for plan in plans]
-        if self._plans:
-            self.additivity = self._plans[0].profile.additivity
+        self.additivity = self._plans[0].profile.additivity if self._plans else None
 
     def parts(self, batch: Any, micro_batch: int) -> Iterable[Any]:
         """The batch in micro-batches."""
