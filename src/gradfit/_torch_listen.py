@@ -502,7 +502,7 @@ def _register(views: Iterable[str]) -> None:
 def _register_one(library: Any, namespace: str, name: str, native: Any) -> None:
     full = f"{namespace}::{name}"
     passes = full in _views and full not in _HEARD_VIEWS
-    kernel = torch.library.fallthrough_kernel if passes else _kernel(namespace, name)
+    kernel: Any = torch.library.fallthrough_kernel if passes else _kernel(namespace, name)
     if kernel is None:
         return
     if native is not None and not passes:

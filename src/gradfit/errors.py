@@ -88,7 +88,9 @@ class RankFailed(GradfitError, RuntimeError):
 
 
 class NativeCoreMissing(GradfitError, RuntimeError):
-    """The native core was asked for by name, and cannot be built or used here; the text says why."""
+    """The native core was asked for by name, and cannot be built or used here; the text says
+    why.
+    """
 
 
 class BudgetInfeasible(GradfitError, RuntimeError):

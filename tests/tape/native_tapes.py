@@ -127,9 +127,7 @@ class Description:
             "users": users
             if users is None
             else [None if one is None else places.get(id(one), "another") for one in users],
-            "handles": None
-            if value.handles is None
-            else [_handle(one()) for one in value.handles],
+            "handles": None if value.handles is None else [_handle(one()) for one in value.handles],
         }
 
 
@@ -201,7 +199,9 @@ def compare(seed: int) -> int:
         assert len(one) == len(other), (seed, program, len(one), len(other))
         for place, (python, native) in enumerate(zip(one, other, strict=True)):
             differs = {
-                name: (python[name], native[name]) for name in python if python[name] != native[name]
+                name: (python[name], native[name])
+                for name in python
+                if python[name] != native[name]
             }
             assert not differs, (seed, program, place, differs)
     assert expected[2:] == found[2:], (seed, program, expected[2:], found[2:])

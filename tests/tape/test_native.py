@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -152,7 +151,7 @@ def _without(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _without("", monkeypatch)
     monkeypatch.setenv("GRADFIT_NATIVE_CACHE", str(tmp_path))
-    with pytest.raises(NativeCoreMissing, match="needs a C\\+\\+ compiler, and there is none"):
+    with pytest.raises(NativeCoreMissing, match=r"needs a C\+\+ compiler, and there is none"):
         _torch_native.build()
 
 
@@ -165,7 +164,7 @@ def test_what_a_compiler_said_is_in_the_error_and_nothing_is_left(
     cache = tmp_path / "cache"
     _without(str(program), monkeypatch)
     monkeypatch.setenv("GRADFIT_NATIVE_CACHE", str(cache))
-    with pytest.raises(NativeCoreMissing, match="could not compile.*\n.*no such header"):
+    with pytest.raises(NativeCoreMissing, match=r"could not compile.*\n.*no such header"):
         _torch_native.build()
     assert [path for path in cache.rglob("*") if path.is_file()] == []
 
@@ -175,5 +174,3 @@ def test_the_command_builds_and_says_where(built: Path, capsys: pytest.CaptureFi
 
     assert main(["build-native"]) == 0
     assert str(built) in capsys.readouterr().out.replace("\n", "")
-
-
