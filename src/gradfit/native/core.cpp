@@ -123,8 +123,8 @@ Slot slot_of(PyObject* type, const char* name) {
   return Slot{member->offset};
 }
 
-// A class with `__slots__`, and what its `__init__` puts into each of them: taken from a sample, so
-// that it is said in one place.
+// A class with `__slots__`, and what a new object has in each of them: taken from a sample that
+// Python has made, so that it is said in one place.
 class Layout {
  public:
   Layout() = default;
@@ -184,7 +184,6 @@ struct Known {
 Known known;
 bool connected = false;
 bool enabled = true;
-bool one_in_tuple = false;  // one weak reference alone is in a tuple, or in a list
 c10::DispatchKeySet usual_included, usual_excluded;  // outside of any operator
 c10::DispatchKey listening_key = c10::DispatchKey::Undefined;
 
@@ -283,18 +282,9 @@ bool is_leaf_with_gradient(const at::Tensor& tensor) {
   return tensor.requires_grad() && tensor.is_leaf();
 }
 
-// One more in a list of weak references: one alone is in a tuple or a list, as the tape has it,
-// several are in a list or a deque. Gives what holds all of them.
+// `References` in values.py with one more: one alone is in a tuple, several are in a list or a deque.
 Ref with_another(PyObject* references, Ref reference) {
-  if (references == Py_None) {
-    Ref first = owned(one_in_tuple ? PyTuple_New(1) : PyList_New(1));
-    if (one_in_tuple) {
-      PyTuple_SET_ITEM(first.get(), 0, reference.release());
-    } else {
-      PyList_SET_ITEM(first.get(), 0, reference.release());
-    }
-    return first;
-  }
+  if (references == Py_None) return owned(PyTuple_Pack(1, reference.get()));
   Ref all = PyTuple_CheckExact(references) ? owned(PySequence_List(references))
                                            : Ref::borrow(references);
   if (PyList_CheckExact(all.get())) {
@@ -1464,7 +1454,6 @@ void connect(const pybind11::dict& given) {
   };
   usual_included = keys("usual_included");
   usual_excluded = keys("usual_excluded");
-  one_in_tuple = pybind11::cast<bool>(given["one_in_tuple"]);
   TORCH_CHECK(pybind11::cast<Py_ssize_t>(given["session_size"]) == kSessionSize,
               "a session has another size than this core was built for");
   known = k;

@@ -20,6 +20,7 @@ from gradfit.choices import HOLD, KEEP, REBUILD
 from gradfit.tape import generators
 from gradfit.tape.decisions import ALL, Decisions
 from gradfit.tape.operators import LOAD, OpInfo, info_of
+from gradfit.tape.parameter_reads import ParameterReads
 from gradfit.tape.storage import Untrackable
 from gradfit.tape.storage_table import ATOMS, NO_KWARGS, StorageTable, each_once, next_index
 from gradfit.tape.stream import results_of
@@ -32,6 +33,10 @@ from gradfit.tape.values import (
     Tape,
     TapeOperation,
     TapeValue,
+    new_handle,
+    new_operation,
+    new_slice,
+    new_value,
     nothing,
 )
 
@@ -95,13 +100,11 @@ def _connected_core() -> Any:
 def _connect(native: Any) -> None:
     from gradfit.tape import recorder, saved_tensors  # which use this
 
-    value = TapeValue(0, (torch.Size(), (), 0, torch.float32), Segment(None))
-    operation = TapeOperation(0, None, LOAD, [], NO_KWARGS, [])
+    value = new_value(0, (torch.Size(), (), 0, torch.float32), Segment(None))
     nobody: Any = None
     native.connect(
         {
             "session_size": _SIZE,
-            "one_in_tuple": isinstance(operation.outputs, tuple),
             "usual_included": usual_keys[0],
             "usual_excluded": usual_keys[1],
             "thread": _torch_listen._thread,
@@ -141,11 +144,11 @@ def _connect(native: Any) -> None:
             "Slice": Slice,
             "ParameterRef": ParameterRef,
             "Handle": Handle,
-            # each as its `__init__` leaves it
+            # each as it is when it was made
             "a_value": value,
-            "an_operation": operation,
-            "a_slice": Slice(value, value.geometry),
-            "a_read": ParameterRef(torch.empty(0)),
-            "a_handle": Handle(nobody, nobody, None),
+            "an_operation": new_operation(0, None, LOAD, [], NO_KWARGS, []),
+            "a_slice": new_slice(value, value.geometry),
+            "a_read": ParameterReads().refer(torch.empty(0), 0),
+            "a_handle": new_handle(nobody, nobody, None),
         }
     )
