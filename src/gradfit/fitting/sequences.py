@@ -72,10 +72,10 @@ class Sequences:
         plans = self._plans(tested)
         if tried := self._tried.get(position):
             plans = [plan for plan in plans if plan not in tried] or plans[:1]
-        return _Following(self, tested, plans, part, position, first=first)
+        return _ForwardByPlans(self, tested, plans, part, position, first=first)
 
     def end_forward(
-        self, forward: _Following, error: BaseException | None, followed: TestedPlan
+        self, forward: _ForwardByPlans, error: BaseException | None, followed: TestedPlan
     ) -> None:
         """A forward has ended, by an error perhaps, with the plan that it followed last."""
         if isinstance(error, Diverged):
@@ -156,7 +156,7 @@ class Sequences:
         return learnt
 
 
-class _Following:
+class _ForwardByPlans:
     """What a forward runs in that begins with the first of some plans."""
 
     def __init__(
