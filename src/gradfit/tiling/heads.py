@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gradfit._torch import FakeTensor
@@ -16,7 +15,7 @@ from gradfit.not_copied import NotCopied
 from gradfit.tiling import lazy_functions  # noqa: F401  (what torch's functions do to lazy logits)
 from gradfit.tiling.cut import Cut
 from gradfit.tiling.lazy import Head, LazyLogits
-from gradfit.tiling.module_tiles import inside_tile
+from gradfit.tiling.whole_here import runs_whole
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor, type(None))
 _WIDENING = 8  # a layer this much wider than its input makes numbers that are worth not having
@@ -76,7 +75,7 @@ class LazyForward(NotCopied):
     def __call__(self, input: Tensor) -> Tensor:
         module = self._module
         # Where somebody asks for the numbers anyway, the layer makes them in fewer steps.
-        if inside_tile() or self.head.is_of_no_use or not _may_be_lazy(module, input):
+        if runs_whole() or self.head.is_of_no_use or not _may_be_lazy(module, input):
             return nn.Linear.forward(module, input)
         return LazyLogits.project(input, module.weight, module.bias, self.head)
 
@@ -87,7 +86,7 @@ def _may_be_lazy(module: Any, input: Tensor) -> bool:
     """
     # FSDP2 frees a unit's weights right after its forward.
     is_watched = module._backward_hooks or module._backward_pre_hooks or is_unit(module)
-    if is_watched or torch.compiler.is_compiling():
+    if is_watched:
         return False
     are_plain = all(type(each) in _PLAIN for each in (input, module.weight, module.bias))
     return are_plain and _may_be_multiplied(input, module.weight)

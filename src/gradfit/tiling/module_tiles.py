@@ -9,9 +9,7 @@ than that of the untiled module, of the same law, as it is between micro-batches
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import compress
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch.func import functional_call
 from gradfit.tiling.cut import Cut
 from gradfit.tiling.expression import AutocastState
 from gradfit.tiling.gradient_sum import GradientSum, in_places
+from gradfit.tiling.whole_here import whole_modules
 
 
 def run_in_tiles(module: nn.Module, x: Tensor, cut: Cut) -> Tensor:
@@ -41,28 +40,6 @@ def run_in_tiles(module: nn.Module, x: Tensor, cut: Cut) -> Tensor:
     # Parameters are passed one by one: autograd gives gradients to arguments of `apply` alone.
     result: Tensor = _TiledModule.apply(shell, cut, tuple(named), tokens, *named.values())  # type: ignore[no-untyped-call]
     return result.reshape(*x.shape[:-1], result.shape[-1])
-
-
-class _Thread(threading.local):
-    is_inside = False
-
-
-_thread = _Thread()
-
-
-@contextlib.contextmanager
-def whole_modules() -> Iterator[None]:
-    """Inside, modules run as they are: in a tile, and where one is looked at."""
-    before, _thread.is_inside = _thread.is_inside, True
-    try:
-        yield
-    finally:
-        _thread.is_inside = before
-
-
-def inside_tile() -> bool:
-    """Whether modules are to run as they are."""
-    return _thread.is_inside
 
 
 class _Shell(nn.Module):
