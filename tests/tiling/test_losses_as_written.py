@@ -207,7 +207,6 @@ IN_TILES: dict[str, Callable[[Any], Tensor]] = {
     "expected number": lambda x: (
         x.softmax(-1) @ torch.linspace(0, 1, WORDS, dtype=x.dtype)
     ).mean(),
-    "one more layer": lambda x: F.linear(x, torch.ones(3, WORDS, dtype=x.dtype)).square().mean(),
     "one hot": lambda x: -(F.one_hot(TOKENS, WORDS) * x.log_softmax(-1)).sum(-1).mean(),
     "unlikelihood": lambda x: (
         -torch.log(torch.clamp(1 - x.softmax(-1).gather(-1, TOKENS[..., None]), min=1e-5)).mean()
@@ -228,6 +227,7 @@ WHOLE: dict[str, Callable[[Any], Tensor]] = {
     "the first words banned": lambda x: (x[..., :3].zero_(), mean(x))[1],
     "over tokens": lambda x: x.mean(1).square().sum(),
     "sorted": lambda x: x.sort(-1).values[..., :3].sum(),
+    "one more layer": lambda x: F.linear(x, torch.ones(3, WORDS, dtype=x.dtype)).square().mean(),
     "joined": lambda x: torch.cat([x, x]).logsumexp(-1).sum(),
     "checkpointed as before": lambda x: checkpoint(mean, x, use_reentrant=True),
     "as it was called once": lambda x: F.cross_entropy(

@@ -24,7 +24,8 @@ _WIDENING = 8  # a layer this much wider than its input makes numbers that are w
 def find_heads(model: nn.Module) -> dict[str, bool]:
     """Names of the linear layers that may be projections to a vocabulary; whether they surely are.
 
-    Surely: the model says so (`get_output_embeddings`), or the weights are an embedding's, too.
+    Surely: the model says so (`get_output_embeddings`), the layer is one of the widest inside of
+    what the model says (a projection with an adapter), or the weights are an embedding's, too.
     Others are much wider than their input; what becomes of their results will show.
     """
     says = _output_embeddings(model)
@@ -48,14 +49,20 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _output_embeddings(model: nn.Module) -> set[int]:
-    heads = set()
+    heads: set[int] = set()
     for module in model.modules():
         getter = getattr(module, "get_output_embeddings", None)
         if callable(getter):
             # transformers' base class raises where there is none
             with contextlib.suppress(NotImplementedError, AttributeError):
-                heads.add(id(getter()))
+                heads.update(map(id, _widest_in(getter())))
     return heads
+
+
+def _widest_in(head: Any) -> list[nn.Module]:
+    layers = [layer for _, layer in _linear_layers(head)] if isinstance(head, nn.Module) else []
+    widest = max((layer.out_features for layer in layers), default=0)
+    return [layer for layer in layers if layer.out_features == widest]
 
 
 class LazyForward(NotCopied):

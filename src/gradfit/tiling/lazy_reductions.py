@@ -85,16 +85,16 @@ def _is_take_along_dim(args: Any, kwargs: Any) -> bool:
 
 def _product(function: Any, lazy: LazyLogits, args: Any, kwargs: Any) -> Any:
     """Of every row with the same matrix or vector: probabilities with embeddings, say."""
-    is_same = all(each is None or _is_same_for_rows(each) for each in args[1:])
-    if kwargs or args[0] is not lazy or not lazy.has_words_last or not is_same:
+    if kwargs or args[0] is not lazy or not lazy.has_words_last or not _is_same_for_rows(args[1]):
         return NotImplemented
-    factors = [each if each is None else Constant(each) for each in args[1:]]
-    return rows_back(lazy, lazy.reduce(function, (lazy.expression, *factors), {}))[0]
+    expression = (lazy.expression, Constant(args[1]))
+    return rows_back(lazy, lazy.reduce(function, expression, {}))[0]
 
 
 def _is_same_for_rows(factor: Any) -> bool:
     return isinstance(factor, Tensor) and not isinstance(factor, LazyLogits) and factor.dim() <= 2
 
 
-for _function in functions_named("matmul", "__matmul__", "linear"):
+# Not `linear`: what another layer follows is no projection to words.
+for _function in functions_named("matmul", "__matmul__"):
     handlers[_function] = functools.partial(_product, _function)

@@ -54,8 +54,12 @@ class _Shell(nn.Module):
             return type(self.inner).forward(self.inner, x)
 
 
-class _Draws:
-    """The generators' states that a tile began with, if it drew."""
+class Draws:
+    """The generators' states that something began with, if it drew.
+
+    Args:
+        device: its generator, and the host's.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -87,7 +91,7 @@ class _TiledModule(torch.autograd.Function):
         ctx.draws = []  # of each tile, to draw the same again
         results = []
         for begin, end in cut.bounds(x.shape[-2]):
-            draws = _Draws(x.device)
+            draws = Draws(x.device)
             results.append(shell(x[..., begin:end, :]))
             # Most tiles draw nothing, and a generator's state is 5 kB.
             ctx.draws.append(draws if draws.have_been_used() else None)
@@ -112,7 +116,7 @@ def _differentiate_tiles(
     gradients = _TileGradients(x, parameters, needed)
     call = _with_parameters(ctx.shell, ctx.names, gradients.leaves)
     # The tiles draw what they drew in the forward; whoever draws next must not notice.
-    after = _Draws(x.device)
+    after = Draws(x.device)
     for (begin, end), draws in zip(ctx.cut.bounds(x.shape[-2]), ctx.draws, strict=True):
         if draws is not None and begin < end:
             draws.restore()
