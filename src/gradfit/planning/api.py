@@ -65,10 +65,46 @@ def plan(
     >>> print(str(plan(profile, memory=1000)).splitlines()[0])
     micro-batch 1 × 1, 2 of 2 values kept; predicted: peak 300 B, +0 % time, step 3 s
     """
+    found, choice = _find(
+        profile, memory, batch_size, micro_batch, exact=read_flag(exact, "exact"), tile=tile
+    )
+    return _with_alternatives(found, choice)
+
+
+def bare_plan(
+    profile: Profile, *, memory: int, batch_size: int, micro_batch: int | None = None
+) -> Plan:
+    """The same as `plan`, without looking for the next ones with less memory and with more."""
+    return _find(profile, memory, batch_size, micro_batch)[0]
+
+
+def with_alternatives(profile: Profile, plan: Plan) -> Plan:
+    """A plan from this profile with the next ones that need less memory and more; seconds are in
+    proportion to the plan's own, which may have been measured.
+    """
+    search, choice = _of_plan(profile.in_tiles(plan.tiles), plan)
+    named = _with_alternatives(_plan(search, choice, plan.budget_bytes), choice)
+    pace = plan.step_seconds / choice.step_seconds if choice.step_seconds > 0 else 1.0
+    less, more = (
+        other and dataclasses.replace(other, step_seconds=other.step_seconds * pace)
+        for other in (named.less_memory, named.more_memory)
+    )
+    return dataclasses.replace(plan, less_memory=less, more_memory=more)
+
+
+def _find(
+    profile: Profile,
+    memory: int | float | str,
+    batch_size: int | None,
+    micro_batch: int | None,
+    *,
+    exact: bool = True,
+    tile: bool = True,
+) -> tuple[Plan, SizedPlan]:
     budget = parse_bytes(memory)
     size = _batch_size(profile, batch_size)
     profiles = _variants(profile, read_flag(tile, "tile"))
-    if not read_flag(exact, "exact"):
+    if not exact:
         profiles = _cut_all_the_same(profiles)
     _check_micro_batch(profiles[0], size, micro_batch)
     searches = _searches(profiles, size, batch_size, micro_batch)
@@ -77,7 +113,7 @@ def plan(
         error = _infeasible(_least_demanding(searches), budget, batch_size, micro_batch)
         raise error if tile else _with_tiles_named(error, profile, size, batch_size)
     plans = [(_plan(search, choice, budget), choice) for choice, search in candidates]
-    return _with_alternatives(*_fastest(plans))
+    return _fastest(plans)
 
 
 def _cut_all_the_same(profiles: Sequence[Profile]) -> list[Profile]:
@@ -252,12 +288,17 @@ def predicted(profile: Profile, plan: Plan) -> tuple[int, float]:
     A plan that was tried out holds measured seconds, and perhaps the bytes of a copy beside the
     optimizer's step. To be compared with plans that were not, it must be predicted as they were.
     """
-    profile = profile.in_tiles(plan.tiles)
+    _, choice = _of_plan(profile.in_tiles(plan.tiles), plan)
+    return choice.solution.peak_bytes, choice.step_seconds
+
+
+def _of_plan(profile: Profile, plan: Plan) -> tuple[MicrobatchSearch, SizedPlan]:
+    """What the profile says of a plan, whatever was measured of it since."""
     search = MicrobatchSearch(profile, plan.batch_size, split=True, micro_batch=plan.micro_batch)
     choice = search.of_plan(
         plan.micro_batch, _action_numbers(plan), Segments(plan.segments, plan.segment_parents)
     )
-    return choice.solution.peak_bytes, choice.step_seconds
+    return search, choice
 
 
 def _action_numbers(plan: Plan) -> list[int]:
