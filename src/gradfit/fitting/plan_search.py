@@ -483,7 +483,8 @@ class Planner:
 
     def plan_of_part(self, part: Any, tested: TestedPlan) -> TestedPlan | None:
         """A plan for what this micro-batch does, where another one of its size was planned for;
-        None if there is none.
+        None if there is none. One of fewer rows than those that were planned for has a plan for
+        such alone, which is not remembered here.
 
         Raises:
             BudgetInfeasible: only a smaller micro-batch could do that.
@@ -492,8 +493,15 @@ class Planner:
             return self._plan_of_part(part, tested)
 
     def _plan_of_part(self, part: Any, tested: TestedPlan) -> TestedPlan | None:
-        plan = tested.plan
-        profile = self._profile(part, rows=self.rows(part), tiles=plan.tiles)
+        plan, rows = tested.plan, self.rows(part)
+        profile = self._profile(part, rows=rows, tiles=plan.tiles)
+        if rows < plan.micro_batch:
+            own = bare_plan(
+                profile, memory=self.limit_bytes, batch_size=plan.batch_size, micro_batch=rows
+            )
+            untested = TestedPlan(own, profile, tested.shape, 0, steady=True)
+            tried = self._try_within_limit(untested, part)
+            return None if tried is None else self._finished(tried)
         best = self._plan(profile, self.limit_bytes, plan.batch_size, plan.micro_batch)
         # Rather one that begins as the other does, so that a forward can go over from one to the
         # other.
