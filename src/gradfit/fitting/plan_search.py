@@ -112,7 +112,7 @@ class _Failure(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Later:
+class _StillToDo:
     """What is left to be done for a plan while training runs."""
 
     comparison: PlanComparison | None  # None: the plan stays until there are others
@@ -161,7 +161,7 @@ class Planner:
         self.budget_bytes = budget_bytes
         # by shape, what is left to be done for its plan; nothing if all is done before its first
         # step, as it is where clocks must not decide, or each rank has its own
-        self._later: dict[Shape, _Later] = {}
+        self._later: dict[Shape, _StillToDo] = {}
         self._plans_ahead = plan_ahead or reproducible
         self._described: tuple[Plan, Plan] | None = None  # the last plan that was asked for
         self._progress = ProgressReport(on_progress)
@@ -265,7 +265,7 @@ class Planner:
         """A new plan, which may still be improved."""
         tested = self._add(self._fit(request))
         if tested.steady and not self._ahead:
-            self._later[tested.shape] = _Later(
+            self._later[tested.shape] = _StillToDo(
                 PlanComparison([tested]),
                 looks_for_rivals=self._micro_batch is None,
                 looks_for_tiles=self._tile and tested.plan.tiles is None,
@@ -279,7 +279,7 @@ class Planner:
 
     # -- improving a plan while training runs -----------------------------------------------------
 
-    def _later_for(self, tested: TestedPlan, request: _Request) -> _Later | None:
+    def _later_for(self, tested: TestedPlan, request: _Request) -> _StillToDo | None:
         """What is left to be done, if this batch is one that tells."""
         later = self._later.get(tested.shape)
         is_usual = (request.shape, request.batch_size) == (tested.shape, tested.plan.batch_size)
@@ -332,7 +332,7 @@ class Planner:
             return False
         return self.time.has_room_for(self._steps_of_next(tested, later) * tested.plan.step_seconds)
 
-    def _steps_of_next(self, tested: TestedPlan, later: _Later) -> float:
+    def _steps_of_next(self, tested: TestedPlan, later: _StillToDo) -> float:
         """How many steps' time is taken by what would be looked for next; infinite if that is
         nothing.
         """

@@ -64,7 +64,7 @@ class Sequences:
         self._tried.clear()
         self._left, self._repeats, self._now = None, 0, ""
         for memory in (self._last, self._learnt, self.online):
-            _forget_oldest(memory, _MOST_SHAPES)
+            _forget_oldest(memory)
         _forget_oldest(self._small, _MOST_SMALL)
 
     def runs_online(self, part: Any) -> str:
@@ -174,7 +174,7 @@ class Sequences:
                 return None
 
 
-def _forget_oldest(memory: dict[Any, Any], most: int) -> None:
+def _forget_oldest(memory: dict[Any, Any], most: int = _MOST_SHAPES) -> None:
     """Of more shapes than can come again soon."""
     while len(memory) > most:
         del memory[next(iter(memory))]
