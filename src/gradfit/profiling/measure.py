@@ -467,11 +467,13 @@ class _Sampler:
         return self.watched_again(samples)
 
     def _next_size(self, sample: Sample) -> int:
-        """Twice as many rows, so that seconds can be told apart; one more where only bytes
-        matter.
+        """Twice as many rows, so that seconds can be told apart; one more where that takes long and
+        only bytes matter.
         """
-        matters = self.seconds_matter(self.total, sample.trace, sample.size)
-        return sample.size * 2 if matters else sample.size + 1
+        is_long = _forward_seconds(sample.trace) > _LONG_SECONDS
+        if is_long and not self.seconds_matter(self.total, sample.trace, sample.size):
+            return sample.size + 1
+        return sample.size * 2
 
     @property
     def _first_size(self) -> int:
