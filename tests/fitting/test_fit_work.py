@@ -183,7 +183,9 @@ def test_a_batch_like_the_last_one_is_served_without_asking_every_plan(
     monkeypatch.setattr(
         plan_search, "covering", lambda *given: asked.append(given) or original(*given)
     )
-    for _ in range(4):  # the peak of the first two is measured, which makes new records of the plan
+    # the peak of the first two is measured, and then the seconds of at most ten: new records of the
+    # plan
+    for _ in range(14):
         step(x)
     before = len(asked)
     for _ in range(3):
