@@ -61,6 +61,7 @@ class CompiledGraph:
     one list of them, which it empties as it goes.
     """
 
+    tags: frozenset[Any] = frozenset()  # as every operator has
     __slots__ = ("__weakref__", "_graph", "_modules", "info", "mutated")
 
     def __init__(self, graph: Any) -> None:
@@ -229,6 +230,7 @@ class _Call:
         self._is_off = self._was_off = False
         self.is_eager = (
             not self._codes
+            or _dynamo()._stance.stance != "default"
             or not _is_inductor(context.callback)
             or bool(listen.dispatch_modes())
             or self._subject in _not_whole
@@ -331,7 +333,6 @@ def _hooks_of_all_modules() -> tuple[dict[int, Any], ...]:
     return (
         torch_modules._global_forward_pre_hooks,
         torch_modules._global_forward_hooks,
-        torch_modules._global_forward_hooks_always_called,
         torch_modules._global_backward_hooks,
         torch_modules._global_backward_pre_hooks,
     )  # type: ignore[return-value]
@@ -347,6 +348,16 @@ def _is_inductor(callback: Any) -> bool:
 def _begins_with_graph(code: types.CodeType) -> bool:
     """Dynamo's code for a frame calls a graph before anything else, if it calls one at all."""
     return any(name.startswith("__compiled_fn") for name in code.co_names)
+
+
+def is_compiled(model: torch.nn.Module, loss_fn: Any = None) -> bool:
+    """Whether torch.compile was called on a model, a part of it, or the function around it."""
+    if hasattr(loss_fn, "_torchdynamo_orig_callable"):
+        return True
+    return any(
+        hasattr(module, "_torchdynamo_orig_callable") or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
 
 
 def _dynamo() -> Any:

@@ -13,7 +13,9 @@ import torch
 
 from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_out_of_memory, raised_by_functorch, storage_key
+from gradfit._torch_compile import is_compiled
 from gradfit._torch_fsdp import drop_gradients
+from gradfit._torch_listen import eager_functions
 from gradfit.arguments import (
     check_arguments,
     check_optimizer,
@@ -180,8 +182,10 @@ def choose_tiles(
     """Which tiles are worth measuring, by running so many rows without gradients; nothing stays
     changed.
     """
+    if is_compiled(model, loss_fn):  # tiles are other forwards, which would be compiled anew
+        return TileChoices()
     part = next(iter((split or split_batch)(batch, rows)))
-    with trials_end(), untouched(model):
+    with trials_end(), untouched(model), eager_functions():
         return tile_choices(model, loss_fn, part)
 
 
@@ -376,8 +380,8 @@ class _Sampler:
         """
         samples: list[Sample] = []
         refused = False
-        little = max(1, self.total // 8)
-        for size in sorted({1, little, self.total // 2, self.total}):
+        little = max(self._first_size(), self.total // 8)
+        for size in sorted({self._first_size(), little, self.total // 2, self.total}):
             try:
                 sample = self.sample(size)
             except Exception as error:
@@ -408,11 +412,15 @@ class _Sampler:
 
     def doubling(self) -> list[Sample]:
         samples: list[Sample] = []
-        size, refused = 1, False
+        size, refused = self._first_size(), False
+        is_one_left_out = size > 1
         while size <= self.total:
             try:
                 sample = self.sample(size, metered=not samples)
             except Exception as error:
+                if is_one_left_out and not samples and is_out_of_memory(error):
+                    is_one_left_out, size = False, 1
+                    continue
                 if samples and is_out_of_memory(error):
                     break
                 if size > 1 or _is_certain(error):
@@ -424,6 +432,10 @@ class _Sampler:
                 break
             size = min(self.total, size * 2)
         return self.watched_again(samples)
+
+    def _first_size(self) -> int:
+        """torch.compile makes code for one row alone, which is of no use for any other number."""
+        return 2 if self.total > 2 and is_compiled(self.step.model, self.step.loss_fn) else 1
 
     def is_enough(self, samples: list[Sample]) -> bool:
         """Whether to stop doubling: the next size may not fit, or takes long. Two sizes must be

@@ -22,7 +22,7 @@ from gradfit import _torch_distributed as distributed
 from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import after_accumulation, current_node, graph_task_id, storage_key
 from gradfit._torch_compile import hide_hooks
-from gradfit._torch_listen import unseen
+from gradfit._torch_listen import unseen, untraced
 from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.devices import devices_of, wait_for
 from gradfit.interrupts import uninterrupted
@@ -352,7 +352,9 @@ class Trace(OperationListener):
 
     def _backward_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if replay.replaying() or info_of(func).view:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            self._inside.take_peak()  # of a replay: not this node's
+            return out
         self._enter_node()
         out, seconds = self.run(func, args, kwargs)
         inside = self._other_bytes + self._inside.take_peak()
@@ -476,11 +478,13 @@ class Trace(OperationListener):
     def _module(self) -> str:
         return self._modules[-1] if self._modules else ""
 
+    @untraced
     def enter_module(self, module: torch.nn.Module, inputs: Any) -> None:
         if self._is_unit_of_forward(module):
             self._keep_boundary(inputs)
         self._modules.append(self._names.get(id(module), type(module).__name__))
 
+    @untraced
     def leave_module(self, module: torch.nn.Module, _: Any, results: Any) -> None:
         if self._is_unit_of_forward(module):
             self._keep_boundary(results)
@@ -524,6 +528,7 @@ def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
         handle.value for reference in handles if (handle := reference()) is not None
     )
 
+    @untraced
     def pack(tensor: torch.Tensor) -> Any:
         packed = recorder.pack(tensor)
         if type(packed) is Handle:

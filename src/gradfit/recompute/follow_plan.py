@@ -432,6 +432,7 @@ def _counting_pack(rest: UnrecordedRest, limit_bytes: float) -> Callable[[torch.
     """Adds up what autograd saves. It is called for each save, so that it looks nothing up."""
     strided, saved_bytes = torch.strided, 0
 
+    @untraced
     def pack(tensor: torch.Tensor) -> Any:
         nonlocal saved_bytes
         if tensor.layout is strided:
