@@ -1,4 +1,5 @@
-"""Functions compiled by `torch.compile`, while somebody listens: private torch API, as in `_torch.py`.
+"""Functions compiled by `torch.compile`, while somebody listens: private torch API, as in
+`_torch.py`.
 
 What inductor has compiled is called here as one operator, a `CompiledGraph`: a listener hears of it
 with its inputs, and what it returns are the tensors that are new, those that it saves for its
@@ -46,7 +47,7 @@ _DRAWS = re.compile(r"seed|rand|bernoulli|dropout|normal_|uniform|exponential|mu
 _HAPPENS_ONCE = re.compile(r"c10d|with_effects|_print")
 
 
-# ------------------------------------------------------------------------------- a graph that is run
+# ------------------------------------------------------------------------------ a graph that is run
 
 
 class NewTensors(list[Any]):
@@ -201,12 +202,12 @@ def _run_graph(graph: Any, inputs: Any) -> Any:
     return run(graph, inputs)
 
 
-# ------------------------------------------------------------------- a compiled function that is called
+# --------------------------------------------------------------- a compiled function that is called
 
 
 class _ThreadCalls(threading.local):
     def __init__(self) -> None:
-        self.calls: list[_Call] = []  # of compiled functions, the outermost first
+        self.calls: list[_CompiledCall] = []  # of compiled functions, the outermost first
         self.ears: list[Any] | None = None  # who counts bytes, while a graph is heard
 
 
@@ -216,7 +217,7 @@ _not_whole: weakref.WeakSet[Any] = weakref.WeakSet()
 our_hooks: list[Any] = []  # on all modules, which compiled functions must not learn of
 
 
-class _Call:
+class _CompiledCall:
     """One call of a compiled function in a thread that somebody listens to."""
 
     def __init__(self, frame: types.FrameType) -> None:
@@ -224,7 +225,7 @@ class _Call:
         function, context = frame.f_locals["fn"], frame.f_locals["self"]
         self.frame: types.FrameType | None = frame
         self.is_about_to_begin = False  # dynamo has asked what it is to do with frames
-        self._subject, self._codes = _traced(function)
+        self.subject, self._codes = _traced(function)
         self._stance: Any = None
         self._hooks: list[tuple[Any, Any]] = []
         self._is_off = self._was_off = False
@@ -233,7 +234,7 @@ class _Call:
             or _dynamo()._stance.stance != "default"
             or not _is_inductor(context.callback)
             or bool(listen.dispatch_modes())
-            or self._subject in _not_whole
+            or self.subject in _not_whole
             or not all(map(_begins_with_graph, self._compiled()))
         )
         if self.is_eager:
@@ -262,7 +263,7 @@ class _Call:
                 return found  # it is passed over, and the next frame is looked at
             if found.guarded_code is not None and _begins_with_graph(found.guarded_code.code):
                 return found
-            _not_whole.add(self._subject)
+            _not_whole.add(self.subject)
             self.is_eager = True
             self.begin_to_listen()
             return ConvertFrameReturn(apply_to_code=False)
@@ -301,6 +302,12 @@ class _Call:
         self.frame = None
 
 
+def called_module() -> torch.nn.Module | None:
+    """The module whose compiled forward runs now in this thread."""
+    subject = _thread.calls[-1].subject if _thread.calls else None
+    return subject if isinstance(subject, torch.nn.Module) else None
+
+
 def _traced(function: Any) -> tuple[Any, tuple[types.CodeType, ...]]:
     """What dynamo is to compile: whose it is, and the code of the frames that it looks at before it
     finds one to compile; none if something else may run before that.
@@ -309,7 +316,7 @@ def _traced(function: Any) -> tuple[Any, tuple[types.CodeType, ...]]:
     whole = getattr(function, "__func__", function)
     if not isinstance(whole, types.FunctionType):
         return function, ()
-    if whole not in _MODULE_CALLS:
+    if whole not in _MODULE_CALLS or not isinstance(owner, torch.nn.Module):
         return (whole if owner is None else owner), (whole.__code__,)
     forward = getattr(owner.forward, "__func__", owner.forward)
     if not isinstance(forward, types.FunctionType) or _has_hooks(owner):
@@ -335,7 +342,7 @@ def _hooks_of_all_modules() -> tuple[dict[int, Any], ...]:
         torch_modules._global_forward_hooks,
         torch_modules._global_backward_hooks,
         torch_modules._global_backward_pre_hooks,
-    )  # type: ignore[return-value]
+    )
 
 
 def _is_inductor(callback: Any) -> bool:
@@ -367,7 +374,7 @@ def _dynamo() -> Any:
     return dynamo
 
 
-# ------------------------------------------------------------------------------------------- patches
+# ------------------------------------------------------------------------------------------ patches
 
 _originals: dict[str, Any] = {}
 
@@ -381,7 +388,7 @@ def _set_eval_frame(callback: Any) -> Any:
         calls = _thread.calls
         is_new = not calls or calls[-1].frame is not frame
         if is_new and frame.f_code.co_name == "compile_wrapper" and "fn" in frame.f_locals:
-            calls.append(_Call(frame))
+            calls.append(_CompiledCall(frame))
     return _originals["set_eval_frame"](callback)
 
 
@@ -405,7 +412,7 @@ def _maybe_set_eval_frame(callback: Any) -> Any:
     return _originals["_maybe_set_eval_frame"](callback)
 
 
-def _call_of(frame: types.FrameType) -> _Call | None:
+def _call_of(frame: types.FrameType) -> _CompiledCall | None:
     calls = _thread.calls
     return calls[-1] if calls and calls[-1].frame is frame else None
 

@@ -294,7 +294,12 @@ class _RoomForRows:
         few = 2 if batch_norms(model) else 1
         part = next(iter((split or split_batch)(batch, few)))
         try:
-            with meter(model, batch, device=counted_device(model)) as live, torch.no_grad():
+            # A compiled one as it was written: code without gradients is needed nowhere else.
+            with (
+                meter(model, batch, device=counted_device(model)) as live,
+                torch.no_grad(),
+                eager_functions(),
+            ):
                 before = live.current_bytes
                 loss_fn(model, unmarked(part))
         # the user's code, which may need gradients or more rows: measured it will be said

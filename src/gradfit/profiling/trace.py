@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from gradfit import _torch_distributed as distributed
 from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import after_accumulation, current_node, graph_task_id, storage_key
-from gradfit._torch_compile import hide_hooks
+from gradfit._torch_compile import called_module, hide_hooks
 from gradfit._torch_listen import unseen, untraced
 from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.devices import devices_of, wait_for
@@ -476,7 +476,8 @@ class Trace(OperationListener):
     # ---------------------------------------------------------------------------------------- where
 
     def _module(self) -> str:
-        return self._modules[-1] if self._modules else ""
+        name = self._names.get(id(called_module()))  # compiled ones have no hooks
+        return name or (self._modules[-1] if self._modules else "")
 
     @untraced
     def enter_module(self, module: torch.nn.Module, inputs: Any) -> None:

@@ -6,8 +6,8 @@ move the tape into the oldest generation, where it makes Python look through eve
 again and again. So a collection waits for a hundred thousand objects instead of seven hundred:
 cycles in the user's own code are still found, a little later.
 
-Functions compiled by torch.compile are called in a way that tells those who listen of each graph, as
-of one operation: see `_torch_compile.py`.
+Functions compiled by torch.compile are called in a way that tells those who listen of each graph,
+as of one operation: see `_torch_compile.py`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def recording_begins(recorder: object) -> None:
 
 
 def recording_ends(recorder: object) -> None:
-    """After the last one, compiled functions are called as before. May be called twice: an interrupt can come
-    at any time.
+    """After the last one, compiled functions are called as before. May be called twice: an
+    interrupt can come at any time.
     """
     _end([id(recorder)])
 
