@@ -219,8 +219,15 @@ def _quiet(logger: logging.Logger) -> Iterator[None]:
         logger.disabled = before
 
 
+# Whose fake kernels give a result no bytes that takes some: the workspace of oneDNN
+# (torch 2.10 to 2.15, torch/_meta_registrations.py).
+_FAKE_LEAVES_OUT = {torch.ops.aten.mkldnn_rnn_layer.default}
+
+
 def output_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
     """What an operator's new results will take, by fake tensors; None where they cannot tell."""
+    if func in _FAKE_LEAVES_OUT:
+        return None
     with _disable_current_modes(), _quiet(logging.getLogger("torch._subclasses.fake_tensor")):
         try:
             with FakeTensorMode():
@@ -370,12 +377,12 @@ def in_simple_backward(depth: int) -> bool:
 def hooks_after_accumulation(tensor: torch.Tensor) -> list[Any]:
     """The hooks of others than gradfit that run as soon as a gradient was added to `.grad`."""
     hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
-    own = "gradfit."
-    return [
-        hook
-        for hook in hooks.values()
-        if not (getattr(hook, "__module__", None) or "").startswith(own)
-    ]
+    return [hook for hook in hooks.values() if not is_own_hook(hook)]
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Whether it is gradfit's."""
+    return (getattr(hook, "__module__", None) or "").startswith("gradfit.")
 
 
 def threads_in_backward() -> set[int]:
@@ -437,9 +444,14 @@ def after_accumulation(
 
 
 def global_module_hooks() -> list[dict[int, Any]]:
-    """The hooks that run before and after every module's forward, in all of the process."""
+    """The hooks that run before and after every module's passes, in all of the process."""
     modules: Any = torch.nn.modules.module
-    return [modules._global_forward_pre_hooks, modules._global_forward_hooks]
+    return [
+        modules._global_forward_pre_hooks,
+        modules._global_forward_hooks,
+        modules._global_backward_pre_hooks,
+        modules._global_backward_hooks,
+    ]
 
 
 def before_accumulation(

@@ -91,7 +91,7 @@ def compiled_as(way: str, block: Block) -> Callable[[torch.Tensor], torch.Tensor
     return torch.compile(lambda x: block(x))  # type: ignore[no-any-return]
 
 
-# -------------------------------------------------------------------------------------------- scopes
+# ------------------------------------------------------------------------------------------- scopes
 
 
 @pytest.mark.parametrize("way", ["module", "in place", "function"])
@@ -178,7 +178,7 @@ def test_an_error_in_a_compiled_function_leaves_everything_as_it_was() -> None:
     block = Block()
     function = torch.compile(block)
     with gf.CheckpointScope("a"):
-        with pytest.raises(Exception, match="size|shape|dimension"):
+        with pytest.raises(Exception, match=r"size|shape|dimension"):
             function(torch.randn(8, 5))
         assert _torch_listen.is_heard()
         assert not _torch_compile._thread.calls
@@ -231,7 +231,7 @@ def test_fit_rebuilds_compiled_blocks() -> None:
         entropy(model, batch).backward()
         optimizer.step()
     optimizer.zero_grad()
-    budget = int(0.6 * plain.peak_bytes)
+    budget = int(0.9 * plain.peak_bytes)
     with no_warnings():
         step = gf.fit(model, optimizer, entropy, batch, memory=budget, micro_batch="whole")
     gradients[1:] = []  # of trials
@@ -246,7 +246,7 @@ def test_fit_rebuilds_compiled_blocks() -> None:
     assert graphs() == before
     assert "rebuild" in str(step.plan)
     assert all(map(torch.equal, gradients[-1], gradients[0]))
-    assert gf.audit(model, entropy, batch, plan=step.plan).replay_exact
+    assert gf.audit(model, entropy, batch, plan=step.plan).identical
 
 
 def test_fit_cuts_a_batch_for_a_model_that_is_compiled_whole() -> None:
@@ -255,7 +255,8 @@ def test_fit_cuts_a_batch_for_a_model_that_is_compiled_whole() -> None:
     inner = Stack(blocks=2, compiled=False)
     for block in inner.blocks:
         block.dropout.p = 0.0  # type: ignore[union-attr, assignment]
-    model, batch = torch.compile(inner), batch_of(512)
+    model: Any = torch.compile(inner)
+    batch = batch_of(512)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     gradients: list[list[torch.Tensor]] = []
     optimizer.register_step_pre_hook(
