@@ -214,7 +214,6 @@ class _ThreadCalls(threading.local):
 _thread = _ThreadCalls()
 # Whoever is compiled into code that does not begin with a graph: modules, functions.
 _not_whole: weakref.WeakSet[Any] = weakref.WeakSet()
-our_hooks: list[Any] = []  # on all modules, which compiled functions must not learn of
 
 
 class _CompiledCall:
@@ -279,7 +278,7 @@ class _CompiledCall:
         listen.switch_off()
         for hooks in _hooks_of_all_modules():
             for number, hook in list(hooks.items()):
-                if hook in our_hooks:
+                if _is_ours(hook):
                     self._hooks.append((hooks, (number, hook)))
                     del hooks[number]
 
@@ -473,18 +472,10 @@ def leave_compiled_functions_alone() -> None:
     _originals.clear()
 
 
-def hide_hooks(*hooks: Any) -> Callable[[], None]:
-    """Hooks on all modules that compiled functions must not learn of, until what is returned is
-    called.
-    """
-    our_hooks.extend(hooks)
-
-    def undo() -> None:
-        for hook in hooks:
-            our_hooks.remove(hook)
-
-    return undo
+def _is_ours(hook: Any) -> bool:
+    """A hook of gradfit's on all modules, which compiled functions must not learn of."""
+    return str(getattr(hook, "__module__", "")).startswith("gradfit.")
 
 
 def _has_hook_of_others() -> bool:
-    return any(hook not in our_hooks for each in _hooks_of_all_modules() for hook in each.values())
+    return not all(_is_ours(hook) for each in _hooks_of_all_modules() for hook in each.values())

@@ -213,6 +213,27 @@ def test_a_profile_has_one_operation_for_a_graph() -> None:
     assert all(op.replayable for op in ours)
 
 
+def test_without_a_plan_compiled_graphs_are_evicted() -> None:
+    torch.manual_seed(0)
+    model, x = Stack(blocks=4), torch.randn(1024, 16)
+    with gf.meter() as plain:
+        plain.watch(model, x)
+        torch.manual_seed(1)
+        model(x).square().sum().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    torch.manual_seed(1)
+    manager = gf.CheckpointManager(
+        max_memory_mb=0.85 * plain.peak_bytes / 2**20, auto_checkpoint=True
+    )
+    with manager, gf.meter() as live:
+        live.watch(model, x)
+        model(x).square().sum().backward()
+    assert live.peak_bytes < plain.peak_bytes
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(map(torch.equal, found, expected))
+
+
 # ---------------------------------------------------------------------------------------------- fit
 
 

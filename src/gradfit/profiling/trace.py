@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from gradfit import _torch_distributed as distributed
 from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import after_accumulation, current_node, graph_task_id, storage_key
-from gradfit._torch_compile import called_module, hide_hooks
+from gradfit._torch_compile import called_module
 from gradfit._torch_listen import unseen, untraced
 from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.devices import devices_of, wait_for
@@ -516,7 +516,6 @@ class Trace(OperationListener):
             with uninterrupted():  # else a hook may be set that nobody knows of
                 undo.enter_context(observing_names(self.note_name))
                 undo.callback(fsdp.hear_resizes(self.resized))
-                undo.callback(hide_hooks(self.enter_module, self.leave_module))
                 undo.callback(register_module_forward_pre_hook(self.enter_module).remove)
                 undo.callback(
                     register_module_forward_hook(self.leave_module, always_call=True).remove
