@@ -63,6 +63,7 @@ class LateWeights:
         """What to backpropagate for this part. Nothing is read from its device."""
         asked = self._weights.asks(part, is_empty=False)
         read = part.denominator if asked else None
+        # Without its graph, which would hold the part's activations until the batch's end.
         kept = dataclasses.replace(part, loss=part.loss.detach())
         self._taken.append(_Taken(kept, read))
         if isinstance(part.count, Tensor):
@@ -111,6 +112,7 @@ class LateWeights:
     def _weigh(self, taken: _Taken, numbers: _Numbers) -> tuple[PartLoss, Weight]:
         part, read = _as_numbers(taken.part, numbers), taken.denominator
         weight = self._weights.of(part, None if read is None else _read_as_numbers(read, numbers))
+        # As a sum it came in all the same: NaN, perhaps, where a mean over nothing was taken.
         if not weight.number and not self._whole:
             raise ZeroWeight
         return part, weight
