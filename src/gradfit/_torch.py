@@ -30,7 +30,8 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = ["FakeTensor", "FakeTensorMode"]
 
-_make_subclass = torch.Tensor._make_subclass
+# (class, tensor): an alias without a graph that shares the version counter
+make_alias = torch.Tensor._make_subclass
 _plain_tensor = torch.Tensor
 
 # The address of a tensor's StorageImpl, which views share. Not `data_ptr()`: that is 0 for every
@@ -78,12 +79,12 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_b
 
 # An alias without a graph that shares the version counter, made without passing through dispatch
 # modes. Not a function of Python's: one is made for each parameter that is read.
-detached: Callable[[torch.Tensor], torch.Tensor] = functools.partial(_make_subclass, _plain_tensor)
+detached: Callable[[torch.Tensor], torch.Tensor] = functools.partial(make_alias, _plain_tensor)
 
 
 def as_class(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
     """The same as a tensor of a subclass that has no storage or dispatch of its own."""
-    alias: torch.Tensor = _make_subclass(kind, tensor)
+    alias: torch.Tensor = make_alias(kind, tensor)
     return alias
 
 
@@ -97,7 +98,7 @@ def detached_in_dispatch(tensor: torch.Tensor) -> torch.Tensor:
     switched off.
     """
     with torch._C._ForceDispatchKeyGuard(_USUAL_INCLUDED, _USUAL_EXCLUDED):
-        return _make_subclass(_plain_tensor, tensor)
+        return make_alias(_plain_tensor, tensor)
 
 
 def current_node() -> Node | None:

@@ -931,6 +931,7 @@ def _() -> Good:
             "micro_batch": is_one_of(is_none, is_equal_to(3)),
             "exact": is_flag,
             "planning_share": is_not_negative,
+            "plan_ahead": is_flag,
             "on_progress": is_one_of(is_none, is_callback),
             "batch_size": is_one_of(is_none, is_count),
             "split": is_split,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import gradfit as gf
+from gradfit.batches.additivity import measure_additivity
 from gradfit.batches.additivity_record import Additivity
 from gradfit.fitting import plan_search, progress, race
 from gradfit.profiling import measure
@@ -44,8 +45,8 @@ def long_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("long_passes")
-def test_a_model_that_fits_is_run_on_three_batches_rows() -> None:
-    """1, 2 and 4 rows watched and timed, and the whole batch tried out and timed."""
+def test_a_model_that_fits_is_run_on_two_batches_rows() -> None:
+    """Few rows watched and timed, and the whole batch tried out: its seconds are those of steps."""
     seen: list[int] = []
 
     def counted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -54,8 +55,21 @@ def test_a_model_that_fits_is_run_on_three_batches_rows() -> None:
 
     step = fitted(loss_fn=counted)
     assert step.plan.keeps_everything
-    assert sum(seen) <= 3 * ROWS
-    assert seen.count(ROWS) == 2
+    assert sum(seen) <= 2 * ROWS
+    assert seen.count(ROWS) == 1
+
+
+def test_a_loss_that_can_be_read_is_measured_on_few_rows() -> None:
+    """Four forwards of values, and both passes of three rows, whole and in parts."""
+    seen: list[int] = []
+
+    def counted(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        seen.append(len(x))
+        return square(model, x)
+
+    found = measure_additivity(network(), counted, torch.rand(ROWS, 32))
+    assert found.over == "divisor"
+    assert seen == [1, 4, 1, 5, 2, 1, 3]
 
 
 def plain_peak() -> int:
@@ -75,7 +89,7 @@ def test_all_plans_are_timed_in_one_race(monkeypatch: pytest.MonkeyPatch) -> Non
         made(self, passes, **options)
 
     monkeypatch.setattr(race.Race, "__init__", noted)
-    step = fitted(plain_peak() - 30_000)
+    step = fitted(plain_peak() - 30_000, plan_ahead=True)
     assert step.plan.steps > 1 or not step.plan.keeps_everything
     assert len(races) == 1
 
@@ -105,7 +119,7 @@ def test_one_profile_where_nothing_could_be_much_faster(monkeypatch: pytest.Monk
 
 def test_progress_is_told() -> None:
     told: list[tuple[str, float]] = []
-    fitted(on_progress=lambda doing, seconds: told.append((doing, seconds)))
+    fitted(on_progress=lambda doing, seconds: told.append((doing, seconds)), plan_ahead=True)
     doing = [what for what, _ in told]
     assert doing[0] == "measuring a step's operations"
     assert any(what.startswith("planning for") for what in doing)
@@ -121,7 +135,7 @@ def test_what_the_function_raises_ends_fit_and_changes_nothing() -> None:
     before = [parameter.clone() for parameter in model.parameters()]
 
     def stop(doing: str, seconds: float) -> None:
-        if doing.startswith("timing"):
+        if doing.startswith("trying out"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -169,7 +183,9 @@ def test_a_batch_like_the_last_one_is_served_without_asking_every_plan(
     monkeypatch.setattr(
         plan_search, "covering", lambda *given: asked.append(given) or original(*given)
     )
-    for _ in range(4):  # the peak of the first two is measured, which makes new records of the plan
+    # the peak of the first two is measured, and then the seconds of at most ten: new records of the
+    # plan
+    for _ in range(14):
         step(x)
     before = len(asked)
     for _ in range(3):

@@ -71,7 +71,9 @@ def test_the_clock_decides(
     monkeypatch.setattr(Planner, "_pass_seconds", seconds)
     model, batch = network(), torch.randn(64, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    step = gf.fit(model, optimizer, square, batch, memory=budget_for(found, 16) + 8192)
+    step = gf.fit(
+        model, optimizer, square, batch, memory=budget_for(found, 16) + 8192, plan_ahead=True
+    )
     assert asked == {False, True}
     assert step.plan.keeps_everything is recomputation_is_slow
     assert step.plan.step_seconds == pytest.approx(64.0, rel=0.01)
@@ -90,7 +92,9 @@ def test_plans_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch, found: Profile
     monkeypatch.setattr(Planner, "_pass_seconds", seconds)
     model, batch = network(), torch.randn(64, 32)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    step = gf.fit(model, optimizer, square, batch, memory=budget_for(found, 16) + 8192)
+    step = gf.fit(
+        model, optimizer, square, batch, memory=budget_for(found, 16) + 8192, plan_ahead=True
+    )
     assert set(order) == {False, True}
     assert all(one is not other for one, other in pairwise(order))
     assert step.plan.keeps_everything

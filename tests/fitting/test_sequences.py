@@ -193,3 +193,52 @@ def test_what_does_another_thing_each_time_runs_online_and_that_is_said_once() -
     assert "online" in str(step.plan)
     assert sum("follow no plan" in str(one.message) for one in said) <= 1
     assert len(step.known) <= 10
+
+
+class _OtherForOneRow(nn.Module):
+    """A single row is run by other operations, as some of torch's kernels do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(_WIDTH, _WIDTH) for _ in range(6)]).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if len(x) == 1:
+                x = x.neg().neg()
+            x = torch.sin(torch.tanh(x))
+        return x
+
+
+def test_a_last_part_of_one_row_has_a_plan_of_its_own(profiled: list[int]) -> None:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    torch.manual_seed(0)
+    model, reference = _OtherForOneRow(), _OtherForOneRow()
+    reference.load_state_dict(model.state_dict())
+    optimizer, plain = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference))
+    batch = torch.rand(8, 64, _WIDTH, dtype=torch.float64)
+    found = gf.profile(model, loss_fn, batch)
+    kept = gf.plan(found, memory="1 GiB", batch_size=8, micro_batch=4)
+    budget = kept.peak_bytes - kept.kept_bytes // 2 + 16384
+    step = gf.fit(model, optimizer, loss_fn, batch, memory=budget, micro_batch=4)
+    assert not step.plan.keeps_everything
+    after = 0
+    for number in range(4):
+        batch = torch.rand(5, 64, _WIDTH, dtype=torch.float64)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with gf.meter(model, optimizer, batch) as live:
+                result = step(batch)
+        assert live.peak_bytes <= budget
+        assert result.online == ""
+        assert result.attempts == (2 if number == 0 else 1)
+        plain.zero_grad()
+        loss_fn(reference, batch).backward()
+        plain.step()
+        after = after or profiled[0]
+    assert profiled[0] == after  # one profile of one row
+    for ours, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(ours, other, rtol=1e-9, atol=1e-12)

@@ -330,7 +330,8 @@ def test_only_the_sizes_that_a_profile_is_made_of_are_watched_again() -> None:
     loss = Watched()
     found = gf.profile(nn.Linear(64, 64), loss, torch.randn(16, 64), memory_bytes=1 << 30)
     assert found.batch_size == 16
-    assert [loss.passes[size] for size in (1, 2, 4)] == [1, 1, 1]
+    # a single row was run when it was measured whether parts make the whole
+    assert [loss.passes[size] for size in (1, 2, 4)] == [0, 1, 1]
     assert min(loss.passes[8], loss.passes[16]) > 1
 
 

@@ -10,8 +10,10 @@ It is done twice, the second time with some small parameters slightly changed: a
 model may be in a place where different losses are equal, as all zeros at the output, or a policy
 that is still the old one. There the gradients are compared, too (`gradient_additivity.py`).
 
-A loss of which it cannot be read what it was divided by is compared on other rows of the batch as
-well: what clamps, or takes the size of a mean, may do nothing on the first ones.
+Where the graph says what the loss was divided by, few runs are enough to see that it adds up; a
+loss that does not in these, or of which nothing can be read, is run in more ways, which also tell
+why. One that cannot be read is compared on other rows of the batch as well: what clamps, or takes
+the size of a mean, may do nothing on the first ones.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from gradfit._torch_listen import eager_functions
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.additivity_verdict import judge
 from gradfit.batches.carried_state import read_carried_state
-from gradfit.batches.compared_runs import Comparison
+from gradfit.batches.compared_runs import Comparison, Run
 from gradfit.batches.few_rows import (
     Cut,
     RowsAndParts,
@@ -57,6 +59,7 @@ from gradfit.errors import GradfitError, MisuseError
 from gradfit.tree import unmarked
 
 MOST_ROWS = 5  # 4 + 1 and 3 + 2: few enough for any budget that a row fits in
+_ROWS_IF_READ = 3  # 2 + 1: enough where the graph says what the loss was divided by
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _Passes = Callable[[], contextlib.AbstractContextManager[object]]
 
@@ -115,6 +118,11 @@ def measure_additivity(
             measured = measurement.measure(cuts[-1:])
             reason = batch_norm_reason(names)
             return dataclasses.replace(measured, over=None, modules=names, reason=reason)
+        # several processes run the same, whatever each of them reads
+        quickly = measurement.look_quickly(batch, rows) if finish is None else None
+        if quickly is not None:
+            few = rows_for_gradients(batch, split, min(rows, gradient_rows, _ROWS_IF_READ))
+            return measurement.measure_gradients(few, cuts[-1][1][-1], quickly, passes)
         measured = measurement.measure_values(cuts, batch, rows)
         if measured.adds_up or finish is not None:  # all processes run the same
             few = rows_for_gradients(batch, split, min(rows, gradient_rows))
@@ -155,6 +163,44 @@ class _Measurement:
         self._raised = self._is_random = False  # in the last comparison
 
     # -- values -----------------------------------------------------------------------------------
+
+    def look_quickly(self, batch: Any, rows: int) -> Additivity | None:
+        """That values add up and carry nothing over, in four forwards, by what the graph says that
+        they were divided by; None if these do not tell.
+        """
+        runner = self._runner
+        whole, parts = next(choose_rows(batch, runner.split, rows))
+        if len(parts) != 2:
+            return None
+        try:
+            with slightly_changed(runner.model):
+                compared = self._compare_from_one_state(whole, parts)
+            if compared is None or compared.whole.divisors is None:
+                return None
+            found = self._judge([compared], runner.read)
+        except Exception as error:  # said where it is measured in full
+            if is_out_of_memory(error):
+                raise
+            return None
+        return None if not found.adds_up or found.over == "rows" or found.unread else found
+
+    def _compare_from_one_state(self, whole: Any, parts: Sequence[Any]) -> Comparison | None:
+        """Some rows and their two parts; None if the second part's loss is another one after the
+        first part, or at all when it is run again.
+        """
+        runner = self._runner
+        runs: list[Run] = []
+
+        def value(part: Any) -> float:
+            runs.append(runner.run_on(part))
+            return runs[-1].value
+
+        reads = read_carried_state(runner.model, parts, value, runner.rewind)
+        of_whole = runner.run(whole)  # last: what it was divided by is what is said
+        if reads.before != reads.after or not math.isfinite(of_whole.value):
+            return None
+        second, first, _ = runs
+        return Comparison(of_whole, (first, second))
 
     def measure_values(self, cuts: Sequence[RowsAndParts], batch: Any, rows: int) -> Additivity:
         """Compare losses, in as many ways as it takes to tell."""
@@ -224,7 +270,7 @@ class _Measurement:
         second = runner.run(cuts[0][0])
         self._is_repeatable = first.value == second.value
         self._is_random = not runner.is_same(first, second)
-        return read, [] if self._is_random else runner.compare_all(cuts)
+        return read, [] if self._is_random else runner.compare_all(cuts, (cuts[0][0], second))
 
     def _measure_without_randomness(
         self, cuts: Sequence[RowsAndParts], measured: Additivity

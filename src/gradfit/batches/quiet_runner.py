@@ -78,9 +78,18 @@ class QuietRunner:
 
     # -- comparing --------------------------------------------------------------------------------
 
-    def compare_all(self, cuts: Sequence[RowsAndParts]) -> list[Comparison]:
-        """Each whole with its parts; the last one of a slightly changed model as well."""
-        comparisons = [self._compare(whole, parts) for whole, parts in cuts]
+    def compare_all(
+        self, cuts: Sequence[RowsAndParts], known: tuple[Any, Run] | None = None
+    ) -> list[Comparison]:
+        """Each whole with its parts; the last one of a slightly changed model as well. `known` are
+        rows that were run already.
+        """
+        comparisons = [
+            Comparison(known[1], tuple(map(self.run, parts)))
+            if known is not None and whole is known[0]
+            else self._compare(whole, parts)
+            for whole, parts in cuts
+        ]
         with slightly_changed(self.model):
             changed = self._compare(*cuts[-1])
         if math.isfinite(changed.whole.value):

@@ -169,7 +169,11 @@ class PlanningTime:
 
     @property
     def is_left(self) -> bool:
-        return self.planning_seconds <= self.share * self.training_seconds
+        return self.has_room_for(0.0)
+
+    def has_room_for(self, seconds: float) -> bool:
+        """Whether so many more seconds of planning are within its share."""
+        return self.planning_seconds + seconds <= self.share * self.training_seconds
 
     @contextmanager
     def planning(self) -> Iterator[None]:

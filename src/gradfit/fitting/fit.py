@@ -59,11 +59,16 @@ def fit(
     exact: bool = True,
     tile: bool = True,
     planning_share: float = 0.05,
+    plan_ahead: bool = False,
     on_progress: Callable[[str, float], object] | None = None,
     keep: Iterable[str] = (),
     rebuild: Iterable[str] = (),
 ) -> TrainStep:
     """Profile the model, plan for the budget, try the plan, and return the step that follows it.
+
+    The first plan that holds is the one to begin with. Others that may be faster are looked for
+    while training runs, and take turns with it in real steps, each of which is exact whichever plan
+    it goes by; the fastest stays (`step.plan` says so while several are compared).
 
     The budget covers all tensors of the step: parameters, gradients, optimizer state, the batch,
     activations, recomputation and temporaries. Under DDP and FSDP2 it is that of each rank,
@@ -105,8 +110,11 @@ def fit(
         tile: where memory is short, plans may cut along tokens, too, as `gf.tile` does: where one
             row does not fit, nothing else can help. False leaves that out.
         planning_share: of the time trained so far, how much may be spent on plans that are not
-            necessary: where a plan for larger batches would do, but may be slower. 0 makes only
-            those without which a batch cannot be run.
+            necessary: where a plan for larger batches would do, but may be slower, or another one
+            may be faster. 0 makes only those without which a batch cannot be run.
+        plan_ahead: True compares all plans by the clock before the first step, which takes several
+            times as long; the micro-batch of a shape then stays. So it is also where
+            `reproducible` is set, and over several ranks.
         on_progress: `on_progress(doing, seconds)` is called when something begins (measuring,
             planning, a trial), with the seconds so far, here and whenever the step makes a plan;
             what it raises ends that. None shows it on a terminal, after two seconds.
@@ -131,6 +139,7 @@ def fit(
     named = read_named(keep=keep, rebuild=rebuild, offload=offloaded)
     read_flag(tile, "tile")
     check_optimizer(optimizer)
+    read_flag(plan_ahead, "plan_ahead")
     read_number(planning_share, "planning_share", minimum=0, like=0.05)
     if on_progress is not None:
         read_callable(on_progress, "on_progress", "a function of a text and seconds", arguments=2)
@@ -169,6 +178,7 @@ def fit(
         exact=exact,
         tile=tile,
         planning_share=planning_share,
+        plan_ahead=plan_ahead,
         on_progress=on_progress,
     )
     ranks = accumulator.ranks

@@ -79,7 +79,7 @@ class Passes:
         """The plan for batches like this one; the first such batch is profiled and tried out, which
         leaves no trace.
         """
-        return self._tested(batch, self._planner.runner.rows(batch)).plan
+        return self._planner.described(self._tested(batch, self._planner.runner.rows(batch)))
 
     @property
     def additivity(self) -> Additivity | None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
@@ -34,6 +35,7 @@ from gradfit.fitting.families import (
 )
 from gradfit.fitting.fixed_cost import with_computed_seconds
 from gradfit.fitting.modes import Planned, WithinLimit
+from gradfit.fitting.plan_comparison import PlanComparison
 from gradfit.fitting.progress import OnProgress, ProgressReport
 from gradfit.fitting.race import Race
 from gradfit.fitting.reserved import ReservedMemory, TrialRecord, UpdateSizes
@@ -45,8 +47,13 @@ from gradfit.fitting.tested_plan import (
     with_update_copy,
 )
 from gradfit.fitting.update_rollback import UpdateSnapshot
-from gradfit.planning.api import beginning_like, plain_plan, recomputing_plan
-from gradfit.planning.api import plan as make_plan
+from gradfit.planning.api import (
+    bare_plan,
+    beginning_like,
+    plain_plan,
+    recomputing_plan,
+    with_alternatives,
+)
 from gradfit.planning.microbatch import even
 from gradfit.planning.named_choices import Named, fix_by_name, fix_known_names
 from gradfit.planning.plan import Plan, fixed_text
@@ -69,6 +76,8 @@ _ONLINE_MARGIN = 1.03  # above the smallest limit that was held online
 # seconds there can be, and nobody looks further.
 _NEARLY = 1.05
 _DOUBT = 1.3  # by how much a prediction may be slower, and the clock is still asked
+# Looking for rivals of a plan, and for plans in tiles, takes about so many of its steps.
+_RIVALS_STEPS, _TILES_STEPS = 3.0, 10.0
 _NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
 
 
@@ -113,6 +122,15 @@ class _Failure(NamedTuple):
 
 
 @dataclasses.dataclass
+class _StillToDo:
+    """What is left to be done for a plan while training runs."""
+
+    comparison: PlanComparison | None  # None: the plan stays until there are others
+    looks_for_rivals: bool = True
+    looks_for_tiles: bool = True
+
+
+@dataclasses.dataclass
 class _Search:
     """How far the search for a plan that holds has come."""
 
@@ -147,9 +165,15 @@ class Planner:
         exact: bool = True,
         tile: bool = True,
         planning_share: float = 0.05,
+        plan_ahead: bool = True,
         on_progress: OnProgress | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
+        # by shape, what is left to be done for its plan; nothing if all is done before its first
+        # step, as it is where clocks must not decide, or each rank has its own
+        self._later: dict[Shape, _StillToDo] = {}
+        self._plans_ahead = plan_ahead or reproducible
+        self._described: tuple[Plan, Plan] | None = None  # the last plan that was asked for
         self._progress = ProgressReport(on_progress)
         self.exact = exact  # what does not add up is not cut
         self.additivity: Additivity | None = None
@@ -187,13 +211,14 @@ class Planner:
 
     @property
     def known(self) -> tuple[TestedPlan, ...]:
-        """Every plan made so far, in the order in which they are tried for a batch."""
+        """Every plan that is gone by so far, in the order in which they are tried for a batch."""
         return tuple(self._plans)
 
     def take_up(self, plans: Iterable[TestedPlan]) -> None:
         """Go by these plans from now on, and by what was measured of the loss when they were
         made.
         """
+        self._later.clear()
         self._plans = [with_slack(plan, self.limit_bytes) for plan in plans]
         self.additivity = self._plans[0].profile.additivity if self._plans else None
 
@@ -241,8 +266,132 @@ class Planner:
         tested = self._find(request)
         if tested is None:
             with self.time.planning() if self._plans else contextlib.nullcontext():
-                tested = self._add(self._fit(request))
-        return self._mark_used(tested)
+                tested = self._fitted(request)
+        elif self._is_due(tested, request):
+            with self.time.planning(), self._progress.running():
+                self._look_for_faster(tested, request)
+        return self._mark_used(self._in_turn(tested, request))
+
+    def _fitted(self, request: _Request) -> TestedPlan:
+        """A new plan, which may still be improved."""
+        tested = self._add(self._fit(request))
+        if tested.steady and not self._ahead:
+            self._later[tested.shape] = _StillToDo(
+                PlanComparison([tested]),
+                looks_for_rivals=self._micro_batch is None,
+                looks_for_tiles=self._tile and tested.plan.tiles is None,
+            )
+        return tested
+
+    @property
+    def _ahead(self) -> bool:
+        """Whether all plans are compared before the first step."""
+        return self._plans_ahead or distributed.is_running()
+
+    # -- improving a plan while training runs -----------------------------------------------------
+
+    def _later_for(self, tested: TestedPlan, request: _Request) -> _StillToDo | None:
+        """What is left to be done, if this batch is one that tells."""
+        later = self._later.get(tested.shape)
+        is_usual = (request.shape, request.batch_size) == (tested.shape, tested.plan.batch_size)
+        return later if is_usual else None
+
+    def _in_turn(self, tested: TestedPlan, request: _Request) -> TestedPlan:
+        """The plan whose turn it is, of those that are compared."""
+        later = self._later_for(tested, request)
+        if later is None or later.comparison is None or later.comparison.tested is tested:
+            return tested
+        return self._exchange(tested, later.comparison.tested)
+
+    def _exchange(self, old: TestedPlan, new: TestedPlan) -> TestedPlan:
+        """Go by another plan for the same batches."""
+        self._used[id(new)] = self._used.pop(id(old), 0)
+        self._plans = [new if one is old else one for one in self._plans]
+        return new
+
+    def took(self, tested: TestedPlan, batch: Any, seconds: float) -> TestedPlan:
+        """A whole step by this plan has taken so long, and nothing beside it was measured; gives
+        the plan that is gone by now.
+        """
+        later = self._later.get(tested.shape)
+        if later is None or later.comparison is None or later.comparison.tested is not tested:
+            return tested
+        if self.shape(batch) != tested.shape or self.rows(batch) != tested.plan.batch_size:
+            return tested
+        if not later.comparison.took(seconds):
+            return tested
+        fastest, later.comparison = later.comparison.fastest, None
+        if math.isinf(self._steps_of_next(fastest, later)):
+            del self._later[tested.shape]
+        return self._exchange(tested, fastest)
+
+    def settle(self, tested: TestedPlan | None = None) -> None:
+        """Compare no more plans, or none of those that this one is compared with: the one that is
+        the fastest, as far as is known, stays.
+        """
+        for shape in [*self._later] if tested is None else [tested.shape]:
+            later = self._later.pop(shape, None)
+            if later is not None and later.comparison is not None:
+                now = [one for one in later.comparison.plans if any(one is x for x in self._plans)]
+                for one in now:
+                    self._exchange(one, later.comparison.fastest)
+
+    def _is_due(self, tested: TestedPlan, request: _Request) -> bool:
+        """Whether to look for faster plans now: those that there are were compared, and it takes no
+        more than its share of the time.
+        """
+        later = self._later_for(tested, request)
+        if later is None or later.comparison is not None:
+            return False
+        return self.time.has_room_for(self._steps_of_next(tested, later) * tested.plan.step_seconds)
+
+    def _steps_of_next(self, tested: TestedPlan, later: _StillToDo) -> float:
+        """How many steps' time is taken by what would be looked for next; infinite if that is
+        nothing.
+        """
+        if later.looks_for_rivals and not _keeps_whole_batch(tested.plan):
+            return _RIVALS_STEPS
+        if later.looks_for_tiles and _may_be_beaten(tested):
+            return _TILES_STEPS
+        return math.inf
+
+    def _look_for_faster(self, tested: TestedPlan, request: _Request) -> None:
+        """Try out other plans for these batches; those that hold take turns with this one."""
+        later = self._later[tested.shape]
+        if later.looks_for_rivals:
+            later.looks_for_rivals = False
+            found = list(self._others(tested, request.batch, self.limit_bytes))
+        else:
+            later.looks_for_tiles = False
+            found = self._in_tiles(request)
+        if found:
+            later.comparison = PlanComparison([tested, *map(self._finished, found)])
+        elif math.isinf(self._steps_of_next(tested, later)):
+            del self._later[tested.shape]
+
+    def _in_tiles(self, request: _Request) -> list[TestedPlan]:
+        """Plans that cut along tokens, where others hold, too."""
+        found: list[TestedPlan] = []
+        for tiles in self._tile_choices(request.batch).tiles:
+            if not _are_last_resort(tiles):
+                profile = self._profile(request.batch, tiles=tiles, batch_size=request.batch_size)
+                if profile.fixed == self._named:  # in tiles a named value need not exist whole
+                    with contextlib.suppress(_Hopeless, BudgetInfeasible):
+                        found += self._fit_as(profile, request)
+        return found
+
+    def described(self, tested: TestedPlan) -> Plan:
+        """The plan with the next ones for less memory and for more, and whether it may change."""
+        if self._described is None or self._described[0] is not tested.plan:
+            self._described = (tested.plan, with_alternatives(tested.profile, tested.plan))
+        later, plan = self._later.get(tested.shape), self._described[1]
+        if later is None or later.comparison is None or not later.comparison.is_between_plans:
+            return plan
+        others = [one.plan for one in later.comparison.plans if one is not tested]
+        said = " and ".join(f"micro-batch {one.split_text}, {one.kept_text}" for one in others)
+        return dataclasses.replace(plan, comparing=said)
+
+    # -- finding a plan ---------------------------------------------------------------------------
 
     def _measure_missing_additivity(self, request: _Request) -> None:
         """Of plans of single rows, or from a version that did not measure it."""
@@ -301,9 +450,12 @@ class Planner:
         larger = self._plan_for_larger(request)
         if self.additivity is None or larger is None or self._wants_own(larger, request):
             return None
-        if not may_be_slow(larger, shape, batch_size):  # else it depends on the time there is
+        if self._is_due(larger, request):
+            return None
+        # else it depends on the time there is, or other plans are still compared
+        if not may_be_slow(larger, shape, batch_size) and larger.shape not in self._later:
             self._last_served = _Served(self._plans, self.additivity, batch_size, shape, larger)
-        return self._mark_used(larger)
+        return self._mark_used(self._in_turn(larger, request))
 
     def _wants_own(self, larger: TestedPlan, request: _Request) -> bool:
         """Whether batches of this shape should have a plan of their own, and there is time to make
@@ -322,7 +474,7 @@ class Planner:
         """
         self._plans = [other for other in self._plans if other is not tested]
         with self.time.planning():
-            return self._add(self._fit(_Request(batch, self.rows(batch), self.shape(batch))))
+            return self._fitted(_Request(batch, self.rows(batch), self.shape(batch)))
 
     def _holds(self, tested: TestedPlan) -> bool:
         """Whether a plan is one for this budget: it may come from a step with a larger one, or from
@@ -339,25 +491,31 @@ class Planner:
         """Take in a plan that was tried out, in the place of one for the same shape and the same
         operations.
         """
+        return self._remember(self._finished(tested))
+
+    def _finished(self, tested: TestedPlan) -> TestedPlan:
+        """A plan that was tried out, as a step goes by it."""
         tested = with_slack(
             dataclasses.replace(tested, tested_bytes=tested.peak_bytes), self.limit_bytes
         )
         tested = self._with_update_copy(tested, self.limit_bytes)
-        tested = dataclasses.replace(
+        return dataclasses.replace(
             tested, plan=dataclasses.replace(tested.plan, budget_bytes=self.budget_bytes)
         )
-        return self._remember(tested)
 
     def _remember(self, tested: TestedPlan) -> TestedPlan:
         others = [other for other in self._plans if not _takes_the_place_of(tested, other)]
         kept = within_memory(others, self._used)
         self._plans = sorted([*kept, tested], key=lambda one: one.plan.peak_bytes)
+        shapes = {one.shape for one in self._plans}
+        self._later = {shape: one for shape, one in self._later.items() if shape in shapes}
         self._used = {id(one): self._used.get(id(one), 0) for one in self._plans}
         return tested
 
     def plan_of_part(self, part: Any, tested: TestedPlan) -> TestedPlan | None:
         """A plan for what this micro-batch does, where another one of its size was planned for;
-        None if there is none.
+        None if there is none. One of fewer rows than those that were planned for has a plan for
+        such alone, which is not remembered here.
 
         Raises:
             BudgetInfeasible: only a smaller micro-batch could do that.
@@ -366,8 +524,15 @@ class Planner:
             return self._plan_of_part(part, tested)
 
     def _plan_of_part(self, part: Any, tested: TestedPlan) -> TestedPlan | None:
-        plan = tested.plan
-        profile = self._profile(part, rows=self.rows(part), tiles=plan.tiles)
+        plan, rows = tested.plan, self.rows(part)
+        profile = self._profile(part, rows=rows, tiles=plan.tiles)
+        if rows < plan.micro_batch:
+            own = bare_plan(
+                profile, memory=self.limit_bytes, batch_size=plan.batch_size, micro_batch=rows
+            )
+            untested = TestedPlan(own, profile, tested.shape, 0, steady=True)
+            tried = self._try_within_limit(untested, part)
+            return None if tried is None else self._finished(tried)
         best = self._plan(profile, self.limit_bytes, plan.batch_size, plan.micro_batch)
         # Rather one that begins as the other does, so that a forward can go over from one to the
         # other.
@@ -430,7 +595,7 @@ class Planner:
         changed = _local_bytes(_trained(self._model))
         copied = changed + tested.profile.optimizer_bytes
         with_copy = with_update_copy(tested, copied, limit_bytes)
-        if not with_copy.copied or not changed:
+        if not with_copy.copied or not changed or not self._ahead:  # else steps tell the seconds
             return with_copy
         seconds = copied * self._seconds_per_copied_byte(changed)
         return dataclasses.replace(with_copy, plan=with_copy.plan.with_extra_seconds(seconds))
@@ -459,9 +624,10 @@ class Planner:
 
     def _put(self, old: TestedPlan, new: TestedPlan) -> TestedPlan:
         """Go by the new one where the old one was gone by."""
-        self._used[id(new)] = self._used.pop(id(old), 0)
-        self._plans = [new if one is old else one for one in self._plans]
-        return new
+        later = self._later.get(old.shape)
+        if later is not None and later.comparison is not None:
+            later.comparison.replace(old, new)
+        return self._exchange(old, new)
 
     def _fit(self, request: _Request) -> TestedPlan:
         with self._progress.running():
@@ -500,7 +666,7 @@ class Planner:
                 failed.append(_Failure(least.needed_bytes, profile, None))
             except BudgetInfeasible as error:
                 failed.append(_Failure(error.min_bytes, profile, error))
-            if holding and self._is_fast_enough(holding[0]):
+            if holding and (not self._ahead or self._is_fast_enough(holding[0])):
                 break
         if without_names is not None and not holding and not failed:
             fix_by_name(without_names, self._named)  # says which name it is
@@ -620,9 +786,13 @@ class Planner:
             yield self._kept_by_measured_seconds(tried, batch, target)
             return
         yield tried
-        if self._micro_batch is None:
-            others = self._recomputing if tried.plan.keeps_everything else self._plain
-            yield from others(tried, batch, target)
+        if self._micro_batch is None and self._ahead:
+            yield from self._others(tried, batch, target)
+
+    def _others(self, tried: TestedPlan, batch: Any, target: int) -> list[TestedPlan]:
+        """With recomputation where the plan has none, and without where it has some."""
+        find = self._recomputing if tried.plan.keeps_everything else self._plain
+        return find(tried, batch, target)
 
     def _kept_by_measured_seconds(self, tried: TestedPlan, batch: Any, target: int) -> TestedPlan:
         """The micro-batch is chosen; what to keep in it changes no bit, so that may be chosen by
@@ -711,7 +881,7 @@ class Planner:
         if self._micro_batch is not None:
             micro_batch = self._asked_size(self._micro_batch, batch_size, profile)
         self._progress.begin(f"planning for {format_bytes(limit_bytes)}")
-        return make_plan(
+        return bare_plan(
             profile, memory=limit_bytes, batch_size=batch_size, micro_batch=micro_batch
         )
 
@@ -989,7 +1159,7 @@ class Planner:
         and replaying, the other for more passes.
         """
         ways = [one for one in ways if one.steady] or ways[:1]
-        if not ways[0].steady:
+        if not ways[0].steady or not self._ahead:
             return ways[0]
         self._progress.begin("timing a plan" if len(ways) == 1 else f"timing {len(ways)} plans")
         parts = [next(iter(self.runner.cut(batch, one.plan.micro_batch))) for one in ways]

@@ -5,6 +5,9 @@ branch is taken. Each such sequence gets a plan of its own the first time it is 
 begins with the plan of the one before; where it leaves that, it goes on by another one that has
 come as far in the same way, and else the step is repeated with the right one. What fits no plan,
 because the data decide it anew each time, runs online, and that is said.
+
+The last micro-batch of a batch may have fewer rows than the others, and a single row may run other
+operations than several: then it has a plan of its own, found by its shape.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from gradfit.fitting.tested_plan import PartShape, TestedPlan, part_shape
 from gradfit.recompute.follow_plan import Diverged, Unrecorded, recording
 
 _MOST_SHAPES = 256  # of which something is remembered
+_MOST_SMALL = 16  # shapes of last, smaller micro-batches that have a plan of their own
 _MOST = 6  # sequences of one shape: what does another thing in each step would have a plan for each
 _MOST_REPEATS = 3  # of one step, for the sake of its plans
 
@@ -46,6 +50,7 @@ class Sequences:
         # by shape and size: the operations of the last one
         self._last: dict[tuple[Any, int], tuple[str, ...]] = {}
         self._learnt: dict[PartShape, int] = {}
+        self._small: dict[PartShape, TestedPlan] = {}  # of micro-batches smaller than planned for
         self._tried: dict[
             int, list[TestedPlan]
         ] = {}  # in this step, by position: plans that were left
@@ -60,6 +65,7 @@ class Sequences:
         self._left, self._repeats, self._now = None, 0, ""
         for memory in (self._last, self._learnt, self.online):
             _forget_oldest(memory)
+        _forget_oldest(self._small, _MOST_SMALL)
 
     def runs_online(self, part: Any) -> str:
         """Why micro-batches like this one are not run by a plan; empty if they are."""
@@ -69,9 +75,14 @@ class Sequences:
         self, tested: TestedPlan, part: Any, position: int, *, first: bool
     ) -> AbstractContextManager[object]:
         """Around a forward: the plan that is most likely its own, and the others to go on with."""
-        plans = self._plans(tested)
-        if tried := self._tried.get(position):
-            plans = [plan for plan in plans if plan not in tried] or plans[:1]
+        tried = self._tried.get(position)
+        small = self._small_plan(tested, part) if self._small else None
+        if small is not None and not (tried and small in tried):
+            plans = [small]
+        else:
+            plans = self._plans(tested)
+            if tried:
+                plans = [plan for plan in plans if plan not in tried] or plans[:1]
         return _ForwardByPlans(self, tested, plans, part, position, first=first)
 
     def end_forward(
@@ -82,6 +93,11 @@ class Sequences:
             self._left = _Left(forward.position, part_shape(forward.part), followed, error)
         elif error is None and len(forward.plans) > 1:
             self._last[self._key(forward.tested)] = followed.plan.operations
+
+    def _small_plan(self, tested: TestedPlan, part: Any) -> TestedPlan | None:
+        """A plan for micro-batches of this shape alone, if they are smaller than planned for."""
+        own = self._small.get(part_shape(part))
+        return own if own is not None and _cuts_smaller(own, tested) else None
 
     def _plans(self, tested: TestedPlan) -> list[TestedPlan]:
         """All that may be this batch's, in the order in which they are tried."""
@@ -113,6 +129,10 @@ class Sequences:
         learnt = self._learn(tested, batch, left)
         if learnt is None:
             return self._say(tested, left)
+        if _cuts_smaller(learnt, tested):
+            self._small[left.shape] = learnt
+            return tested
+        self._last[self._key(tested)] = learnt.plan.operations
         return learnt if learnt.plan.operations == tested.plan.operations else tested
 
     def _has_untried(self, tested: TestedPlan, left: _Left) -> bool:
@@ -148,12 +168,9 @@ class Sequences:
         part = next(islice(planner.parts(batch, tested.plan.micro_batch), left.position, None))
         with planner.time.planning():
             try:
-                learnt = planner.plan_of_part(part, tested)
+                return planner.plan_of_part(part, tested)
             except BudgetInfeasible:
                 return None
-        if learnt is not None:
-            self._last[self._key(tested)] = learnt.plan.operations
-        return learnt
 
 
 class _ForwardByPlans:
@@ -186,9 +203,9 @@ class _ForwardByPlans:
             self._sequences.end_forward(self, error, _followed(self.plans, self._policy))
 
 
-def _forget_oldest(memory: dict[Any, Any]) -> None:
+def _forget_oldest(memory: dict[Any, Any], most: int = _MOST_SHAPES) -> None:
     """Of more shapes than can come again soon."""
-    while len(memory) > _MOST_SHAPES:
+    while len(memory) > most:
         del memory[next(iter(memory))]
 
 
@@ -225,6 +242,12 @@ def _is_another_sequence(other: TestedPlan, tested: TestedPlan) -> bool:
 def _way(tested: TestedPlan) -> tuple[Any, ...]:
     """How the batch is cut: what all plans of one step have in common."""
     return tested.plan.micro_batch, tested.plan.tiles
+
+
+def _cuts_smaller(own: TestedPlan, tested: TestedPlan) -> bool:
+    """Whether a plan is for smaller micro-batches than another one, in the same tiles."""
+    mine, others = own.plan, tested.plan
+    return mine.micro_batch < others.micro_batch and mine.tiles == others.tiles
 
 
 def _followed(plans: list[TestedPlan], policy: Any) -> TestedPlan:

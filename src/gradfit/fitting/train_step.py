@@ -45,6 +45,7 @@ from gradfit.fitting.weighed_parts import WeighedParts
 from gradfit.interrupts import uninterrupted
 from gradfit.not_copied import NotCopied
 from gradfit.planning.plan import Plan
+from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.meter import Meter
 from gradfit.profiling.profile import Profile
 from gradfit.recompute.evict import Evictor
@@ -165,7 +166,7 @@ class TrainStep(NotCopied):
 
     @property
     def plan(self) -> Plan:
-        return self._tested.plan
+        return self._planner.described(self._tested)
 
     @property
     def profile(self) -> Profile:
@@ -177,8 +178,18 @@ class TrainStep(NotCopied):
 
     @property
     def known(self) -> tuple[TestedPlan, ...]:
-        """Every plan made so far, by input shape; `fit(..., known=step.known)` starts from them."""
+        """Every plan made so far, by input shape; `fit(..., known=step.known)` starts from them.
+        What was still compared is not any more: who starts from them adds in the same order.
+        """
+        self._settle()
         return self._planner.known
+
+    def _settle(self) -> None:
+        """Stay with the plans that are the fastest so far."""
+        shape = self._tested.shape
+        self._planner.settle()
+        same = (tested for tested in self._planner.known if tested.shape == shape)
+        self._tested = next(same, self._tested)
 
     def state_dict(self) -> dict[str, Any]:
         """The plans, with what was measured of them, and the window: text, numbers and tensors, no
@@ -267,7 +278,11 @@ class TrainStep(NotCopied):
         tensors = self._tensors()
         self._require_trained()
         clear_gradients(self.model, tensors)
+        is_whole = progress is None and after_micro_batch is None
+        if not is_whole:  # whoever goes on with it goes on with its micro-batches
+            self._settle()
         tested = self._tested = self._find_plan(batch, self._planner.rows_at_most(rows))
+        started = seconds_now()
         before = self._snapshot()
         if after_micro_batch is not None:
             self._buffers = before.buffers if progress is None else progress.buffers
@@ -288,9 +303,14 @@ class TrainStep(NotCopied):
             self.optimizer,
             final=tested.seen,
         ):
-            return self._recovery.repeat(
+            result = self._recovery.repeat(
                 tested, batch, attempt, take_back, self.accumulator.ranks.failed
             )
+        if result.attempts > 1:
+            self._planner.settle(self._tested)
+        elif tested.seen and is_whole:
+            self._tested = self._planner.took(tested, batch, seconds_now() - started)
+        return result
 
     def _require_trained(self) -> None:
         """Refuse a model whose parameters were replaced since: the optimizer would train those that

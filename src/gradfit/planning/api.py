@@ -12,7 +12,7 @@ from typing import TypeVar
 from gradfit.arguments import invalid, read_count, read_flag, read_instance
 from gradfit.errors import BudgetInfeasible, MisuseError
 from gradfit.planning.microbatch import MicrobatchSearch, SizedPlan
-from gradfit.planning.named_choices import fix_each, named_choices, read_named
+from gradfit.planning.named_choices import Named, fix_each, named_choices, read_named
 from gradfit.planning.plan import Alternative, Decision, Plan
 from gradfit.planning.recording_extent import in_effect, last_write
 from gradfit.planning.simulate import ACTION_NAMES, KEEP, REBUILD, Segments, Simulation
@@ -73,11 +73,47 @@ def plan(
     >>> print(str(plan(profile, memory=1000)).splitlines()[0])
     micro-batch 1 × 1, 2 of 2 values kept; predicted: peak 300 B, +0 % time, step 3 s
     """
+    named = read_named(keep=keep, rebuild=rebuild, offload=offload)
+    is_exact = read_flag(exact, "exact")
+    found = _find(profile, memory, batch_size, micro_batch, named, exact=is_exact, tile=tile)
+    return _with_alternatives(*found)
+
+
+def bare_plan(
+    profile: Profile, *, memory: int, batch_size: int, micro_batch: int | None = None
+) -> Plan:
+    """The same as `plan`, without looking for the next ones with less memory and with more."""
+    return _find(profile, memory, batch_size, micro_batch, read_named())[0]
+
+
+def with_alternatives(profile: Profile, plan: Plan) -> Plan:
+    """A plan from this profile with the next ones that need less memory and more; seconds are in
+    proportion to the plan's own, which may have been measured.
+    """
+    search, choice = _of_plan(profile.in_tiles(plan.tiles), plan)
+    named = _with_alternatives(_plan(search, choice, plan.budget_bytes), choice)
+    pace = plan.step_seconds / choice.step_seconds if choice.step_seconds > 0 else 1.0
+    less, more = (
+        other and dataclasses.replace(other, step_seconds=other.step_seconds * pace)
+        for other in (named.less_memory, named.more_memory)
+    )
+    return dataclasses.replace(plan, less_memory=less, more_memory=more)
+
+
+def _find(
+    profile: Profile,
+    memory: int | float | str,
+    batch_size: int | None,
+    micro_batch: int | None,
+    named: Named,
+    *,
+    exact: bool = True,
+    tile: bool = True,
+) -> tuple[Plan, SizedPlan]:
     budget = parse_bytes(memory)
     size = _batch_size(profile, batch_size)
-    named = read_named(keep=keep, rebuild=rebuild, offload=offload)
     profiles = fix_each(_variants(profile, read_flag(tile, "tile")), named)
-    if not read_flag(exact, "exact"):
+    if not exact:
         profiles = _cut_all_the_same(profiles)
     _check_micro_batch(profiles[0], size, micro_batch)
     searches = _searches(profiles, size, batch_size, micro_batch)
@@ -89,7 +125,7 @@ def plan(
             error = _with_tiles_named(error, tiled, size, batch_size)
         raise error
     plans = [(_plan(search, choice, budget), choice) for choice, search in candidates]
-    return _with_alternatives(*_fastest(plans))
+    return _fastest(plans)
 
 
 def _cut_all_the_same(profiles: Sequence[Profile]) -> list[Profile]:
@@ -264,12 +300,17 @@ def predicted(profile: Profile, plan: Plan) -> tuple[int, float]:
     A plan that was tried out holds measured seconds, and perhaps the bytes of a copy beside the
     optimizer's step. To be compared with plans that were not, it must be predicted as they were.
     """
-    profile = profile.in_tiles(plan.tiles)
+    _, choice = _of_plan(profile.in_tiles(plan.tiles), plan)
+    return choice.solution.peak_bytes, choice.step_seconds
+
+
+def _of_plan(profile: Profile, plan: Plan) -> tuple[MicrobatchSearch, SizedPlan]:
+    """What the profile says of a plan, whatever was measured of it since."""
     search = MicrobatchSearch(profile, plan.batch_size, split=True, micro_batch=plan.micro_batch)
     choice = search.of_plan(
         plan.micro_batch, _action_numbers(plan), Segments(plan.segments, plan.segment_parents)
     )
-    return choice.solution.peak_bytes, choice.step_seconds
+    return search, choice
 
 
 def _action_numbers(plan: Plan) -> list[int]:

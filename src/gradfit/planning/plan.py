@@ -104,6 +104,8 @@ class Plan:
             run; "" if they do.
         tiles: what is cut along tokens, so that gradients are equal up to the rounding of a sum;
             None: nothing.
+        comparing: other plans for the same batches, which take turns with this one in real steps
+            until the fastest is known; "" if it stays.
         named: what was fixed by name (`gf.name`), and the bytes that it is about.
     """
 
@@ -139,6 +141,8 @@ class Plan:
     online: str = ""
     # what the device's allocator will have reserved, by a trial's sequence of allocations
     reserved_bytes: int = 0
+    # other plans that take turns with this one until the fastest is known
+    comparing: str = ""
     named: tuple[NamedChoice, ...] = ()
 
     @property
@@ -202,6 +206,11 @@ class Plan:
         return f"{self.micro_batch} × {self.steps}"
 
     @property
+    def kept_text(self) -> str:
+        """How many values are kept, as it is said everywhere."""
+        return f"{self.kept_values} of {self.saved_values} values kept"
+
+    @property
     def signature(self) -> str:
         """A short name for the list of operations this plan is for."""
         return hashlib.sha256("\n".join(self.operations).encode()).hexdigest()[:16]
@@ -247,16 +256,15 @@ class Plan:
             )
         if self.online:
             yield f"not followed by all micro-batches, which run online, more slowly: {self.online}"
+        if self.comparing:
+            yield f"still compared, in real steps, with {self.comparing}"
 
     def _split_and_prediction(self) -> str:
         where = " for a machine that is not here" if self.predicted else ""
         step = f"step {format_seconds(self.step_seconds)}"
         numbers = f"peak {format_bytes(self.peak_bytes)}, {percent(self.extra_fraction)} time"
         said = f"{numbers}; measured: {step}" if self.seconds_measured else f"{numbers}, {step}"
-        return (
-            f"micro-batch {self.split_text}, {self.kept_values} of {self.saved_values} values kept;"
-            f" predicted{where}: {said}"
-        )
+        return f"micro-batch {self.split_text}, {self.kept_text}; predicted{where}: {said}"
 
     def _comparison(self, title: str, other: Alternative | None) -> list[str]:
         if other is None:

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_out_of_memory, raised_by_functorch, storage_key
@@ -31,7 +32,7 @@ from gradfit.batches.runner import LossFunction, count_rows, run_part
 from gradfit.batches.snapshot import trials_end, untouched
 from gradfit.devices import counted_device, devices_of, wait_for
 from gradfit.errors import MisuseError, UnsupportedOp
-from gradfit.profiling.assemble import Sample, assemble, tensors_there
+from gradfit.profiling.assemble import Sample, assemble, same_structure, tensors_there
 from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.meter import meter, tensors_in
 from gradfit.profiling.optimizer_bytes import OptimizerCost, optimizer_cost
@@ -48,9 +49,9 @@ _Cut = Callable[[Any, int], Iterable[Any]]
 _Timed = TracedOp | TracedNode
 # Least of several measurements, for a machine is never alone; but what takes long, or has many
 # operations, of which those alike measure each other, is measured fewer times.
-_MOST_ROUNDS, _ENOUGH_SECONDS, _ENOUGH_OPERATIONS = 5, 0.05, 1000
-_SIZES, _LONG_SECONDS = 3, 0.05  # so many sizes are enough if a forward of the last took so long
-_PLENTY_SECONDS = 1.0  # and two if it took so long
+_MOST_ROUNDS, _ENOUGH_SECONDS, _ENOUGH_OPERATIONS = 5, 0.03, 1000
+_LONG_SECONDS = 0.015  # two sizes that did the same are enough if a forward took so long
+_PLENTY_SECONDS = 1.0  # and any two if it took so long
 
 
 def profile(
@@ -200,6 +201,7 @@ def _measure(step: _Step, limits: _Limits, additivity: Additivity | None) -> Pro
     model, batch = step.model, step.batch
     total = count_rows(batch, step.split, "sample_batch")
     measuring_bytes = 0
+    has_room = False
     # the optimizer's probe too: Ctrl-C could leave its `no_grad` on
     with trials_end(), untouched(model) as before:
         cost = _cost_of(step.optimizer)
@@ -209,7 +211,9 @@ def _measure(step: _Step, limits: _Limits, additivity: Additivity | None) -> Pro
                     model, step.loss_fn, batch, step.split, limits.memory_bytes, before.rewind
                 )
             measuring_bytes = live.peak_bytes
-        sampler = _Sampler(step, total, _room(model, batch, limits.memory_bytes, cost))
+            has_room = _had_room(additivity, measuring_bytes, limits.memory_bytes)
+        room_bytes = _room(model, batch, limits.memory_bytes, cost)
+        sampler = _Sampler(step, total, room_bytes, has_room=has_room)
         samples = sampler.samples(limits, additivity)
     if distributed.is_running():
         # ranks measure together, whatever each one's budget is: it is held by the steps alone
@@ -232,6 +236,13 @@ def _measure(step: _Step, limits: _Limits, additivity: Additivity | None) -> Pro
         splittable=additivity.adds_up,
         measuring_bytes=measuring_bytes,
     )
+
+
+def _had_room(additivity: Additivity, peak_bytes: int, memory_bytes: int | None) -> bool:
+    """Whether single rows, and both passes of several, were run well below the budget."""
+    if memory_bytes is None or not additivity.adds_up or additivity.uncompared:
+        return False
+    return not distributed.is_running() and peak_bytes <= 0.75 * memory_bytes
 
 
 def _cost_of(optimizer: Any) -> OptimizerCost:
@@ -293,11 +304,15 @@ class _RoomForRows:
             return
         few = 2 if batch_norms(model) else 1
         part = next(iter((split or split_batch)(batch, few)))
+        saved = _SavedBytes(model)
+        # FSDP2 lets go of its parameters in the backward pass: here, where there is none, it would
+        # hold them.
+        forward = torch.no_grad() if distributed.is_running() else saved.counted()
         try:
-            # A compiled one as it was written: code without gradients is needed nowhere else.
+            # A compiled one as it was written: code for so few rows is needed nowhere else.
             with (
                 meter(model, batch, device=counted_device(model)) as live,
-                torch.no_grad(),
+                forward,
                 eager_functions(),
             ):
                 before = live.current_bytes
@@ -312,6 +327,9 @@ class _RoomForRows:
         if distributed.is_running():
             return
         room -= _bytes_for_gradients(model)
+        # Where all that autograd saves fits, and the gradients of it, nothing need be rebuilt.
+        if MOST_ROWS * (2 * of_row + saved.nbytes / few) <= room:
+            return
         # Beside what a row takes in a forward there are its gradients, and what is rebuilt.
         self._quota_bytes = max(0.0, room) / 6
         self.gradient_rows = min(self.rows, int(room / (4 * of_row)))
@@ -323,6 +341,26 @@ class _RoomForRows:
         if math.isinf(self._quota_bytes):
             return contextlib.nullcontext()
         return rebuilding(self._quota_bytes)
+
+
+class _SavedBytes:
+    """How much autograd would save beside parameters; what is saved twice counts twice."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.nbytes = 0
+        self._parameters = {storage_key(tensor) for tensor in tensors_in(model)}
+
+    def counted(self) -> saved_tensors_hooks:
+        """Inside, nothing is saved, but counted."""
+        return saved_tensors_hooks(self._count, _nothing_saved)
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        if storage_key(tensor) not in self._parameters:
+            self.nbytes += tensor.nbytes
+
+
+def _nothing_saved(_: None) -> torch.Tensor:
+    raise RuntimeError("Nothing was saved in this forward.")
 
 
 def _bytes_for_gradients(model: torch.nn.Module) -> int:
@@ -350,8 +388,11 @@ class _Sampler:
     rebuilds.
     """
 
-    def __init__(self, step: _Step, total: int, room_bytes: float) -> None:
+    def __init__(
+        self, step: _Step, total: int, room_bytes: float, *, has_room: bool = False
+    ) -> None:
         self.step, self.total, self.room_bytes = step, total, room_bytes
+        self.has_room = has_room  # one row can be run, and there is room for several
         self._cut = step.split or split_batch
 
     def samples(self, limits: _Limits, additivity: Additivity) -> list[Sample]:
@@ -385,8 +426,8 @@ class _Sampler:
         """
         samples: list[Sample] = []
         refused = False
-        little = max(self._first_size(), self.total // 8)
-        for size in sorted({self._first_size(), little, self.total // 2, self.total}):
+        little = max(self._first_size, self.total // 8)
+        for size in sorted({self._first_size, little, self.total // 2, self.total}):
             try:
                 sample = self.sample(size)
             except Exception as error:
@@ -417,7 +458,7 @@ class _Sampler:
 
     def doubling(self) -> list[Sample]:
         samples: list[Sample] = []
-        size, refused = self._first_size(), False
+        size, refused = self._first_size, False
         is_one_left_out = size > 1
         while size <= self.total:
             try:
@@ -435,12 +476,27 @@ class _Sampler:
             samples.append(dataclasses.replace(sample, refused_one=refused))
             if size == self.total or self.is_enough(samples):
                 break
-            size = min(self.total, size * 2)
+            size = min(self.total, self._next_size(sample))
         return self.watched_again(samples)
 
+    def _next_size(self, sample: Sample) -> int:
+        """Twice as many rows, so that seconds can be told apart; one more where that takes long and
+        only bytes matter.
+        """
+        is_long = _forward_seconds(sample.trace) > _LONG_SECONDS
+        if is_long and not self.seconds_matter(self.total, sample.trace, sample.size):
+            return sample.size + 1
+        return sample.size * 2
+
+    @property
     def _first_size(self) -> int:
-        """torch.compile makes code for one row alone, which is of no use for any other number."""
-        return 2 if self.total > 2 and is_compiled(self.step.model, self.step.loss_fn) else 1
+        """One row, which may do less than several do (a copy of it may be a view); where it was
+        run already, and several surely fit, two. For one row torch.compile makes code that is of no
+        use for any other number.
+        """
+        if self.total <= 2:
+            return 1
+        return 2 if self.has_room or is_compiled(self.step.model, self.step.loss_fn) else 1
 
     def is_enough(self, samples: list[Sample]) -> bool:
         """Whether to stop doubling: the next size may not fit, or takes long. Two sizes must be
@@ -458,7 +514,7 @@ class _Sampler:
         """Plain passes, of all sizes in turn: what disturbed one must not make it look the slower
         size.
         """
-        for turn in range(_MOST_ROUNDS):
+        for turn in range(1, _MOST_ROUNDS):
             samples = [self.timed_again(one, turn) for one in samples]
         return samples
 
@@ -482,9 +538,18 @@ class _Sampler:
         else:
             trace = self.watch(part)
         plain = None
-        if _plain_bytes(trace) < 0.95 * self.room_bytes:
+        if self.seconds_matter(size, trace, size) and _plain_bytes(trace) < 0.95 * self.room_bytes:
             plain = self.time_plain(part)
         return Sample(size, trace, plain, peak_bytes=peak_bytes)
+
+    def seconds_matter(self, size: int, trace: Trace, traced: int) -> bool:
+        """Whether plain passes of this size are timed, by the trace of another size: the first, in
+        any case; others, if the whole batch may not fit with everything kept, which nothing could
+        be faster than.
+        """
+        if not self.has_room or size == self._first_size:
+            return True
+        return _plain_bytes(trace) * self.total / traced > self.room_bytes
 
     def watched_again(self, samples: list[Sample]) -> list[Sample]:
         """With the least seconds of several runs, for the two sizes whose operations a profile is
@@ -528,8 +593,9 @@ class _Sampler:
 
 
 def _takes_long(samples: list[Sample]) -> bool:
-    seconds = _forward_seconds(samples[-1].trace)
-    is_long = len(samples) >= _SIZES and seconds > _LONG_SECONDS
+    before, last = (sample.trace for sample in samples[-2:])
+    seconds = _forward_seconds(last)
+    is_long = seconds > _LONG_SECONDS and same_structure(before, last)
     return is_long or seconds > _PLENTY_SECONDS
 
 

@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from gradfit._torch import FakeTensor, as_class, detached, graph_task_id, storage_key
+from gradfit._torch import (
+    FakeTensor,
+    as_class,
+    detached,
+    graph_task_id,
+    make_alias,
+    storage_key,
+)
 from gradfit._torch_listen import pop_hooks, push_hooks, top_hooks, untraced
 from gradfit.errors import ActivationOverwritten
 from gradfit.interrupts import uninterrupted
@@ -22,7 +29,16 @@ from gradfit.tape.overwritten import overwritten
 from gradfit.tape.replay import look, take
 from gradfit.tape.storage import Untrackable, key_of, place_of
 from gradfit.tape.storage_table import StorageTable, is_view_of_parameter
-from gradfit.tape.values import Geometry, Handle, OfSubclass, Tape, TapeValue, shaped
+from gradfit.tape.values import (
+    Geometry,
+    Handle,
+    OfSubclass,
+    References,
+    Tape,
+    TapeValue,
+    new_handle,
+    shaped,
+)
 from gradfit.tape.version_counters import version_of
 from gradfit.tape.written_slices import is_small_slice, part_of, whole_of
 
@@ -127,16 +143,22 @@ class SavedTensors:
                 return self._pack_root(tensor)
             if geometry == value.geometry:
                 geometry = None
-        handle = Handle(self.tape, value, geometry)
-        if value.handles is not None:
-            value.handles.append(_reference_to(handle))
+        handle = Handle()  # as `new_handle`
+        handle.tape = self.tape
+        handle.value = value
+        handle.geometry = geometry
+        handle.pass_number = 0
+        handles = value.handles
+        if handles is not None:
+            value.handles = _and_another(handles, handle)
             return handle
-        value.handles = [_reference_to(handle)]
+        value.handles = (_reference_to(handle),)
         if value.evictable:
             if forward_tensor is not tensor or self.tape.on_held is not None:
                 self._hold_evictable(value, tensor, forward_tensor)
             else:
-                value.tensor, value.held_version = detached(tensor), value.version
+                value.tensor = make_alias(_Tensor, tensor)  # hot: `detached`, written out
+                value.held_version = value.version
         elif (scope := self._table.segment.scope) is not None:
             scope.note_freed(value, tensor.untyped_storage().nbytes())
         return handle
@@ -223,11 +245,11 @@ class SavedTensors:
         tensor: torch.Tensor,
         forward_tensor: torch.Tensor | None,
     ) -> Handle:
-        handle = Handle(self.tape, value, geometry)
+        handle = new_handle(self.tape, value, geometry)
         if value.handles is not None:
-            value.handles.append(_reference_to(handle))
+            value.handles = _and_another(value.handles, handle)
             return handle
-        value.handles = [_reference_to(handle)]
+        value.handles = (_reference_to(handle),)
         if value.evictable:
             self._hold_evictable(value, tensor, forward_tensor)
         else:
@@ -287,6 +309,16 @@ class SavedTensors:
             scope.note_freed(value, tensor.untyped_storage().nbytes())
 
 
+def _and_another(
+    handles: References[weakref.ref[Handle]], handle: Handle
+) -> References[weakref.ref[Handle]]:
+    """A value's handles when it has one more."""
+    if isinstance(handles, tuple):
+        return [*handles, _reference_to(handle)]
+    handles.append(_reference_to(handle))
+    return handles
+
+
 def _pack_untracked(tensor: torch.Tensor) -> Any:
     """One without a storage of its own. Without its graph, which would hold itself."""
     return (tensor.detach() if tensor.grad_fn is not None else tensor, version_of(tensor))
@@ -300,14 +332,14 @@ def _all_of(value: TapeValue, tensor: torch.Tensor, whole: torch.Tensor | None) 
 @untraced
 def unpack(packed: Any) -> torch.Tensor:
     """Autograd wants it back: the kept tensor, if nobody wrote to it, or a replay."""
-    if type(packed) is tuple:  # the most frequent first: this runs for each saved tensor
+    if type(packed) is Handle:  # the most frequent first: this runs for each saved tensor
+        return take(packed) if graph_task_id() != -1 else look(packed)
+    if type(packed) is tuple:
         tensor: torch.Tensor = packed[0]
         version = packed[1]
         if version is not None and version >= 0 and tensor._version != version:
             raise _written_since(*packed)
         return tensor
-    if type(packed) is Handle:
-        return take(packed) if graph_task_id() != -1 else look(packed)
     return _unpack_subclass(packed)
 
 
