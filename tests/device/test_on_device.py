@@ -275,6 +275,29 @@ def test_a_step_reads_from_the_device_once(sim: Any, loss_fn: Any, micro_batch: 
     assert after["waits"] == before["waits"]
 
 
+def test_the_numbers_of_many_parts_take_the_memory_of_a_few(sim: Any) -> None:
+    from gradfit.batches.device_numbers import DeviceNumbers
+
+    def a_number(place: int) -> Any:
+        on_host = torch.tensor(place, device="cpu")
+        if place % 5 > 2:
+            return place if place % 5 == 3 else on_host
+        dtype = (torch.int64, torch.float32, torch.float64)[place % 3]
+        return on_host.to(f"sim:{place % 2}", dtype) + 1
+
+    expected = [float(a_number(place)) for place in range(500)]
+    sim.set_delays(6, 0.2, 200)
+    torch.accelerator.reset_peak_memory_stats()
+    before, held = sim.counters(), torch.accelerator.memory_stats()["allocated_bytes.all.current"]
+    numbers = DeviceNumbers()
+    places = [numbers.add(a_number(place)) for place in range(500)]
+    numbers.read()
+    assert [numbers.of(place) for place in places] == expected
+    assert sim.counters()["reads"] - before["reads"] == 2  # one for each device
+    assert sim.counters()["waits"] == before["waits"]
+    assert torch.accelerator.memory_stats()["allocated_bytes.all.peak"] - held < 64 * 512
+
+
 def test_measuring_waits_for_passes_not_for_operations(sim: Any) -> None:
     model, batch = network(blocks=8), a_batch()
     before = sim.counters()["waits"]

@@ -19,6 +19,7 @@ from gradfit._torch_distributed import local_part
 from gradfit._torch_fsdp import drop_gradients, units_of
 from gradfit.batches.additivity import has_count
 from gradfit.batches.additivity_record import Additivity
+from gradfit.batches.device_numbers import MOST_WAITING
 from gradfit.batches.runner import LossFunction, MicroBatchRunner, Part
 from gradfit.batches.snapshot import untouched
 from gradfit.devices import counted_device, devices_of, free_cached_memory, wait_for
@@ -69,6 +70,8 @@ _ONLINE_MARGIN = 1.03  # above the smallest limit that was held online
 _NEARLY = 1.05
 _DOUBT = 1.3  # by how much a prediction may be slower, and the clock is still asked
 _NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
+# on a device whose allocator is followed: of the parts, while they wait to be read, and of the norm
+_NUMBERS_AT_ONCE, _NUMBER_BYTES = MOST_WAITING + 16, 8
 
 
 class _NeedsMore(Exception):
@@ -904,7 +907,7 @@ class Planner:
             # than a step's.
             held = meter(content, device=self.device).current_bytes
             rest = max(0, int(plan.batch_size * profile.batch_bytes.per_item) - held)
-            record.begin(*self.resident, content, beside=rest)
+            record.begin(*self.resident, content, beside=self._beside_trial(rest))
             live = Meter(device=self.device)
             live.events = record.events
             live.watch(*self.resident, content)
@@ -929,6 +932,13 @@ class Planner:
             asked=asked,
             reads_data=data_reads.reads_data,
         )
+
+    def _beside_trial(self, batch_bytes: int) -> list[tuple[int, int | None]]:
+        """What a step holds and a trial does not, (bytes, device) of each: the batch's rest, copies
+        of the buffers, and the numbers of its parts.
+        """
+        buffers = [(one.nbytes, one.get_device()) for one in self._model.buffers()]
+        return [(batch_bytes, None), *buffers, *[(_NUMBER_BYTES, None)] * _NUMBERS_AT_ONCE]
 
     def _run_planned(self, part: Part, mode: Planned) -> Any:
         """Both passes of one micro-batch; what was seen of the forward's unrecorded rest."""

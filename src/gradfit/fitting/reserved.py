@@ -175,12 +175,13 @@ class TrialRecord:
         self._own_bytes = 0
         self._begun = False
 
-    def begin(self, *resident: Any, beside: int) -> None:
+    def begin(self, *resident: Any, beside: Iterable[tuple[int, int | None]]) -> None:
         """Before a pass; the first one begins with an empty cache.
 
         Args:
             resident: model, optimizer, batch.
-            beside: bytes of a step's batch that are not there in the trial.
+            beside: what a step holds and the trial does not: (bytes, device) of each tensor, on the
+                first device where that is None.
         """
         if self._begun:
             return
@@ -191,8 +192,10 @@ class TrialRecord:
         self._before = self._memory.segments()
         self._own_bytes = self._memory.rounded_bytes(*resident)
         self.events = []
-        if self._before and beside:
-            self.events.append((_BESIDE, beside, next(iter(self._before))))
+        if self._before:
+            first = next(iter(self._before))
+            sizes = [(nbytes, first if device is None else device) for nbytes, device in beside]
+            self.events += _named(sizes, _BESIDE)
 
     def reserved_bytes(self, update: UpdateSizes, *, copied: bool) -> int:
         """The most bytes reserved in two steps, without what others hold; 0 if it is not known.
