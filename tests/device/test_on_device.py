@@ -362,6 +362,101 @@ def test_a_whole_batch_is_plain_bit_by_bit(loss_fn: Any) -> None:
     )
 
 
+# -- an update is launched before its numbers are read ------------------------------------------
+
+
+class Reads:
+    """Notes, of each read of a step's numbers, whether the optimizer had stepped before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, optimizer: torch.optim.Optimizer) -> None:
+        from gradfit.batches.device_numbers import DeviceNumbers
+
+        self._optimizer = optimizer
+        self.begin()
+        read = DeviceNumbers.read
+
+        def noted(numbers: DeviceNumbers) -> None:
+            self.after_update.append(self._steps() > self._before)
+            read(numbers)
+
+        monkeypatch.setattr(DeviceNumbers, "read", noted)
+
+    def begin(self) -> None:
+        self._before = self._steps()
+        self.after_update: list[bool] = []
+
+    def _steps(self) -> int:
+        """Which Adam counts on the host."""
+        return int(next(iter(self._optimizer.state.values()))["step"])
+
+
+@pytest.mark.parametrize("loss_fn", [mean_loss, summed_loss], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("micro_batch", [4, 16])
+def test_an_update_is_launched_before_its_numbers_are_read(
+    sim: Any, monkeypatch: pytest.MonkeyPatch, micro_batch: int, clip: float | None, loss_fn: Any
+) -> None:
+    """It is the same as one that is launched after they are read, which a hook of the optimizer
+    asks for: nobody could take back what that does.
+    """
+    model, batch = network(16, 1), a_batch(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = gf.fit(
+        model, optimizer, loss_fn, batch, memory="256 MiB", micro_batch=micro_batch, clip=clip
+    )
+    step(batch)
+    start = copy.deepcopy((model.state_dict(), optimizer.state_dict(), step.state_dict()))
+    reads, results = Reads(monkeypatch, optimizer), []
+    for hooked in (False, True):
+        copy_into(model, step, start)
+        handle = optimizer.register_step_post_hook(lambda *_: None) if hooked else None
+        torch.manual_seed(5)
+        reads.begin()
+        before = sim.counters()["reads"]
+        result = step(batch)
+        assert reads.after_update == [not hooked]
+        assert sim.counters()["reads"] - before == 1
+        results.append((result, everything(model, step)))
+        if handle is not None:
+            handle.remove()
+    (launched, tensors), (read_first, others) = results
+    assert launched == read_first._replace(peak_bytes=launched.peak_bytes)
+    assert launched.attempts == 1
+    assert clip is None or launched.grad_norm > clip
+    assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_an_update_that_should_not_have_been_is_taken_back(
+    sim: Any, monkeypatch: pytest.MonkeyPatch, on_nonfinite: Any
+) -> None:
+    model, batch = network(16, 1), a_batch(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    step = gf.fit(model, optimizer, mean_loss, batch, memory="256 MiB", on_nonfinite=on_nonfinite)
+    step(batch)
+    before = everything(model, step)
+    bad = torch.full_like(batch[0], torch.nan), batch[1]
+    reads = Reads(monkeypatch, optimizer)
+    if on_nonfinite == "raise":
+        with pytest.raises(gf.NonFiniteGradient, match="Nothing was updated"):
+            step(bad)
+    else:
+        result = step(bad)
+        assert (result.stepped, result.reason) == (False, "non-finite gradient")
+    assert reads.after_update == [True]  # and the second attempt has read one by one
+    after = everything(model, step)
+    generators = 3  # which a step that was left out has used
+    assert all(
+        torch.equal(a, b) for a, b in zip(before[:-generators], after[:-generators], strict=True)
+    )
+    assert step.accumulator.windows == (1 if on_nonfinite == "raise" else 2)
+    torch.manual_seed(1)
+    assert step(batch).stepped
+    scheduler.step()
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+
+
 # -- memory that runs out ------------------------------------------------------------------------
 
 

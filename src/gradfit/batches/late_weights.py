@@ -20,9 +20,9 @@ from gradfit.batches.loss import PartLoss
 from gradfit.batches.weights import BatchWeights, Weight
 
 
-class ZeroWeight(Exception):
-    """A part without items was added to the gradients with others: the batch must be run again,
-    reading each weight.
+class ReadEach(Exception):
+    """The batch must be run again, reading each part's numbers when it comes: one without items was
+    added to the gradients with others, or the update was launched and should not have been.
     """
 
 
@@ -58,6 +58,12 @@ class LateWeights:
         self._weights, self._whole = weights, whole
         self._taken: list[_Taken] = []
         self._numbers = DeviceNumbers()
+        self.total: Number = 0
+        """What all parts of several weigh together, perhaps on their device, if it is as it seems
+        before the numbers are read.
+        """
+        self.read_total = 0.0
+        """The same, read."""
 
     def take(self, part: PartLoss) -> Backpropagated:
         """What to backpropagate for this part. Nothing is read from its device."""
@@ -65,6 +71,7 @@ class LateWeights:
         read = part.denominator if asked else None
         self._taken.append(self._with_places(part, read))
         if isinstance(part.count, Tensor):
+            self._add_to_total(part.count)
             return self._sum_over(part, part.count)
         if part.count is not None or read is None:
             return self._as_it_is(part, None)
@@ -80,15 +87,25 @@ class LateWeights:
         unknown = () if read is None else read.unknown
         return _Taken(part.rows, add(part.loss), add(part.count), logs, terms, unknown)
 
+    def _add_to_total(self, weight: Number) -> None:
+        """In double precision, as numbers that were read are added up."""
+        if self._whole:
+            return
+        if isinstance(weight, Tensor):
+            weight = weight.item() if weight.is_cpu else weight.detach().to(torch.float64)
+        self.total = self.total + weight
+
     def _by_divisor(self, part: PartLoss, read: Denominator) -> Backpropagated:
         divisor = self._weights.adding_divisor(read)
         if isinstance(divisor, Tensor):
+            self._add_to_total(divisor)
             return self._mean_over(part, divisor)
         divisors = None if divisor is None else tuple(term.divisor for term in read.terms)
         return self._as_it_is(part, divisors)
 
     def _as_it_is(self, part: PartLoss, divisors: tuple[Number, ...] | None) -> Backpropagated:
         weight = self._weights.weigh(part, divisors)
+        self._add_to_total(weight.number)
         return Backpropagated(part.loss, weight.number, weight.reduction)
 
     def _sum_over(self, part: PartLoss, count: Tensor) -> Backpropagated:
@@ -107,10 +124,11 @@ class LateWeights:
 
         Raises:
             MisuseError: what the parts were divided by does not go together.
-            ZeroWeight: a part of several has no items, so its gradient should not be there.
+            ReadEach: a part of several has no items, so its gradient should not be there.
         """
-        places = [self._numbers.add(one) for one in others]
+        places, total = [self._numbers.add(one) for one in others], self._numbers.add(self.total)
         self._numbers.read()
+        self.read_total = self._numbers.of(total)
         weighed = [self._weigh(taken) for taken in self._taken]
         return weighed, [self._numbers.of(place) for place in places]
 
@@ -118,7 +136,7 @@ class LateWeights:
         part = self._read_part(taken)
         weight = self._weights.of(part, self._read_denominator(taken))
         if not weight.number and not self._whole:
-            raise ZeroWeight
+            raise ReadEach
         return part, weight
 
     def _read_part(self, taken: _Taken) -> PartLoss:
