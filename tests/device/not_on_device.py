@@ -47,6 +47,9 @@ CPU_ALONE: dict[str, str] = {
     "tests/batches/test_weights.py::test_a_sum_divided_by_nothing": (
         "a weight that is read at once; on a device all are read at the step's end"
     ),
+    "tests/profiling/test_measure.py::test_a_deep_network_is_watched": (
+        "its room is for the CPU's attention, which never holds the matrix of all scores"
+    ),
     "tests/profiling/test_clock.py::test_what_others_take": "a thread's own time is the CPU's",
     "tests/planning/test_real_graphs.py::test_gates_that_are_written_side_by_side": (
         "the CPU's recurrent cells; an accelerator's are one operation"

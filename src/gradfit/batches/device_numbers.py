@@ -78,7 +78,7 @@ class _Queue:
         last = places, numbers.cpu()
         for wanted, host in (*self._sent, last):
             for place, number in zip(wanted, host.tolist(), strict=True):
-                result[place] = number
+                result[place] = float(number)
         return result
 
     def _together(self) -> tuple[list[int], Tensor]:
@@ -94,8 +94,12 @@ class _Queue:
         return [first + place for place in chain.from_iterable(kinds.values())], vector
 
 
-def _in_one_vector(kinds: Sequence[Sequence[Tensor]]) -> Tensor:
-    """In double precision, which holds every float32 and every count; Apple's devices have none."""
-    wide = torch.float32 if kinds[0][0].device.type == "mps" else torch.float64
+def _in_one_vector(kinds: Sequence[list[Tensor]]) -> Tensor:
+    """In double precision if they are of several types: that holds every float32 and every count;
+    Apple's devices have none.
+    """
     with torch.no_grad():
-        return torch.cat([torch.stack(kind).to(wide) for kind in map(list, kinds)])
+        if len(kinds) == 1:
+            return torch.stack(kinds[0])
+        wide = torch.float32 if kinds[0][0].device.type == "mps" else torch.float64
+        return torch.cat([torch.stack(kind).to(wide) for kind in kinds])
