@@ -4,6 +4,7 @@ asked about one by one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -198,3 +199,42 @@ def test_the_first_step_of_a_larger_batch_asks_about_few_operations(
     step(torch.rand(4, 14, 8))
     assert any(plan.by_size for plan in step.known)
     assert asked == []
+
+
+def test_a_workspace_that_no_shape_tells() -> None:
+    with Compared() as compared:
+        for rows, hidden, width in itertools.product((1, 3, 17), (1, 16, 20, 64), (1, 33)):
+            for steps in (1, 7, 60):
+                torch.nn.LSTM(width, hidden)(torch.rand(steps, rows, width))
+    assert compared.too_small == []
+
+
+def test_an_operation_that_takes_more_than_its_shapes_tell_is_refused_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It had passed the limit, and nobody said so; now the next try makes room for it before."""
+    monkeypatch.setattr(evict, "_output_bytes", lambda func, args, kwargs: 0)
+    monkeypatch.setattr(evict, "most_bytes", lambda func, args, kwargs: None)
+    monkeypatch.setattr(evict, "_seen_larger", {})
+    x = torch.rand(64, 64, requires_grad=True)
+    limit = 8 * x.nbytes
+    refused = []
+    for _ in range(30):  # one operation is learnt of at a time
+        x.grad = None
+        manager = gf.CheckpointManager(limit / 2**20, auto_checkpoint=True, memory_threshold=1.0)
+        with gf.meter(x) as live:
+            try:
+                with manager:
+                    y = x
+                    for _ in range(10):
+                        y = y.sin()
+                    y.sum().backward()
+            except gf.BudgetInfeasible as error:
+                refused.append(error)
+                continue
+        assert live.peak_bytes <= limit
+        break
+    else:
+        pytest.fail(f"never held: {refused[-1]}")
+    assert refused
+    assert refused[0].min_bytes > limit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,3 +98,43 @@ def test_the_threshold_is_a_part_of_the_limit() -> None:
     with gf.meter(model) as live, manager:
         loss_fn(model, batch).backward()
     assert live.peak_bytes <= manager.limit_bytes
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+@pytest.mark.parametrize("share", [100.0, 1.0, 0.8, 0.6])
+def test_gates_that_count_their_writes_for_themselves(kind: Any, share: float) -> None:
+    """An RNN's cells write to the results of `unsafe_chunk`, each of which has its own counter."""
+
+    def gradients(limit_bytes: float | None) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        model, x = kind(6, 4, num_layers=2, dropout=0.3), torch.randn(7, 3, 6)
+        with gf.meter(model, x) as live:
+            if limit_bytes is None:
+                model(x)[0].square().sum().backward()
+            else:
+                limit = limit_bytes / MB
+                with gf.CheckpointManager(limit, auto_checkpoint=True, memory_threshold=1.0):
+                    model(x)[0].square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None], live.peak_bytes
+
+    expected, high = gradients(None)
+    try:
+        found, peak = gradients(high * share)
+    except gf.BudgetInfeasible:
+        assert share < 1
+        return
+    assert peak <= high * share
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_a_transform_of_torch_func_is_refused_in_words() -> None:
+    x = torch.randn(3, requires_grad=True)
+    with (
+        pytest.raises(gf.UnsupportedOp, match=r"torch\.func was used inside a CheckpointManager"),
+        gf.CheckpointManager(1.0, auto_checkpoint=True),
+    ):
+        torch.func.jacrev(torch.tanh)(x).sum()
+    x.sin().sum().backward()  # nothing of it is left
+    assert x.grad is not None
+    assert torch.equal(x.grad, x.cos())

@@ -84,16 +84,25 @@ class Evictor(Meter):
         if self.current_bytes + need > self._start:
             self._evict(self.current_bytes + need - self._start, args)
             if self.current_bytes + need > self.limit_bytes and key is None:
-                raise self._infeasible(func, need)
+                raise self._infeasible(func, need, self.current_bytes)
         before = self.current_bytes
         started = time.perf_counter()
         out = super()._observe(func, args, kwargs)
         self._last_seconds = time.perf_counter() - started
-        if key is not None:  # it was a guess: now we know
-            self._sizes[key] = max(0, self.current_bytes - before)
-            if self.current_bytes > self.limit_bytes:
-                raise self._infeasible(func, 0)
+        if key is not None or self.current_bytes - before > need:  # now we know
+            self._correct(key, func, args, kwargs, self.current_bytes - before)
         return out
+
+    def _correct(self, key: Any, func: Any, args: Any, kwargs: Any, nbytes: int) -> None:
+        """An operation took another number of bytes than was foreseen: remember it, and refuse
+        what is above the limit.
+        """
+        if key is None:
+            _remember_larger(_key_of(func, args, kwargs), nbytes)
+        else:
+            self._sizes[key] = max(0, nbytes)
+        if self.current_bytes > self.limit_bytes:
+            raise self._infeasible(func, nbytes, self.current_bytes - nbytes)
 
     def _note_use(self, args: Any) -> None:
         """Count what an operation reads, and remember when it was read."""
@@ -121,20 +130,16 @@ class Evictor(Meter):
         most = most_bytes(func, args, kwargs)
         if most is not None and self.current_bytes + most <= self._start:
             return None, most
-        key = (
-            func,
-            tuple(_shape(argument) for argument in args),
-            tuple(_shape(item) for item in kwargs.values()),
-        )
+        key = _key_of(func, args, kwargs)
         try:
-            nbytes = self._sizes.get(key)
+            nbytes = self._sizes.get(key) or _seen_larger.get(key)
         except TypeError:  # an argument that cannot be part of a key
             nbytes = _output_bytes(func, args, kwargs)
             return None, _bound(args) if nbytes is None else nbytes
         if nbytes is None:
             nbytes = _output_bytes(func, args, kwargs)
             if nbytes is None:
-                return key, _bound(args)
+                return key, max(_bound(args), most or 0)
             self._sizes[key] = nbytes
         return None, nbytes
 
@@ -220,14 +225,14 @@ class Evictor(Meter):
             stack.extend(source.op.inputs)
         return total
 
-    def _infeasible(self, func: Any, need: int) -> BudgetInfeasible:
-        total = self.current_bytes + need
+    def _infeasible(self, func: Any, need: int, in_use: int) -> BudgetInfeasible:
+        total = in_use + need
         self.refused = BudgetInfeasible(
-            f"{func} needs {format_bytes(need)} beside {format_bytes(self.current_bytes)} that are"
+            f"{func} needs {format_bytes(need)} beside {format_bytes(in_use)} that are"
             f" in use and cannot be dropped: {format_bytes(total)} together, the limit is"
             f" {format_bytes(self.limit_bytes)}. Use a smaller batch or raise the limit.",
             min_bytes=total,
-            breakdown={"in use": self.current_bytes, "next operation": need},
+            breakdown={"in use": in_use, "next operation": need},
         )
         return self.refused
 
@@ -334,6 +339,24 @@ def _bound(args: Any) -> int:
     columns = max(one.shape[-1] for one in tensors)
     size = max(one.element_size() for one in tensors)
     return max(rows * columns * size, 2 * max(map(_bytes_of_elements, tensors)))
+
+
+# Operations that took more than torch's shapes tell, in this process: a budget that was refused for
+# one of them may hold at the next try.
+_seen_larger: dict[Any, int] = {}
+_MOST_REMEMBERED = 1024
+
+
+def _remember_larger(key: Any, nbytes: int) -> None:
+    if len(_seen_larger) >= _MOST_REMEMBERED:
+        _seen_larger.clear()
+    with contextlib.suppress(TypeError):  # an argument that cannot be part of a key
+        _seen_larger[key] = nbytes
+
+
+def _key_of(func: Any, args: Any, kwargs: Any) -> Any:
+    """What operations that take the same number of bytes have in common."""
+    return (func, _shape(args), _shape(tuple(kwargs.values())))
 
 
 def _bytes_of_elements(tensor: torch.Tensor) -> int:

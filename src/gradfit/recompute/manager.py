@@ -15,7 +15,13 @@ from gradfit._torch import inside_functorch
 from gradfit.arguments import read_flag, read_instance, read_number
 from gradfit.errors import MisuseError
 from gradfit.recompute.node import CheckpointNode, GraphNode
-from gradfit.recompute.scope import CheckpointScope, ScopeStats, add_observer, remove_observer
+from gradfit.recompute.scope import (
+    CheckpointScope,
+    ScopeStats,
+    add_observer,
+    explain_unsupported,
+    remove_observer,
+)
 from gradfit.units import format_bytes
 
 _MB = 1024 * 1024
@@ -250,6 +256,7 @@ class CheckpointManager:
             self._hook.remove()
             online, self._online = self._online, None
             online.__exit__(*error)
+            explain_unsupported("a CheckpointManager with auto_checkpoint=True", *error)
 
 
 def _total_bytes(nodes: Sequence[GraphNode]) -> int:

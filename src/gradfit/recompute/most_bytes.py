@@ -152,6 +152,18 @@ def _convolved(args: Sequence[Any]) -> int:
     return int(source.shape[0] * channels * math.prod(sizes))
 
 
+def _recurrent_workspace(args: Sequence[Any]) -> int:
+    """oneDNN's workspace holds gates and states of each step, each padded to whole cache lines and
+    begun on a page of its own. It was at most 65 bytes for each padded element of the states
+    (LSTM, torch 2.10 to 2.15); torch's fake kernel leaves it out
+    (`mkldnn_rnn_layer` in torch/_meta_registrations.py).
+    """
+    steps, rows, width = args[0].shape
+    padded = -(-max(width, args[1].shape[0] // 4, args[2].shape[-1]) // 16) * 16
+    pages = 8 * 4096 // _WIDEST
+    return int(pages + (steps + 1) * rows * padded * 5 // 4)
+
+
 def _written_out(args: Sequence[Any]) -> int:
     """The size is the second argument."""
     return math.prod(args[1])
@@ -183,6 +195,7 @@ _BY_NAME: dict[str, Rule] = {
     ),
     **dict.fromkeys(("cat", "stack"), _sum_of_all),
     "convolution": _convolved,
+    "mkldnn_rnn_layer": _recurrent_workspace,  # times its four results
     "scalar_tensor": lambda args: 1,
     "index": _picked,
     "index_select": _slices,

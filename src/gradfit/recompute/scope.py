@@ -68,6 +68,25 @@ _frames = _Frames()
 _reference_to = weakref.ref
 
 
+def explain_unsupported(where: str, kind: Any, error: Any, trace: Any) -> None:
+    """Say what an error of torch's means if it comes from what no recording can do.
+
+    Args:
+        where: in which block of the user's, in words.
+        kind: with `error` and `trace`, what `__exit__` was given.
+    """
+    if kind is RuntimeError and raised_by_swap_tensors(trace):
+        raise UnsupportedOp(
+            f"torch.utils.swap_tensors was called inside {where} on a tensor that was recorded"
+            f" there: {error} Swap before it, or after the backward pass."
+        ) from error
+    if raised_by_functorch(trace):
+        raise UnsupportedOp(
+            f"torch.func was used inside {where}, where saved tensors are replaced: {error} Move"
+            " the transform out of it, or use torch.autograd.grad."
+        ) from error
+
+
 class CheckpointScope:
     """Rebuild, in the backward pass, what is computed inside; gradients stay bit-identical.
 
@@ -255,7 +274,7 @@ class CheckpointScope:
         else:
             raise self._not_entered()
         if kind is not None and issubclass(kind, RuntimeError):
-            self._explain(kind, error, trace)
+            explain_unsupported(f"CheckpointScope({self.name!r})", kind, error, trace)
 
     def _not_entered(self) -> MisuseError:
         return MisuseError(
@@ -277,21 +296,6 @@ class CheckpointScope:
             " open; both are closed now. Leave scopes in the reverse order of entering them: use"
             " nested `with` blocks."
         )
-
-    def _explain(self, kind: Any, error: Any, trace: Any) -> None:
-        """Say what an error of torch's means where it comes from what a scope cannot do."""
-        if kind is RuntimeError and raised_by_swap_tensors(trace):
-            raise UnsupportedOp(
-                f"torch.utils.swap_tensors was called inside CheckpointScope({self.name!r}) on a"
-                f" tensor that the scope has recorded: {error} Swap before the scope, or after its"
-                " backward pass."
-            ) from error
-        if raised_by_functorch(trace):
-            raise UnsupportedOp(
-                f"torch.func was used inside CheckpointScope({self.name!r}), where saved tensors"
-                f" are replaced: {error} Move the transform out of the scope, or use"
-                " torch.autograd.grad."
-            ) from error
 
     def __call__(self, function: F) -> F:
         """Use the scope as a decorator: every call runs inside it.

@@ -239,13 +239,17 @@ class SavedTensors:
         """Autograd saves it for the first time: it is there until somebody needs the memory."""
         if forward_tensor is tensor:
             value.tensor = detached(tensor)
+        elif tensor.dtype is value.geometry[3]:
+            # Through what is saved: a result of `unsafe_split`, as an RNN's gates are, counts its
+            # writes for itself.
+            value.tensor = shaped(detached(tensor), value.geometry)
         else:
             whole = value.unmoved_forward_tensor()
-            if whole is None and tensor.dtype is not value.geometry[3]:
+            if whole is None:
                 self._count_freed(value, tensor)
                 return
-            value.tensor = _all_of(value, tensor, whole)
-        value.held_version = tensor._version
+            value.tensor = detached(whole)
+        value.held_version = value.tensor._version
         if self.tape.on_held is not None:
             self.tape.on_held((value,))
 
