@@ -43,6 +43,10 @@ CPU_ALONE: dict[str, str] = {
         "the file is where the CPU offloads to"
     ),
     "tests/recompute/test_hard_cases.py::test_a_sparse": _SPARSE,
+    "tests/recompute/test_most_bytes.py::"
+    "test_an_operation_never_takes_more[_scaled_dot_product_flash_attention_for_cpu": (
+        "the CPU's own attention"
+    ),
     "tests/batches/test_nests.py::test_what_goes_into_every_part_may_be_sparse": _SPARSE,
     "tests/batches/test_weights.py::test_a_sum_divided_by_nothing": (
         "a weight that is read at once; on a device all are read at the step's end"
@@ -58,6 +62,10 @@ CPU_ALONE: dict[str, str] = {
     "tests/accumulate/test_loops_as_written.py::"
     "test_what_counts_as_one_pass_wherever_it_runs[engine]": (
         "an engine's thread that the CPU plays; on a device `here` runs in a real one"
+    ),
+    "tests/accumulate/test_usual_plain_pass.py": (
+        "the short way of plain passes; on a device their hooks run in a thread of the engine's, so"
+        " that all take the long one"
     ),
     "tests/accumulate/test_accumulate_guides.py": "examples run on the CPU",
     "tests/accumulate/test_accumulate_odd_cases.py::test_norms_of_every_kind": _SPARSE,

@@ -21,7 +21,7 @@ from gradfit.batches.additivity import has_count
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.device_numbers import MOST_WAITING
 from gradfit.batches.runner import LossFunction, MicroBatchRunner, Part
-from gradfit.batches.snapshot import untouched
+from gradfit.batches.snapshot import Snapshot, untouched
 from gradfit.devices import counted_device, devices_of, free_cached_memory, wait_for
 from gradfit.errors import BudgetInfeasible, MisuseError
 from gradfit.fitting.batch_rows import BatchRows
@@ -866,9 +866,9 @@ class Planner:
         step, or None if it left the plan or memory ran out. A peak above `online_bytes` is what was
         needed where these did not suffice."""
         self._progress.begin(f"trying out a plan, micro-batch {untested.plan.micro_batch}")
-        with untouched(self._model):
+        with untouched(self._model) as before:
             try:
-                return self._run_trial(untested, batch, online_bytes)
+                return self._run_trial(untested, batch, online_bytes, before)
             except Exception as error:
                 if not _is_answer_of_trial(error):
                     raise
@@ -890,7 +890,9 @@ class Planner:
         is_short = online_bytes is None and is_out_of_memory(error)
         return self.limit_bytes * 11 // 10 if is_short else 0
 
-    def _run_trial(self, untested: TestedPlan, batch: Any, online_bytes: int | None) -> TestedPlan:
+    def _run_trial(
+        self, untested: TestedPlan, batch: Any, online_bytes: int | None, before: Snapshot
+    ) -> TestedPlan:
         untested = dataclasses.replace(untested, saved_bytes=None)  # of another plan, perhaps
         plan, profile = untested.plan, untested.profile
         # what its first step will allocate
@@ -907,7 +909,9 @@ class Planner:
             # than a step's.
             held = meter(content, device=self.device).current_bytes
             rest = max(0, int(plan.batch_size * profile.batch_bytes.per_item) - held)
-            record.begin(*self.resident, content, beside=self._beside_trial(rest))
+            if not record.begun:  # a step, too, has copies of the buffers to go back to
+                own = (*self.resident, content, before.buffers)
+                record.begin(*own, beside=_beside_trial(rest))
             live = Meter(device=self.device)
             live.events = record.events
             live.watch(*self.resident, content)
@@ -932,13 +936,6 @@ class Planner:
             asked=asked,
             reads_data=data_reads.reads_data,
         )
-
-    def _beside_trial(self, batch_bytes: int) -> list[tuple[int, int | None]]:
-        """What a step holds and a trial does not, (bytes, device) of each: the batch's rest, copies
-        of the buffers, and the numbers of its parts.
-        """
-        buffers = [(one.nbytes, one.get_device()) for one in self._model.buffers()]
-        return [(batch_bytes, None), *buffers, *[(_NUMBER_BYTES, None)] * _NUMBERS_AT_ONCE]
 
     def _run_planned(self, part: Part, mode: Planned) -> Any:
         """Both passes of one micro-batch; what was seen of the forward's unrecorded rest."""
@@ -1060,6 +1057,13 @@ class Planner:
         torch.autograd.backward(loss)
         wait_for(self._devices)
         return seconds_now() - started
+
+
+def _beside_trial(batch_bytes: int) -> list[int]:
+    """Bytes of what a step holds and a trial does not: the batch's rest, and the numbers of its
+    parts.
+    """
+    return [batch_bytes, *[_NUMBER_BYTES] * _NUMBERS_AT_ONCE]
 
 
 def _keeps_whole_batch(plan: Plan) -> bool:

@@ -273,8 +273,7 @@ class TrainStep(NotCopied):
         with self._planner.reserved.capped(
             self.budget_bytes,
             batch,
-            self.model,
-            self.optimizer,
+            lambda: (self.model, self.optimizer, before.buffers),
             final=tested.seen,
         ):
             return self._recovery.repeat(
