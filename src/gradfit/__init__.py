@@ -71,6 +71,7 @@ from gradfit.recompute.function import (
     mark_checkpoint,
 )
 from gradfit.recompute.manager import CheckpointManager
+from gradfit.recompute.names import name
 from gradfit.recompute.node import CheckpointNode, GraphNode
 from gradfit.recompute.scope import CheckpointScope
 from gradfit.runs.job import Job
@@ -128,6 +129,7 @@ __all__ = [  # noqa: RUF022
     "TiledModel",
     # recomputing
     "checkpoint_sequential",
+    "name",
     "mark_checkpoint",
     "is_checkpoint",
     "CheckpointManager",

@@ -404,12 +404,12 @@ def _name_of_function(hook: Any) -> str:
 def hooks_after_accumulation(tensor: torch.Tensor) -> list[Any]:
     """The hooks of others than gradfit that run as soon as a gradient was added to `.grad`."""
     hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
-    own = "gradfit."
-    return [
-        hook
-        for hook in hooks.values()
-        if not (getattr(hook, "__module__", None) or "").startswith(own)
-    ]
+    return [hook for hook in hooks.values() if not is_own_hook(hook)]
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Whether it is gradfit's."""
+    return (getattr(hook, "__module__", None) or "").startswith("gradfit.")
 
 
 def threads_in_backward() -> set[int]:
@@ -471,9 +471,14 @@ def after_accumulation(
 
 
 def global_module_hooks() -> list[dict[int, Any]]:
-    """The hooks that run before and after every module's forward, in all of the process."""
+    """The hooks that run before and after every module's passes, in all of the process."""
     modules: Any = torch.nn.modules.module
-    return [modules._global_forward_pre_hooks, modules._global_forward_hooks]
+    return [
+        modules._global_forward_pre_hooks,
+        modules._global_forward_hooks,
+        modules._global_backward_pre_hooks,
+        modules._global_backward_hooks,
+    ]
 
 
 def before_accumulation(

@@ -539,7 +539,7 @@ def _() -> Good:
             "name": is_text,
             "enabled": is_flag,
             "use_recomputation": is_flag,
-            "keep": is_none,
+            "keep": is_one_of(is_none, is_nothing_iterable),
         },
     )
 
@@ -700,6 +700,15 @@ def _() -> Good:
     )
 
 
+@good("name")
+def _() -> Good:
+    def call(tensor: Any, name: Any) -> None:
+        with gf.CheckpointScope("a", keep=["a"]):
+            gf.name(tensor, name)
+
+    return Good(call, {"tensor": weight(), "name": "a"}, {"tensor": is_tensor, "name": is_text})
+
+
 @good("mark_checkpoint")
 def _() -> Good:
     def call(tensor: Any) -> None:
@@ -778,6 +787,9 @@ def _() -> Good:
             "batch_size": is_one_of(is_none, is_count),
             "micro_batch": is_one_of(is_none, is_equal_to(1, 3)),
             "exact": is_flag,
+            "keep": is_nothing_iterable,
+            "rebuild": is_nothing_iterable,
+            "offload": is_nothing_iterable,
         },
     )
 
@@ -925,7 +937,9 @@ def _() -> Good:
             "clip": is_one_of(is_none, is_positive),
             "scaler": is_none,
             "dtype": is_one_of(is_none, is_equal_to(torch.float32)),
-            "offload": is_flag,
+            "offload": is_one_of(is_flag, is_nothing_iterable),
+            "keep": is_nothing_iterable,
+            "rebuild": is_nothing_iterable,
             "known": is_nothing_iterable,
             "reproducible": is_flag,
         },

@@ -245,3 +245,102 @@ def test_a_tight_budget_is_held_while_gradients_are_compared() -> None:
     assert live.peak_bytes <= budget
     assert step.profile.additivity is not None
     assert not step.profile.additivity.uncompared  # so it was compared
+
+
+def own_memory(x: Tensor, drop: Callable[[Tensor], Tensor]) -> Tensor:
+    """torch gives a dropout's result memory of its own, to which a residual may be added."""
+    h = drop(torch.tanh(x))
+    h += x
+    return h
+
+
+DROPOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "functional": lambda h: F.dropout(h, 0.5),
+    "named": lambda h: F.dropout(input=h, p=0.5, training=True),
+    "torch": lambda h: torch.dropout(h, 0.5, True),
+    "alpha": lambda h: F.alpha_dropout(h, 0.5, training=True),
+    "module": nn.Dropout(0.5),
+    "rows": lambda h: F.dropout1d(h[None], 0.5)[0],
+}
+
+
+@pytest.mark.parametrize("drop", DROPOUTS.values(), ids=list(DROPOUTS))
+def test_a_dropout_that_is_left_out_gives_memory_of_its_own(
+    drop: Callable[[Tensor], Tensor],
+) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return own_memory(model(batch[0]), drop).square().mean()
+
+    assert measured(network(), loss_fn).over == "divisor"
+
+
+def test_a_dropout_in_evaluation_mode_gives_memory_of_its_own_too() -> None:
+    """A loss that is random in training alone is compared in evaluation mode."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        noise = model.training * torch.Generator().seed() % 7
+        drop = nn.functional.dropout
+        h = own_memory(model(batch[0]), lambda h: drop(h, 0.5, training=model.training))
+        return h.square().mean() + noise
+
+    assert measured(network(), loss_fn).over == "divisor"
+
+
+def test_a_dropout_in_place_writes() -> None:
+    """Where a write is refused, in training, it is also refused where nothing is dropped."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        h = torch.tanh(model(batch[0]))
+        version = h._version
+        F.dropout(h, 0.5, inplace=True)
+        assert h._version == version + 1
+        return h.detach().mean() + model(batch[0]).square().mean()
+
+    assert measured(network(), loss_fn).over == "divisor"
+
+
+def test_a_dropout_of_nothing_gives_its_argument() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        h = model(batch[0])
+        assert F.dropout(h, 0.0) is h
+        assert F.dropout(h, 0.5, training=False) is h
+        return h.square().mean()
+
+    assert measured(network(), loss_fn).over == "divisor"
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpoint_runs_the_same_forward_again(use_reentrant: bool) -> None:
+    """In the backward pass, where dropout is left out as it was in the forward."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        x = batch[0].requires_grad_()
+        run = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=use_reentrant)
+        return F.cross_entropy(run, batch[1])
+
+    assert measured(network(), loss_fn).over == "divisor"
+
+
+class ManyRows(torch.autograd.Function):
+    """Its backward is made for whole batches."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        if len(gradient) < ROWS:
+            raise ArithmeticError(f"{len(gradient)} rows")
+        return gradient
+
+
+def test_a_backward_that_few_rows_cannot_run_leaves_the_batch_whole() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(ManyRows.apply(model(batch[0])), batch[1])
+
+    said = measured(network(), loss_fn)
+    assert said.over is None
+    assert "backward pass of fewer rows raises ArithmeticError: " in said.reason
+    profile = gf.profile(network(), loss_fn, rows())
+    assert gf.plan(profile, memory="1 GiB").micro_batch == ROWS

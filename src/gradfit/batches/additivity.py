@@ -53,7 +53,7 @@ from gradfit.batches.shares import PartCounter, PartShare, without_activations
 from gradfit.batches.slightly_changed import slightly_changed
 from gradfit.batches.summed_logs import summed_logs
 from gradfit.batches.weights import BatchWeights, CountFirst, must_count
-from gradfit.errors import MisuseError
+from gradfit.errors import GradfitError, MisuseError
 from gradfit.tree import unmarked
 
 MOST_ROWS = 5  # 4 + 1 and 3 + 2: few enough for any budget that a row fits in
@@ -315,13 +315,30 @@ class _Measurement:
         if few is None:
             return dataclasses.replace(measured, uncompared=self._gradient_changers(part))
         runner = self._runner
-        compared = FewRows(runner.model, *few, self._nudged, runner.forward, runner.rewind, passes)
+        compared = FewRows(
+            runner.model,
+            *few,
+            nudged=self._nudged,
+            forward=runner.forward,
+            rewind=runner.rewind,
+            passes=passes,
+            quiet=runner.quiet,
+        )
         try:
             with slightly_changed(runner.model):
                 worst = self._gradient_error(compared, measured)
         except MisuseError as problem:  # what a step would say of such a batch
             reason = str(problem).removesuffix(".")
             return dataclasses.replace(measured, over=None, error=math.inf, reason=reason)
+        except GradfitError:
+            raise
+        except Exception as error:  # the user's code, which may be made for more rows
+            if is_out_of_memory(error):
+                raise
+            reason = f"the backward pass of fewer rows raises {type(error).__name__}: {error}"
+            return dataclasses.replace(
+                measured, over=None, error=math.inf, reason=reason, runs_parts=False
+            )
         if not worst.reason or not measured.adds_up:
             return measured
         return dataclasses.replace(measured, over=None, error=worst.error, reason=worst.reason)

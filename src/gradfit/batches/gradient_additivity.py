@@ -55,6 +55,8 @@ class FewRows:
         forward: runs rows, and reads their loss.
         rewind: makes buffers and generators what they were at first.
         passes: what both passes of one forward run in.
+        quiet: what a backward runs in; a checkpoint of torch's runs its forward again there, which
+            must be the one that it was.
     """
 
     model: nn.Module
@@ -64,6 +66,7 @@ class FewRows:
     forward: Callable[[Any], PartLoss]
     rewind: Callable[[], None]
     passes: Callable[[], contextlib.AbstractContextManager[object]]
+    quiet: Callable[[], contextlib.AbstractContextManager[object]]
 
 
 class GradientError(NamedTuple):
@@ -162,7 +165,7 @@ def _add_whole(rows: FewRows) -> None:
     with rows.passes():
         whole = rows.forward(rows.whole)
         count = 1.0 if whole.count is None else float(whole.count)
-        _backward(whole.loss, 1.0 / count)
+        _backward(rows, whole.loss, 1.0 / count)
         del whole
 
 
@@ -175,12 +178,18 @@ def _add_part(
         weight = weights.of(loss)
         number = float(weight.number)
         if number:  # a mean over no items is NaN, and contributes nothing
-            _backward(loss.loss, large * (number if weight.reduction == "mean" else 1.0))
+            factor = number if weight.reduction == "mean" else 1.0
+            _backward(rows, loss.loss, large * factor)
         return number
 
 
-def _backward(loss: Tensor, factor: float) -> None:
-    torch.autograd.backward(loss, torch.full_like(loss, factor))
+def _backward(rows: FewRows, loss: Tensor, factor: float) -> None:
+    gradient = torch.full_like(loss, factor)
+    # Not from the tensor: for a tensor torch hands the whole call to the function mode that is
+    # entered here, and runs the pass outside of it (seen in 2.13).
+    edge = torch.autograd.graph.get_gradient_edge(loss)
+    with rows.quiet():
+        torch.autograd.backward(edge, gradient)
 
 
 class _Gradients:

@@ -13,8 +13,15 @@ from typing import Any
 
 import torch
 
+from gradfit._torch import global_module_hooks, is_own_hook
+
 _registries = attrgetter("_modules", "_parameters")
 _values = methodcaller("values")
+_hooks_of_module = attrgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
+_hooks_of_parameter = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_own_forward = methodcaller("get", "forward")
 
 
 class ModelTree:
@@ -30,9 +37,11 @@ class ModelTree:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
+        self.walks = 0  # how often modules or parameters were found to be others
         self._walk()
 
     def _walk(self) -> None:
+        self.walks += 1
         self.modules = modules_of(self.model)
         self._held = _held_by(self.modules)
         parameters = (p for module in self.modules for p in module._parameters.values())
@@ -45,6 +54,25 @@ class ModelTree:
         before, now = self._held, _held_by(self.modules)
         if len(before) != len(now) or not all(map(is_, before, now)):
             self._walk()
+
+    def hooks(self) -> tuple[Any, ...]:
+        """The code that runs in a pass beside that of the modules' classes: hooks on modules, on
+        parameters and on all modules there are, and forwards that were put in. Empty for most.
+        """
+        tables = chain(
+            chain.from_iterable(map(_hooks_of_module, self.modules)),
+            chain.from_iterable(map(_hooks_of_parameter, self.parameters)),
+            global_module_hooks(),
+        )
+        there = [table for table in tables if table]
+        forwards = filter(None, map(_own_forward, map(vars, self.modules)))
+        hooks = chain(chain.from_iterable(map(_values, there)), forwards)
+        return tuple(_code_of(hook) for hook in hooks if not is_own_hook(hook))
+
+
+def _code_of(hook: Any) -> Any:
+    """A loop that defines and registers the same hook in each step changes nothing by it."""
+    return getattr(hook, "__code__", hook)
 
 
 def each_once(tensors: Iterable[Any]) -> list[Any]:

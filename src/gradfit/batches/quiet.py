@@ -18,10 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 # They use `training` for dropout alone, and run it where a function mode does not look.
-_DROPPING = (
-    nn.RNNBase, nn.MultiheadAttention, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
-    nn.AlphaDropout, nn.FeatureAlphaDropout,
-)  # fmt: skip
+_DROPPING = (nn.RNNBase, nn.MultiheadAttention)
 _DROPOUTS = {
     getattr(space, name) for space in (F, torch) for base in ("dropout", "dropout1d", "dropout2d",
     "dropout3d", "alpha_dropout", "feature_dropout", "feature_alpha_dropout") for name in (base,
@@ -82,10 +79,15 @@ _ROUNDING = {
 
 
 class QuietRandomness(TorchFunctionMode):
-    """Inside, dropout does nothing and each random draw has equal rows."""
+    """Inside, dropout drops nothing and each random draw has equal rows.
 
-    def __init__(self) -> None:
+    Args:
+        evaluates: the model is in evaluation mode, though it is trained in training mode.
+    """
+
+    def __init__(self, *, evaluates: bool = False) -> None:
         super().__init__()
+        self._evaluates = evaluates
         self.draws = 0
         self.sets_hooks = False
         """Whether a hook was set on a tensor."""
@@ -99,7 +101,7 @@ class QuietRandomness(TorchFunctionMode):
         if func is Tensor.register_hook:
             self.sets_hooks = True
         if func in _DROPOUTS:
-            return args[0] if args else kwargs["input"]
+            return _drop_nothing(func, args, kwargs, always=self._evaluates)
         if func is F.scaled_dot_product_attention:
             args, kwargs = _without_dropout_p(args, kwargs)
         if func in _DRAWS:
@@ -124,6 +126,24 @@ class QuietRandomness(TorchFunctionMode):
         with torch.no_grad():
             result.copy_(shaped(drawn.expand(result.shape), *parameters[:2]).to(result.dtype))
         return result
+
+
+def _drop_nothing(func: Any, args: Any, kwargs: Any, *, always: bool) -> Any:
+    """What a dropout gives that drops nothing: a tensor of its own, as in training, since the model
+    may write to it (`x = dropout(tanh(x)); x += y`). The argument itself would be written over
+    there, which a backward pass refuses.
+
+    Args:
+        func: a dropout, of `torch` (with `train`) or of `torch.nn.functional` (with `training`).
+        args: its positional arguments.
+        kwargs: its named arguments.
+        always: whatever `training` says.
+    """
+    given = {**dict(zip(("input", "p", "train"), args, strict=False)), **kwargs}
+    tensor = given["input"]
+    if not given["p"] or not (always or given.get("training", given.get("train"))):
+        return tensor
+    return tensor.mul_(1) if given.get("inplace") or func.__name__[-1] == "_" else tensor * 1
 
 
 def _parameters(args: Any, kwargs: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -162,18 +162,22 @@ class QuietRunner:
         """What the loss function returns for some rows, without randomness that depends on their
         number.
         """
-        quiet = QuietRandomness()
-        with contextlib.ExitStack() as stack:
-            if self.evaluates:
-                stack.enter_context(evaluating(model))
-            stack.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")  # about rows that nobody trains on
-            stack.enter_context(without_dropout(model))
-            stack.enter_context(quiet)
+        with self.quiet() as quiet:
             result = self.loss_fn(model, unmarked(part))
         self.rounding = max(self.rounding, quiet.rounding)
         self.sets_hooks |= quiet.sets_hooks
         return result
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[QuietRandomness]:
+        """What a forward runs in, and a backward, which may run parts of a forward again."""
+        with contextlib.ExitStack() as stack:
+            if self.evaluates:
+                stack.enter_context(evaluating(self.model))
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")  # about rows that nobody trains on
+            stack.enter_context(without_dropout(self.model))
+            yield stack.enter_context(QuietRandomness(evaluates=self.evaluates))
 
 
 def _least_divisor(term: Term) -> float:

@@ -187,12 +187,22 @@ class BatchWeights:
         roles, is_part = self._additivity.roles, part.rows < self._rows
         if is_part and _was_multiplied_by_0(read, part):
             return ()
-        if read is None or len(read.terms) != len(roles):
+        if read is None or len(read.terms) != len(roles) or self._is_sum_now(read):
             self._refuse_unreadable(part)
             return None
         if roles == ("adds",):  # nothing to compare, so it may stay on its device
             return (read.terms[0].divisor,)
         return self._compared_with_first(read)
+
+    def _is_sum_now(self, read: Denominator) -> bool:
+        """Whether a term that was a mean of torch's is not divided any more. One that the loss
+        function divides by a number of its own looks the same where that number is 1.
+        """
+        terms = zip(read.terms, self._additivity.roles, strict=True)
+        return not self._additivity.by_hand and any(
+            role == "adds" and term.count is None and not term.is_divided_by_hand
+            for term, role in terms
+        )
 
     def _refuse_unreadable(self, part: PartLoss) -> None:
         if self._exact and part.rows < self._rows:

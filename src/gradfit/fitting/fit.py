@@ -34,7 +34,9 @@ from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.fitting.train_step import TrainStep
 from gradfit.fitting.trained_optimizer import check_members, unwrap_optimizer
+from gradfit.planning.named_choices import Named, read_named
 from gradfit.profiling.measure import check_model
+from gradfit.profiling.profile import Profile
 
 
 def fit(
@@ -50,7 +52,7 @@ def fit(
     scaler: Any = None,
     dtype: torch.dtype | None = None,
     on_nonfinite: str = "raise",
-    offload: bool = False,
+    offload: bool | Iterable[str] = False,
     known: Iterable[TestedPlan] = (),
     reproducible: bool = False,
     micro_batch: int | str | None = None,
@@ -58,6 +60,8 @@ def fit(
     tile: bool = True,
     planning_share: float = 0.05,
     on_progress: Callable[[str, float], object] | None = None,
+    keep: Iterable[str] = (),
+    rebuild: Iterable[str] = (),
 ) -> TrainStep:
     """Profile the model, plan for the budget, try the plan, and return the step that follows it.
 
@@ -89,7 +93,8 @@ def fit(
         scaler: a `torch.amp.GradScaler` or a `LossScaler`.
         dtype: in which gradients add up, if not in the parameters' own.
         on_nonfinite: "raise", or "skip" to leave the update out.
-        offload: whether values may be moved out of the device's memory.
+        offload: whether values may be moved out of the device's memory; or names (`gf.name`) of
+            values that are, and no others.
         known: the plans of an earlier step (`step.known`): a run that is resumed must add in the
             same order as before.
         reproducible: choose the micro-batch by arithmetic, not by the clock, so that two runs add
@@ -105,6 +110,9 @@ def fit(
         on_progress: `on_progress(doing, seconds)` is called when something begins (measuring,
             planning, a trial), with the seconds so far, here and whenever the step makes a plan;
             what it raises ends that. None shows it on a terminal, after two seconds.
+        keep: names (`gf.name`) of values that every plan keeps. Micro-batches that run online have
+            no plan, and go by what each value costs, whatever its name.
+        rebuild: names of values that every plan rebuilds.
 
     Raises:
         MisuseError: an argument cannot be right; nothing was changed.
@@ -118,15 +126,15 @@ def fit(
     >>> step(torch.ones(32, 8)).stepped
     True
     """
-    check_arguments(
-        model, loss_fn, split=split, offload=offload, reproducible=reproducible, exact=exact
-    )
+    check_arguments(model, loss_fn, split=split, reproducible=reproducible, exact=exact)
+    offloaded = () if isinstance(offload, bool) else offload
+    named = read_named(keep=keep, rebuild=rebuild, offload=offloaded)
     read_flag(tile, "tile")
     check_optimizer(optimizer)
     read_number(planning_share, "planning_share", minimum=0, like=0.05)
     if on_progress is not None:
         read_callable(on_progress, "on_progress", "a function of a text and seconds", arguments=2)
-    known = _read_known(known)
+    known = _read_known(known, named)
     given, optimizer = optimizer, unwrap_optimizer(optimizer)
     budget = read_budget(memory, model, optimizer)
     rows = count_rows(sample_batch, split, "sample_batch")
@@ -148,7 +156,8 @@ def fit(
         loss_fn,
         budget,
         split=split,
-        offload=offload,
+        offload=offload is True or "offload" in named.values(),
+        named=named,
         known=known,
         reproducible=reproducible,
         reserved_bytes=accumulator.ranks.reserved_bytes,
@@ -191,11 +200,21 @@ def fit(
     return TrainStep(model, optimizer, loss_fn, accumulator, planner, tested, given=given)
 
 
-def _read_known(known: Any) -> list[TestedPlan]:
-    return [
+def _read_known(known: Any, named: Named) -> list[TestedPlan]:
+    plans = [
         read_instance(one, "known", TestedPlan, "step.known")
         for one in read_list(known, "known", "step.known")
     ]
+    if any(one.profile.fixed != _of_names_in(one.profile, named) for one in plans):
+        raise MisuseError(
+            "known= holds plans in which other names are kept, rebuilt or moved out than in keep=,"
+            " rebuild= and offload=. Pass the names that they were made with, or leave known= out."
+        )
+    return plans
+
+
+def _of_names_in(profile: Profile, named: Named) -> Named:
+    return {name: action for name, action in named.items() if name in profile.names}
 
 
 def _first_plan(

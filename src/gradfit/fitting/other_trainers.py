@@ -14,10 +14,12 @@ import torch
 from gradfit.arguments import read_count
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.loss import PartLoss
+from gradfit.batches.model_tree import ModelTree
 from gradfit.batches.runner import LossFunction
 from gradfit.batches.snapshot import Snapshot
 from gradfit.batches.weights import BatchWeights, Weight
 from gradfit.fitting.cut_warning import warn_about_cutting
+from gradfit.fitting.measured_models import MeasuredModels
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.recovery import Recovery
 from gradfit.fitting.tested_plan import TestedPlan
@@ -69,6 +71,8 @@ class Passes:
             tile=tile,
         )
         self._recovery = Recovery(self._planner)
+        self._tree = ModelTree(model)
+        self._measured_models = MeasuredModels(self._tree, self._planner)
         self._has_warned = False
 
     def plan(self, batch: Any) -> Plan:
@@ -130,7 +134,12 @@ class Passes:
         before.add_gradients()
 
     def _tested(self, batch: Any, rows: int) -> TestedPlan:
+        self._tree.renew()
+        if self._planner.known and not self._measured_models.has_plans_of_this():
+            self._has_warned = False
         tested = self._planner.tested_plan(batch, rows)
+        self._tree.renew()  # a first forward may make modules
+        self._measured_models.are_measured()
         if not self._has_warned:
             self._has_warned = True
             warn_about_cutting(tested, self.additivity, exact=self._exact)

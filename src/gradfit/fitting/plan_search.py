@@ -49,7 +49,8 @@ from gradfit.fitting.update_rollback import UpdateSnapshot
 from gradfit.planning.api import beginning_like, plain_plan, recomputing_plan
 from gradfit.planning.api import plan as make_plan
 from gradfit.planning.microbatch import even
-from gradfit.planning.plan import Plan
+from gradfit.planning.named_choices import Named, fix_by_name, fix_known_names
+from gradfit.planning.plan import Plan, fixed_text
 from gradfit.profiling.clock import seconds_now
 from gradfit.profiling.measure import additivity_within, choose_tiles, profile
 from gradfit.profiling.meter import Meter, meter
@@ -127,6 +128,7 @@ class Planner:
         *,
         split: Callable[[Any, int], Iterable[Any]] | None = None,
         offload: bool = False,
+        named: Named | None = None,
         known: Iterable[TestedPlan] = (),
         reproducible: bool = False,
         reserved_bytes: int = 0,
@@ -162,6 +164,7 @@ class Planner:
         self._devices = devices_of(model.parameters())
         self.reserved = ReservedMemory(self._devices)
         self._offload = offload
+        self._named = named or {}  # what becomes of values by their names
         self._reproducible = reproducible
         self._copy_pace = 0.0  # seconds for a byte of the copy, once it was made
         self.time = PlanningTime(planning_share)
@@ -184,8 +187,7 @@ class Planner:
         made.
         """
         self._plans = [with_slack(plan, self.limit_bytes) for plan in plans]
-        if self._plans:
-            self.additivity = self._plans[0].profile.additivity
+        self.additivity = self._plans[0].profile.additivity if self._plans else None
 
     def parts(self, batch: Any, micro_batch: int) -> Iterable[Any]:
         """The batch in micro-batches."""
@@ -464,10 +466,14 @@ class Planner:
         """All plans that hold the budget, to be timed together, and the ways in which none does."""
         holding: list[TestedPlan] = []
         failed: list[_Failure] = []
+        without_names: Profile | None = None
         for tiles in self._worth_trying(request):
             if holding and _are_last_resort(tiles):
                 break
             profile = self._profile(request.batch, tiles=tiles, batch_size=request.batch_size)
+            if tiles is not None and profile.fixed != self._named:
+                without_names = profile  # in tiles a named value need not exist whole
+                continue
             try:
                 holding += self._fit_as(profile, request)
             except _Hopeless as least:
@@ -476,6 +482,8 @@ class Planner:
                 failed.append(_Failure(error.min_bytes, profile, error))
             if holding and self._is_fast_enough(holding[0]):
                 break
+        if without_names is not None and not holding and not failed:
+            fix_by_name(without_names, self._named)  # says which name it is
         return holding, failed
 
     def _is_fast_enough(self, tested: TestedPlan) -> bool:
@@ -639,13 +647,15 @@ class Planner:
         burst = max(
             measured.optimizer_burst_bytes + self._widening_bytes(measured), self.reduce_bytes
         )
-        return dataclasses.replace(
+        measured = dataclasses.replace(
             measured,
             tiles=tiles,
             additivity=self.additivity,
             splittable=self._is_splittable(measured),
             optimizer_burst_bytes=burst,
         )
+        is_first = tiles is None and not self._plans
+        return (fix_by_name if is_first else fix_known_names)(measured, self._named)
 
     def _host_bandwidth(self) -> float:
         """Bytes a second to the host, where values may be moved there."""
@@ -822,7 +832,7 @@ class Planner:
         return BudgetInfeasible(
             f"Smallest feasible peak is {format_bytes(least)} ({listed}) at micro-batch"
             f" {plan.micro_batch}, the budget is {format_bytes(self.budget_bytes)}. Raise `memory`"
-            f" to at least {least} bytes, {self._hint(plan, cut=cut)}",
+            f" to at least {least} bytes, {self._hint(plan, cut=cut)}{fixed_text(plan)}",
             min_bytes=least,
             breakdown=parts,
         )

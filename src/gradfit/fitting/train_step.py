@@ -32,6 +32,8 @@ from gradfit.batches.weights import BatchWeights
 from gradfit.devices import free_cached_memory
 from gradfit.errors import MisuseError, StateError
 from gradfit.fitting.batch_rows import BatchRows
+from gradfit.fitting.cut_warning import warn_about_cutting
+from gradfit.fitting.measured_models import MeasuredModels
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.plan_state import read_plan, write_plan
 from gradfit.fitting.recovery import Recovery
@@ -156,6 +158,7 @@ class TrainStep(NotCopied):
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
         self._tree = ModelTree(model)
         self._parameters = self._tree.parameters
+        self._measured_models = MeasuredModels(self._tree, planner)
 
     @property
     def plan(self) -> Plan:
@@ -300,13 +303,21 @@ class TrainStep(NotCopied):
         self._parameters = now
 
     def _find_plan(self, batch: Any, rows: int) -> TestedPlan:
-        """The plan that serves the batch; one of a new shape is profiled and tried out."""
+        """The plan that serves the batch; one of a new shape, or one that would cut it where the
+        model is not the one that was measured, is profiled and tried out.
+        """
         tested = self._planner.serving(batch, rows)
-        if tested is not None:
+        if tested is not None and (
+            tested.plan.micro_batch >= rows or self._measured_models.has_plans_of_this()
+        ):
             return tested
+        is_changed = tested is not None
         with trials_end(), self.accumulator.trial():
             tested = self._planner.tested_plan(batch, rows)
         self._tree.renew()  # a first forward may make modules
+        self._measured_models.are_measured()
+        if is_changed:
+            warn_about_cutting(tested, self._planner.additivity, exact=self._planner.exact)
         return tested
 
     def _snapshot(self) -> Snapshot:

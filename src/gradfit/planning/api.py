@@ -12,6 +12,7 @@ from typing import TypeVar
 from gradfit.arguments import invalid, read_count, read_flag, read_instance
 from gradfit.errors import BudgetInfeasible, MisuseError
 from gradfit.planning.microbatch import MicrobatchSearch, SizedPlan
+from gradfit.planning.named_choices import fix_each, named_choices, read_named
 from gradfit.planning.plan import Alternative, Decision, Plan
 from gradfit.planning.recording_extent import in_effect, last_write
 from gradfit.planning.simulate import ACTION_NAMES, KEEP, REBUILD, Segments, Simulation
@@ -35,6 +36,9 @@ def plan(
     micro_batch: int | None = None,
     exact: bool = True,
     tile: bool = True,
+    keep: Iterable[str] = (),
+    rebuild: Iterable[str] = (),
+    offload: Iterable[str] = (),
 ) -> Plan:
     """The fastest step whose peak stays within `memory`: what to keep, rebuild and offload, at
     which micro-batch.
@@ -51,6 +55,10 @@ def plan(
         micro_batch: rows to run at once; None chooses.
         exact: False cuts a batch whose parts' losses do not add up all the same.
         tile: False leaves out plans that cut along tokens (`profile.tiled`).
+        keep: names (`gf.name`) of values that are kept, whatever is chosen for the others.
+        rebuild: names of values that are rebuilt.
+        offload: names of values that are moved out; no others are then. The profile must have a
+            `host_bandwidth`.
 
     >>> from gradfit.profiling.profile import BackwardNode, Linear, Operation, Profile, Value
     >>> def op(name, *inputs, out):
@@ -67,7 +75,8 @@ def plan(
     """
     budget = parse_bytes(memory)
     size = _batch_size(profile, batch_size)
-    profiles = _variants(profile, read_flag(tile, "tile"))
+    named = read_named(keep=keep, rebuild=rebuild, offload=offload)
+    profiles = fix_each(_variants(profile, read_flag(tile, "tile")), named)
     if not read_flag(exact, "exact"):
         profiles = _cut_all_the_same(profiles)
     _check_micro_batch(profiles[0], size, micro_batch)
@@ -75,7 +84,10 @@ def plan(
     candidates = _that_fit(searches, budget)
     if not candidates:
         error = _infeasible(_least_demanding(searches), budget, batch_size, micro_batch)
-        raise error if tile else _with_tiles_named(error, profile, size, batch_size)
+        if not tile:
+            tiled = fix_each([profile, *profile.tiled], named)[1:]
+            error = _with_tiles_named(error, tiled, size, batch_size)
+        raise error
     plans = [(_plan(search, choice, budget), choice) for choice, search in candidates]
     return _with_alternatives(*_fastest(plans))
 
@@ -144,11 +156,11 @@ def _least_demanding(searches: Sequence[MicrobatchSearch]) -> MicrobatchSearch:
 
 
 def _with_tiles_named(
-    error: BudgetInfeasible, profile: Profile, size: int, batch_size: int | None
+    error: BudgetInfeasible, tiled: Iterable[Profile], size: int, batch_size: int | None
 ) -> BudgetInfeasible:
     """What the smallest budget would be with tiles, if that is less."""
     split = batch_size is not None
-    searches = [MicrobatchSearch(one, size, split=split) for one in profile.tiled]
+    searches = [MicrobatchSearch(one, size, split=split) for one in tiled]
     least = min((one.smallest().solution.peak_bytes for one in searches), default=error.min_bytes)
     if least >= error.min_bytes:
         return error
@@ -347,9 +359,28 @@ def _infeasible(
     hint = _what_would_help(search, choice, batch_size, micro_batch)
     return BudgetInfeasible(
         f"Smallest feasible peak is {format_bytes(smallest)} ({listed}) at micro-batch"
-        f" {choice.micro_batch}, the budget is {format_bytes(budget)}. {hint}",
+        f" {choice.micro_batch}, the budget is {format_bytes(budget)}. {hint}"
+        f"{_what_names_take(search, choice)}",
         min_bytes=smallest,
         breakdown=parts,
+    )
+
+
+def _what_names_take(search: MicrobatchSearch, choice: SizedPlan) -> str:
+    """What of the smallest peak was asked for by name, and the smallest without; "" if nothing
+    was.
+    """
+    if not search.profile.fixed:
+        return ""
+    free = dataclasses.replace(search.profile, fixed={})
+    split = search.least < search.largest
+    size = None if split else search.largest
+    without = MicrobatchSearch(free, search.batch_size, split=split, micro_batch=size).smallest()
+    until = choice.solver.simulator.alive_until(choice.solution.actions)
+    fixed = ", ".join(map(str, named_choices(search.profile, choice.solver.graph, until)))
+    return (
+        f" Fixed by name: {fixed}; without names the smallest is"
+        f" {format_bytes(without.solution.peak_bytes)}."
     )
 
 
@@ -425,6 +456,7 @@ def _plan(search: MicrobatchSearch, choice: SizedPlan, budget: int) -> Plan:
         predicted=profile.predicted,
         versions=dict(profile.versions),
         tiles=profile.tiles,
+        named=tuple(named_choices(profile, graph, until)),
     )
 
 

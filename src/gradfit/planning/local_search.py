@@ -235,9 +235,11 @@ def _needed(graph: Graph) -> list[bool]:
 
 
 def _there_anyway(graph: Graph) -> list[bool]:
-    """Whether there is no choice for a value: held by the caller, written over, or of no bytes."""
-    flags = zip(graph.survives, graph.overwritten, graph.held_bytes, strict=True)
-    return [survives or overwritten or not size for survives, overwritten, size in flags]
+    """Whether there is no choice for a value: held by the caller, not to be kept, or of no
+    bytes.
+    """
+    flags = zip(graph.survives, graph.unkeepable, graph.held_bytes, strict=True)
+    return [survives or unkeepable or not size for survives, unkeepable, size in flags]
 
 
 def _neighbours(graph: Graph, ops: list[int]) -> list[tuple[list[int], list[int]]]:

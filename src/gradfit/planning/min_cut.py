@@ -42,7 +42,7 @@ class PricedCut:
         self.free = _free_to_choose(graph, forced)
         total = sum(compress(graph.op_seconds, graph.op_replayable))
         self.scale = _TOTAL / total if total > 0 else 1.0
-        self.priced = [v for v, free in enumerate(self.free) if free and not graph.overwritten[v]]
+        self.priced = [v for v, free in enumerate(self.free) if free and not graph.unkeepable[v]]
         self._lay_out(self._edges())
 
     def _edges(self) -> dict[tuple[int, int], int]:
@@ -61,8 +61,8 @@ class PricedCut:
         """What it costs to have a value without a replay, and that backward needs it."""
         graph = self.graph
         for value in compress(range(self.values), self.free):
-            # what is written over cannot be kept: it is there only if its operation ran again
-            cost = _INFINITE if graph.overwritten[value] else 0
+            # what cannot be kept (it is written over, say) is there only if its operation ran again
+            cost = _INFINITE if graph.unkeepable[value] else 0
             yield (value, self.values + graph.producer[value]), cost
             if graph.last_need[value] >= 0:
                 yield (self.source, value), _INFINITE
@@ -88,12 +88,12 @@ class PricedCut:
     def at(self, seconds_per_byte: float) -> list[int]:
         """The actions that minimise replay seconds plus `seconds_per_byte` times the bytes kept."""
         offloaded = self._set_price(seconds_per_byte)
-        there, overwritten = self._on_the_sources_side().tolist(), self.graph.overwritten
+        there, unkeepable = self._on_the_sources_side().tolist(), self.graph.unkeepable
         actions = []
         for value, op in enumerate(self.graph.producer):
             if not self.free[value]:
                 actions.append(KEEP)
-            elif not there[value] or there[self.values + op] or overwritten[value]:
+            elif not there[value] or there[self.values + op] or unkeepable[value]:
                 actions.append(REBUILD)
             else:
                 actions.append(OFFLOAD if value in offloaded else KEEP)
@@ -108,7 +108,7 @@ class PricedCut:
         for value in self.priced:
             keep = seconds_per_byte * graph.held_bytes[value]
             move = 2 * graph.transfer_seconds_per_byte * graph.nbytes[value]
-            if 0 < move < keep:
+            if graph.may_offload and 0 < move < keep:
                 offloaded.add(value)
             costs.append(move if value in offloaded else keep)
         if costs:

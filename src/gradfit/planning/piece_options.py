@@ -71,6 +71,7 @@ def menu(piece: Piece, ways: Sequence[Way]) -> list[Option]:
 def evaluate(
     piece: Piece, simulator: Simulator, actions: Sequence[int], segments: Segments | None
 ) -> Option:
+    actions = piece.graph.with_fixed(actions)
     result = simulator.run(actions, segments)
     return Option(
         _kept_bytes(piece, actions),

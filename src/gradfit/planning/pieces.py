@@ -52,8 +52,8 @@ def find_cuts(graph: Graph, *, most: int = 400) -> list[int]:
     all can be kept.
     """
     operations = len(graph.op_inputs)
-    crossing, overwritten = _what_crosses(graph)
-    free = [position for position in range(1, operations) if not overwritten[position]]
+    crossing, unkeepable = _what_crosses(graph)
+    free = [position for position in range(1, operations) if not unkeepable[position]]
     minima = _near_the_least(free, crossing, distance=3)
     if len(minima) > _FEW_CUTS:  # then the best of each neighbourhood will do
         minima = _near_the_least(minima, crossing, distance=16, slack=1.5)
@@ -62,21 +62,19 @@ def find_cuts(graph: Graph, *, most: int = 400) -> list[int]:
 
 def _what_crosses(graph: Graph) -> tuple[list[int], list[int]]:
     """For each position the bytes that are made before it and read after it, and how many values
-    that are written over.
-
-    These cannot be kept as they are, so no cut can go through them.
+    that cannot be kept (they are written over, say): no cut can go through these.
     """
     operations = len(graph.op_inputs)
     last = last_readers(graph)
-    crossing, overwritten = [0] * (operations + 1), [0] * (operations + 1)
+    crossing, unkeepable = [0] * (operations + 1), [0] * (operations + 1)
     for value, op in enumerate(graph.producer):
         if 0 <= op < last[value]:
             first, beyond = op + 1, last[value] + 1
             crossing[first] += graph.held_bytes[value]
             crossing[beyond] -= graph.held_bytes[value]
-            overwritten[first] += graph.overwritten[value]
-            overwritten[beyond] -= graph.overwritten[value]
-    return list(accumulate(crossing)), list(accumulate(overwritten))
+            unkeepable[first] += graph.unkeepable[value]
+            unkeepable[beyond] -= graph.unkeepable[value]
+    return list(accumulate(crossing)), list(accumulate(unkeepable))
 
 
 def _near_the_least(
@@ -158,6 +156,7 @@ class Anatomy:
             graph.nbytes[value],
             graph.held_bytes[value],
             graph.overwritten[value],
+            graph.fixed.get(value),
             self.last[value] - op,
             self.survives[value] or min(graph.dies[value] - op, _NEAR),
         )
@@ -193,7 +192,7 @@ class Anatomy:
     def _is_forced(self, value: int, end: int) -> bool:
         """Whether a piece that ends here cannot but keep this value."""
         graph = self.graph
-        return not graph.overwritten[value] and (
+        return not graph.unkeepable[value] and (
             self.last[value] >= end
             or self.survives[value]
             or graph.held_bytes[value] == 0
@@ -232,6 +231,8 @@ class Anatomy:
             plain_seconds=0.0,
             transfer_seconds_per_byte=graph.transfer_seconds_per_byte,
             op_gathered=graph.op_gathered[start:end],
+            fixed={index: graph.fixed[v] for index, v in enumerate(inner) if v in graph.fixed},
+            may_offload=graph.may_offload,
         )
 
     def _values_read(self, start: int, end: int) -> list[int]:
@@ -324,5 +325,5 @@ def keep_needed(graph: Graph) -> list[int]:
     """What plain autograd does: keep whatever can be kept."""
     return [
         KEEP if p < 0 or not o else REBUILD
-        for p, o in zip(graph.producer, graph.overwritten, strict=True)
+        for p, o in zip(graph.producer, graph.unkeepable, strict=True)
     ]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from gradfit import records
 from gradfit.tiling.tiles import Tiles
 from gradfit.units import NO_BUDGET, format_bytes, format_seconds
 
+_DONE = {"keep": "kept", "rebuild": "rebuilt", "offload": "moved out"}
 _LITTLE = 0.02  # extra time below this is none
 
 
@@ -32,6 +33,23 @@ class Decision:
             f" {self.module or '(no module)'} ({self.source or 'no source line'}):"
             f" +{format_seconds(self.seconds)}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class NamedChoice:
+    """What a plan does with the values of one name, since that was asked for."""
+
+    name: str
+    action: str
+    values: int  # that the step holds, or rebuilds
+    nbytes: int  # of these, in one micro-batch
+
+    def __str__(self) -> str:
+        if not self.values:
+            return f"{self.name!r}, which nothing needs after the forward"
+        done = _DONE.get(self.action, self.action)
+        many = "1 value" if self.values == 1 else f"{self.values} values"
+        return f"{self.name!r} {done} ({many}, {format_bytes(self.nbytes)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +104,7 @@ class Plan:
             run; "" if they do.
         tiles: what is cut along tokens, so that gradients are equal up to the rounding of a sum;
             None: nothing.
+        named: what was fixed by name (`gf.name`), and the bytes that it is about.
     """
 
     micro_batch: int
@@ -120,6 +139,7 @@ class Plan:
     online: str = ""
     # what the device's allocator will have reserved, by a trial's sequence of allocations
     reserved_bytes: int = 0
+    named: tuple[NamedChoice, ...] = ()
 
     @property
     def keeps_everything(self) -> bool:
@@ -216,6 +236,8 @@ class Plan:
 
     def _remarks(self) -> Iterator[str]:
         """What holds of this plan and not of every other."""
+        if self.named:
+            yield f"fixed by name: {_listed(self.named)}"
         if self.reserved_bytes:
             yield f"predicted to be reserved on the device: {format_bytes(self.reserved_bytes)}"
         if self.tiles is not None:
@@ -244,6 +266,15 @@ class Plan:
             f"next with {title}, predicted: micro-batch {other.micro_batch} × {other.steps}, peak"
             f" {format_bytes(other.peak_bytes)}, {percent(change)} time against this plan"
         ]
+
+
+def fixed_text(plan: Plan) -> str:
+    """What was fixed by name, as a sentence for a refusal; "" if nothing was."""
+    return f" Fixed by name: {_listed(plan.named)}." if plan.named else ""
+
+
+def _listed(named: Iterable[NamedChoice]) -> str:
+    return ", ".join(map(str, named))
 
 
 def _budget(count: int) -> str:

@@ -157,11 +157,11 @@ class FastSolver:
         return best.extra_seconds > share * sum(self.graph.op_seconds)
 
     def _plain(self) -> Solution:
-        """Everything kept, which is not recorded: where plain autograd needs less than a recording
-        does, by that.
+        """Everything kept but what was asked not to be, which is not recorded: where plain autograd
+        needs less than a recording does, by that.
         """
         graph, flat = self.graph, Segments([0] * len(self.graph.nbytes))
-        if graph.plain_needs is None:
+        if graph.plain_needs is None or any(action != KEEP for action in graph.fixed.values()):
             return self._simulated(keep_needed(graph), flat)
         actions = (KEEP,) * len(graph.nbytes)
         unrecorded = replace(graph, node_needs=graph.plain_needs)
@@ -325,7 +325,8 @@ class FastSolver:
         ]
 
     def _simulated(self, actions: Sequence[int], segments: Segments) -> Solution:
-        return Solution(tuple(actions), segments, self.simulator.run(actions, segments))
+        actions = self.graph.with_fixed(actions)
+        return Solution(actions, segments, self.simulator.run(actions, segments))
 
     def _filled(self, solution: Solution, budget_bytes: int) -> Solution:
         evaluations = max(10, min(400, 80_000 // len(self.graph.op_inputs)))

@@ -79,6 +79,7 @@ def assemble(
         batch_size=lines.big.size,
         min_batch=min_batch,
         host_bandwidth=host_bandwidth,
+        names={name: tuple(values) for name, values in trace.named_values.items()},
         device=str(next(iter(model.parameters())).device),
         versions={"torch": torch.__version__, "python": platform.python_version()},
     )

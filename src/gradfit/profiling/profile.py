@@ -18,11 +18,14 @@ from typing import Any
 from gradfit import records
 from gradfit.arguments import read_count, read_instance, read_number
 from gradfit.batches.additivity_record import Additivity
+from gradfit.choices import KEEP, OFFLOAD, REBUILD, Choice
 from gradfit.errors import StateError
 from gradfit.profiling.profile_table import describe
 from gradfit.profiling.step_graph import Graph
 from gradfit.tiling.tiles import Tiles
 from gradfit.units import parse_bytes
+
+_FIXED = {"keep": KEEP, "rebuild": REBUILD, "offload": OFFLOAD}
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +189,11 @@ class Profile:
         measuring_bytes: most bytes that were live while it was measured; 0: not known.
         tiles: what was cut along tokens when it was measured; None: nothing.
         tiled: profiles of the same step with tiles, which a plan may choose.
+        names: by a name that the model gave (`gf.name`), the values that have it; none if only
+            parameters or the batch do.
+        fixed: by such a name, what a plan from this profile does with its values: "keep",
+            "rebuild" or "offload".
         versions: of torch and Python.
-        tiles: what was cut along tokens when it was measured.
-        tiled: profiles of the same step with tiles.
     """
 
     values: tuple[Value, ...]
@@ -224,6 +229,8 @@ class Profile:
     predicted: bool = False  # from fake tensors, not measured
     tiles: Tiles | None = None  # what was cut along tokens when it was measured
     tiled: tuple[Profile, ...] = ()  # the same step with tiles
+    names: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    fixed: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -236,6 +243,23 @@ class Profile:
                     f"Node {index} ({node.name}) needs a value that is not in the profile's"
                     f" {len(self.values)}."
                 )
+        self._check_names()
+
+    def _check_names(self) -> None:
+        for name, values in self.names.items():
+            if not self._has_values(values) or any(_made_at(self.values[v]) < 0 for v in values):
+                raise StateError(
+                    f"The name {name!r} is of a value that no operation of the profile makes."
+                )
+        for name, action in self.fixed.items():
+            if name not in self.names or action not in _FIXED:
+                raise StateError(f"{action!r} of {name!r} is no choice for a value by its name.")
+
+    @property
+    def fixed_actions(self) -> dict[int, Choice]:
+        """By value, what a plan has to do with it."""
+        choices = [(name, _FIXED[action]) for name, action in self.fixed.items()]
+        return {value: choice for name, choice in choices for value in self.names[name]}
 
     def _check_values_of(self, index: int, op: Operation) -> None:
         if not self._has_values((*op.inputs, *op.outputs, *op.overwrites)):
@@ -282,7 +306,7 @@ class Profile:
             op_overwrites=_each("overwrites", self.operations),
             op_seconds=self._replay_seconds(batch_size),
             op_workspace=_rounded_at(batch_size, _each("workspace_bytes", self.operations)),
-            op_replayable=_each("replayable", self.operations),
+            op_replayable=self._are_replayed(),
             node_needs=_each("needs", self.nodes),
             node_before=before,
             node_peak=peak,
@@ -295,7 +319,21 @@ class Profile:
             static_breakdown=static,
             op_gathered=_each("gathered_bytes", self.operations),
             plain_needs=self.plain_needs,
+            fixed=self.fixed_actions,
+            # Who says which values are moved out means these and no others.
+            may_offload="offload" not in self.fixed.values(),
         )
+
+    def _are_replayed(self) -> list[bool]:
+        """Whether each operation may run again: not, where a result is kept or moved out by name,
+        for then that would be in vain.
+        """
+        may_run_again: list[bool] = _each("replayable", self.operations)
+        for value, choice in self.fixed_actions.items():
+            operation = self.values[value].operation
+            if choice is not REBUILD and operation is not None:
+                may_run_again[operation] = False
+        return may_run_again
 
     def _bytes_of_gradients_that_come(self) -> int:
         """Of those that a backward makes where there were none."""

@@ -4,7 +4,10 @@ on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from gradfit.choices import REBUILD
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +49,37 @@ class Graph:
     # What nodes need if nothing is recorded, where that is something else and known to work. See
     # `Profile.plain_needs`.
     plain_needs: list[tuple[int, ...]] | None = None
+    # by value: the action that was asked for by its name, which no plan may change
+    fixed: Mapping[int, int] = field(default_factory=dict)
+    may_offload: bool = True  # also values for which that was not asked
 
+    # of each value, whether it cannot be kept: it is written over, or it was asked not to be
+    unkeepable: list[bool] = field(init=False)
     consumers: list[list[int]] = field(init=False)
     last_need: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.op_gathered:
             object.__setattr__(self, "op_gathered", [0] * len(self.op_inputs))
+        object.__setattr__(self, "unkeepable", self._find_unkeepable())
         object.__setattr__(self, "consumers", self._find_consumers())
         object.__setattr__(self, "last_need", self._find_last_needs())
+
+    def _find_unkeepable(self) -> list[bool]:
+        unkeepable = list(self.overwritten)
+        for value, action in self.fixed.items():
+            unkeepable[value] |= action == REBUILD
+        return unkeepable
+
+    def with_fixed(self, actions: Sequence[int]) -> tuple[int, ...]:
+        """The actions, where values have what was asked for by name.
+
+        Args:
+            actions: one for each value.
+        """
+        if not self.fixed:
+            return tuple(actions)
+        return tuple([self.fixed.get(value, action) for value, action in enumerate(actions)])
 
     def _find_consumers(self) -> list[list[int]]:
         """For each value the operations that read it."""
@@ -81,4 +106,4 @@ class Graph:
     @property
     def keepable(self) -> list[bool]:
         """Values that may be kept: made by an operation and never overwritten in place."""
-        return [p >= 0 and not o for p, o in zip(self.producer, self.overwritten, strict=True)]
+        return [p >= 0 and not u for p, u in zip(self.producer, self.unkeepable, strict=True)]

@@ -44,6 +44,7 @@ from gradfit.tape.storage import (
     written_tensors,
 )
 from gradfit.tape.stream import results_of
+from gradfit.tape.value_names import observing_names
 from gradfit.tape.values import Handle, Segment, Tape
 from gradfit.tree import leaves
 
@@ -100,6 +101,8 @@ class Trace(OperationListener):
         self.values: list[TracedValue] = []
         self.operations: list[TracedOp] = []
         self.nodes: list[TracedNode] = []
+        # by the name that the model gave them: the values of operations, each once
+        self.named_values: dict[str, dict[int, None]] = {}
         self._names = {id(module): name for name, module in model.named_modules()}
         self._modules: list[str] = []
         # by storage address: the value that is its present version
@@ -173,6 +176,15 @@ class Trace(OperationListener):
             return self._newest.get(key_of(tensor))
         except Untrackable:
             return None
+
+    def note_name(self, tensor: torch.Tensor, name: str) -> None:
+        """The model has named a tensor: the value that it lies in, if an operation made that."""
+        if graph_task_id() != -1:  # a checkpoint of torch's runs its forward again
+            return
+        named = self.named_values.setdefault(name, {})
+        value = self._present(tensor)
+        if value is not None and self.values[value].operation is not None:
+            named[value] = None
 
     def _write(self, target: torch.Tensor, old: int | None, index: int) -> int:
         """The value that an operation has written over another."""
@@ -452,6 +464,7 @@ class Trace(OperationListener):
         """
         with ExitStack() as undo:
             with uninterrupted():  # else a hook may be set that nobody knows of
+                undo.enter_context(observing_names(self.note_name))
                 undo.callback(fsdp.hear_resizes(self.resized))
                 undo.callback(register_module_forward_pre_hook(self.enter_module).remove)
                 undo.callback(

@@ -5,6 +5,7 @@ marks on tensors.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -60,22 +61,44 @@ def checkpoint(
         debug: moot.
         early_stop: moot: only what is needed is replayed.
         preserve_rng_state: moot: random numbers are always the same.
-        kwargs: of the function.
+        kwargs: of the function. One more is `keep`, as of `CheckpointScope`, unless the function
+            takes an argument of that name.
 
     >>> import torch
     >>> x = torch.ones(3, requires_grad=True)
     >>> checkpoint(lambda t: (t * 2).exp(), x).sum().backward()
     """
+    keep = _take_keep(function, kwargs) if "keep" in kwargs else None
     _check_function(function, None if kwargs else len(args))
     _check_switches(use_reentrant, preserve_rng_state, debug=debug, early_stop=early_stop)
     read_choice(determinism_check, "determinism_check", ("default", "none"))
-    scope = CheckpointScope(getattr(function, "__name__", type(function).__name__))
+    scope = CheckpointScope(getattr(function, "__name__", type(function).__name__), keep=keep)
     around: Any = contextlib.nullcontext()
     if context_fn is not None:
         read_callable(context_fn, "context_fn", _CONTEXTS, arguments=0)
         around = _put_contexts_around(scope, *_contexts(context_fn))
     with scope, _Around(around):
         return function(*args, **kwargs)
+
+
+def _take_keep(function: Any, kwargs: dict[str, Any]) -> Any:
+    """Take `keep` out of the arguments where torch's checkpoint could not hand it to the function;
+    None if it is the function's own.
+    """
+    called = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        parameters = inspect.signature(called).parameters
+    except (TypeError, ValueError):  # a builtin, which has no such argument
+        return kwargs.pop("keep")
+    if "keep" in parameters:
+        return None
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        raise MisuseError(
+            f"keep={kwargs['keep']!r} may be checkpoint's, or one of the function's **arguments."
+            " Use `with CheckpointScope(name, keep=...):`, or pass functools.partial(function,"
+            " keep=...)."
+        )
+    return kwargs.pop("keep")
 
 
 def _put_contexts_around(scope: CheckpointScope, around: Any, replaying: Any) -> Any:

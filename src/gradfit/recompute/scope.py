@@ -19,7 +19,7 @@ import torch
 
 from gradfit._torch import inside_functorch, raised_by_functorch, raised_by_swap_tensors
 from gradfit._torch_listen import thread_settings, untraced
-from gradfit.arguments import read_callable, read_flag, read_text
+from gradfit.arguments import read_callable, read_flag, read_list, read_text
 from gradfit.choices import KEEP, REBUILD
 from gradfit.errors import MisuseError, UnsupportedOp
 from gradfit.tape.decisions import ALL_KEPT, TapeDecision
@@ -97,8 +97,9 @@ class CheckpointScope:
         name: for messages and statistics.
         enabled: False makes the scope do nothing.
         use_recomputation: False keeps everything inside, also within another scope.
-        keep: `keep(op, output) -> bool`, asked for each result: True keeps it. None keeps nothing
-            that can be rebuilt.
+        keep: `keep(op, output) -> bool`, asked for each result: True keeps it. Or a list of names:
+            what the code inside names so (`gf.name`) is kept, and the rest rebuilt. None keeps
+            nothing that can be rebuilt.
 
     >>> import torch
     >>> layer = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
@@ -110,7 +111,8 @@ class CheckpointScope:
     4096
 
     `keep(op, output)` decides per operation what is kept after all (selective checkpointing); `op`
-    is the `torch.ops.aten` overload. The scope can be re-used, nested, and put on a function as a
+    is the `torch.ops.aten` overload. Of scopes inside each other, the innermost that has a `keep`
+    decides. The scope can be re-used, nested, and put on a function as a
     decorator.
     """
 
@@ -120,14 +122,14 @@ class CheckpointScope:
         enabled: bool = True,
         *,
         use_recomputation: bool = True,
-        keep: KeepPolicy | None = None,
+        keep: KeepPolicy | Iterable[str] | None = None,
     ) -> None:
-        if keep is not None:
-            read_callable(keep, "keep", "a function (op, output) -> bool", arguments=2)
+        policy, names = _read_keep(keep)
         self._name = read_text(name, "name", "for example 'encoder'")
         self._is_enabled = read_flag(enabled, "enabled")
         self._use_recomputation = read_flag(use_recomputation, "use_recomputation")
-        self.keep = keep
+        self.keep = policy
+        self.kept_names = names
         # torch's kind of policy: asked once for all results
         self.keep_operation: KeepOperation | None = None
         self.stats = ScopeStats()
@@ -251,6 +253,11 @@ class CheckpointScope:
     def _has_policy(self) -> bool:
         return self.keep is not None or self.keep_operation is not None
 
+    @property
+    def has_opinion(self) -> bool:
+        """Whether this scope says what is kept inside, and those around it do not."""
+        return self._has_policy or self.kept_names is not None or not self.use_recomputation
+
     @untraced
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         frames = _frames.open
@@ -356,6 +363,33 @@ class CheckpointScope:
         self.stats.recomputed_seconds += seconds
 
 
+def _read_keep(keep: Any) -> tuple[KeepPolicy | None, frozenset[str] | None]:
+    """A scope's `keep` as a policy, or as names."""
+    if keep is None:
+        return None, None
+    if not callable(keep) and isinstance(keep, Iterable) and not isinstance(keep, str | bytes):
+        instead = "keep=['qkv'], names that gf.name gave"
+        names = enumerate(read_list(keep, "keep", instead))
+        return None, frozenset(read_text(name, f"keep[{at}]", "'qkv'") for at, name in names)
+    instead = "a function (op, output) -> bool, or a list of names"
+    return read_callable(keep, "keep", instead, arguments=2), None
+
+
+def keep_if_named(tensor: torch.Tensor, name: str) -> None:
+    """A tensor got a name: keep it, if the innermost open scope that has a `keep` lists the name.
+
+    Args:
+        tensor: a view is kept as the whole value that it lies in.
+        name: as given.
+    """
+    for scope, segment, _ in reversed(_frames.open):
+        if segment is not None and scope.has_opinion:
+            recorder = _innermost()
+            if scope.kept_names is not None and name in scope.kept_names and recorder is not None:
+                recorder.keep(tensor)
+            return
+
+
 def _alive(references: Iterable[weakref.ref[_T]]) -> list[_T]:
     return [there for reference in references if (there := reference()) is not None]
 
@@ -440,6 +474,8 @@ class _Keep:
             if scope.keep is not None:
                 choices = tuple(KEEP if scope.keep(func, result) else REBUILD for result in results)
                 return TapeDecision(choices) if REBUILD in choices else ALL_KEPT
+            if scope.kept_names is not None:
+                return None  # until it gets its name
         return None
 
 
