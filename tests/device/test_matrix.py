@@ -146,24 +146,32 @@ def same(ours: list[Tensor], plain: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, plain, strict=True))
 
 
+def clean_up() -> None:
+    """What others hold in a segment counts as theirs, so that budgets are compared without them."""
+    gc.collect()
+    torch.accelerator.synchronize()
+    torch.accelerator.empty_cache()
+
+
 def check(sim: Any, model: str, optimizer: str, budgets: int) -> None:
     case, seed = Case(model, optimizer), PAIRS.index((model, optimizer))
+    clean_up()
     torch.accelerator.reset_peak_memory_stats()
     expected = case.trained_by_hand()
     most = peak_reserved()
     live = torch.accelerator.memory_stats()["requested_bytes.all.peak"]
+    clean_up()
     # mixtral's forward depends on the data, so that no plan can say what will be reserved
     least = most if model == "mixtral" else case.least_bytes()
 
     def delayed(number: int) -> None:
-        gc.collect()
-        torch.accelerator.empty_cache()
+        clean_up()
         sim.set_delays(seed * 16 + number, 0.02, 200)
 
     for number, around in enumerate(
         (
             lambda: gf.CheckpointScope("all"),
-            lambda: gf.CheckpointManager(max_memory_mb=0.7 * live / MIB, auto_checkpoint=True),
+            lambda: gf.CheckpointManager(max_memory_mb=0.85 * live / MIB, auto_checkpoint=True),
         )
     ):
         delayed(number)

@@ -275,6 +275,21 @@ def test_a_step_reads_from_the_device_once(sim: Any, loss_fn: Any, micro_batch: 
     assert after["waits"] == before["waits"]
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_accumulator_reads_from_the_device_once_per_update(sim: Any, clip: float | None) -> None:
+    model, batch = network(16, 1), a_batch(4, 16)
+    accumulator = gf.GradientAccumulator(torch.optim.AdamW(model.parameters()), steps=3, clip=clip)
+    for _ in range(2):
+        for _ in range(3):
+            before = sim.counters()
+            accumulator.backward(mean_loss(model, batch), weight=4)
+            assert sim.counters()["reads"] == before["reads"]
+        result = accumulator.step()
+        after = sim.counters()
+        assert result.stepped
+        assert (after["reads"] - before["reads"], after["waits"]) == (1, before["waits"])
+
+
 def test_the_numbers_of_many_parts_take_the_memory_of_a_few(sim: Any) -> None:
     from gradfit.batches.device_numbers import DeviceNumbers
 

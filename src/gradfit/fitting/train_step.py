@@ -447,7 +447,7 @@ class TrainStep(NotCopied):
         launched before, so that the device does not wait for the host: then what is read after it
         decides whether it has happened.
         """
-        if tested.copied and self.accumulator.may_step_unread():
+        if tested.copied and weighed.is_late and self.accumulator.may_step_unread():
             self.accumulator.window.unread = weighed.unread()
         if self.accumulator.window.unread is None:
             weighed.weigh()

@@ -93,6 +93,11 @@ class WeighedParts:
             return False
         return loss.dtype in (torch.float32, torch.float64)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether numbers are still on an accelerator."""
+        return self._late is not None
+
     def weigh(self) -> None:
         """Read all weights, losses and the norm at once, if they are still on an accelerator, and
         put them where they are looked for.
