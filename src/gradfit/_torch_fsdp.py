@@ -132,7 +132,7 @@ def _unreduced_dtype(tensor: Tensor, kept: Any) -> torch.dtype:
 
 
 _resize_lock = threading.RLock()  # a meter in one thread may begin while one in another ends
-_resize_ears: list[Callable[[Tensor], None]] = []
+_resize_observers: list[Callable[[Tensor], None]] = []
 # Where they are called: the second module imports from the first by name, so each has its own.
 _resizers = [
     (f"torch.distributed.fsdp._fully_shard.{module}", name)
@@ -142,23 +142,23 @@ _resizers = [
 _original_resizers: dict[tuple[str, str], Any] = {}
 
 
-def hear_resizes(ear: Callable[[Tensor], None]) -> Callable[[], None]:
-    """Call `ear(tensor)` when FSDP2 has given a full parameter its memory, or taken it away;
+def observe_resizes(observer: Callable[[Tensor], None]) -> Callable[[], None]:
+    """Call `observer(tensor)` when FSDP2 has given a full parameter its memory, or taken it away;
     returns what ends that.
 
     It resizes storages, which is no operation: no dispatch mode sees it.
     """
     with _resize_lock:
-        if not _resize_ears:
+        if not _resize_observers:
             _replace_resizers()
-        _resize_ears.append(ear)
-    return partial(_end_hearing, ear)
+        _resize_observers.append(observer)
+    return partial(_end_observing, observer)
 
 
-def _end_hearing(ear: Callable[[Tensor], None]) -> None:
+def _end_observing(observer: Callable[[Tensor], None]) -> None:
     with _resize_lock:
-        _resize_ears.remove(ear)
-        if not _resize_ears:
+        _resize_observers.remove(observer)
+        if not _resize_observers:
             for (where, name), call in _original_resizers.items():
                 setattr(sys.modules[where], name, call)
             _original_resizers.clear()
@@ -175,8 +175,8 @@ def _replace_resizers() -> None:
 def _telling_of_resizes(call: Any) -> Any:
     def telling(tensor: Tensor) -> None:
         call(tensor)
-        for ear in tuple(_resize_ears):
-            ear(tensor)
+        for observer in tuple(_resize_observers):
+            observer(tensor)
 
     return telling
 

@@ -83,7 +83,7 @@ def test_two_threads_that_hear_of_resizes_leave_fsdp_as_it_was(
     telling = _torch_fsdp._telling_of_resizes
     ends: list[Any] = []
     second = threading.Thread(
-        target=lambda: ends.append(_torch_fsdp.hear_resizes(lambda tensor: None))
+        target=lambda: ends.append(_torch_fsdp.observe_resizes(lambda tensor: None))
     )
 
     def slowly(call: Any) -> Any:
@@ -93,7 +93,7 @@ def test_two_threads_that_hear_of_resizes_leave_fsdp_as_it_was(
         return telling(call)
 
     monkeypatch.setattr(_torch_fsdp, "_telling_of_resizes", slowly)
-    ends.append(_torch_fsdp.hear_resizes(lambda tensor: None))
+    ends.append(_torch_fsdp.observe_resizes(lambda tensor: None))
     second.join()
     for end in ends:
         end()

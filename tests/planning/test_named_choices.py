@@ -5,13 +5,20 @@ refused.
 from __future__ import annotations
 
 import dataclasses
+import random
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_graphs import random_profile
 from torch import Tensor, nn
 
 import gradfit as gf
+from gradfit.planning.named_choices import fix_by_name, fix_known_names
+from gradfit.planning.simulate import simulate
+from gradfit.planning.solver import FastSolver
 
 WIDTH, ROWS = 32, 16
 Model = nn.Module
@@ -230,6 +237,38 @@ def test_a_batch_in_parts(profile: gf.Profile) -> None:
     plan = gf.plan(profile, memory=int(0.4 * whole), batch_size=ROWS, keep=["qkv", "mlp"])
     assert plan.steps > 1
     assert actions(plan, profile, "qkv") == {"keep"}
+
+
+@settings(deadline=None, max_examples=12)
+@given(st.integers(0, 10**6), st.integers(2, 30))
+def test_random_names_in_random_graphs(seed: int, size: int) -> None:
+    """Every plan does what was asked for, within its budget, and could be run."""
+    dice = random.Random(seed)
+    free = random_profile(seed, size, bandwidth=50.0)
+    made = [v for v, value in enumerate(free.values) if value.operation is not None]
+    chosen = dice.sample(made, min(len(made), dice.randint(1, 4)))
+    names = {f"value {v}": (v,) for v in chosen}
+    free = dataclasses.replace(free, names=names)
+    wanted = {name: dice.choice(["keep", "rebuild", "offload"]) for name in names}
+    asked = fix_known_names(free, wanted).fixed  # what can be
+    lists = {
+        action: [name for name, one in asked.items() if one == action]
+        for action in ("keep", "rebuild", "offload")
+    }
+    fixed = fix_by_name(free, asked)
+    graph = fixed.at(1)
+    solver = FastSolver(graph)
+    least, most = solver.smallest().peak_bytes, solver.plain.peak_bytes
+    for budget in {least, (least + most) // 2, most}:
+        solution = solver.solve(budget)
+        assert solution is not None
+        assert solution.can_be_run
+        assert solution.peak_bytes <= budget
+        assert all(solution.actions[v] == action for v, action in fixed.fixed_actions.items())
+        assert simulate(graph, solution.actions, solution.segments) == solution.simulation
+        plan = gf.plan(free, memory=budget, **lists)
+        assert plan.peak_bytes <= budget
+        assert {(one.name, one.action) for one in plan.named} == set(asked.items())
 
 
 def test_a_damaged_profile_is_refused(profile: gf.Profile) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradfit as gf
-from gradfit.planning.recording_extent import in_effect, last_write, operations_heard
+from gradfit.planning.recording_extent import in_effect, last_write, operations_recorded
 from gradfit.planning.simulate import KEEP, REBUILD, alive_until
 from gradfit.recompute.apply import forwards_along
 from gradfit.recompute.follow_plan import PlanFollower, PlannedForward
@@ -303,7 +303,7 @@ def test_what_must_be_heard() -> None:
     model, batch = Net(writes=True), rows()
     graph = gf.profile(model, square, batch).at(1)
     keep = [KEEP] * len(graph.nbytes)
-    assert operations_heard(graph, keep) == 0
+    assert operations_recorded(graph, keep) == 0
     write = next(
         op for op, old in enumerate(graph.op_overwrites) if any(graph.producer[v] < 0 for v in old)
     )
@@ -318,4 +318,4 @@ def test_what_must_be_heard() -> None:
             actions[value] = REBUILD
         effective = in_effect(actions, alive_until(graph, actions))
         assert last_write(graph, effective) == (write if op == shifted else -1)
-        assert operations_heard(graph, effective) == (write if op == shifted else op) + 1
+        assert operations_recorded(graph, effective) == (write if op == shifted else op) + 1

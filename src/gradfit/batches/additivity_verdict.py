@@ -19,6 +19,7 @@ def judge(comparisons: Sequence[Comparison], tolerance: float, read: str = "") -
     evidence = _Evidence(comparisons)
     ways = evidence.ways()
     errors = {over: max(map(error, comparisons)) for over, error in ways.items()}
+    # In the order of `ways`: what was read from the graph comes before what only fits the numbers.
     for over, error in errors.items():
         if error <= tolerance:
             return Additivity(over, error, read=read, roles=evidence.roles_over(over))
@@ -53,6 +54,7 @@ class _Evidence:
         self.roles_of_values = _roles_of_values(comparisons, self.roles)
         self.one_weight = _one_weight(self.runs, self.roles)
         if not self.one_weight and not self.roles_of_values:
+            # What was read explains the runs in no way: the values alone have to tell.
             self.roles = ()
             self.one_weight = _one_weight(self.runs, ())
 

@@ -70,6 +70,7 @@ def read_carried_state(
         for name, buffer in model.named_buffers()
         if versions.get(name) != _version(buffer)
     }
+    # Further than the forwards did: a mean that has converged would hardly show that it is read.
     _move(written.values())
     generators.restore()  # what is drawn is no state that anybody has written
     return StateReads(before, run(parts[-1]), tuple(written))

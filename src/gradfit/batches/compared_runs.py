@@ -64,6 +64,7 @@ class Comparison:
         """
         weights = [*map(weight, self.parts)]
         total, of_whole = math.fsum(weights), weight(self.whole)
+        # A part that was divided by no items, and is not nothing, cannot be weighted back.
         if not (total > 0 and of_whole > 0) or any(map(Run.is_lost_at, self.parts, weights)):
             return math.inf
         mixed = math.fsum(map(Run.weighted, self.parts, weights)) / total

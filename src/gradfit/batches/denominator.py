@@ -161,6 +161,7 @@ class _Walk:
             self.terms.append(replace(reached, node=path.node, value=path.value, floor=path.floor))
         else:  # of a single way on, the number is still all of what was reached so far
             value = path.value if len(reached) == 1 else None
+            # The last one is followed first: reversed, terms come in the order of the loss.
             self.paths += [one.with_value(value) for one in reversed(reached)]
 
 
@@ -243,6 +244,7 @@ def _rule(
     "ExpandBackward0",
 )
 def _same_number(path: _GraphPath) -> _Reached:
+    # Of several numbers it may take some and leave others: what comes through is not told.
     return path.to(0) if math.prod(path.shape(0)) == 1 else None
 
 

@@ -33,7 +33,7 @@ from gradfit.batches.loss import PartLoss
 from gradfit.batches.snapshot import unreduced_gradients
 from gradfit.batches.weights import BatchWeights
 
-_LARGE = 2.0**10
+_LARGE = 2.0**10  # a power of two, by which numbers are multiplied and divided without rounding
 # Of all gradients' norm: what is added to a parameter's own before its error is divided by it.
 # Gradients that should be 0 (of a key's bias in attention) are rounding alone.
 _FLOOR = 0.01

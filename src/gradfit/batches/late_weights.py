@@ -78,7 +78,9 @@ class LateWeights:
         return self._by_divisor(part, read)
 
     def _with_places(self, part: PartLoss, read: Denominator | None) -> _Taken:
-        """A part without its tensors, and so without its graph."""
+        """A part without its tensors, and so without its graph, which would hold the part's
+        activations until the batch's end.
+        """
         add = self._numbers.add
         terms = None if read is None else [
             (add(one.count), add(one.scale), one.reduction) for one in read.terms
@@ -135,6 +137,7 @@ class LateWeights:
     def _weigh(self, taken: _Taken) -> tuple[PartLoss, Weight]:
         part = self._read_part(taken)
         weight = self._weights.of(part, self._read_denominator(taken))
+        # As a sum it came in all the same: NaN, perhaps, where a mean over nothing was taken.
         if not weight.number and not self._whole:
             raise ReadEach
         return part, weight

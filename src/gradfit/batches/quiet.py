@@ -27,7 +27,7 @@ _DROPOUTS = {
 
 
 def _normal(drawn: Tensor, mean: Any = 0.0, std: Any = 1.0) -> Tensor:
-    standard = torch.erfinv((2 * drawn - 1).clamp(-0.9999, 0.9999)) * 2**0.5
+    standard = torch.erfinv((2 * drawn - 1).clamp(-0.9999, 0.9999)) * 2**0.5  # infinite at ±1
     return torch.as_tensor(mean + std * standard)
 
 
@@ -118,6 +118,7 @@ class QuietRandomness(TorchFunctionMode):
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
         shaped, first = _DRAWS[func]
+        # Called all the same: for its shape, type and device, and for the errors that it raises.
         result = func(*args, **kwargs)
         self.draws += 1
         generator = torch.Generator("cpu").manual_seed(self.draws)

@@ -20,6 +20,7 @@ def slightly_changed(model: nn.Module, share: float = 0.05, least: float = 0.01)
     of their mean size, and at least by so much.
     """
     chosen = [(parameter, parameter.detach().clone()) for parameter in _small_parameters(model)]
+    # The same numbers each time, and from the CPU: the program's own generators stay untouched.
     generator = torch.Generator("cpu").manual_seed(0)
     try:
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Modules that would communicate by themselves: found by their parameters, and heard when they
+"""Modules that would communicate by themselves: found by their parameters, and observed as they
 begin a forward.
 
 An accumulator is given parameters, not the module around them, and a parameter does not know its

@@ -24,7 +24,6 @@ from gradfit.batches.runner import LossFunction, count_rows, run_part
 from gradfit.batches.snapshot import Snapshot, generator_states, trials_end, untouched
 from gradfit.errors import MisuseError
 from gradfit.fitting.audit_digests import Digests, as_bytes
-from gradfit.fitting.batch_norms import batch_norm_note
 from gradfit.fitting.full_batch import FullBatchError, compare_with_full_batch
 from gradfit.planning.plan import Plan
 from gradfit.recompute.follow_plan import Script, recording
@@ -435,7 +434,7 @@ def _notes_on_cutting(
         return []
     names = batch_norms(model)
     if names:
-        return [batch_norm_note(names, micro_batch)]
+        return [_batch_norm_note(names, micro_batch)]
     if full_batch.error is None or full_batch.exact:
         return []
     return [
@@ -444,6 +443,17 @@ def _notes_on_cutting(
         " count), count being the items; use gf.chunked for what couples rows, or raise"
         " `memory` until the batch is not cut."
     ]
+
+
+def _batch_norm_note(names: list[str], micro_batch: int) -> str:
+    """What it means that these modules are trained in micro-batches."""
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"BatchNorm ({shown}) takes its statistics over each micro-batch of {micro_batch}, not over"
+        " the whole batch, so these gradients are those of the micro-batches. Use GroupNorm or"
+        " LayerNorm, freeze the statistics with module.eval(), or raise `memory` until the batch"
+        " fits in one piece."
+    )
 
 
 class _Function(torch.nn.Module):

@@ -165,8 +165,8 @@ def estimate(
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
     >>> batch = torch.ones(64, 512)
-    >>> found = estimate(model, lambda m, x: m(x).square().mean(), batch, hardware="t4")
-    >>> found.fits, found.parts["parameters"]
+    >>> said = estimate(model, lambda m, x: m(x).square().mean(), batch, hardware="t4")
+    >>> said.fits, said.parts["parameters"]
     (True, 8398848)
     """
     check_arguments(model, loss_fn, split=split)

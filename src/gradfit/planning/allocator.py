@@ -131,7 +131,8 @@ class CachingAllocator:
         self.reserved_bytes = self.peak_reserved_bytes = self.allocated_bytes = 0
         self.retries = 0  # how often cached segments had to be given back first
         self._small, self._large = Pool(small=True), Pool(small=False)
-        self._holes: list[tuple[int, int]] = [(0, 1 << 62)]  # addresses that no segment has
+        # Addresses that no segment has. They matter: of equal free blocks the lowest is taken.
+        self._holes: list[tuple[int, int]] = [(0, 1 << 62)]
 
     def allocate(self, nbytes: int) -> MemoryBlock | None:
         """Serve a request; None if there is no memory for it below the cap."""

@@ -22,6 +22,7 @@ import numpy as np
 
 from gradfit.planning.piece_options import Option
 
+# Fine enough for any limit: what the rounding misses, the solver makes up for by moving the limit.
 SLOTS = 512
 
 Spans = Callable[[int], Sequence[int]]
@@ -89,6 +90,8 @@ class _Table:
             self.take_better(start, stop, offers, _seconds_offered(offers, row, lowest))
 
     def offer(self, number: int, option: Option, around: int) -> _Offer:
+        # To the nearest slot, since errors of many pieces then cancel: rounded up, a hundred pieces
+        # would waste a tenth of the limit. The peak, which is not added up, is rounded up.
         shift = round(option.kept_bytes / self.slot_bytes)
         room = int((self.limit_bytes - around - option.peak_bytes) / self.slot_bytes)
         return _Offer(number, min(room, SLOTS - shift), shift, option.seconds)
@@ -108,6 +111,7 @@ class _Table:
 
     def chain_to(self, stop: int, menu: Menu) -> list[tuple[int, int, Option]]:
         """The fastest way to a cut, walking back from it."""
+        # Whatever is kept at the end is below the limit, so the fastest slot it is.
         slot = int(np.argmin(self.seconds[stop]))
         chain: list[tuple[int, int, Option]] = []
         while stop > 0:

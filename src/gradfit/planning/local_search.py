@@ -216,6 +216,8 @@ def _groups(graph: Graph) -> dict[int, list[int]]:
     needed, there_anyway = _needed(graph), _there_anyway(graph)
     groups: dict[int, list[int]] = {}
     for value, op in enumerate(graph.producer):
+        if value in graph.fixed:  # by name
+            continue
         if needed[value] and not there_anyway[value] and _can_be_replayed(graph, op):
             groups.setdefault(op, []).append(value)
     return groups

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from gradfit.planning.recording_extent import in_effect, operations_heard
+from gradfit.planning.recording_extent import in_effect, operations_recorded
 from gradfit.planning.simulate import KEEP, Segments
 from gradfit.planning.solver import Book, Effort, FastSolver, Solution
 from gradfit.profiling.profile import Profile
@@ -206,8 +206,8 @@ class MicrobatchSearch:
         """What writing down the forwards of the step takes."""
         solver = self.solver(micro_batch)
         until = solver.simulator.alive_until(solution.actions)
-        heard = operations_heard(solver.graph, in_effect(solution.actions, until))
-        return -(-self.batch_size // micro_batch) * heard * self.profile.record_overhead_seconds
+        recorded = operations_recorded(solver.graph, in_effect(solution.actions, until))
+        return -(-self.batch_size // micro_batch) * recorded * self.profile.record_overhead_seconds
 
     def _choice(self, micro_batch: int, solution: Solution) -> SizedPlan:
         plain = self._plain_step_seconds(micro_batch)

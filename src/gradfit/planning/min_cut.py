@@ -70,6 +70,7 @@ class PricedCut:
     def _replay_cost(self, op: int) -> int:
         if not self.graph.op_replayable[op]:
             return _INFINITE
+        # At least one unit: of two equal cuts the one that replays less is to be taken.
         return int(self.graph.op_seconds[op] * self.scale) + 1
 
     def _lay_out(self, room: dict[tuple[int, int], int]) -> None:
@@ -124,7 +125,7 @@ class PricedCut:
         nodes = self.sink + 1
         network = csr_matrix((self.capacities, self.heads, self.starts), shape=(nodes, nodes))
         left = network - maximum_flow(network, self.source, self.sink).flow
-        left.eliminate_zeros()
+        left.eliminate_zeros()  # a full edge is still stored, and would be walked along
         reached = np.zeros(nodes, dtype=bool)
         reached[breadth_first_order(left, self.source, return_predecessors=False)] = True
         return reached

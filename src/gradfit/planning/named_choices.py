@@ -55,7 +55,7 @@ def fix_by_name(profile: Profile, named: Named) -> Profile:
         if name not in profile.names:
             raise _unknown(name, action, profile)
         for value in profile.names[name]:
-            if (obstacle := _obstacle(profile, profile.values[value], action)) is not None:
+            if (obstacle := _obstacle(profile, value, action)) is not None:
                 raise MisuseError(f"{action}=[{name!r}] cannot be: {obstacle}")
         if action != "keep" and not profile.names[name]:
             raise MisuseError(
@@ -105,17 +105,20 @@ def _unknown(name: str, action: str, profile: Profile) -> UnknownName:
     return UnknownName(f"{action}=[{name!r}]: no value has this name. There are {there}.")
 
 
-def _obstacle(profile: Profile, value: Value, action: str) -> str | None:
+def _obstacle(profile: Profile, value: int, action: str) -> str | None:
     """Why this cannot be done with a value; None if it can."""
-    by = profile.operations[value.operation or 0]
-    made = f"a value of it, made by {by.name} in {by.module or 'the model'} ({by.source})"
+    by = profile.operations[profile.values[value].operation or 0]
+    which = f"a value of it, made by {by.name} in {by.module or 'the model'} ({by.source})"
     if action == "rebuild":
-        if by.replayable:
+        if _can_be_rebuilt(profile, value):
             return None
-        return f"{made}, cannot be rebuilt, since that operation cannot be replayed. Leave it out."
-    if value.overwritten:
         return (
-            f"{made}, is written over in place later in the forward. Name what is there after the"
+            f"{which}, cannot be rebuilt, since that operation, or one that made what it reads,"
+            " cannot be replayed. Leave it out."
+        )
+    if profile.values[value].overwritten:
+        return (
+            f"{which}, is written over in place later in the forward. Name what is there after the"
             " write, or write to a copy."
         )
     if action == "offload" and not profile.host_bandwidth:
@@ -124,6 +127,24 @@ def _obstacle(profile: Profile, value: Value, action: str) -> str | None:
             " per second, as 25e9) to gf.profile."
         )
     return None
+
+
+def _can_be_rebuilt(profile: Profile, value: int) -> bool:
+    """Whether a value's operation can be replayed, from inputs that are kept or rebuilt in turn."""
+    waiting, looked_at = [value], {value}
+    while waiting:
+        operation = profile.operations[profile.values[waiting.pop()].operation or 0]
+        if not operation.replayable:
+            return False
+        # What is not written over can be kept; all else has to be rebuilt on the way.
+        further = {v for v in operation.inputs if _must_be_rebuilt(profile.values[v])} - looked_at
+        waiting += further
+        looked_at |= further
+    return True
+
+
+def _must_be_rebuilt(value: Value) -> bool:
+    return value.overwritten and value.operation is not None
 
 
 def _check_agreement(profile: Profile, named: Named) -> None:

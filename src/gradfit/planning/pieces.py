@@ -67,6 +67,7 @@ def _what_crosses(graph: Graph) -> tuple[list[int], list[int]]:
     operations = len(graph.op_inputs)
     last = last_readers(graph)
     crossing, unkeepable = [0] * (operations + 1), [0] * (operations + 1)
+    # Where each value begins and ends to cross; added up, that is what crosses at each position.
     for value, op in enumerate(graph.producer):
         if 0 <= op < last[value]:
             first, beyond = op + 1, last[value] + 1
@@ -133,6 +134,7 @@ class Anatomy:
         nodes = self.nodes(start, end)
         base = self._bytes_around(nodes)
         ops = tuple([self._operation_kind(op, start) for op in range(start, end)])
+        # A hash instead of the tuple itself, which is compared for each piece of each menu.
         return hash((ops, tuple([self._node_kind(node, start, base) for node in nodes]))), base
 
     def _bytes_around(self, nodes: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""How far a forward must be listened to, to follow a plan."""
+"""How many operations of a forward must be recorded to follow a plan."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from gradfit.profiling.step_graph import Graph
 
 def in_effect(actions: Sequence[int], until: Sequence[int]) -> list[int]:
     """The actions, where what nothing will ask for (`alive_until`) is kept: that costs nothing, and
-    is not written.
+    is not written down.
     """
     return [action if last >= 0 else KEEP for action, last in zip(actions, until, strict=True)]
 
 
-def operations_heard(graph: Graph, actions: Sequence[int]) -> int:
-    """How many operations, from the first, somebody has to hear who follows these actions (those
+def operations_recorded(graph: Graph, actions: Sequence[int]) -> int:
+    """How many operations, from the first, are recorded by whoever follows these actions (those
     `in_effect`).
     """
     return max([*_not_kept(graph, actions)[-1:], last_write(graph, actions)]) + 1

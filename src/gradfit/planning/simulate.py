@@ -177,8 +177,8 @@ class Simulator:
 
 def _latest_first(producer: Sequence[int]) -> list[int]:
     """The values that operations make, those of the last one first."""
-    made = [value for value, op in enumerate(producer) if op >= 0]
-    return sorted(made, key=lambda value: -producer[value])
+    results = [value for value, op in enumerate(producer) if op >= 0]
+    return sorted(results, key=lambda value: -producer[value])
 
 
 def _last_operation(dies: int, op: int) -> int:

@@ -44,7 +44,7 @@ _FLAT_SPANS = (1, 2, 3, 4, 6, 8, 12)  # units that a piece may have
 _NESTED_SPANS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 128)
 _LONGEST_NESTED = 1500  # operations
 _MEDIUM = 300  # operations up to which nested segments are tried where flat ones would do
-_KEPT_CUTS = (0, 1, 3)
+_KEPT_CUTS = (0, 1, 3)  # what crosses is kept: at no cut, at each, at every third
 _ANNEALED = 100  # operations up to which local search is worth its time
 
 
@@ -98,6 +98,8 @@ class FastSolver:
         self._networks: dict[int, PricedCut] = {}
         self._at_prices: dict[tuple[int, float], Solution] = {}
         self._smallest: Solution | None = None
+        # Below the lowest density everything is kept; far above the highest all that can go is
+        # dropped, chains of operations too, whose seconds add up. Prices are searched in between.
         densities = self._seconds_per_byte()
         self._cheapest_price = min(densities, default=1.0) / 2
         self._dearest_price = max(densities, default=1.0) * 100
@@ -153,6 +155,8 @@ class FastSolver:
         """
         if best is None:
             return True
+        # On a large graph menus of nested segments take seconds, so they wait until flat plans
+        # replay nearly everything.
         share = 0.6 if len(self.graph.op_inputs) <= _MEDIUM else 0.95
         return best.extra_seconds > share * sum(self.graph.op_seconds)
 
@@ -178,7 +182,7 @@ class FastSolver:
         fits = []
         low, high = self._cheapest_price, self._dearest_price
         for _ in range(8):
-            price = math.sqrt(low * high)
+            price = math.sqrt(low * high)  # the middle in ratio: prices span powers of ten
             trial = self._at_price(every, price)
             if trial.peak_bytes <= budget_bytes and trial.can_be_run:
                 fits.append(trial)
@@ -329,6 +333,7 @@ class FastSolver:
         return Solution(actions, segments, self.simulator.run(actions, segments))
 
     def _filled(self, solution: Solution, budget_bytes: int) -> Solution:
+        # Simulating takes 2 to 3 µs for each operation: some 0.2 s in all, whatever the graph.
         evaluations = max(10, min(400, 80_000 // len(self.graph.op_inputs)))
         actions = fill(
             self.simulator,

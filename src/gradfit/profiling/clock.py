@@ -90,11 +90,11 @@ class EventClock:
     @staticmethod
     def of(devices: Iterable[torch.device]) -> EventClock | None:
         """A clock where there is one accelerator, whose events tell the time; else None."""
-        found = list(devices)
-        if len(found) != 1:
+        accelerators = list(devices)
+        if len(accelerators) != 1:  # events of one device say nothing of another's order
             return None
         try:
-            return EventClock(found[0])
+            return EventClock(accelerators[0])
         except (RuntimeError, NotImplementedError):
             return None
 

@@ -53,7 +53,7 @@ class Meter(OperationListener):
         self.device = read_device(device, "device") if device is not None else None
         self._live: dict[int, _CountedStorage] = {}
         self._started = time.perf_counter()
-        self._stop_hearing: list[Callable[[], None]] = []
+        self._stop_observing: list[Callable[[], None]] = []
         live = self._live
         this = weakref.ref(self)
 
@@ -72,12 +72,12 @@ class Meter(OperationListener):
 
     def __enter__(self) -> Any:
         self.about_fakes |= inside_fake_mode()
-        self._stop_hearing.append(fsdp.hear_resizes(self._see))
+        self._stop_observing.append(fsdp.observe_resizes(self._see))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._stop_hearing.pop()()
+        self._stop_observing.pop()()
 
     def __repr__(self) -> str:
         return (

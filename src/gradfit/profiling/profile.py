@@ -326,13 +326,17 @@ class Profile:
 
     def _are_replayed(self) -> list[bool]:
         """Whether each operation may run again: not, where a result is kept or moved out by name,
-        for then that would be in vain.
+        for then that would be in vain, unless another result of it can only be rebuilt.
         """
         may_run_again: list[bool] = _each("replayable", self.operations)
-        for value, choice in self.fixed_actions.items():
+        fixed = self.fixed_actions
+        rebuilt = {value for value, choice in fixed.items() if choice is REBUILD}
+        rebuilt |= {number for number, value in enumerate(self.values) if value.overwritten}
+        for value in fixed.keys() - rebuilt:
             operation = self.values[value].operation
-            if choice is not REBUILD and operation is not None:
-                may_run_again[operation] = False
+            if operation is not None:
+                results = self.operations[operation].outputs
+                may_run_again[operation] &= not rebuilt.isdisjoint(results)
         return may_run_again
 
     def _bytes_of_gradients_that_come(self) -> int:

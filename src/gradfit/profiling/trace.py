@@ -465,7 +465,7 @@ class Trace(OperationListener):
         with ExitStack() as undo:
             with uninterrupted():  # else a hook may be set that nobody knows of
                 undo.enter_context(observing_names(self.note_name))
-                undo.callback(fsdp.hear_resizes(self.resized))
+                undo.callback(fsdp.observe_resizes(self.resized))
                 undo.callback(register_module_forward_pre_hook(self.enter_module).remove)
                 undo.callback(
                     register_module_forward_hook(self.leave_module, always_call=True).remove

@@ -236,7 +236,7 @@ def _evaluate(item: Any, tensors: dict[str, list[Tensor]], plain: bool) -> Any:
 def dtype_of(expression: Expression) -> torch.dtype:
     """Of an expression's result, by evaluating it for no rows at all."""
     operands = Operands(expression)
-    # Nobody need hear of it, but fake tensors, which are made of what is heard.
+    # Nobody need observe it but fake tensors, which are made by the mode that does.
     with torch.no_grad(), contextlib.nullcontext() if inside_fake_mode() else unseen():
         logits = [
             each.weight.new_empty((0, each.weight.shape[0]), dtype=each.dtype)
