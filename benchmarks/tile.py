@@ -216,8 +216,8 @@ def main() -> None:
         0, options.words, (1, options.tokens), generator=torch.Generator().manual_seed(1)
     )
     print(
-        f"torch {torch.__version__}, 4-layer Llama, 1 × {options.tokens} × {options.words}, one"
-        " thread",
+        f"torch {torch.__version__}, {options.layers}-layer Llama, 1 × {options.tokens} ×"
+        f" {options.words}, one thread",
         flush=True,
     )
     runs = by_hand(model, tokens)

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+from torch.autograd import forward_ad
 from torch.autograd.graph import Node
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
@@ -121,6 +122,11 @@ _FUNCTORCH = "torch._functorch"  # where torch.func lives, as its frames say
 def inside_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, …) surrounds this call."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def inside_forward_mode() -> bool:
+    """Whether a level of forward-mode differentiation surrounds this call."""
+    return forward_ad._current_level >= 0
 
 
 def raised_by_swap_tensors(trace: Any) -> bool:

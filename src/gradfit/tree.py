@@ -42,9 +42,10 @@ _ATOMS = frozenset({str, bytes, int, float, complex, bool, type(None)})
 
 def leaves(nest: Any) -> Iterator[torch.Tensor]:
     """The tensors of a nest, in a fixed order."""
-    if isinstance(nest, torch.Tensor):
-        yield nest
-        return
+    return iter((nest,)) if isinstance(nest, torch.Tensor) else _leaves_inside(nest)
+
+
+def _leaves_inside(nest: Any) -> Iterator[torch.Tensor]:
     walk = _NestWalk(nest)
     for item in walk:
         if isinstance(item, torch.Tensor):
@@ -148,7 +149,14 @@ def size_of_batch(batch: Any, name: str = "The batch") -> int:
     >>> size_of_batch({"x": torch.zeros(6, 2), "text": ["a", "b", "c", "d", "e", "f"]})
     6
     """
+    if _is_plain_tensor(batch):
+        return len(batch)
     return _size_of(batch, _holders(batch), name)
+
+
+def _is_plain_tensor(batch: Any) -> bool:
+    """Whether it is one tensor with rows, of which nothing more need be asked."""
+    return type(batch) is torch.Tensor and batch.ndim > 0 and batch.layout is torch.strided
 
 
 def _size_of(batch: Any, holders: Mapping[int, Any], name: str = "The batch") -> int:
@@ -250,6 +258,9 @@ def split_batch(batch: Any, size: int, rows: int | None = None) -> Iterator[Any]
     >>> list(split_batch({"x": torch.arange(3), "text": ["a", "b", "c"]}, 2))
     [{'x': tensor([0, 1]), 'text': ['a', 'b']}, {'x': tensor([2]), 'text': ['c']}]
     """
+    if _is_plain_tensor(batch):
+        yield from (batch[start : start + size] for start in range(0, len(batch), size))
+        return
     holders = _holders(batch)
     for start in range(0, _size_of(batch, holders) if rows is None else rows, size):
         yield _take(batch, slice(start, start + size), holders)
@@ -282,6 +293,8 @@ def unmarked(nest: Any) -> Any:
     """The nest as `loss_fn` is given it: without the marks of `whole`; the nest itself where there
     are none.
     """
+    if isinstance(nest, torch.Tensor):
+        return nest
     walk = _NestWalk(nest)
     for item in walk:
         if isinstance(item, Whole):

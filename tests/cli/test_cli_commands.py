@@ -45,6 +45,29 @@ def test_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert peaks == sorted(peaks, reverse=True)
 
 
+WORDS = """
+import torch, gradfit
+from torch import nn
+
+def make():
+    model = nn.Sequential(nn.Embedding(4000, 16), nn.Linear(16, 4000, bias=False))
+    tokens = torch.randint(0, 4000, (4, 256), generator=torch.Generator().manual_seed(1))
+    def loss(model, tokens):
+        return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    return gradfit.Job(model, loss, tokens, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+"""
+
+
+def test_plans_below_one_row(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two rows' logits beside parameters and gradients."""
+    (folder / "words.py").write_text(WORDS)
+    memory = str(4 * 4000 * 16 * 4 + 2 * 256 * 4000 * 4)
+    assert main(["plan", "words.py:make", "--memory", memory]) == 0
+    assert "tiles of 1" in capsys.readouterr().out
+    assert main(["plan", "words.py:make", "--memory", memory, "--no-tile"]) != 0
+    assert "With tile=True the smallest is" in capsys.readouterr().err
+
+
 def test_audit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "job.py:make", "--memory", MEMORY, "--json"]) == 0
     found = AuditReport.from_json(capsys.readouterr().out)

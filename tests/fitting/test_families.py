@@ -193,12 +193,14 @@ def test_time_for_plans_is_a_share_of_the_time_trained(monkeypatch: pytest.Monke
     monkeypatch.setattr("gradfit.fitting.families.time.perf_counter", lambda: now[0])
     spent = PlanningTime(0.1)
     before = spent.is_left
-    with spent.training():
-        now[0] += 5
-        with spent.planning():
-            now[0] += 1
+    begun = spent.begin_step()
+    now[0] += 5
+    with spent.planning():
+        now[0] += 1
+    spent.end_step(begun)
     assert (spent.training_seconds, spent.planning_seconds) == (5, 1)
     after = spent.is_left
-    with spent.training():
-        now[0] += 5
+    begun = spent.begin_step()
+    now[0] += 5
+    spent.end_step(begun)
     assert (before, after, spent.is_left) == (True, False, True)

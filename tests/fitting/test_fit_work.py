@@ -11,7 +11,7 @@ from torch import nn
 
 import gradfit as gf
 from gradfit.batches.additivity_record import Additivity
-from gradfit.fitting import progress, race
+from gradfit.fitting import plan_search, progress, race
 from gradfit.profiling import measure
 from gradfit.profiling.profile import Profile
 
@@ -155,3 +155,28 @@ def test_elsewhere_nothing_is_printed(
     monkeypatch.setattr(progress, "_PATIENCE", 0.0)
     fitted()
     assert capsys.readouterr().err == ""
+
+
+def test_a_batch_like_the_last_one_is_served_without_asking_every_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.randn(16, 8)
+    step = gf.fit(model, optimizer, lambda model, x: model(x).square().mean(), x, memory="8 MiB")
+    asked: list[Any] = []
+    original = plan_search.covering
+    monkeypatch.setattr(
+        plan_search, "covering", lambda *given: asked.append(given) or original(*given)
+    )
+    for _ in range(4):  # the peak of the first two is measured, which makes new records of the plan
+        step(x)
+    before = len(asked)
+    for _ in range(3):
+        step(x)
+    assert len(asked) == before
+    step(x[:9])
+    assert len(asked) > before
+    larger = torch.randn(64, 8)
+    assert step(larger).stepped
+    assert step.plan.batch_size >= 64

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradfit.fitting.tensor_copies import TensorCopies
+from gradfit.fitting import tensor_copies
+from gradfit.fitting.tensor_copies import CopyLayout, TensorCopies
 from gradfit.fitting.update_rollback import UpdateSnapshot
 
 KINDS = [
@@ -40,6 +41,63 @@ def test_copies_of_every_kind(chosen: list[torch.Tensor]) -> None:
     for content, before in zip(contents, chosen, strict=True):
         assert content.dtype == before.dtype
         torch.testing.assert_close(content, before.detach(), rtol=0, atol=0, equal_nan=True)
+
+
+def changed(tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    tensor.data = data
+    return tensor
+
+
+def test_how_tensors_are_copied_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, worked_out = CopyLayout(), []
+    monkeypatch.setattr(
+        tensor_copies, "_positions_by", lambda kinds: worked_out.append(kinds) or original(kinds)
+    )
+    tensors = [torch.randn(2, 3), torch.arange(4), torch.tensor([True])]
+    for _ in range(3):
+        tensors[0].add_(1)
+        assert_same(TensorCopies(tensors, layout).contents(), tensors)
+    assert len(worked_out) == 1
+
+
+original = tensor_copies._positions_by
+
+
+def assert_same(contents: list[torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    for content, tensor in zip(contents, tensors, strict=True):
+        assert (content.dtype, content.shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(content, tensor)
+
+
+CHANGES: dict[str, Any] = {
+    "another tensor": lambda one, two: (torch.randn(2, 3), two),
+    "type": lambda one, two: (changed(one, one.data.double()), two),
+    "whole numbers": lambda one, two: (changed(one, torch.full((2, 3), 2**30 + 1)), two),
+    "shape": lambda one, two: (changed(one, torch.randn(3, 2)), two),
+    "shapes that add up to the same": lambda one, two: (
+        changed(one, torch.randn(4)),
+        changed(two, torch.randn(6)),
+    ),
+    "order": lambda one, two: (two, one),
+    "fewer": lambda one, two: (one,),
+    "more": lambda one, two: (one, two, torch.ones(2, dtype=torch.bool)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_has_changed_since_the_last_copy(change: str) -> None:
+    layout = CopyLayout()
+    before = [torch.randn(2, 3), torch.randn(4)]
+    TensorCopies(before, layout)
+    tensors = [*CHANGES[change](*before)]
+    assert_same(TensorCopies(tensors, layout).contents(), tensors)
+
+
+def test_a_layout_holds_no_tensor() -> None:
+    layout, tensors = CopyLayout(), [torch.randn(2)]
+    TensorCopies(tensors, layout)
+    gone = weakref.ref(tensors.pop())
+    assert gone() is None
 
 
 class Odd(torch.optim.Optimizer):

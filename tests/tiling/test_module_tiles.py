@@ -71,6 +71,75 @@ class Mixer(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+class Leaves(nn.Module):
+    """Treats each token by itself, as far as its result tells."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls = kind, 0
+        self.losses: list[Tensor] = []
+        self.beside: Tensor | None = None
+        self.up, self.down = nn.Linear(8, 40), nn.Linear(40, 8)
+        self.register_buffer("load", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        balance = x.mean((0, 1)).square().sum()
+        if self.kind == "a loss beside":
+            self.beside = balance
+        elif self.kind == "a list of losses":
+            self.losses.append(balance)
+        elif self.kind == "a count":
+            self.calls += 1
+        elif self.kind == "a buffer":
+            self.get_buffer("load").add_(x.detach().sum((0, 1)))
+        elif self.kind == "a gradient":
+            x = Balanced.apply(x, balance)  # type: ignore[no-untyped-call]
+        elif self.kind == "in training" and self.training:
+            x = x - x.mean(1, keepdim=True)
+        elif self.kind == "in training, with dropout":
+            x = F.dropout(x - x.mean(1, keepdim=True) if self.training else x, 0.1, self.training)
+        return self.down(F.gelu(self.up(x)))
+
+
+class Balanced(torch.autograd.Function):
+    """Adds the gradient of a loss that nobody has in hand, as mixtures of experts do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, balance: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, torch.ones((), dtype=gradient.dtype)
+
+
+class Lora(nn.Module):
+    """A linear layer with an adapter beside it."""
+
+    def __init__(self, width: int, wide: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, wide)
+        self.a, self.b = nn.Linear(width, 2, bias=False), nn.Linear(2, wide, bias=False)
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 0.5 * self.b(self.a(x))
+
+
+class WithAdapter(nn.Module):
+    """A model whose projection to words, 7.5 times as wide as its input, has an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(60, 8), Lora(8, 60)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.head(self.embed(tokens))
+
+
 def with_dropout() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 40), nn.GELU(), nn.Dropout(0.3), nn.Linear(40, 8))
 
@@ -101,7 +170,12 @@ def run(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "make",
-    [GatedMLP, Experts, lambda: nn.Sequential(nn.Linear(8, 40), nn.GELU(), nn.Linear(40, 8))],
+    [
+        GatedMLP,
+        Experts,
+        lambda: nn.Sequential(nn.Linear(8, 40), nn.GELU(), nn.Linear(40, 8)),
+        lambda: nn.Sequential(Lora(8, 40), nn.GELU(), Lora(40, 8)),
+    ],
 )
 @pytest.mark.parametrize("size", [1, 5, 100])
 def test_modules_of_single_tokens_are_found_and_exact(make: Any, size: int) -> None:
@@ -134,6 +208,75 @@ def test_what_mixes_tokens_is_left_alone_or_refused(kind: str) -> None:
         pytest.raises(gf.MisuseError, match=r"1 cannot run in tiles of tokens: .*Leave it out"),
     ):
         model(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("a loss beside", "keeps something of each call in beside"),
+        ("a list of losses", "keeps something of each call in losses"),
+        ("a count", "keeps something of each call in calls"),
+        ("a buffer", "changes its buffers"),
+        ("a gradient", "the gradient of its input differs"),
+        ("in training", "flow into"),
+        ("in training, with dropout", "flow into"),
+    ],
+)
+def test_what_no_result_tells_is_seen(kind: str, why: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Leaves(kind)).double()
+    x = torch.randn(2, 9, 8, dtype=torch.float64)
+    torch.manual_seed(1)
+    expected = run(model, x)
+    inner: Any = model[1]
+    left = (inner.calls, len(inner.losses), inner.load.clone())
+    inner.calls, inner.beside = 0, None
+    inner.losses.clear()
+    inner.load.zero_()
+    with gf.tile(model, size=3) as handle:
+        torch.manual_seed(1)
+        found = run(model, x)
+        assert why in handle.untiled["1"]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert left[:2] == (inner.calls, len(inner.losses))
+    assert torch.equal(left[2], inner.load)
+
+
+def test_adapters_of_a_projection_to_words() -> None:
+    """Both products are lazy, and so is their sum."""
+    torch.manual_seed(0)
+    model = WithAdapter().double()
+    tokens = torch.randint(0, 60, (2, 9))
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        loss = F.cross_entropy(model(tokens).view(-1, 60), tokens.view(-1))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = step()
+    with gf.tile(model, size=5) as handle:
+        found = step()
+    assert {name: head.reduced for name, head in handle.heads.items()} == {
+        "head.base": 1,
+        "head.b": 0,  # in the same reduction, which is counted for the first
+    }
+    assert not any(head.materialised for head in handle.heads.values())
+    for a, b in zip(found, expected, strict=True):
+        assert float((a - b).norm() / b.norm()) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["0.norm", "0.before", "0.inner.up"])
+def test_named_norms_and_projections_are_exact(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(GatedMLP())).double()
+    x = torch.randn(2, 9, 8, dtype=torch.float64)
+    expected = run(model, x)
+    with gf.tile(model, size=4, modules=[name]) as handle:
+        found = run(model, x)
+        assert handle.modules == (name,)
+    for a, b in zip(found, expected, strict=True):
+        assert float((a - b).norm() / b.norm()) < 1e-12
 
 
 def test_named_and_excluded_modules() -> None:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 import gradfit as gf
 from gradfit.profiling.profile import Profile
+from gradfit.report.page import render
+from gradfit.report.report_record import Report
 from gradfit.tiling.tiles import Tiles
 
 WORDS, WIDTH, LENGTH = 4000, 16, 256
@@ -269,6 +271,15 @@ def test_tiles_say_what_they_are() -> None:
         str(tiles)
         == "8 tiles of head and 4 tiles of layers.0.mlp, layers.1.mlp, layers.2.mlp and 2 more"
     )
+
+
+def test_the_page_shows_tiles() -> None:
+    model, _, tokens = make()
+    profile = gf.profile(model, loss_fn, tokens)
+    plan = gf.plan(profile, memory=SHORT)
+    assert plan.tiles is not None
+    assert str(plan.tiles) in render(Report("words", profile, plan))
+    assert str(plan.tiles) not in render(Report("words", profile))
 
 
 def test_a_model_the_user_has_tiled_keeps_his_tiles() -> None:

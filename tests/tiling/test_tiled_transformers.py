@@ -14,7 +14,7 @@ import gradfit as gf
 
 pytest.importorskip("transformers")
 
-from tiling_models import ENCODER_DECODER, EVERY, MASKED, make_batch, make_model
+from tiling_models import ENCODER_DECODER, EVERY, EXPERTS, MASKED, make_batch, make_model
 
 FEW = ("llama", "gemma2", "bert", "bart")
 NAMES = [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in EVERY]
@@ -84,6 +84,18 @@ def test_narrower_types_are_no_further_from_float64(name: str) -> None:
         # A tile's part of a module's gradient is rounded before it is added in float32: once more
         # than that of the whole.
         assert error(modules, exact) <= max(1.05 * theirs, 2e-6)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_run_in_tiles_after_their_router(name: str) -> None:
+    batch = make_batch()
+    model: Any = make_model(name)
+    model.set_experts_implementation("eager")  # the grouped kernels of the others have no float64
+    expected = run(model, batch)
+    with gf.tile(model, size=7) as handle:
+        found = run(model, batch)
+        assert handle.modules == ("model.layers.0.mlp", "model.layers.1.mlp")
+    assert error(found, expected) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])

@@ -67,6 +67,14 @@ ENCODER_DECODER: dict[str, Callable[[], Any]] = {
     "bart": lambda: transformers.BartConfig(**_BART),
     "pegasus": lambda: transformers.PegasusConfig(**_BART),
 }
+EXPERTS: dict[str, Callable[[], Any]] = {
+    "mixtral": lambda: transformers.MixtralConfig(
+        **_LLAMA, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **_LLAMA, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
+}
 EVERY = {**CAUSAL, **MASKED, **ENCODER_DECODER}
 
 
@@ -74,11 +82,11 @@ def make_model(name: str, dtype: torch.dtype = torch.float64) -> torch.nn.Module
     """In training mode, always with the same weights."""
     torch.manual_seed(0)
     auto = transformers.AutoModelForSeq2SeqLM
-    if name in CAUSAL:
+    if name in CAUSAL or name in EXPERTS:
         auto = transformers.AutoModelForCausalLM
     elif name in MASKED:
         auto = transformers.AutoModelForMaskedLM
-    return auto.from_config(EVERY[name]()).to(dtype).train()
+    return auto.from_config({**EVERY, **EXPERTS}[name]()).to(dtype).train()
 
 
 def make_batch(rows: int = 2, length: int = 19) -> dict[str, torch.Tensor]:

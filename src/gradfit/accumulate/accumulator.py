@@ -140,7 +140,9 @@ class GradientAccumulator(NotCopied):
 
     @accumulation_count.setter
     def accumulation_count(self, steps: int) -> None:
-        new = FixedStepCount(read_count(steps, "accumulation_count"))
+        now = self.window.strategy
+        is_same = type(now) is FixedStepCount and type(steps) is int and now.steps == steps
+        new = now if is_same else FixedStepCount(read_count(steps, "accumulation_count"))
         self.window.require_outside_micro_batch("accumulation_count")
         if self.window.accumulation_steps:
             raise MisuseError(

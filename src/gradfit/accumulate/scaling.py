@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.linalg import vector_norm
 
 from gradfit import _torch
 from gradfit.accumulate.loss_arguments import read_weight
@@ -102,12 +101,11 @@ def _is_finite(values: Tensor) -> bool:
 
 def _norm(gradients: list[Tensor]) -> float:
     """The norm of all gradients, one by one where reading a number waits for nothing."""
-    norms = []
     for one in gradients:
         if not (one.dtype in _WIDE and type(one) is Tensor and one.is_cpu) or one.is_sparse:
             return total_norm(gradients).item()  # waits for the device once
-        norms.append(vector_norm(one).item())
-    return math.hypot(*norms)
+    norms = _torch.norms_of(gradients, 2.0, None) if gradients else []
+    return math.hypot(*[one.item() for one in norms])
 
 
 def norm_on_device(gradients: list[Tensor]) -> Tensor:

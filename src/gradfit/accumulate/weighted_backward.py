@@ -81,9 +81,17 @@ class Backpropagator:
         self._run(loss, factor)
         with window.lock:
             add(window, weight)
+            if self._is_only_pass:
+                window.in_doubt = False
+                return
             take_marks(window)
             window.in_doubt = False
             self._settle(loss, weight)
+
+    @property
+    def _is_only_pass(self) -> bool:
+        """Whether the window's owner ends it right after this pass: nobody's code runs between."""
+        return self.window.bare and self.window.target_steps == 1
 
     def _settle(self, loss: Tensor, weight: Number) -> None:
         """The next pass can go the short way if nothing else happens until then."""

@@ -6,16 +6,17 @@ Whether anything has changed since is told by identities, with no line of Python
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
 
 from gradfit._torch import global_module_hooks, is_own_hook
 
-_registries = attrgetter("_modules", "_parameters")
+_NAMES = ("_modules", "_parameters")
+_registries, _registries_by_name = itemgetter(*_NAMES), attrgetter(*_NAMES)
 _values = methodcaller("values")
 _hooks_of_module = attrgetter(
     "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
@@ -81,6 +82,13 @@ def each_once(tensors: Iterable[Any]) -> list[Any]:
     return list(dict(zip(map(id, held), held, strict=True)).values())
 
 
+def joined(first: list[Any], second: Sequence[Any]) -> list[Any]:
+    """Those of both, each once; those of `first` are. Usually the two hold the same."""
+    if len(first) == len(second) and all(map(is_, first, second)):
+        return [*first]
+    return each_once([*first, *second])
+
+
 def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Each module once. `model.modules()` gives the same, and takes several times as long."""
     by_id: dict[int, torch.nn.Module] = {}
@@ -95,4 +103,9 @@ def modules_of(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 def _held_by(modules: list[torch.nn.Module]) -> list[Any]:
     """All children and parameters of the modules, None where a name stands for nothing."""
-    return [*chain.from_iterable(map(_values, chain.from_iterable(map(_registries, modules))))]
+    try:
+        registries = chain.from_iterable(map(_registries, map(vars, modules)))
+        return [*chain.from_iterable(map(dict.values, registries))]
+    except (KeyError, TypeError):  # a scripted module, which has them elsewhere
+        registries = chain.from_iterable(map(_registries_by_name, modules))
+        return [*chain.from_iterable(map(_values, registries))]

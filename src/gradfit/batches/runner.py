@@ -21,6 +21,7 @@ from gradfit.tree import leaves, size_of_batch, split_batch, unmarked
 
 LossFunction = Callable[[torch.nn.Module, Any], Any]
 Cut = Callable[[Any, int], Iterable[Any]]
+_NOTHING = contextlib.nullcontext()
 
 
 class Part(NamedTuple):
@@ -41,11 +42,11 @@ class Mode:
 
     def around_forward(self) -> contextlib.AbstractContextManager[object]:
         """What the forward pass runs in."""
-        return contextlib.nullcontext()
+        return _NOTHING
 
     def around_both(self) -> contextlib.AbstractContextManager[object]:
         """What both passes run in."""
-        return contextlib.nullcontext()
+        return _NOTHING
 
 
 PLAIN = Mode()

@@ -20,6 +20,8 @@ import gc
 import random
 import threading
 from collections.abc import Container, Iterable, Mapping, MutableMapping
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -28,8 +30,9 @@ import torch
 from gradfit._torch import global_module_hooks, gradient_of
 from gradfit._torch_fsdp import drop_gradients, set_unsharded_gradient, units_of, unsharded_gradient
 from gradfit._torch_listen import ThreadState
-from gradfit.batches.model_tree import ModelTree, each_once
+from gradfit.batches.model_tree import ModelTree, joined
 from gradfit.batches.numpy_generator import numpy_state
+from gradfit.batches.python_generator import python_state
 from gradfit.interrupts import uninterrupted
 from gradfit.own_passes import NobodysPasses, end_trials
 
@@ -39,6 +42,7 @@ _HOOKS = (
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
     "_backward_pre_hooks",
 )  # fmt: skip
+_all_hooks = itemgetter(*_HOOKS)
 
 
 def generator_states() -> list[torch.Tensor]:
@@ -67,7 +71,7 @@ class Generators:
     def __init__(self) -> None:
         self._torch, self._python, self._numpy = (
             generator_states(),
-            random.getstate(),
+            python_state(),
             numpy_state(),
         )
 
@@ -143,6 +147,11 @@ class _Buffer:
 
 
 def _hooks_by_position(attributes: list[dict[str, Any]]) -> dict[int, dict[str, set[int]]]:
+    try:
+        if not any(chain.from_iterable(map(_all_hooks, attributes))):
+            return {}
+    except KeyError:  # a module from before torch had all these kinds
+        pass
     return {
         position: _hooks_in(here)
         for position, here in enumerate(attributes)
@@ -186,7 +195,7 @@ class Snapshot:
         # of the modules that have any, by position: most have none
         self._hooks = _hooks_by_position(self._attributes)
         self._buffers = _buffers_by_position(self._attributes)
-        self.tensors: list[torch.Tensor] = each_once([*tree.parameters, *tensors])
+        self.tensors: list[torch.Tensor] = joined(tree.parameters, [*tensors])
         """The model's parameters, and the other `tensors`, each once."""
         self._gradients = [*map(gradient_of, self.tensors)]
         self._unreduced = unreduced_gradients(model)

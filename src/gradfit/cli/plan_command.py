@@ -50,8 +50,9 @@ def plan(
     budget = None if memory is None else work.budget(memory)
     with warnings_as_notes():
         batch = work.batch()
-        profile = work.profile(batch, tile=tile)
-        chosen = None if budget is None else work.plan(profile, budget, fixed)
+        # With a budget also where they are not wanted: an error then says what they would give.
+        profile = work.profile(batch, tile=tile or budget is not None)
+        chosen = None if budget is None else work.plan(profile, budget, fixed, tile=tile)
         plans = _trade_off(work, profile) if chosen is None else []
         show = _as_json if json else _in_words
         print_result(show(profile, chosen, plans))

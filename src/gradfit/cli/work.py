@@ -100,7 +100,12 @@ class Work:
             )
 
     def plan(
-        self, profile: Profile, budget: int | None, micro_batch: int | str | None = None
+        self,
+        profile: Profile,
+        budget: int | None,
+        micro_batch: int | str | None = None,
+        *,
+        tile: bool = True,
     ) -> Plan:
         """The plan for a budget, or the one of the smallest peak; at this micro-batch, if one was
         asked for.
@@ -113,7 +118,7 @@ class Work:
             if budget is None and fixed is None:
                 plans = frontier(profile, batch_size=size, points=2)
                 return min(plans, key=lambda plan: plan.peak_bytes)
-            return _plan_at(profile, budget, size, fixed if size else None)
+            return _plan_at(profile, budget, size, fixed if size else None, tile=tile)
 
     def _check_splittable(self, profile: Profile, micro_batch: int) -> None:
         if not profile.splittable:
@@ -178,12 +183,19 @@ def _with_other_plans(report: Report, plan: Plan) -> Report:
 
 
 def _plan_at(
-    profile: Profile, budget: int | None, batch_size: int | None, micro_batch: int | None
+    profile: Profile,
+    budget: int | None,
+    batch_size: int | None,
+    micro_batch: int | None,
+    *,
+    tile: bool,
 ) -> Plan:
     """At this micro-batch; without a budget, for the smallest there is."""
     if budget is None:
         budget = _least_bytes(profile, batch_size, micro_batch)
-    return make_plan(profile, memory=budget, batch_size=batch_size, micro_batch=micro_batch)
+    return make_plan(
+        profile, memory=budget, batch_size=batch_size, micro_batch=micro_batch, tile=tile
+    )
 
 
 def _least_bytes(profile: Profile, batch_size: int | None, micro_batch: int | None) -> int:

@@ -180,13 +180,10 @@ class PlanningTime:
         finally:
             self.planning_seconds += time.perf_counter() - started
 
-    @contextmanager
-    def training(self) -> Iterator[None]:
-        """Around a step; plans that are made inside are not counted as training."""
-        started, before = time.perf_counter(), self.planning_seconds
-        try:
-            yield
-        finally:
-            self.training_seconds += (
-                time.perf_counter() - started - (self.planning_seconds - before)
-            )
+    def begin_step(self) -> float:
+        """A step begins now; `end_step` gets what this returns."""
+        return time.perf_counter() - self.planning_seconds
+
+    def end_step(self, begun: float) -> None:
+        """A step is over; plans that were made in it are not counted as training."""
+        self.training_seconds += time.perf_counter() - self.planning_seconds - begun

@@ -97,6 +97,16 @@ class _Request(NamedTuple):
     shape: Shape
 
 
+class _Served(NamedTuple):
+    """Which plan serves a batch, as long as there are no others."""
+
+    plans: list[TestedPlan]
+    additivity: Additivity
+    batch_size: int
+    shape: Shape
+    served: TestedPlan
+
+
 class _Failure(NamedTuple):
     """A way to cut for which no plan holds."""
 
@@ -172,7 +182,8 @@ class Planner:
         self._sharded_choices: TileChoices | None = None
         self._has_count: bool | None = None  # the loss of one row; None before it was asked
         self._counted: BatchRows | None = None  # of a step's batch
-        self._plans: list[TestedPlan] = []
+        self._plans: list[TestedPlan] = []  # a new list whenever one comes or goes
+        self._last_served: _Served | None = None
         self._used: dict[int, int] = {}  # by a plan's address: when it was last used
         self._clock = 0
         self.take_up(known)
@@ -199,16 +210,16 @@ class Planner:
             return self._counted.exact
         return self.runner.rows(batch)
 
-    @contextlib.contextmanager
-    def counting(self, batch: Any) -> Iterator[BatchRows]:
-        """The rows of the batch, which inside are counted once, or not at all where that need not
-        be.
+    def count(self, batch: Any) -> BatchRows:
+        """The rows of a step's batch, which are counted once, or not at all where that need not
+        be; until `forget_batch`.
         """
         self._counted = BatchRows(self.runner, batch)
-        try:
-            yield self._counted
-        finally:
-            self._counted = None
+        return self._counted
+
+    def forget_batch(self) -> None:
+        """The step is over."""
+        self._counted = None
 
     def rows_at_most(self, rows: BatchRows) -> int:
         """The rows of a batch; or, where they would have to be counted and a plan that keeps
@@ -279,10 +290,22 @@ class Planner:
         """The plan that `tested_plan` would give, if it was made before and nothing need be
         measured.
         """
-        request = _Request(batch, batch_size, self.shape(batch))
+        shape = self.shape(batch)
+        last = self._last_served
+        if (
+            last is not None
+            and last.plans is self._plans
+            and last.additivity is self.additivity
+            and last.batch_size == batch_size
+            and last.shape == shape
+        ):
+            return self._mark_used(last.served)
+        request = _Request(batch, batch_size, shape)
         larger = self._plan_for_larger(request)
         if self.additivity is None or larger is None or self._wants_own(larger, request):
             return None
+        if not may_be_slow(larger, shape, batch_size):  # else it depends on the time there is
+            self._last_served = _Served(self._plans, self.additivity, batch_size, shape, larger)
         return self._mark_used(larger)
 
     def _wants_own(self, larger: TestedPlan, request: _Request) -> bool:

@@ -34,6 +34,7 @@ from gradfit.recompute.follow_plan import Diverged
 # process, or a neighbour on the device, leaves free is not known, so it soon becomes much less.
 _SHARES = (0.9, 0.9, 0.8, 0.7, 0.5)
 _Result = TypeVar("_Result")
+_NOTHING = contextlib.nullcontext()
 Trial = Callable[[], contextlib.AbstractContextManager[object]]
 
 
@@ -151,8 +152,9 @@ class Recovery:
             backward: gets the part's loss.
             first: the part is the first that is run of its batch.
         """
-        with eager_functions() if self._runs_eagerly else contextlib.nullcontext():
-            self._plans.runner.run(part, self._mode(tested, part, batch, first=first), backward)
+        mode = self._mode(tested, part, batch, first=first)
+        with eager_functions() if self._runs_eagerly else _NOTHING:
+            self._plans.runner.run(part, mode, backward)
 
     def _mode(self, tested: TestedPlan, part: Part, batch: Any, *, first: bool) -> Mode:
         reason = self._sequences.runs_online(part.content)

@@ -31,6 +31,7 @@ from gradfit.units import NO_BUDGET
 Events = list[tuple[int, int, int]]
 # Names of what is on paper alone; storages have positive ones.
 _BESIDE, _STATES, _COPIES, _TEMPORARIES = -1, -(1 << 40), -(2 << 40), -(3 << 40)
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,9 @@ class ReservedMemory:
         kind, index = tensor.device.type, tensor.device.index
         return any((kind, index) == (device.type, device.index) for device in self._devices)
 
-    @contextlib.contextmanager
     def capped(
         self, budget_bytes: int, batch: Any, resident: Callable[[], Any], *, final: bool
-    ) -> Iterator[None]:
+    ) -> contextlib.AbstractContextManager[None]:
         """Inside, no device reserves more than the budget, beside what others hold on it.
 
         Where the backend has such a cap and tells it (`get_per_process_memory_fraction`), and says
@@ -131,8 +131,22 @@ class ReservedMemory:
                 again.
         """
         device = self._capped_device(budget_bytes)
-        stats = {} if device is None else torch.accelerator.memory_stats(device)
-        if device is None or not stats["reserved_bytes.all.current"]:  # nothing is cached
+        if device is None:
+            return _NOTHING
+        return self._capped(device, budget_bytes, batch, resident, final=final)
+
+    @contextlib.contextmanager
+    def _capped(
+        self,
+        device: torch.device,
+        budget_bytes: int,
+        batch: Any,
+        resident: Callable[[], Any],
+        *,
+        final: bool,
+    ) -> Iterator[None]:
+        stats = torch.accelerator.memory_stats(device)
+        if not stats["reserved_bytes.all.current"]:  # nothing is cached
             yield
             return
         module = torch.get_device_module(device)

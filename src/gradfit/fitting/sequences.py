@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from itertools import islice
+from types import TracebackType
 from typing import Any
 
 from gradfit import _torch_distributed as distributed
@@ -65,22 +65,23 @@ class Sequences:
         """Why micro-batches like this one are not run by a plan; empty if they are."""
         return self._now or (self.online.get(part_shape(part), "") if self.online else "")
 
-    @contextmanager
     def following(
         self, tested: TestedPlan, part: Any, position: int, *, first: bool
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[object]:
         """Around a forward: the plan that is most likely its own, and the others to go on with."""
         plans = self._plans(tested)
-        plans = [plan for plan in plans if plan not in self._tried.get(position, ())] or plans[:1]
-        around, policy = _around_forward(plans, first=first)
-        try:
-            with around:
-                yield
-        except Diverged as error:
-            self._left = _Left(position, part_shape(part), _followed(plans, policy), error)
-            raise
-        if len(plans) > 1:
-            self._last[self._key(tested)] = _followed(plans, policy).plan.operations
+        if tried := self._tried.get(position):
+            plans = [plan for plan in plans if plan not in tried] or plans[:1]
+        return _ForwardByPlans(self, tested, plans, part, position, first=first)
+
+    def end_forward(
+        self, forward: _ForwardByPlans, error: BaseException | None, followed: TestedPlan
+    ) -> None:
+        """A forward has ended, by an error perhaps, with the plan that it followed last."""
+        if isinstance(error, Diverged):
+            self._left = _Left(forward.position, part_shape(forward.part), followed, error)
+        elif error is None and len(forward.plans) > 1:
+            self._last[self._key(forward.tested)] = followed.plan.operations
 
     def _plans(self, tested: TestedPlan) -> list[TestedPlan]:
         """All that may be this batch's, in the order in which they are tried."""
@@ -153,6 +154,36 @@ class Sequences:
         if learnt is not None:
             self._last[self._key(tested)] = learnt.plan.operations
         return learnt
+
+
+class _ForwardByPlans:
+    """What a forward runs in that begins with the first of some plans."""
+
+    def __init__(
+        self,
+        sequences: Sequences,
+        tested: TestedPlan,
+        plans: list[TestedPlan],
+        part: Any,
+        position: int,
+        *,
+        first: bool,
+    ) -> None:
+        self._sequences, self.tested, self.plans = sequences, tested, plans
+        self.part, self.position = part, position
+        self._around, self._policy = _around_forward(plans, first=first)
+
+    def __enter__(self) -> None:
+        self._around.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self._around.__exit__(kind, error, trace)
+        except BaseException as raised:  # that it was another forward may be found out at its end
+            error = raised
+            raise
+        finally:
+            self._sequences.end_forward(self, error, _followed(self.plans, self._policy))
 
 
 def _forget_oldest(memory: dict[Any, Any]) -> None:

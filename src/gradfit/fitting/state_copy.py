@@ -6,7 +6,6 @@ There are some three entries for each parameter, so that no line of Python runs 
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
 from itertools import chain, compress, repeat
 from typing import Any
@@ -14,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradfit.fitting.tensor_copies import TensorCopies
+from gradfit.fitting.tensor_copies import CopyLayout, TensorCopies
 
 _ALONE = object()  # stands for the name of an entry that has none
+# whose objects stay as they are: those of most settings
+UNCHANGING = frozenset({bool, int, float, str, type(None)})
 
 
 class StateCopy:
@@ -24,23 +25,34 @@ class StateCopy:
 
     Tensors of the state that the optimizer replaces are not kept: the budget has room for a copy,
     not for them beside it.
+
+    Args:
+        parameters: each once.
+        states: the optimizer's, by parameter.
+        layout: of the copies of earlier steps, which is brought up to date.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], states: MutableMapping[Any, Any]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        states: MutableMapping[Any, Any],
+        layout: CopyLayout | None = None,
+    ) -> None:
         self._parameters, self._keys = parameters, [*states]
-        named = [one if isinstance(one, dict) else {_ALONE: one} for one in states.values()]
+        named = [*states.values()]
+        if set(map(type, named)) != {dict}:
+            named = [one if isinstance(one, dict) else {_ALONE: one} for one in named]
         self._names: list[tuple[Any, ...]] = [*map(tuple, named)]
         values = [*chain.from_iterable(map(dict.values, named))]
-        are_tensors = [*map(isinstance, values, repeat(Tensor))]
-        tensors = [*compress(values, are_tensors)]
+        self._count, tensors = len(values), values
         # by position among the values: numbers and nests, which are few
-        self._rest = (
-            {}
-            if all(are_tensors)
-            else {at: copy_of(one) for at, one in enumerate(values) if not are_tensors[at]}
-        )
-        self._count, self._tensors = len(values), [*map(weakref.ref, tensors)]
-        self._copies = TensorCopies([*parameters, *tensors])
+        self._rest: dict[int, Any] = {}
+        if set(map(type, values)) != {Tensor}:
+            are_tensors = [*map(isinstance, values, repeat(Tensor))]
+            tensors = [*compress(values, are_tensors)]
+            self._rest = {at: copy_of(one) for at, one in enumerate(values) if not are_tensors[at]}
+        self._copies = TensorCopies([*parameters, *tensors], layout)
+        self._tensors = self._copies.tensors[len(parameters) :]
 
     def restore(self, states: MutableMapping[Any, Any]) -> None:
         """Put everything back into the parameters and `states`, which stays the same object: an

@@ -1,28 +1,67 @@
 """Copies of many tensors' content, made in few calls.
 
 An optimizer has some four tensors for each parameter, most of them small: cloning them one by one
-takes several times as long as copying their bytes, and so does a line of Python for each.
+takes several times as long as copying their bytes, and so does a line of Python for each. Which of
+them go together into one piece of memory is worked out once: it is the same in the next step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from gradfit._torch import copies_of, flat_copy
+from gradfit._torch import copies_of, flat_copy, type_of
 
 _kind_of = attrgetter("dtype", "layout", "is_cpu")
 _shape_of = attrgetter("shape")
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
+class CopyLayout:
+    """Which of some tensors go together into one piece of memory, and which are copied each by
+    itself. The tensors themselves are not held: an optimizer may replace them.
+    """
+
+    def __init__(self) -> None:
+        self.known: list[ref[Tensor]] = []
+        self._types: list[torch.dtype] = []
+        self.shapes: list[torch.Size] = []
+        self.on_cpu = True
+        self.together: list[Sequence[int]] = []  # positions among the tensors
+        self.single: list[int] = []
+
+    def renew(self, tensors: Sequence[Tensor]) -> None:
+        """Work it out for these tensors, unless they are those of last time, as they were: type
+        and shape can change by `tensor.data = ...`.
+        """
+        known, types = [*map(ref, tensors)], [*map(type_of, tensors)]
+        shapes: list[torch.Size] = [*map(_shape_of, tensors)]
+        if shapes == self.shapes and types == self._types and all(map(is_, known, self.known)):
+            return
+        self.known, self._types, self.shapes = known, types, shapes
+        self.together, self.single = [], []
+        kinds = [*map(_kind_of, tensors)]
+        self.on_cpu = all(is_cpu for _, _, is_cpu in set(kinds))
+        are_plain = set(map(type, tensors)) <= _PLAIN
+        for kind, places in _positions_by(kinds).items():
+            if are_plain and _can_be_flat(kind):
+                self.together.append(places)
+            else:
+                self.single += places
+
+
 class TensorCopies:
     """What is in some tensors now.
+
+    Args:
+        tensors: whose content is copied.
+        layout: of the copies that were made of the same tensors before, if there were any.
 
     >>> tensors = [torch.ones(2), torch.arange(3), torch.zeros(())]
     >>> copies = TensorCopies(tensors)
@@ -30,22 +69,23 @@ class TensorCopies:
     (tensor([0., 0.]), [tensor([1., 1.]), tensor([0, 1, 2]), tensor(0.)])
     """
 
-    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
-        self._shapes: list[torch.Size] = [*map(_shape_of, tensors)]
+    def __init__(self, tensors: Sequence[Tensor] = (), layout: CopyLayout | None = None) -> None:
+        layout = CopyLayout() if layout is None else layout
+        layout.renew(tensors)
+        self._shapes = layout.shapes
+        self.tensors = layout.known
+        """Those whose content this is, as far as they are still there."""
         self._flat: list[tuple[Sequence[int], Tensor]] = []  # positions, and one piece of memory
         self._single: dict[int, Tensor] = {}
-        kinds = [*map(_kind_of, tensors)]
-        if not all(is_cpu for _, _, is_cpu in set(kinds)):
+        if not layout.on_cpu:
             self._single = dict(enumerate(copies_of(tensors)))  # few kernels to launch
             return
-        are_plain = set(map(type, tensors)) <= _PLAIN
         with torch.no_grad():
-            for kind, places in _positions_by(kinds).items():
-                held = [*map(tensors.__getitem__, places)]
-                if are_plain and _can_be_flat(kind):
-                    self._flat.append((places, flat_copy(held)))
-                else:
-                    self._single |= zip(places, [one.clone() for one in held], strict=True)
+            for places in layout.together:
+                is_all = len(places) == len(tensors)
+                held = [*tensors] if is_all else [*map(tensors.__getitem__, places)]
+                self._flat.append((places, flat_copy(held)))
+            self._single = {place: tensors[place].clone() for place in layout.single}
 
     def contents(self) -> list[Tensor]:
         """The content of each, in the order in which they were given."""

@@ -23,7 +23,7 @@ from gradfit._torch_listen import unseen
 from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.accumulate.step_result import StepResult
 from gradfit.arguments import read_callable, read_instance, read_mapping
-from gradfit.batches.model_tree import ModelTree, each_once
+from gradfit.batches.model_tree import ModelTree, joined
 from gradfit.batches.runner import LossFunction
 from gradfit.batches.shares import PartShare
 from gradfit.batches.snapshot import Snapshot, trials_end
@@ -37,6 +37,7 @@ from gradfit.fitting.measured_models import MeasuredModels
 from gradfit.fitting.plan_search import Planner
 from gradfit.fitting.plan_state import read_plan, write_plan
 from gradfit.fitting.recovery import Recovery
+from gradfit.fitting.tensor_copies import CopyLayout
 from gradfit.fitting.tested_plan import TestedPlan
 from gradfit.fitting.trained_optimizer import count_step
 from gradfit.fitting.update_rollback import UpdateSnapshot
@@ -50,6 +51,7 @@ from gradfit.recompute.evict import Evictor
 from gradfit.tree import leaves
 
 _VERSION = 1  # of the state's format
+_NOTHING = contextlib.nullcontext()
 
 
 class TrainResult(NamedTuple):
@@ -156,6 +158,7 @@ class TrainStep(NotCopied):
         self._buffers: Mapping[str, torch.Tensor] = {}
         self._recovery = Recovery(planner, accumulator.trial)
         self._changing: UpdateSnapshot | None = None  # while the optimizer steps
+        self._copy_layout = CopyLayout()  # of what the optimizer changes
         self._tree = ModelTree(model)
         self._parameters = self._tree.parameters
         self._measured_models = MeasuredModels(self._tree, planner)
@@ -245,8 +248,13 @@ class TrainStep(NotCopied):
             raise MisuseError(
                 "The model is in evaluation mode. Call model.train() before step(batch)."
             )
-        with self._planner.counting(batch) as rows, self._planner.time.training():
-            return self._run(batch, rows, progress, after_micro_batch)
+        planner = self._planner
+        begun = planner.time.begin_step()
+        try:
+            return self._run(batch, planner.count(batch), progress, after_micro_batch)
+        finally:
+            planner.forget_batch()
+            planner.time.end_step(begun)
 
     def _run(
         self,
@@ -335,7 +343,7 @@ class TrainStep(NotCopied):
     def _tensors(self) -> list[torch.Tensor]:
         """All that a backward pass of the model may leave a gradient in."""
         self._tree.renew()
-        return each_once([*self._tree.parameters, *self.accumulator.window.tensors])
+        return joined(self._tree.parameters, self.accumulator.window.tensors)
 
     def _take_back(self, before: Snapshot) -> bool:
         """Make everything as it was before the attempt; False if the optimizer has stepped: then it
@@ -428,11 +436,13 @@ class TrainStep(NotCopied):
     ) -> TrainResult:
         """All passes and the update; `peak` is what was measured before, or measures it now."""
         totals, weighed = self._run_parts(call, tested)
-        self._changing = UpdateSnapshot(call.before.tensors, self.optimizer, taken=tested.copied)
+        self._changing = UpdateSnapshot(
+            call.before.tensors, self.optimizer, taken=tested.copied, layout=self._copy_layout
+        )
         alone = self.accumulator.ranks.size == 1  # else it may have to wait for another rank
         # Without a copy to go back to, the optimizer is not interrupted.
         with (
-            uninterrupted() if alone and not tested.copied else contextlib.nullcontext(),
+            uninterrupted() if alone and not tested.copied else _NOTHING,
             self._changing,
         ):
             self._read_or_launch(weighed, tested)

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 
 from gradfit._torch import is_out_of_memory
-from gradfit.batches.model_tree import each_once
+from gradfit.batches.model_tree import each_once, joined
 from gradfit.errors import StateError
-from gradfit.fitting.state_copy import StateCopy, copy_of
+from gradfit.fitting.state_copy import UNCHANGING, StateCopy, copy_of
+from gradfit.fitting.tensor_copies import CopyLayout
 from gradfit.fitting.write_watch import WriteWatch
 from gradfit.tree import leaves
+
+_parameters_of = itemgetter("params")
+_is_trained = attrgetter("requires_grad")
+_NUMBER = (int, float)
 
 
 class UpdateSnapshot:
@@ -23,15 +30,29 @@ class UpdateSnapshot:
     operation for which memory runs out is tried once more by itself. If that fails, too, numbers
     and entries of the optimizer are put back, which take no room; but if a tensor was written to,
     `StateError` says so: a step that has half happened must not be repeated.
+
+    Args:
+        tensors: those of them that are trained belong to it, beside the optimizer's own.
+        optimizer: any object with `step`; `param_groups` and `state` are those of torch's.
+        taken: whether there is room for a copy.
+        layout: how the copies of earlier steps were made.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor], optimizer: Any, *, taken: bool) -> None:
-        self._optimizer, self._taken = optimizer, taken
+    def __init__(
+        self,
+        tensors: Iterable[torch.Tensor],
+        optimizer: Any,
+        *,
+        taken: bool,
+        layout: CopyLayout | None = None,
+    ) -> None:
+        self._optimizer, self._taken, self._layout = optimizer, taken, layout
         self._begun = False  # the copy is whole, and the optimizer may be at work
         self.done = False  # the optimizer has stepped: from here on nothing is taken back
-        own = [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
-        trained = [tensor for tensor in tensors if tensor.requires_grad]
-        self._parameters: list[torch.Tensor] = each_once([*trained, *own])
+        groups = getattr(optimizer, "param_groups", ())
+        own = [*chain.from_iterable(map(_parameters_of, groups))]
+        trained: list[torch.Tensor] = each_once(filter(_is_trained, tensors))
+        self._parameters: list[torch.Tensor] = joined(trained, own)
         self._states = getattr(optimizer, "state", {})
         self._copy: StateCopy | None = None
         self._old_states: list[tuple[Any, Any]] = []
@@ -44,7 +65,7 @@ class UpdateSnapshot:
         self._old_groups = [_settings_of(group) for group in groups]
         self._old_numbers = _numbers_of(self._optimizer)
         if self._taken:
-            self._copy = StateCopy(self._parameters, self._states)
+            self._copy = StateCopy(self._parameters, self._states, self._layout)
             self._begun = True
             return
         self._old_states = [(key, _same_tensors(state)) for key, state in self._states.items()]
@@ -87,13 +108,15 @@ class UpdateSnapshot:
 
 def _settings_of(group: dict[str, Any]) -> Any:
     """A copy of all but the parameters."""
-    return copy_of({name: value for name, value in group.items() if name != "params"})
+    return {
+        name: value if type(value) in UNCHANGING else copy_of(value)
+        for name, value in group.items()
+        if name != "params"
+    }
 
 
 def _numbers_of(optimizer: Any) -> dict[str, Any]:
-    return {
-        name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)
-    }
+    return {name: value for name, value in vars(optimizer).items() if isinstance(value, _NUMBER)}
 
 
 def _half_stepped(error: BaseException) -> StateError:

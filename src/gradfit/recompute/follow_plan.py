@@ -20,8 +20,8 @@ from gradfit.tape.decisions import ALL_KEPT, Rest, TapeDecision
 from gradfit.tape.dropout_mask import MASK, draws_mask
 from gradfit.tape.listener import OperationListener
 from gradfit.tape.operators import info_of
+from gradfit.tape.overwritten import overwritten
 from gradfit.tape.recorder import Recorder
-from gradfit.tape.saved_tensors import unpack
 from gradfit.tape.stream import new_bytes
 from gradfit.tape.values import Handle, Segment
 
@@ -416,34 +416,56 @@ class Unrecorded:
     def __init__(self, limit_bytes: float = math.inf) -> None:
         self.limit_bytes = limit_bytes
         self.rest = UnrecordedRest()  # which is the whole forward here
+        self._saved_bytes: Callable[[], int] | None = None
         self._hooks: saved_tensors_hooks | None = None
 
     def __enter__(self) -> Unrecorded:
-        self._hooks = saved_tensors_hooks(_counting_pack(self.rest, self.limit_bytes), unpack)
+        pack, self._saved_bytes = _counting_pack(self.limit_bytes)
+        self._hooks = saved_tensors_hooks(pack, _unpack_kept)
         self._hooks.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         if self._hooks is not None:
             self._hooks.__exit__(*error)
+        if self._saved_bytes is not None:
+            self.rest.saved_bytes = self._saved_bytes()
 
 
-def _counting_pack(rest: UnrecordedRest, limit_bytes: float) -> Callable[[torch.Tensor], Any]:
-    """Adds up what autograd saves. It is called for each save, so that it looks nothing up."""
-    strided, saved_bytes = torch.strided, 0
+def _counting_pack(
+    limit_bytes: float,
+) -> tuple[Callable[[torch.Tensor], Any], Callable[[], int]]:
+    """What adds up the bytes that autograd saves, and what tells them.
+
+    Hot: called for each save, in every step. So it looks nothing up, and asks no tensor what kind
+    it is: those that have no bytes or no version to tell raise.
+    """
+    saved_bytes = 0
 
     def pack(tensor: torch.Tensor) -> Any:
         nonlocal saved_bytes
-        if tensor.layout is strided:
-            rest.saved_bytes = saved_bytes = saved_bytes + tensor.nbytes
-            if saved_bytes > limit_bytes:
-                raise Diverged(_too_much(saved_bytes, limit_bytes))
-        if tensor.is_leaf and tensor.requires_grad:
-            return (tensor, tensor._version)
-        # its graph would hold itself
-        return (tensor.detach(), None if tensor.is_inference() else tensor._version)
+        version: int | None
+        try:
+            saved_bytes += tensor.nbytes
+            version = tensor._version
+        except (RuntimeError, NotImplementedError):  # sparse, for one
+            version = None if tensor.is_inference() else tensor._version
+        if saved_bytes > limit_bytes:
+            raise Diverged(_too_much(saved_bytes, limit_bytes))
+        if tensor.is_leaf:
+            return tensor, version
+        return tensor.detach(), version  # its graph would hold itself
 
-    return pack
+    return pack, lambda: saved_bytes
+
+
+def _unpack_kept(packed: Any) -> torch.Tensor:
+    """The tensor that autograd saved, if nobody wrote to it. Hot, as the above."""
+    tensor: torch.Tensor
+    tensor, version = packed
+    if version is not None and tensor._version != version:
+        raise overwritten(tensor, tensor._version, version)
+    return tensor
 
 
 class LooksAtData(OperationListener):

@@ -52,6 +52,8 @@ def _end(recorders: list[int]) -> None:
 
 
 def _recordings_here() -> set[int]:
+    if not _recordings:
+        return set()
     here = threading.get_ident()
     with _lock:
         return {recorder for recorder, thread in _recordings.items() if thread == here}

@@ -9,15 +9,16 @@ of the hidden states alone.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradfit._torch import inside_fake_mode
+from gradfit._torch import FakeTensor, inside_fake_mode
 from gradfit._torch_listen import unseen
 from gradfit.errors import ActivationOverwritten
 
@@ -61,7 +62,7 @@ class Projection:
     weight: Tensor
     bias: Tensor | None
     autocast: AutocastState
-    versions: tuple[int, ...] = field(init=False)
+    versions: tuple[Any, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", self._versions())
@@ -82,6 +83,7 @@ class Projection:
 
     def detach(self) -> Projection:
         """The same numbers without a graph."""
+        self.check()
         bias = None if self.bias is None else self.bias.detach()
         return Projection(self.hidden.detach(), self.weight.detach(), bias, self.autocast)
 
@@ -97,7 +99,7 @@ class Projection:
             raise self._overwritten()
 
     def _overwritten(self) -> ActivationOverwritten:
-        same_hidden = self.hidden.is_inference() or self.versions[0] == self.hidden._version
+        same_hidden = self.versions[0] == _content(self.hidden)
         return ActivationOverwritten(
             f"{'The weights of the projection' if same_hidden else 'The hidden states'} were"
             " changed in place after these logits were returned and before their numbers were"
@@ -105,19 +107,55 @@ class Projection:
             " for the numbers earlier, with logits.detach().clone() + 0."
         )
 
-    def _versions(self) -> tuple[int, ...]:
-        # An inference tensor counts no versions, and torch raises where they are read.
-        tensors = (self.hidden, self.weight, self.bias)
-        return tuple(
-            each._version for each in tensors if each is not None and not each.is_inference()
-        )
+    def _versions(self) -> tuple[Any, ...]:
+        return tuple(map(_content, (self.hidden, self.weight, self.bias)))
+
+
+def _content(tensor: Tensor | None) -> Any:
+    """What changes when somebody writes to a tensor, or gives it another memory (`.data = …`)."""
+    if tensor is None:
+        return None
+    # An inference tensor counts no versions, and torch raises where they are read; a fake one has
+    # no memory.
+    version = None if tensor.is_inference() else tensor._version
+    return version, None if isinstance(tensor, FakeTensor) else tensor.data_ptr()
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """A tensor beside the logits that has their rows: labels, a mask, a teacher's probabilities."""
+class Beside:
+    """A tensor that something was written down with, and may be written to before it is read."""
 
-    tensor: Tensor  # the rows are its dim 0, flat
+    tensor: Tensor
+    content: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "content", _content(self.tensor))
+
+    def check(self) -> None:
+        """Refuse to go on if the tensor is no longer what it was."""
+        if _content(self.tensor) != self.content:
+            raise ActivationOverwritten(
+                f"A tensor of shape {tuple(self.tensor.shape)} was changed in place after logits"
+                " were combined with it and before their numbers were asked for: they would be"
+                " others now. Change a copy: tensor.clone()."
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Constant(Beside):
+    """The same for every row: class weights, another bias, a scale."""
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Beside):
+    """What has the logits' rows: labels, a mask, a teacher's probabilities."""
+
+    lead: int = 1  # so many of its dimensions are the rows'
+
+    def flat(self) -> Tensor:
+        """With the rows as dim 0."""
+        sizes = self.tensor.shape
+        return self.tensor.reshape(math.prod(sizes[: self.lead]), *sizes[self.lead :])
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +189,8 @@ class Operands:
     def __init__(self, expression: Expression) -> None:
         self.projections: list[Projection] = []
         self.rows: list[Rows] = []
-        self.constants: list[Tensor] = []  # the same for every row: class weights, a bias, a scale
+        self.constants: list[Tensor] = []  # the same for every row
+        self._beside: list[Beside] = []
         self.program = Program(
             self._read(expression), [each.dtype for each in self.projections], len(self.rows)
         )
@@ -161,16 +200,22 @@ class Operands:
         constants.
         """
         tensors: list[Tensor | None] = []
+        self.check_others()
         for projection in self.projections:
             projection.check()
             hidden = projection.hidden
             tensors += [hidden.reshape(-1, hidden.shape[-1]), projection.weight, projection.bias]
-        return [*tensors, *(one.tensor for one in self.rows), *self.constants]
+        return [*tensors, *(one.flat() for one in self.rows), *self.constants]
+
+    def check_others(self) -> None:
+        """Refuse to go on if a tensor that the logits were combined with was written to."""
+        for each in self._beside:
+            each.check()
 
     def tensors_as_given(self) -> list[Tensor | None]:
         """The same, with hidden states in the shape in which they came."""
         tensors = [each for p in self.projections for each in (p.hidden, p.weight, p.bias)]
-        return [*tensors, *(one.tensor for one in self.rows), *self.constants]
+        return [*tensors, *(one.flat() for one in self.rows), *self.constants]
 
     def _read(self, item: Any) -> Any:
         """The item with slots in the places of its tensors."""
@@ -180,10 +225,13 @@ class Operands:
             return Applied(item.function, args, kwargs, item.autocast)
         if isinstance(item, Projection):
             return _Slot("logits", _place_in(self.projections, item))
+        if isinstance(item, Beside):
+            self._beside.append(item)
         if isinstance(item, Rows):
             return _Slot("rows", _place_in(self.rows, item))
-        if isinstance(item, Tensor):
-            return _Slot("constant", _place_in(self.constants, item))
+        constant = item.tensor if isinstance(item, Constant) else item
+        if isinstance(constant, Tensor):
+            return _Slot("constant", _place_in(self.constants, constant))
         return item
 
 
@@ -242,16 +290,16 @@ def dtype_of(expression: Expression) -> torch.dtype:
             each.weight.new_empty((0, each.weight.shape[0]), dtype=each.dtype)
             for each in operands.projections
         ]
-        rows = [one.tensor[:0] for one in operands.rows]
+        rows = [one.flat()[:0] for one in operands.rows]
         return operands.program.evaluate(logits, rows, operands.constants)[0].dtype
 
 
-def change_projections(expression: Any, change: Callable[[Projection], Projection]) -> Any:
-    """The same expression of other projections; one that is read twice stays one."""
-    changed: dict[int, Projection] = {}
+def change_leaves(expression: Any, change: Callable[[Any], Any]) -> Any:
+    """The same expression of other tensors; one that is read twice stays one."""
+    changed: dict[int, Any] = {}
 
     def changed_leaf(item: Any) -> Any:
-        if not isinstance(item, Projection):
+        if not isinstance(item, Projection | Beside | Tensor):
             return item
         if id(item) not in changed:
             changed[id(item)] = change(item)
@@ -260,15 +308,37 @@ def change_projections(expression: Any, change: Callable[[Projection], Projectio
     return _map_leaves(expression, changed_leaf)
 
 
+def rearranged(expression: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same expression with its rows in another arrangement.
+
+    Args:
+        expression: of projections, and of tensors that have their rows.
+        change: of a tensor with the rows first and one more dimension, which it leaves last.
+    """
+
+    def changed(item: Any) -> Any:
+        if isinstance(item, Projection):
+            item.check()
+            return Projection(change(item.hidden), item.weight, item.bias, item.autocast)
+        if isinstance(item, Rows):
+            item.check()
+            tensor = change(item.tensor)
+            return Rows(tensor, lead=tensor.dim() - 1)
+        return item
+
+    return change_leaves(expression, changed)
+
+
 def detached(expression: Any) -> Any:
     """The same numbers without a graph."""
-    return _map_leaves(change_projections(expression, Projection.detach), _detached_leaf)
+    return change_leaves(expression, _detached_leaf)
 
 
 def _detached_leaf(item: Any) -> Any:
-    if isinstance(item, Rows):
-        return Rows(item.tensor.detach())
-    return item.detach() if isinstance(item, Tensor) else item
+    if not isinstance(item, Beside):
+        return item.detach()
+    item.check()
+    return replace(item, tensor=item.tensor.detach())
 
 
 def _map_leaves(item: Any, change: Callable[[Any], Any]) -> Any:

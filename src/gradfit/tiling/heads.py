@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gradfit._torch import FakeTensor
@@ -16,7 +15,7 @@ from gradfit.not_copied import NotCopied
 from gradfit.tiling import lazy_functions  # noqa: F401  (what torch's functions do to lazy logits)
 from gradfit.tiling.cut import Cut
 from gradfit.tiling.lazy import Head, LazyLogits
-from gradfit.tiling.module_tiles import inside_tile
+from gradfit.tiling.whole_here import runs_whole
 
 _PLAIN = (Tensor, nn.Parameter, FakeTensor, type(None))
 _WIDENING = 8  # a layer this much wider than its input makes numbers that are worth not having
@@ -25,7 +24,8 @@ _WIDENING = 8  # a layer this much wider than its input makes numbers that are w
 def find_heads(model: nn.Module) -> dict[str, bool]:
     """Names of the linear layers that may be projections to a vocabulary; whether they surely are.
 
-    Surely: the model says so (`get_output_embeddings`), or the weights are an embedding's, too.
+    Surely: the model says so (`get_output_embeddings`), the layer is one of the widest inside of
+    what the model says (a projection with an adapter), or the weights are an embedding's, too.
     Others are much wider than their input; what becomes of their results will show.
     """
     says = _output_embeddings(model)
@@ -49,14 +49,20 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _output_embeddings(model: nn.Module) -> set[int]:
-    heads = set()
+    heads: set[int] = set()
     for module in model.modules():
         getter = getattr(module, "get_output_embeddings", None)
         if callable(getter):
             # transformers' base class raises where there is none
             with contextlib.suppress(NotImplementedError, AttributeError):
-                heads.add(id(getter()))
+                heads.update(map(id, _widest_in(getter())))
     return heads
+
+
+def _widest_in(head: Any) -> list[nn.Module]:
+    layers = [layer for _, layer in _linear_layers(head)] if isinstance(head, nn.Module) else []
+    widest = max((layer.out_features for layer in layers), default=0)
+    return [layer for layer in layers if layer.out_features == widest]
 
 
 class LazyForward(NotCopied):
@@ -76,7 +82,7 @@ class LazyForward(NotCopied):
     def __call__(self, input: Tensor) -> Tensor:
         module = self._module
         # Where somebody asks for the numbers anyway, the layer makes them in fewer steps.
-        if inside_tile() or self.head.is_of_no_use or not _may_be_lazy(module, input):
+        if runs_whole() or self.head.is_of_no_use or not _may_be_lazy(module, input):
             return nn.Linear.forward(module, input)
         return LazyLogits.project(input, module.weight, module.bias, self.head)
 
@@ -87,7 +93,7 @@ def _may_be_lazy(module: Any, input: Tensor) -> bool:
     """
     # FSDP2 frees a unit's weights right after its forward.
     is_watched = module._backward_hooks or module._backward_pre_hooks or is_unit(module)
-    if is_watched or torch.compiler.is_compiling():
+    if is_watched:
         return False
     are_plain = all(type(each) in _PLAIN for each in (input, module.weight, module.bias))
     return are_plain and _may_be_multiplied(input, module.weight)

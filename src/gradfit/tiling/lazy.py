@@ -19,8 +19,11 @@ Three rules, so that nothing is silently something else:
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import compress
 from typing import Any
 
@@ -28,7 +31,7 @@ import torch
 from torch import Tensor
 
 from gradfit._torch import leaves_of_nest, map_nest, tensor_without_storage, without_torch_function
-from gradfit.errors import LogitsMaterialised
+from gradfit.errors import LogitsMaterialised, MisuseError
 from gradfit.source_line import source_line
 from gradfit.tiling.cut import Cut
 from gradfit.tiling.expression import (
@@ -38,9 +41,9 @@ from gradfit.tiling.expression import (
     Operands,
     Program,
     Projection,
-    change_projections,
     detached,
     dtype_of,
+    rearranged,
     without_autocast,
 )
 from gradfit.tiling.gradient_sum import in_places
@@ -49,6 +52,8 @@ from gradfit.tiling.reduce_rows import evaluate_whole, reduce_rows
 Handler = Callable[["LazyLogits", Any, Any], Any]
 handlers: dict[Any, Handler] = {}  # by torch function; `lazy_functions` fills it
 _EDGE = 3  # of each dimension torch prints so many from both ends
+# functions that want a tensor's gradient, with what says of their arguments whose
+gradient_askers: dict[Any, Callable[[Any, Any], Any]] = {}
 described: set[Any] = set()  # functions that only look at shape, type and the like
 
 
@@ -78,17 +83,30 @@ class Head:
         """Some function needs all the logits: say so, once."""
         if self.materialised:
             return
-        name = getattr(function, "__name__", str(function))
+        name = _name_of(function)
         self.materialised = f"{name} at {source_line() or 'an unknown line'}"
         if self.says_so:
             warnings.warn(
                 f"The logits of {self.name or 'the model'} were made whole, {self.nbytes} bytes,"
-                f" for {self.materialised}: it does not treat each row by itself, or gradfit does"
-                " not know that it does. Results are the same. gf.tile(model, exclude=[...])"
-                " leaves this projection as it is.",
+                f" for {self.materialised}: {_why(name)} Results are the same."
+                " gf.tile(model, exclude=[...]) leaves this projection as it is.",
                 LogitsMaterialised,
                 stacklevel=4,
             )
+
+
+def _name_of(function: Any) -> str:
+    name = str(getattr(function, "__name__", function))
+    # of a property its own, which torch passes as the method that gets or sets it
+    is_property = name in ("__get__", "__set__")
+    return str(function.__self__.__name__) if is_property else name
+
+
+def _why(function: str) -> str:
+    """What about a function asks for all numbers, by its name."""
+    if function.endswith("_") and callable(getattr(Tensor, function[:-1], None)):
+        return f"it writes to them. {function[:-1]}, which makes new ones, would not need them."
+    return "it does not treat each row by itself, or gradfit does not know that it does."
 
 
 class LazyLogits(Tensor):
@@ -105,6 +123,7 @@ class LazyLogits(Tensor):
     _dense: Tensor | None
     _dense_version: int
     _hooks: list[Any]
+    _was_reduced: bool
     _place: tuple[Any, bool]
 
     @staticmethod
@@ -152,7 +171,7 @@ class LazyLogits(Tensor):
             torch.is_grad_enabled(),
             AutocastState.now(first.hidden.device),
         )
-        logits._dense = None
+        logits._dense, logits._was_reduced = None, False
         logits._hooks = [hook for parent in _lazy_in(origin) for hook in parent._hooks]
         logits._place = _place(logits)
         return logits
@@ -204,14 +223,20 @@ class LazyLogits(Tensor):
         class_dim: int | None = None,
     ) -> Any:
         """Lazy: the same rows in another arrangement, made by arranging the hidden states."""
+        return self._derived(rearranged(self._expression, change), origin, is_view, class_dim)
 
-        def changed(projection: Projection) -> Projection:
-            projection.check()
-            return Projection(
-                change(projection.hidden), projection.weight, projection.bias, projection.autocast
-            )
+    def take_words(self, words: slice, origin: Any) -> Any:
+        """Lazy: a slice of the words, made of a slice of the weights; of a projection alone."""
+        projection = self._expression
+        assert isinstance(projection, Projection)
+        projection.check()
+        bias = None if projection.bias is None else projection.bias[words]
+        narrower = replace(projection, weight=projection.weight[words], bias=bias)
+        return self._derived(narrower, origin, is_view=True)
 
-        expression = change_projections(self._expression, changed)
+    def _derived(
+        self, expression: Expression, origin: Any, is_view: bool, class_dim: int | None = None
+    ) -> Any:
         lead = Operands(expression).projections[0].hidden.shape[:-1]
         family = self._family if is_view else None
         dim = len(lead) if class_dim is None else class_dim
@@ -230,10 +255,30 @@ class LazyLogits(Tensor):
         self._head.reduced += 1
         # FSDP2 waits for a gradient of the logits, and none comes to what does not exist.
         differentiable = [each for each in results if each.requires_grad]
+        if differentiable:
+            self._note_reduced()
         for hook in self._hooks:
             for each in differentiable:
                 each.register_hook(hook)  # type: ignore[no-untyped-call]
         return results
+
+    def _note_reduced(self) -> None:
+        """From now on part of the gradient goes past these logits, and those they are made of."""
+        if not self._was_reduced:
+            self._was_reduced = True
+            for parent in _lazy_in(self._origin):
+                parent._note_reduced()
+
+    def refuse_if_reduced(self, function: Any) -> None:
+        """For whoever wants the gradient of the logits."""
+        if self._was_reduced:
+            raise MisuseError(
+                f"{_name_of(function)} asks for the gradient of logits of"
+                f" {self._head.name or 'the model'} from which something was computed in tiles"
+                " already: that part of the gradient never exists. Call logits.retain_grad() before"
+                " the loss, which makes the logits whole, or leave the projection as it is:"
+                f" gf.tile(model, exclude=[{self._head.name!r}])."
+            )
 
     def detached(self, origin: Any) -> LazyLogits:
         """Without a graph."""
@@ -272,14 +317,23 @@ class LazyLogits(Tensor):
             assert isinstance(projection, Projection)
             return projection.whole()
         function, args, kwargs = self._origin
-        if self._is_lazy_view:
-            self._family.is_whole = True
-        elif any(parent.is_written for parent in _lazy_in((args, kwargs))):  # rule 1
-            operands = Operands(self._expression)
-            return _arranged(evaluate_whole(operands.program, tuple(operands.tensors()))[0], self)
+        operands = Operands(self._expression)
+        operands.check_others()
+        self._family.is_whole = True
+        if not self._is_lazy_view and any(
+            parent.is_written for parent in _lazy_in((args, kwargs))
+        ):  # rule 1
+            return self.own_numbers()
         args, kwargs = map_nest(_whole, (args, kwargs))
         result: Tensor = function(*args, **kwargs)
         return result
+
+    def own_numbers(self) -> Tensor:
+        """These numbers alone, of hidden states: nobody else's, and none of what they come from."""
+        operands = Operands(self._expression)
+        with without_autocast(_described(self, "device")):
+            rows = evaluate_whole(operands.program, tuple(operands.tensors()))[0]
+        return rows.reshape(*self.lead, rows.shape[-1]).movedim(-1, self._class_dim)
 
     @property
     def is_written(self) -> bool:
@@ -298,7 +352,10 @@ class LazyLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in described or any(map(_is_displaced, _lazy_in((args, kwargs)))):
+        if func in gradient_askers:
+            for each in _lazy_in(gradient_askers[func](args, kwargs)):
+                each.refuse_if_reduced(func)
+        if _needs_no_numbers(func, _lazy_in((args, kwargs))):
             with without_torch_function():
                 return func(*args, **kwargs)
         result = _in_tiles(func, args, kwargs)
@@ -314,11 +371,11 @@ class LazyLogits(Tensor):
         return func(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        self._head.needs_numbers(pickle.dumps)
         return self.whole().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: Any) -> Any:
-        import copy
-
+        self._head.needs_numbers(copy.deepcopy)
         return copy.deepcopy(self.whole(), memo)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -370,11 +427,6 @@ def _flat_hidden(tensor: Tensor | None, at: int, program: Program) -> Tensor | N
     return tensor.reshape(-1, tensor.shape[-1]) if is_hidden and tensor is not None else tensor
 
 
-def _arranged(rows: Tensor, like: LazyLogits) -> Tensor:
-    """Flat rows in the shape of the logits that they are."""
-    return rows.reshape(*like.lead, rows.shape[-1]).movedim(-1, like._class_dim)
-
-
 def _mode(enabled: bool) -> Any:
     return torch.enable_grad() if enabled else torch.no_grad()
 
@@ -396,7 +448,11 @@ def _whole(item: Any) -> Any:
 def _in_tiles(func: Any, args: Any, kwargs: Any) -> Any:
     """What a function gives without the numbers; `NotImplemented` where they are needed."""
     handler = handlers.get(func)
-    if handler is None or any(lazy.is_plain for lazy in _lazy_in((args, kwargs))):
+    if (
+        handler is None
+        or "out" in kwargs
+        or any(lazy.is_plain for lazy in _lazy_in((args, kwargs)))
+    ):
         return NotImplemented
     first = next((each for each in args if isinstance(each, LazyLogits)), None)
     return NotImplemented if first is None else handler(first, args, kwargs)
@@ -414,6 +470,14 @@ def _is_displaced(lazy: LazyLogits) -> bool:
     """
     node, requires_grad = _place(lazy)
     return node is not lazy._place[0] or requires_grad != lazy._place[1]
+
+
+def _needs_no_numbers(func: Any, lazy: list[LazyLogits]) -> bool:
+    """Whether a function only looks at what a tensor is like, or is autograd's business alone."""
+    if any(map(_is_displaced, lazy)):
+        return True
+    # Numbers that are there may have been made a leaf, or were written to: they say what they are.
+    return func in described and not any(each.is_plain for each in lazy)
 
 
 def _on_numbers(func: Any, args: Any, kwargs: Any) -> Any:
@@ -438,16 +502,24 @@ def _numbers(item: Any, func: Any) -> Any:
 
 def _shown(lazy: LazyLogits) -> str:
     """The corners alone, as torch prints large tensors."""
-    corner: Any = lazy.detach()
-    for dim, size in enumerate(_described(lazy, "shape")):
+    shape = tuple(_described(lazy, "shape"))
+    with torch.no_grad():
+        if lazy.is_plain:
+            corner = _corner(lazy.whole().detach(), range(len(shape)))
+        else:
+            # Rows are left out while they are lazy, so that few numbers are made.
+            words_last: Any = torch.movedim(lazy.detach(), lazy.class_dim, -1)
+            numbers = _corner(words_last, range(len(shape) - 1)).own_numbers()
+            corner = _corner(numbers, [len(shape) - 1]).movedim(-1, lazy.class_dim)
+    return f"<lazy logits of shape {shape}, the ends of each dimension: {corner!r}>"
+
+
+def _corner(tensor: Any, dims: Iterable[int]) -> Any:
+    for dim in dims:
+        size = tensor.shape[dim]
         if size > 2 * _EDGE:
-            # Rows are left out while they are lazy; of the words torch needs the numbers.
-            rows = _whole(corner) if dim == lazy.class_dim else corner
-            corner = torch.index_select(rows, dim, _ends(size, _described(lazy, "device")))
-    return (
-        f"<lazy logits of shape {tuple(_described(lazy, 'shape'))}, the ends of each dimension:"
-        f" {_whole(corner)!r}>"
-    )
+            tensor = torch.index_select(tensor, dim, _ends(size, tensor.device))
+    return tensor
 
 
 def _ends(size: int, device: torch.device) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from gradfit._torch_fsdp import is_unit
@@ -13,8 +12,9 @@ from gradfit.errors import MisuseError
 from gradfit.not_copied import NotCopied
 from gradfit.tiling.cut import Cut
 from gradfit.tiling.heads import is_linear
-from gradfit.tiling.module_tiles import inside_tile, run_in_tiles, whole_modules
+from gradfit.tiling.module_tiles import run_in_tiles
 from gradfit.tiling.token_wise import mixes_tokens
+from gradfit.tiling.whole_here import runs_whole, whole_modules
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _WIDER = 2.0  # than its input, what a module makes inside: less is not worth running it again
@@ -55,7 +55,7 @@ class TiledForward(NotCopied):
     # Not traced by torch.compile: it finds out about the module by running it.
     @untraced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if inside_tile() or not self._may_tile(args, kwargs):
+        if runs_whole() or not self._may_tile(args, kwargs):
             return type(self._module).forward(self._module, *args, **kwargs)
         x = args[0]
         self.tokens = max(self.tokens, x.numel() // x.shape[-1])
@@ -63,7 +63,7 @@ class TiledForward(NotCopied):
 
     def _may_tile(self, args: Any, kwargs: Any) -> bool:
         """Whether this call may run in tiles; the first that could be is looked at."""
-        if self.reason or torch.compiler.is_compiling() or not _is_one_input(args, kwargs):
+        if self.reason or not _is_one_input(args, kwargs):
             return False
         if self.reason is None:
             self.reason = self._find_reason(args[0])

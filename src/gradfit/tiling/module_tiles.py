@@ -9,9 +9,7 @@ than that of the untiled module, of the same law, as it is between micro-batches
 
 from __future__ import annotations
 
-import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import compress
 from typing import Any
 
@@ -22,6 +20,7 @@ from torch.func import functional_call
 from gradfit.tiling.cut import Cut
 from gradfit.tiling.expression import AutocastState
 from gradfit.tiling.gradient_sum import GradientSum, in_places
+from gradfit.tiling.whole_here import whole_modules
 
 
 def run_in_tiles(module: nn.Module, x: Tensor, cut: Cut) -> Tensor:
@@ -43,28 +42,6 @@ def run_in_tiles(module: nn.Module, x: Tensor, cut: Cut) -> Tensor:
     return result.reshape(*x.shape[:-1], result.shape[-1])
 
 
-class _Thread(threading.local):
-    is_inside = False
-
-
-_thread = _Thread()
-
-
-@contextlib.contextmanager
-def whole_modules() -> Iterator[None]:
-    """Inside, modules run as they are: in a tile, and where one is looked at."""
-    before, _thread.is_inside = _thread.is_inside, True
-    try:
-        yield
-    finally:
-        _thread.is_inside = before
-
-
-def inside_tile() -> bool:
-    """Whether modules are to run as they are."""
-    return _thread.is_inside
-
-
 class _Shell(nn.Module):
     """Calls a module's own forward, without its hooks: they run around all tiles, once."""
 
@@ -77,8 +54,12 @@ class _Shell(nn.Module):
             return type(self.inner).forward(self.inner, x)
 
 
-class _Draws:
-    """The generators' states that a tile began with, if it drew."""
+class Draws:
+    """The generators' states that something began with, if it drew.
+
+    Args:
+        device: its generator, and the host's.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -110,7 +91,7 @@ class _TiledModule(torch.autograd.Function):
         ctx.draws = []  # of each tile, to draw the same again
         results = []
         for begin, end in cut.bounds(x.shape[-2]):
-            draws = _Draws(x.device)
+            draws = Draws(x.device)
             results.append(shell(x[..., begin:end, :]))
             # Most tiles draw nothing, and a generator's state is 5 kB.
             ctx.draws.append(draws if draws.have_been_used() else None)
@@ -135,7 +116,7 @@ def _differentiate_tiles(
     gradients = _TileGradients(x, parameters, needed)
     call = _with_parameters(ctx.shell, ctx.names, gradients.leaves)
     # The tiles draw what they drew in the forward; whoever draws next must not notice.
-    after = _Draws(x.device)
+    after = Draws(x.device)
     for (begin, end), draws in zip(ctx.cut.bounds(x.shape[-2]), ctx.draws, strict=True):
         if draws is not None and begin < end:
             draws.restore()
