@@ -206,7 +206,7 @@ def _measure(step: _Step, limits: _Limits, additivity: Additivity | None) -> Pro
     with trials_end(), untouched(model) as before:
         cost = _cost_of(step.optimizer)
         if additivity is None:
-            with meter(model, step.optimizer, batch) as live:
+            with meter(model, step.optimizer, batch, device=counted_device(model)) as live:
                 additivity = additivity_within(
                     model, step.loss_fn, batch, step.split, limits.memory_bytes, before.rewind
                 )

@@ -239,6 +239,8 @@ def _rule_of_one_result(func: Any, schema: Any) -> Rule:
     namespace, name = schema.name.split("::")
     if namespace != "aten":
         return _unknown
+    if name.startswith("_foreach_"):
+        return _sum_of_all  # a result for each tensor of a list, as large as it at most
     return _broadcast if torch.Tag.pointwise in func.tags else _BY_NAME.get(name, _unknown)
 
 
