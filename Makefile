@@ -35,7 +35,7 @@ test-cpu: setup
 # The suite on the simulated device of tests/device, which is built first (about a minute, then cached). With delays:
 # `make test-device DELAYS=--delays=1`.
 DEVICE_ROOMS := tests/device tests/tape tests/recompute tests/batches tests/profiling tests/planning tests/accumulate \
-	tests/fitting tests/toolbox
+	tests/fitting tests/toolbox tests/tiling
 
 test-device: setup
 	$(BIN)/python tests/device/simulated.py

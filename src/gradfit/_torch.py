@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
@@ -382,6 +383,32 @@ def in_simple_backward(depth: int) -> bool:
     return True
 
 
+def is_torchs_own_step(optimizer: Any, own_hooks: tuple[str, ...]) -> bool:
+    """Whether a step of an optimizer changes what torch's own optimizers change and nothing else:
+    nobody has replaced `step`, but for a scheduler that notes the call, and no hooks run in it but
+    those of functions of these names.
+    """
+    of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    replaced = vars(optimizer).get("step")
+    noted = replaced is None or getattr(replaced, "_wrapped_by_lr_sched", False)
+    hooks = [
+        hook
+        for kind in (
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+            _global_optimizer_pre_hooks,
+            _global_optimizer_post_hooks,
+        )
+        for hook in kind.values()
+    ]
+    return of_torch and noted and all(_name_of_function(hook) in own_hooks for hook in hooks)
+
+
+def _name_of_function(hook: Any) -> str:
+    function = getattr(hook, "func", hook)
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+
+
 def hooks_after_accumulation(tensor: torch.Tensor) -> list[Any]:
     """The hooks of others than gradfit that run as soon as a gradient was added to `.grad`."""
     hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
@@ -516,6 +543,15 @@ def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiply dense tensors by a number, in place, in one call."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
+
+
+def multiply_all_on_device(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """The same by a number that is on their device, in one call for each type."""
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, alike in kinds.items():
+        torch._foreach_mul_(alike, factor.to(dtype))
 
 
 # how often it was changed in place

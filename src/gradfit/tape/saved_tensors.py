@@ -20,7 +20,7 @@ from gradfit._torch import (
     make_alias,
     storage_key,
 )
-from gradfit._torch_listen import pop_hooks, push_hooks, top_hooks
+from gradfit._torch_listen import pop_hooks, push_hooks, top_hooks, untraced
 from gradfit.errors import ActivationOverwritten
 from gradfit.interrupts import uninterrupted
 from gradfit.source_line import Place, source_place
@@ -110,6 +110,7 @@ class SavedTensors:
 
     # ----------------------------------------------------------------------------------------- pack
 
+    @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves `tensor`: give it a handle if the tape can make the tensor again.
 
@@ -331,6 +332,7 @@ def _all_of(value: TapeValue, tensor: torch.Tensor, whole: torch.Tensor | None) 
     return shaped(detached(tensor), value.geometry) if whole is None else detached(whole)
 
 
+@untraced
 def unpack(packed: Any) -> torch.Tensor:
     """Autograd wants it back: the kept tensor, if nobody wrote to it, or a replay."""
     if type(packed) is Handle:  # the most frequent first: this runs for each saved tensor
