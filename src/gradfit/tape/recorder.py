@@ -37,6 +37,7 @@ from gradfit.choices import KEEP, REBUILD, Choice
 from gradfit.tape import generators, process_settings
 from gradfit.tape.decisions import ALL, Decisions, Policy
 from gradfit.tape.fsdp_boundaries import watch_units
+from gradfit.tape.native_session import session_of
 from gradfit.tape.operators import OpInfo, info_of, infos, view_names
 from gradfit.tape.record_write import WriteRecorder
 from gradfit.tape.saved_tensors import SavedTensors
@@ -160,7 +161,8 @@ class Recorder:
             self._units = watch_units(self.keep, self.table.parameters.refilled)
             process_settings.recording_begins(self)
             _entered.tables.append(weakref.ref(self.table))
-            listener = listening(self._observe, view_names, self.table.forget)
+            session = session_of(self) if _is_reference(type(self)) else None
+            listener = listening(self._observe, view_names, self.table.forget, session=session)
             listener.__enter__()
             self._listening = listener
         except BaseException:
@@ -407,6 +409,18 @@ class Recorder:
         if choices is not None and results is not None and len(choices) != len(new):
             choices = choices_for(new, choices, results)
         self.table.add(op, new, choices)
+
+
+def _methods(kind: type[Recorder]) -> list[Any]:
+    return [kind._observe, kind._run_unusual, kind._run_special, kind._record]
+
+
+_REFERENCE = _methods(Recorder)
+
+
+def _is_reference(kind: type[Recorder]) -> bool:
+    """Whether the native core does what a recorder would: not if somebody has changed how."""
+    return _methods(kind) == _REFERENCE
 
 
 def _new_results(out: Any, inputs: list[TapeValue]) -> Results:

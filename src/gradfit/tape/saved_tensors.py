@@ -25,6 +25,7 @@ from gradfit.errors import ActivationOverwritten
 from gradfit.interrupts import uninterrupted
 from gradfit.source_line import Place, source_place
 from gradfit.tape.decisions import SaveObserver
+from gradfit.tape.native_session import hooks_of
 from gradfit.tape.overwritten import overwritten
 from gradfit.tape.replay import look, take
 from gradfit.tape.storage import Untrackable, key_of, place_of
@@ -61,13 +62,15 @@ class SavedTensors:
         self._dead, self._values = table.dead, table.values  # they stay the same objects
         self._counted: set[int] = set()  # storages that autograd has, for the statistics
         self._hooked, self._thread = False, 0
+        self._hook: Any = None  # what autograd calls: `pack`, or the native core's
 
     # ---------------------------------------------------------------------------------------- hooks
 
     def begin(self) -> None:
         """Be asked by autograd, in this thread."""
         self._hooked, self._thread = True, threading.get_ident()
-        push_hooks(self.pack, unpack)
+        self._hook, unpack_hook = hooks_of(self, self._table) or (self.pack, unpack)
+        push_hooks(self._hook, unpack_hook)
 
     def end(self) -> None:
         """Be asked no more; may be called twice."""
@@ -75,11 +78,11 @@ class SavedTensors:
         if self._hooked:
             # By what is set now: Ctrl-C may have come before they were, or in the first call.
             top = top_hooks(True)
-            if top is not None and top[0] == self.pack:
+            if top is not None and top[0] == self._hook:
                 pop_hooks()
             elif top is not None:
                 self._take_out()
-            self._hooked = False
+            self._hooked, self._hook = False, None
 
     def _take_out(self) -> None:
         """Take our hooks away from below those of somebody who has entered his later, and leaves
@@ -87,7 +90,7 @@ class SavedTensors:
         """
         above = []
         with uninterrupted():
-            while (top := top_hooks(True)) is not None and top[0] != self.pack:
+            while (top := top_hooks(True)) is not None and top[0] != self._hook:
                 above.append(top)
                 pop_hooks()
             if top is not None:
