@@ -10,7 +10,7 @@ TORCH ?= 2.10.0
 TORCH_VENV := .venv-torch-$(TORCH)
 TORCH_STAMP := $(TORCH_VENV)/.installed
 
-.PHONY: setup demo test test-all test-cpu test-device test-torch lint bench docs figures clean
+.PHONY: setup demo test test-all test-cpu test-device test-native test-torch lint bench docs figures clean
 
 setup: $(STAMP)
 
@@ -35,11 +35,19 @@ test-cpu: setup
 # The suite on the simulated device of tests/device, which is built first (about a minute, then cached). With delays:
 # `make test-device DELAYS=--delays=1`.
 DEVICE_ROOMS := tests/device tests/tape tests/recompute tests/batches tests/profiling tests/planning tests/accumulate \
-	tests/fitting tests/toolbox
+	tests/fitting tests/toolbox tests/tiling
 
 test-device: setup
 	$(BIN)/python tests/device/simulated.py
 	$(BIN)/python -m pytest -n 2 --dist worksteal --device sim $(DELAYS) $(DEVICE_ROOMS)
+
+# The rooms that record, with the native core in the place of Python's. `make test` runs a sample of them.
+NATIVE_ROOMS := tests/tape tests/recompute tests/lifetimes tests/batches tests/profiling tests/accumulate tests/fitting \
+	tests/tiling tests/toolbox tests/safety
+
+test-native: setup
+	$(BIN)/gradfit build-native
+	GRADFIT_NATIVE=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(NATIVE_ROOMS)
 
 test-torch: $(TORCH_STAMP)
 	$(TORCH_VENV)/bin/python -m pytest -n 2 --dist worksteal

@@ -19,6 +19,7 @@ The rest is in `__all__`, in the order of use.
 
 import gradfit._starting
 import gradfit._torch_versions  # noqa: F401  (warns, before anything of torch is missing)
+from gradfit._torch_native import NativeCore, native_core
 from gradfit.accumulate.accumulation_context import AccumulationContext
 from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.accumulate.grad_accumulator import GradAccumulator
@@ -47,6 +48,7 @@ from gradfit.errors import (
     InvalidParameter,
     LogitsMaterialised,
     MisuseError,
+    NativeCoreMissing,
     NonFiniteGradient,
     RankFailed,
     StateError,
@@ -135,6 +137,8 @@ __all__ = [  # noqa: RUF022
     "CheckpointManager",
     "CheckpointNode",
     "GraphNode",
+    "native_core",
+    "NativeCore",
     # accumulating
     "GradAccumulator",
     "AccumulationContext",
@@ -179,6 +183,7 @@ __all__ = [  # noqa: RUF022
     "BudgetInfeasible",
     "ExactnessWarning",
     "UnsupportedOp",
+    "NativeCoreMissing",
     "ActivationOverwritten",
     "NonFiniteGradient",
     "GradientMismatch",

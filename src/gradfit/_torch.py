@@ -24,13 +24,15 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd import forward_ad
 from torch.autograd.graph import Node
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 __all__ = ["FakeTensor", "FakeTensorMode"]
 
-_make_subclass = torch.Tensor._make_subclass
+# (class, tensor): an alias without a graph that shares the version counter
+make_alias = torch.Tensor._make_subclass
 _plain_tensor = torch.Tensor
 
 # The address of a tensor's StorageImpl, which views share. Not `data_ptr()`: that is 0 for every
@@ -78,18 +80,19 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_b
 
 # An alias without a graph that shares the version counter, made without passing through dispatch
 # modes. Not a function of Python's: one is made for each parameter that is read.
-detached: Callable[[torch.Tensor], torch.Tensor] = functools.partial(_make_subclass, _plain_tensor)
+detached: Callable[[torch.Tensor], torch.Tensor] = functools.partial(make_alias, _plain_tensor)
 
 
 def as_class(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
     """The same as a tensor of a subclass that has no storage or dispatch of its own."""
-    alias: torch.Tensor = _make_subclass(kind, tensor)
+    alias: torch.Tensor = make_alias(kind, tensor)
     return alias
 
 
 # As they are when this is imported, outside of any operator: what a thread begins with.
 _USUAL_INCLUDED = torch._C._dispatch_tls_local_include_set()
 _USUAL_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
+usual_keys = (_USUAL_INCLUDED.raw_repr(), _USUAL_EXCLUDED.raw_repr())  # as numbers
 
 
 def detached_in_dispatch(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,7 +100,7 @@ def detached_in_dispatch(tensor: torch.Tensor) -> torch.Tensor:
     switched off.
     """
     with torch._C._ForceDispatchKeyGuard(_USUAL_INCLUDED, _USUAL_EXCLUDED):
-        return _make_subclass(_plain_tensor, tensor)
+        return make_alias(_plain_tensor, tensor)
 
 
 def current_node() -> Node | None:
@@ -380,6 +383,32 @@ def in_simple_backward(depth: int) -> bool:
     return True
 
 
+def is_torchs_own_step(optimizer: Any, own_hooks: tuple[str, ...]) -> bool:
+    """Whether a step of an optimizer changes what torch's own optimizers change and nothing else:
+    nobody has replaced `step`, but for a scheduler that notes the call, and no hooks run in it but
+    those of functions of these names.
+    """
+    of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    replaced = vars(optimizer).get("step")
+    noted = replaced is None or getattr(replaced, "_wrapped_by_lr_sched", False)
+    hooks = [
+        hook
+        for kind in (
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+            _global_optimizer_pre_hooks,
+            _global_optimizer_post_hooks,
+        )
+        for hook in kind.values()
+    ]
+    return of_torch and noted and all(_name_of_function(hook) in own_hooks for hook in hooks)
+
+
+def _name_of_function(hook: Any) -> str:
+    function = getattr(hook, "func", hook)
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+
+
 def hooks_after_accumulation(tensor: torch.Tensor) -> list[Any]:
     """The hooks of others than gradfit that run as soon as a gradient was added to `.grad`."""
     hooks: Any = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
@@ -514,6 +543,15 @@ def multiply_all(tensors: list[torch.Tensor], factor: float) -> None:
     """Multiply dense tensors by a number, in place, in one call."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
+
+
+def multiply_all_on_device(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """The same by a number that is on their device, in one call for each type."""
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    for dtype, alike in kinds.items():
+        torch._foreach_mul_(alike, factor.to(dtype))
 
 
 # how often it was changed in place

@@ -35,9 +35,12 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from gradfit._torch_native import core
 from gradfit.errors import UnsupportedOp
 
 Ear = Callable[[Any, Any, Any], Any]  # (operator, args, kwargs) -> what the operator returns
+
+Count = Callable[[torch.Tensor], object]
 
 # Reserved in torch for fake tensors that came to be made in another way; nothing in torch uses it.
 _NAME = "Fake"
@@ -68,10 +71,19 @@ _lock = threading.Lock()
 class _Link:
     """A listener of the chain on the key."""
 
-    __slots__ = ("hear", "in_engine", "outer")
+    __slots__ = ("count", "hear", "in_engine", "outer", "session")
 
-    def __init__(self, hear: Ear, outer: _Link | None, in_engine: bool) -> None:
+    def __init__(
+        self,
+        hear: Ear,
+        outer: _Link | None,
+        in_engine: bool,
+        count: Count | None = None,
+        session: Any = None,
+    ) -> None:
         self.hear = hear
+        self.count = count  # told of each tensor that generated code makes inside one operation
+        self.session = session  # for the native core, if it can hear in its place
         self.outer = outer  # the one around it, which hears what this one runs
         self.in_engine = in_engine  # also in the threads of a backward pass that is called inside
 
@@ -198,8 +210,15 @@ def _storage(tensor: torch.Tensor) -> int | None:
 class _OnKey:
     """Listens on the key."""
 
-    def __init__(self, hear: Ear, *, in_engine: bool = False) -> None:
-        self._link = _Link(hear, None, in_engine)
+    def __init__(
+        self,
+        hear: Ear,
+        *,
+        in_engine: bool = False,
+        count: Count | None = None,
+        session: Any = None,
+    ) -> None:
+        self._link = _Link(hear, None, in_engine, count, session)
 
     def __enter__(self) -> None:
         try:
@@ -214,7 +233,7 @@ class _OnKey:
 
     def rest(self) -> None:
         """Listen no more."""
-        self._link.hear = _run
+        self._link.hear, self._link.session = _run, None
         if self._link.outer is None and _thread.entered_last is self._link:
             _include(_KEY, False)
 
@@ -254,7 +273,7 @@ def _tell_engine() -> None:
         link = link.outer
     chain: _Link | None = None
     for link in reversed(links):
-        chain = _Link(link.hear, chain, True)
+        chain = _Link(link.hear, chain, True, link.count)
     if chain is not None or torch._C._is_key_in_tls(_IN_ENGINE):
         _stash(_IN_ENGINE, chain)
 
@@ -290,6 +309,8 @@ def listening(
     *,
     in_engine: bool = False,
     as_mode: bool = False,
+    count: Count | None = None,
+    session: Any = None,
 ) -> Any:
     """A context: inside, `ear` is called for every operator of this thread, below autograd, and has
     to run it.
@@ -298,14 +319,16 @@ def listening(
     `ear` itself runs is not, but by those who listened before. If somebody between `ear` and the
     kernels did something else than `ear` asked for, `doubt` gets the tensors that he may have
     changed. With `in_engine`, the autograd engine's own threads are listened to as well, where an
-    accelerator's backward passes run. Fake tensors are heard `as_mode` only.
+    accelerator's backward passes run. Fake tensors are heard `as_mode` only. `count` gets the
+    tensors that generated code makes inside of what is one operation. With a `session`, the native
+    core may hear in the place of `ear`, and does the same.
     """
     if not _libraries:  # not at import: it takes a while, and not everybody records
         _register(views())
     if len(_libraries) == 1 or as_mode:  # one: the key is somebody else's
         return _Mode(ear)
     if dispatch_modes() == 0:
-        return _OnKey(ear, in_engine=in_engine)
+        return _OnKey(ear, in_engine=in_engine, count=count, session=session)
     return _Mode(ear) if doubt is None or _modes_are_ours() else _CheckedMode(ear, doubt)
 
 
@@ -351,6 +374,50 @@ def _heard(op: Any, /, *args: Any, **kwargs: Any) -> Any:
         return link.hear(op, args, kwargs)
     finally:
         _thread.innermost = link
+
+
+heard = _heard
+
+
+def is_heard() -> bool:
+    """Whether what runs now in this thread is heard by somebody."""
+    return _is_included(_KEY) and not _is_excluded(_KEY)
+
+
+def switch_off() -> None:
+    """Nobody hears what this thread runs, until `switch_on`."""
+    _exclude(_KEY, True)
+
+
+def switch_on() -> None:
+    """Undo it."""
+    _exclude(_KEY, False)
+
+
+def who_counts() -> list[Count]:
+    """Those who are to be told of what generated code makes."""
+    link = _thread.innermost
+    if link is None and torch._C._is_key_in_tls(_IN_ENGINE):
+        link = torch._C._get_obj_in_tls(_IN_ENGINE)
+    found = []
+    while link is not None:
+        if link.count is not None:
+            found.append(link.count)
+        link = link.outer
+    return found
+
+
+@contextlib.contextmanager
+def heard_by_one(ear: Ear) -> Iterator[None]:
+    """Inside of an operation that nobody hears, its parts are heard by `ear`."""
+    before = _thread.innermost
+    try:
+        _thread.innermost = _Link(ear, None, False)
+        _exclude(_KEY, False)
+        yield
+    finally:
+        _exclude(_KEY, True)
+        _thread.innermost = before
 
 
 def _heard_elsewhere(op: Any, args: Any, kwargs: Any) -> Any:
@@ -481,20 +548,27 @@ def _register(views: Iterable[str]) -> None:
             _libraries.append(everything)
             return
         namespaces: dict[str, Any] = {}
+        native = core()
+        if native is not None:
+            native.use_key(_NAME)
         for full in torch._C._dispatch_get_all_op_names():
             namespace, _, name = full.partition("::")
             if namespace not in namespaces:
                 namespaces[namespace] = library(namespace, "IMPL")
-            _register_one(namespaces[namespace], namespace, name)
+            _register_one(namespaces[namespace], namespace, name, native)
         _let_pass_higher_order()
         _libraries.extend((everything, *namespaces.values()))
 
 
-def _register_one(library: Any, namespace: str, name: str) -> None:
+def _register_one(library: Any, namespace: str, name: str, native: Any) -> None:
     full = f"{namespace}::{name}"
     passes = full in _views and full not in _HEARD_VIEWS
-    kernel = torch.library.fallthrough_kernel if passes else _kernel(namespace, name)
-    if kernel is not None:
+    kernel: Any = torch.library.fallthrough_kernel if passes else _kernel(namespace, name)
+    if kernel is None:
+        return
+    if native is not None and not passes:
+        native.listen(full.partition(".")[0], name.partition(".")[2], kernel.args[0], kernel)
+    else:
         library.impl(name, kernel, _NAME, with_keyset=_ABOVE_MODES and not passes)
 
 

@@ -87,6 +87,12 @@ class RankFailed(GradfitError, RuntimeError):
     """
 
 
+class NativeCoreMissing(GradfitError, RuntimeError):
+    """The native core was asked for by name, and cannot be built or used here; the text says
+    why.
+    """
+
+
 class BudgetInfeasible(GradfitError, RuntimeError):
     """No plan stays within the budget. `min_bytes` is the smallest one that does, `breakdown` what
     takes it.

@@ -33,15 +33,17 @@ def source_line() -> str:
 def source_place() -> Place | None:
     """The same, to be put in words later."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        is_users = _is_users.get(name)
-        if is_users is None:
-            is_users = _is_users[name] = not name.startswith(_LIBRARY) or name in _MODELS
-        if is_users:
-            return (name, frame.f_lineno)
+    is_users = _is_users.get
+    # Hot: a scope asks for each root that it reads or saves.
+    while frame is not None and not is_users(frame.f_code.co_filename, True):
         frame = frame.f_back
-    return None
+    if frame is None:
+        return None
+    name = frame.f_code.co_filename
+    if name in _is_users:
+        return (name, frame.f_lineno)
+    _is_users[name] = not name.startswith(_LIBRARY) or name in _MODELS
+    return source_place()
 
 
 def line_at(place: Place | None) -> str:

@@ -446,6 +446,16 @@ void run(const c10::OperatorHandle& op, const c10::FunctionSchema& schema, Stack
 
 void fallback(const c10::OperatorHandle& op, Stack* stack) { run(op, op.schema(), stack); }
 
+// Operators on lists: as CUDA's own, they count what they write to, which torch does not do for them.
+void list_fallback(const c10::OperatorHandle& op, Stack* stack) {
+  std::vector<Tensor> written;
+  if (op.schema().name().back() == '_')
+    written = (*stack)[stack->size() - op.schema().arguments().size()].toTensorVector();
+  run(op, op.schema(), stack);
+  for (const Tensor& one : written)
+    if (!one.is_inference()) one.unsafeGetTensorImpl()->bump_version();
+}
+
 c10::OperatorHandle find_op(const char* name) { return c10::Dispatcher::singleton().findSchemaOrThrow(name, ""); }
 
 // Convolution asks the device for its own; the CPU's takes the same arguments (backward: the bias' size, too).
@@ -686,7 +696,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   for (const c10::OperatorName& op : c10::Dispatcher::singleton().getAllOpNames())
     if (op.name.rfind("aten::_foreach_", 0) == 0) {
       std::string name = op.name.substr(6) + (op.overload_name.empty() ? "" : "." + op.overload_name);
-      m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+      m.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&list_fallback>());
     }
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);

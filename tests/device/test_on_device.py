@@ -275,6 +275,44 @@ def test_a_step_reads_from_the_device_once(sim: Any, loss_fn: Any, micro_batch: 
     assert after["waits"] == before["waits"]
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_accumulator_reads_from_the_device_once_per_update(sim: Any, clip: float | None) -> None:
+    model, batch = network(16, 1), a_batch(4, 16)
+    accumulator = gf.GradientAccumulator(torch.optim.AdamW(model.parameters()), steps=3, clip=clip)
+    for _ in range(2):
+        for _ in range(3):
+            before = sim.counters()
+            accumulator.backward(mean_loss(model, batch), weight=4)
+            assert sim.counters()["reads"] == before["reads"]
+        result = accumulator.step()
+        after = sim.counters()
+        assert result.stepped
+        assert (after["reads"] - before["reads"], after["waits"]) == (1, before["waits"])
+
+
+def test_the_numbers_of_many_parts_take_the_memory_of_a_few(sim: Any) -> None:
+    from gradfit.batches.device_numbers import DeviceNumbers
+
+    def a_number(place: int) -> Any:
+        on_host = torch.tensor(place, device="cpu")
+        if place % 5 > 2:
+            return place if place % 5 == 3 else on_host
+        dtype = (torch.int64, torch.float32, torch.float64)[place % 3]
+        return on_host.to(f"sim:{place % 2}", dtype) + 1
+
+    expected = [float(a_number(place)) for place in range(500)]
+    sim.set_delays(6, 0.2, 200)
+    torch.accelerator.reset_peak_memory_stats()
+    before, held = sim.counters(), torch.accelerator.memory_stats()["allocated_bytes.all.current"]
+    numbers = DeviceNumbers()
+    places = [numbers.add(a_number(place)) for place in range(500)]
+    numbers.read()
+    assert [numbers.of(place) for place in places] == expected
+    assert sim.counters()["reads"] - before["reads"] == 2  # one for each device
+    assert sim.counters()["waits"] == before["waits"]
+    assert torch.accelerator.memory_stats()["allocated_bytes.all.peak"] - held < 64 * 512
+
+
 def test_measuring_waits_for_passes_not_for_operations(sim: Any) -> None:
     model, batch = network(blocks=8), a_batch()
     before = sim.counters()["waits"]
@@ -337,6 +375,101 @@ def test_a_whole_batch_is_plain_bit_by_bit(loss_fn: Any) -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
     )
+
+
+# -- an update is launched before its numbers are read ------------------------------------------
+
+
+class Reads:
+    """Notes, of each read of a step's numbers, whether the optimizer had stepped before."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, optimizer: torch.optim.Optimizer) -> None:
+        from gradfit.batches.device_numbers import DeviceNumbers
+
+        self._optimizer = optimizer
+        self.begin()
+        read = DeviceNumbers.read
+
+        def noted(numbers: DeviceNumbers) -> None:
+            self.after_update.append(self._steps() > self._before)
+            read(numbers)
+
+        monkeypatch.setattr(DeviceNumbers, "read", noted)
+
+    def begin(self) -> None:
+        self._before = self._steps()
+        self.after_update: list[bool] = []
+
+    def _steps(self) -> int:
+        """Which Adam counts on the host."""
+        return int(next(iter(self._optimizer.state.values()))["step"])
+
+
+@pytest.mark.parametrize("loss_fn", [mean_loss, summed_loss], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("micro_batch", [4, 16])
+def test_an_update_is_launched_before_its_numbers_are_read(
+    sim: Any, monkeypatch: pytest.MonkeyPatch, micro_batch: int, clip: float | None, loss_fn: Any
+) -> None:
+    """It is the same as one that is launched after they are read, which a hook of the optimizer
+    asks for: nobody could take back what that does.
+    """
+    model, batch = network(16, 1), a_batch(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = gf.fit(
+        model, optimizer, loss_fn, batch, memory="256 MiB", micro_batch=micro_batch, clip=clip
+    )
+    step(batch)
+    start = copy.deepcopy((model.state_dict(), optimizer.state_dict(), step.state_dict()))
+    reads, results = Reads(monkeypatch, optimizer), []
+    for hooked in (False, True):
+        copy_into(model, step, start)
+        handle = optimizer.register_step_post_hook(lambda *_: None) if hooked else None
+        torch.manual_seed(5)
+        reads.begin()
+        before = sim.counters()["reads"]
+        result = step(batch)
+        assert reads.after_update == [not hooked]
+        assert sim.counters()["reads"] - before == 1
+        results.append((result, everything(model, step)))
+        if handle is not None:
+            handle.remove()
+    (launched, tensors), (read_first, others) = results
+    assert launched == read_first._replace(peak_bytes=launched.peak_bytes)
+    assert launched.attempts == 1
+    assert clip is None or launched.grad_norm > clip
+    assert all(torch.equal(a, b) for a, b in zip(tensors, others, strict=True))
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_an_update_that_should_not_have_been_is_taken_back(
+    sim: Any, monkeypatch: pytest.MonkeyPatch, on_nonfinite: Any
+) -> None:
+    model, batch = network(16, 1), a_batch(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    step = gf.fit(model, optimizer, mean_loss, batch, memory="256 MiB", on_nonfinite=on_nonfinite)
+    step(batch)
+    before = everything(model, step)
+    bad = torch.full_like(batch[0], torch.nan), batch[1]
+    reads = Reads(monkeypatch, optimizer)
+    if on_nonfinite == "raise":
+        with pytest.raises(gf.NonFiniteGradient, match="Nothing was updated"):
+            step(bad)
+    else:
+        result = step(bad)
+        assert (result.stepped, result.reason) == (False, "non-finite gradient")
+    assert reads.after_update == [True]  # and the second attempt has read one by one
+    after = everything(model, step)
+    generators = 3  # which a step that was left out has used
+    assert all(
+        torch.equal(a, b) for a, b in zip(before[:-generators], after[:-generators], strict=True)
+    )
+    assert step.accumulator.windows == (1 if on_nonfinite == "raise" else 2)
+    torch.manual_seed(1)
+    assert step(batch).stepped
+    scheduler.step()
+    assert all(bool(parameter.isfinite().all()) for parameter in model.parameters())
 
 
 # -- memory that runs out ------------------------------------------------------------------------

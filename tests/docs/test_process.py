@@ -124,6 +124,12 @@ def stance() -> State:
     return sys.modules["torch._dynamo.eval_frame"]._stance
 
 
+def compiled_functions() -> State:
+    """What torch.compile calls around each function, and for each graph."""
+    dynamo = sys.modules["torch._dynamo.eval_frame"]
+    return dynamo.set_eval_frame, dynamo._callback_from_stance, modules._has_any_global_hook
+
+
 def generators() -> State:
     numbers: Any = np.random.get_state()
     return torch.get_rng_state().tolist(), random.getstate(), numbers[1].tolist(), numbers[2]
@@ -131,7 +137,8 @@ def generators() -> State:
 
 UNDONE = {
     "garbage collector": Row(gc.get_threshold, in_a_scope),
-    "dynamo's stance": Row(stance, in_a_scope),
+    "compiled functions": Row(compiled_functions, in_a_scope),
+    "dynamo's stance": Row(stance, in_a_fit),
     "dispatch key": Row(lambda: torch._C._dispatch_tls_is_dispatch_key_included(KEY), in_a_scope),
     "saved-tensor hooks": Row(
         lambda: torch._C._autograd._top_saved_tensors_default_hooks(False), in_a_scope
@@ -183,6 +190,7 @@ def test_it_is_put_back(name: str) -> None:
     sorted(
         {
             "garbage collector",
+            "compiled functions",
             "dynamo's stance",
             "dispatch key",
             "saved-tensor hooks",

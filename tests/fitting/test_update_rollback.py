@@ -24,7 +24,7 @@ KINDS = [
     torch.arange(4),
     torch.tensor([True, False]),
     torch.randn(2, dtype=torch.complex64).conj(),
-    torch.tensor([1.0, 0.0, -2.0]).to_sparse(),
+    torch.tensor([1.0, 0.0, -2.0], device="cpu").to_sparse(),
     torch.tensor([float("nan"), float("inf"), -0.0]),
     nn.Parameter(torch.randn(2)),
 ]

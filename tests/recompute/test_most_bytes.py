@@ -123,12 +123,15 @@ def test_a_transposed_convolution_and_groups() -> None:
     assert not compared.too_small
 
 
+CPU_ONES = torch.ones(3, 3, device="cpu")
+
+
 @pytest.mark.parametrize(
     ("func", "args", "kwargs"),
     [
         (aten.nonzero.default, (torch.ones(3),), {}),  # the data decide
         (aten.mul.out, (torch.ones(3), 2), {"out": torch.empty(0)}),  # which is resized
-        (aten.mm.default, (torch.eye(3).to_sparse(), torch.ones(3, 3)), {}),
+        (aten.mm.default, (torch.eye(3, device="cpu").to_sparse(), CPU_ONES), {}),
         (aten.repeat.default, (torch.ones(3), [100]), {}),
     ],
 )

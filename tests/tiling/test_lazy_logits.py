@@ -378,7 +378,7 @@ def test_autocast_is_that_of_the_call() -> None:
     parts = Parts(torch.float32)
 
     def run(make: Callable[[], Any], *, inside: bool) -> list[Tensor]:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(LABELS.device.type, dtype=torch.bfloat16):
             logits = make()
             assert logits.dtype is torch.bfloat16
             loss = F.cross_entropy(flat(logits), LABELS.view(-1)) if inside else None

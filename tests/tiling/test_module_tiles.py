@@ -366,7 +366,7 @@ def test_gradients_of_gradients_and_autocast() -> None:
             torch.testing.assert_close(a, b)
     model.float()
     narrow = x.detach().float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
         plain = run(model, narrow)
         with gf.tile(model, size=5):
             tiled = run(model, narrow)

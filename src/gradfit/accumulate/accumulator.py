@@ -476,6 +476,13 @@ class GradientAccumulator(NotCopied):
                 require_untouched(window)
             return self._finish_until_all_flush()
 
+    def may_step_unread(self) -> bool:
+        """Whether an update can be launched before its numbers are read, by who can take it back.
+
+        For `fit`'s steps, which have a copy of what the optimizer changes.
+        """
+        return self._update.may_step_unread()
+
     def _finish_until_all_flush(self) -> StepResult:
         result = self._update.finish(flushing=True)
         while not self._update.all_flushing:

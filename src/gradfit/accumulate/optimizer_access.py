@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gradfit._torch import is_torchs_own_step
 from gradfit._torch_distributed import is_dtensor
 from gradfit.errors import MisuseError
 
@@ -165,6 +166,15 @@ def _is_about_elements(value: Any) -> bool:
     elements.
     """
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 0
+
+
+def can_be_taken_back(optimizer: Any) -> bool:
+    """Whether a step changes the parameters and the optimizer's own state alone, so that copies of
+    these undo it: not an average of weights that somebody's hook keeps, say.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return False
+    return is_torchs_own_step(optimizer, (f"{__name__}.{_tell.__qualname__}",))
 
 
 class StepWatcher(Protocol):

@@ -17,6 +17,7 @@ from gradfit.accumulate.gradient_marks import drop_gradients
 from gradfit.accumulate.marks import belongs_to_another
 from gradfit.accumulate.optimizer_access import (
     AnyOptimizer,
+    can_be_taken_back,
     full_precision,
     stepper_of,
     watch_steps,
@@ -25,6 +26,7 @@ from gradfit.accumulate.processes import AllParts
 from gradfit.accumulate.scaled_losses import times_unscaled
 from gradfit.accumulate.scaling import gradients_of, nonfinite_gradient, scale_gradients
 from gradfit.accumulate.step_result import StepResult
+from gradfit.accumulate.unread_numbers import UnreadNumbers
 from gradfit.accumulate.window import Window
 from gradfit.accumulate.window_begin import leave_gradients
 from gradfit.accumulate.window_end import combine, finalise, meet
@@ -100,6 +102,8 @@ class Update:
     def _apply(self, scaler: Any, whole: AllParts, result: StepResult) -> StepResult:
         """Unscale, check, normalise and clip the gradients, then step with them."""
         window = self.window
+        if window.unread is not None:
+            return self._apply_unread(window.unread, result)
         factor = combine(window)
         gradients = gradients_of(window.tensors)
         if scaler is not None:
@@ -118,6 +122,29 @@ class Update:
         stepped = self._step_or_keep(self.optimizer, scaler, norm)
         self._end(norm**2)
         return result._replace(stepped=stepped, reason=_reason(stepped, scaler))
+
+    def _apply_unread(self, unread: UnreadNumbers, result: StepResult) -> StepResult:
+        """Step first, and then read whether that is right: if not, `unread.read` raises, for who
+        takes the step back.
+        """
+        window, optimizer = self.window, self.optimizer
+        assert optimizer is not None
+        window.in_doubt = True
+        unread.make_mean(gradients_of(window.tensors), self.max_norm)
+        stepped = self._step_or_keep(optimizer, None, None)
+        norm = unread.read() * window.state.main.factor
+        weight = window.weight
+        self._end(norm**2)
+        return result._replace(
+            stepped=stepped, reason=_reason(stepped, None), grad_norm=norm, weight=weight
+        )
+
+    def may_step_unread(self) -> bool:
+        """Whether the optimizer may step before anybody has read whether it should, by those that
+        can put back what torch's own optimizers change.
+        """
+        alone = self.scaler is None and self.clipper is None and self.window.ranks.size == 1
+        return alone and can_be_taken_back(self.optimizer)
 
     def _norm(self, gradients: list[Tensor]) -> float:
         """Of the sums, unless somebody has read it already."""
@@ -201,7 +228,7 @@ class Update:
         self._end(norm**2)
         return StepResult(stepped, _reason(stepped, scaler), norm, 0, 0, 0)
 
-    def _step_or_keep(self, optimizer: AnyOptimizer, scaler: Any, norm: float) -> bool:
+    def _step_or_keep(self, optimizer: AnyOptimizer, scaler: Any, norm: float | None) -> bool:
         """Step; if that fails, leave things so that the caller can try again, or says that nobody
         can.
         """
@@ -212,11 +239,13 @@ class Update:
             self._leave_failed(scaler, norm, before)
             raise
 
-    def _leave_failed(self, scaler: Any, norm: float, before: list[tuple[Tensor, int]]) -> None:
+    def _leave_failed(
+        self, scaler: Any, norm: float | None, before: list[tuple[Tensor, int]]
+    ) -> None:
         """A step has failed, before which the parameters had these versions."""
         changed = sum(_torch.version_of(tensor) != version for tensor, version in before)
         if self._stepped:  # only what came after the update has failed, somebody's hook, say
-            self._end(norm**2)
+            self._end(None if norm is None else norm**2)
         elif changed:
             self.window.break_off(
                 f"The optimizer failed when it had changed {changed} of {len(before)}"

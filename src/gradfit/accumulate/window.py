@@ -45,6 +45,7 @@ from gradfit.accumulate.processes import SINGLE_PROCESS, AllParts, SingleProcess
 from gradfit.accumulate.short_way import ShortWay
 from gradfit.accumulate.strategy import FixedStepCount, Strategy
 from gradfit.accumulate.transaction import Transaction
+from gradfit.accumulate.unread_numbers import UnreadNumbers
 from gradfit.accumulate.window_begin import notice_use
 from gradfit.accumulate.window_end import finalise
 from gradfit.accumulate.window_members import follow_optimizer, let_go_all, register_all
@@ -121,6 +122,8 @@ class Window:
         self.notes: dict[str, float] = {}
         # of the sums, for whoever has read it together with other numbers
         self.norm_ahead: float | None = None
+        # numbers that nobody has read: the update is launched with them, and reads them then
+        self.unread: UnreadNumbers | None = None
         self.whole: AllParts | None = None  # what all processes hold, once they have met
         self.marks: GradientMarks | None = None
         self.settled = None

@@ -9,22 +9,20 @@ then is it known whether they fit together: `BatchWeights` checks.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradfit.batches.denominator import Denominator, Number, Term
+from gradfit.batches.device_numbers import DeviceNumbers
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.weights import BatchWeights, Weight
 
 
-class ZeroWeight(Exception):
-    """A part without items was added to the gradients with others: the batch must be run again,
-    reading each weight.
+class ReadEach(Exception):
+    """The batch must be run again, reading each part's numbers when it comes: one without items was
+    added to the gradients with others, or the update was launched and should not have been.
     """
 
 
@@ -37,14 +35,15 @@ class Backpropagated(NamedTuple):
 
 
 class _Taken(NamedTuple):
-    part: PartLoss
-    denominator: Denominator | None
+    """A part with its numbers still to be read."""
 
-    def scalars(self) -> list[Any]:
-        part, read = self.part, self.denominator
-        terms = () if read is None else read.terms
-        of_terms = [number for term in terms for number in (term.count, term.scale)]
-        return [part.loss, part.count, *part.logs.values(), *of_terms]
+    rows: int
+    loss: Any
+    count: Any
+    logs: dict[str, Any]
+    terms: list[tuple[Any, Any, str]] | None
+    """Count, scale and reduction of each; None if nobody asks."""
+    unknown: tuple[str, ...]
 
 
 class LateWeights:
@@ -58,29 +57,57 @@ class LateWeights:
     def __init__(self, weights: BatchWeights, *, whole: bool) -> None:
         self._weights, self._whole = weights, whole
         self._taken: list[_Taken] = []
+        self._numbers = DeviceNumbers()
+        self.total: Number = 0
+        """What all parts of several weigh together, perhaps on their device, if it is as it seems
+        before the numbers are read.
+        """
+        self.read_total = 0.0
+        """The same, read."""
 
     def take(self, part: PartLoss) -> Backpropagated:
         """What to backpropagate for this part. Nothing is read from its device."""
         asked = self._weights.asks(part, is_empty=False)
         read = part.denominator if asked else None
-        # Without its graph, which would hold the part's activations until the batch's end.
-        kept = dataclasses.replace(part, loss=part.loss.detach())
-        self._taken.append(_Taken(kept, read))
+        self._taken.append(self._with_places(part, read))
         if isinstance(part.count, Tensor):
+            self._add_to_total(part.count)
             return self._sum_over(part, part.count)
         if part.count is not None or read is None:
             return self._as_it_is(part, None)
         return self._by_divisor(part, read)
 
+    def _with_places(self, part: PartLoss, read: Denominator | None) -> _Taken:
+        """A part without its tensors, and so without its graph, which would hold the part's
+        activations until the batch's end.
+        """
+        add = self._numbers.add
+        terms = None if read is None else [
+            (add(one.count), add(one.scale), one.reduction) for one in read.terms
+        ]  # fmt: skip
+        logs = {name: add(value) for name, value in part.logs.items()}
+        unknown = () if read is None else read.unknown
+        return _Taken(part.rows, add(part.loss), add(part.count), logs, terms, unknown)
+
+    def _add_to_total(self, weight: Number) -> None:
+        """In double precision, as numbers that were read are added up."""
+        if self._whole:
+            return
+        if isinstance(weight, Tensor):
+            weight = weight.item() if weight.is_cpu else weight.detach().to(torch.float64)
+        self.total = self.total + weight
+
     def _by_divisor(self, part: PartLoss, read: Denominator) -> Backpropagated:
         divisor = self._weights.adding_divisor(read)
         if isinstance(divisor, Tensor):
+            self._add_to_total(divisor)
             return self._mean_over(part, divisor)
         divisors = None if divisor is None else tuple(term.divisor for term in read.terms)
         return self._as_it_is(part, divisors)
 
     def _as_it_is(self, part: PartLoss, divisors: tuple[Number, ...] | None) -> Backpropagated:
         weight = self._weights.weigh(part, divisors)
+        self._add_to_total(weight.number)
         return Backpropagated(part.loss, weight.number, weight.reduction)
 
     def _sum_over(self, part: PartLoss, count: Tensor) -> Backpropagated:
@@ -99,74 +126,35 @@ class LateWeights:
 
         Raises:
             MisuseError: what the parts were divided by does not go together.
-            ZeroWeight: a part of several has no items, so its gradient should not be there.
+            ReadEach: a part of several has no items, so its gradient should not be there.
         """
-        numbers = _Numbers()
-        for taken in self._taken:
-            numbers.add(*taken.scalars())
-        numbers.add(*others)
-        numbers.read()
-        weighed = [self._weigh(taken, numbers) for taken in self._taken]
-        return weighed, [numbers.of(one) for one in others]
+        places, total = [self._numbers.add(one) for one in others], self._numbers.add(self.total)
+        self._numbers.read()
+        self.read_total = self._numbers.of(total)
+        weighed = [self._weigh(taken) for taken in self._taken]
+        return weighed, [self._numbers.of(place) for place in places]
 
-    def _weigh(self, taken: _Taken, numbers: _Numbers) -> tuple[PartLoss, Weight]:
-        part, read = _as_numbers(taken.part, numbers), taken.denominator
-        weight = self._weights.of(part, None if read is None else _read_as_numbers(read, numbers))
+    def _weigh(self, taken: _Taken) -> tuple[PartLoss, Weight]:
+        part = self._read_part(taken)
+        weight = self._weights.of(part, self._read_denominator(taken))
         # As a sum it came in all the same: NaN, perhaps, where a mean over nothing was taken.
         if not weight.number and not self._whole:
-            raise ZeroWeight
+            raise ReadEach
         return part, weight
 
+    def _read_part(self, taken: _Taken) -> PartLoss:
+        number = self._numbers.of
+        loss = torch.tensor(number(taken.loss), dtype=torch.float64, device="cpu")
+        count = None if taken.count is None else int(number(taken.count))
+        logs = {name: number(value) for name, value in taken.logs.items()}
+        return PartLoss(loss, count, taken.rows, logs)
 
-def _as_numbers(part: PartLoss, numbers: _Numbers) -> PartLoss:
-    count = None if part.count is None else int(numbers.of(part.count))
-    loss = torch.tensor(numbers.of(part.loss), dtype=torch.float64, device="cpu")
-    return PartLoss(
-        loss, count, part.rows, {name: numbers.of(value) for name, value in part.logs.items()}
-    )
-
-
-def _read_as_numbers(read: Denominator, numbers: _Numbers) -> Denominator:
-    terms = (
-        Term(
-            None if one.count is None else numbers.of(one.count),
-            numbers.of(one.scale),
-            one.reduction,
+    def _read_denominator(self, taken: _Taken) -> Denominator | None:
+        if taken.terms is None:
+            return None
+        number = self._numbers.of
+        terms = (
+            Term(None if count is None else number(count), number(scale), reduction)
+            for count, scale, reduction in taken.terms
         )
-        for one in read.terms
-    )
-    return Denominator(tuple(terms), read.unknown)
-
-
-class _Numbers:
-    """Scalars on devices, read in one copy per device."""
-
-    def __init__(self) -> None:
-        self._waiting: list[Tensor] = []
-        self._read: dict[int, float] = {}
-
-    def add(self, *values: Any) -> None:
-        self._waiting += [value for value in values if isinstance(value, Tensor)]
-
-    def read(self) -> None:
-        by_device: dict[torch.device, dict[torch.dtype, list[Tensor]]] = {}
-        for one in self._waiting:
-            by_device.setdefault(one.device, {}).setdefault(one.dtype, []).append(one)
-        for kinds in by_device.values():
-            ones = chain.from_iterable(kinds.values())
-            numbers = _together(list(kinds.values())).tolist()
-            self._read.update(zip(map(id, ones), numbers, strict=True))
-
-    def of(self, value: Any) -> float:
-        """The number behind a tensor that was added; any other number as it is."""
-        return self._read[id(value)] if isinstance(value, Tensor) else float(value)
-
-
-def _together(kinds: Sequence[Sequence[Tensor]]) -> Tensor:
-    """One vector in double precision, which holds every float32 and every count; Apple's devices
-    have none. Those of one type go together: each call is a kernel.
-    """
-    wide = torch.float32 if kinds[0][0].device.type == "mps" else torch.float64
-    with torch.no_grad():
-        stacked = [torch.stack([one.detach().reshape(()) for one in kind]) for kind in kinds]
-        return torch.cat([one.to(wide) for one in stacked])
+        return Denominator(tuple(terms), taken.unknown)

@@ -14,6 +14,7 @@ import typer
 
 from gradfit import __version__
 from gradfit.cli.audit_command import audit
+from gradfit.cli.build_native_command import build_native
 from gradfit.cli.console import results_at_the_end
 from gradfit.cli.demo_command import demo
 from gradfit.cli.estimate_command import estimate
@@ -64,6 +65,7 @@ _EXAMPLES: dict[Callable[..., None], str] = {
     audit: "gradfit audit gpt --memory '200 MiB'",
     selftest: "gradfit selftest --out .",
     demo: "gradfit demo --report demo.html",
+    build_native: "gradfit build-native",
 }
 
 

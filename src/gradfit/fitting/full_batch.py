@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import is_out_of_memory
+from gradfit._torch_listen import eager_functions
 from gradfit.batches.additivity import measure_additivity
 from gradfit.batches.additivity_record import Additivity
 from gradfit.batches.runner import LossFunction, count_rows, run_part
@@ -140,7 +141,7 @@ def _whole_gradients(
 ) -> tuple[Gradients, WholeDraws]:
     draws = WholeDraws()
     with trials_end(), untouched(model):
-        with draws:
+        with eager_functions(), draws:
             part_loss = run_part(loss_fn, model, batch, rows)
         torch.autograd.backward(part_loss.loss)
         items = 1.0 if part_loss.count is None else float(part_loss.count)
@@ -161,7 +162,7 @@ def _added_gradients(
     with trials_end(), untouched(model):
         for position, (part, rows) in enumerate(parts):
             generators.restore()
-            with draws.for_part():
+            with eager_functions(), draws.for_part():
                 part_loss = run_part(loss_fn, model, part, rows)
             part_loss = weights.shared(part_loss, position)
             weight = weights.of(part_loss)

@@ -20,8 +20,9 @@ from gradfit._torch_distributed import local_part
 from gradfit._torch_fsdp import drop_gradients, units_of
 from gradfit.batches.additivity import has_count
 from gradfit.batches.additivity_record import Additivity
+from gradfit.batches.device_numbers import MOST_WAITING
 from gradfit.batches.runner import LossFunction, MicroBatchRunner, Part
-from gradfit.batches.snapshot import untouched
+from gradfit.batches.snapshot import Snapshot, untouched
 from gradfit.devices import counted_device, devices_of, free_cached_memory, wait_for
 from gradfit.errors import BudgetInfeasible, MisuseError
 from gradfit.fitting.batch_rows import BatchRows
@@ -79,6 +80,8 @@ _DOUBT = 1.3  # by how much a prediction may be slower, and the clock is still a
 # Looking for rivals of a plan, and for plans in tiles, takes about so many of its steps.
 _RIVALS_STEPS, _TILES_STEPS = 3.0, 10.0
 _NUMBERS_BYTES = 2048  # weights and norms of the accumulator, as scalars
+# on a device whose allocator is followed: of the parts, while they wait to be read, and of the norm
+_NUMBERS_AT_ONCE, _NUMBER_BYTES = MOST_WAITING + 16, 8
 
 
 class _NeedsMore(Exception):
@@ -1066,9 +1069,9 @@ class Planner:
         step, or None if it left the plan or memory ran out. A peak above `online_bytes` is what was
         needed where these did not suffice."""
         self._progress.begin(f"trying out a plan, micro-batch {untested.plan.micro_batch}")
-        with untouched(self._model):
+        with untouched(self._model) as before:
             try:
-                return self._run_trial(untested, batch, online_bytes)
+                return self._run_trial(untested, batch, online_bytes, before)
             except Exception as error:
                 if not _is_answer_of_trial(error):
                     raise
@@ -1090,7 +1093,9 @@ class Planner:
         is_short = online_bytes is None and is_out_of_memory(error)
         return self.limit_bytes * 11 // 10 if is_short else 0
 
-    def _run_trial(self, untested: TestedPlan, batch: Any, online_bytes: int | None) -> TestedPlan:
+    def _run_trial(
+        self, untested: TestedPlan, batch: Any, online_bytes: int | None, before: Snapshot
+    ) -> TestedPlan:
         untested = dataclasses.replace(untested, saved_bytes=None)  # of another plan, perhaps
         plan, profile = untested.plan, untested.profile
         # what its first step will allocate
@@ -1107,7 +1112,9 @@ class Planner:
             # than a step's.
             held = meter(content, device=self.device).current_bytes
             rest = max(0, int(plan.batch_size * profile.batch_bytes.per_item) - held)
-            record.begin(*self.resident, content, beside=rest)
+            if not record.begun:  # a step, too, has copies of the buffers to go back to
+                own = (*self.resident, content, before.buffers)
+                record.begin(*own, beside=_beside_trial(rest))
             live = Meter(device=self.device)
             live.events = record.events
             live.watch(*self.resident, content)
@@ -1253,6 +1260,13 @@ class Planner:
         torch.autograd.backward(loss)
         wait_for(self._devices)
         return seconds_now() - started
+
+
+def _beside_trial(batch_bytes: int) -> list[int]:
+    """Bytes of what a step holds and a trial does not: the batch's rest, and the numbers of its
+    parts.
+    """
+    return [batch_bytes, *[_NUMBER_BYTES] * _NUMBERS_AT_ONCE]
 
 
 def _keeps_whole_batch(plan: Plan) -> bool:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from gradfit._torch import is_out_of_memory
 from gradfit._torch_listen import eager_functions
 from gradfit.batches.additivity_record import Additivity
-from gradfit.batches.late_weights import ZeroWeight
+from gradfit.batches.late_weights import ReadEach
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.runner import LossFunction, Mode, Part
 from gradfit.batches.shares import PartCounter, PartShare
@@ -127,12 +127,12 @@ class Recovery:
         """Whether the same plan can succeed, or another one for the same memory, by what this error
         says.
         """
-        self.reads_each = isinstance(error, ZeroWeight)
+        self.reads_each = isinstance(error, ReadEach)
         self._counts_first = self._counts_first or isinstance(error, CountFirst)
         if isinstance(error, UnreadableLoss) and not self._runs_eagerly:
             self._runs_eagerly = True
             return True
-        return isinstance(error, Diverged | ZeroWeight | CountFirst)
+        return isinstance(error, Diverged | ReadEach | CountFirst)
 
     def run(
         self,

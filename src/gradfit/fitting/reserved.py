@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -115,7 +115,7 @@ class ReservedMemory:
         return any((kind, index) == (device.type, device.index) for device in self._devices)
 
     def capped(
-        self, budget_bytes: int, batch: Any, *resident: Any, final: bool
+        self, budget_bytes: int, batch: Any, resident: Callable[[], Any], *, final: bool
     ) -> contextlib.AbstractContextManager[None]:
         """Inside, no device reserves more than the budget, beside what others hold on it.
 
@@ -126,25 +126,31 @@ class ReservedMemory:
         Args:
             budget_bytes: for all devices of the model together; there is one cap for each.
             batch: of the step.
-            resident: model and optimizer.
+            resident: gives model, optimizer, and copies of a step's own.
             final: whether they hold by now all that they will hold, so that they need not be asked
                 again.
         """
         device = self._capped_device(budget_bytes)
         if device is None:
             return _NOTHING
-        return self._capped(device, budget_bytes, batch, *resident, final=final)
+        return self._capped(device, budget_bytes, batch, resident, final=final)
 
     @contextlib.contextmanager
     def _capped(
-        self, device: torch.device, budget_bytes: int, batch: Any, *resident: Any, final: bool
+        self,
+        device: torch.device,
+        budget_bytes: int,
+        batch: Any,
+        resident: Callable[[], Any],
+        *,
+        final: bool,
     ) -> Iterator[None]:
         stats = torch.accelerator.memory_stats(device)
         if not stats["reserved_bytes.all.current"]:  # nothing is cached
             yield
             return
         module = torch.get_device_module(device)
-        own = self._rounded_resident(*resident, final=final) + self.rounded_bytes(batch)
+        own = self._rounded_resident(resident, final=final) + self.rounded_bytes(batch)
         others = max(0, stats["allocated_bytes.all.current"] - own)
         total = torch.accelerator.get_memory_info(device)[1]
         before = module.get_per_process_memory_fraction(device)
@@ -163,10 +169,10 @@ class ReservedMemory:
             return None
         return self._devices[0] if _has_cap(self._devices[0]) else None
 
-    def _rounded_resident(self, *resident: Any, final: bool) -> int:
+    def _rounded_resident(self, resident: Callable[[], Any], *, final: bool) -> int:
         if self._resident is not None:
             return self._resident
-        own = self.rounded_bytes(*resident)
+        own = self.rounded_bytes(resident())
         self._resident = own if final else None
         return own
 
@@ -183,26 +189,25 @@ class TrialRecord:
         self._memory = memory
         self._before: dict[int, list[Mapping[str, Any]]] | None = None
         self._own_bytes = 0
-        self._begun = False
+        self.begun = False
 
-    def begin(self, *resident: Any, beside: int) -> None:
-        """Before a pass; the first one begins with an empty cache.
+    def begin(self, *resident: Any, beside: Iterable[int]) -> None:
+        """Before the first pass, which begins with an empty cache.
 
         Args:
-            resident: model, optimizer, batch.
-            beside: bytes of a step's batch that are not there in the trial.
+            resident: model, optimizer, batch, and copies that a step has, too.
+            beside: bytes of each tensor that a step holds and the trial does not.
         """
-        if self._begun:
-            return
-        self._begun = True
+        self.begun = True
         if self._memory.segments() is None:
             return
         torch.accelerator.empty_cache()
         self._before = self._memory.segments()
         self._own_bytes = self._memory.rounded_bytes(*resident)
         self.events = []
-        if self._before and beside:
-            self.events.append((_BESIDE, beside, next(iter(self._before))))
+        if self._before:
+            first = next(iter(self._before))
+            self.events += _named([(nbytes, first) for nbytes in beside], _BESIDE)
 
     def reserved_bytes(self, update: UpdateSizes, *, copied: bool) -> int:
         """The most bytes reserved in two steps, without what others hold; 0 if it is not known.

@@ -299,8 +299,7 @@ class TrainStep(NotCopied):
         with self._planner.reserved.capped(
             self.budget_bytes,
             batch,
-            self.model,
-            self.optimizer,
+            lambda: (self.model, self.optimizer, before.buffers),
             final=tested.seen,
         ):
             result = self._recovery.repeat(
@@ -410,11 +409,14 @@ class TrainStep(NotCopied):
 
     def _close_window(self, totals: LossTotals) -> tuple[StepResult, float, Mapping[str, float]]:
         """Update; with the mean loss and logs over all processes."""
-        self.accumulator.window.notes = totals.read()
+        is_read = self.accumulator.window.unread is None
+        if is_read:
+            self.accumulator.window.notes = totals.read()
         result = self.accumulator.flush()
         if result.stepped and self._given is not self.optimizer:
             count_step(self._given)
-        return (result, *means_of(self.accumulator.notes, self._summed_logs))
+        notes = self.accumulator.notes if is_read else totals.read()
+        return (result, *means_of(notes, self._summed_logs))
 
     @property
     def _summed_logs(self) -> tuple[str, ...]:
@@ -453,7 +455,7 @@ class TrainStep(NotCopied):
         self, call: _Call, tested: TestedPlan, attempt: int, peak: int | Meter
     ) -> TrainResult:
         """All passes and the update; `peak` is what was measured before, or measures it now."""
-        totals, weigh = self._run_parts(call, tested)
+        totals, weighed = self._run_parts(call, tested)
         self._changing = UpdateSnapshot(
             call.before.tensors, self.optimizer, taken=tested.copied, layout=self._copy_layout
         )
@@ -463,12 +465,22 @@ class TrainStep(NotCopied):
             uninterrupted() if alone and not tested.copied else _NOTHING,
             self._changing,
         ):
-            weigh()  # when the copy is launched: from here on an accelerator waits for the host
+            self._read_or_launch(weighed, tested)
             closed = self._close_window(totals)
         peak_bytes = _peak_in_step(tested, peak) if isinstance(peak, Meter) else peak
         return self._train_result(
             *closed, peak_bytes, attempts=attempt, online=self._recovery.online
         )
+
+    def _read_or_launch(self, weighed: WeighedParts, tested: TestedPlan) -> None:
+        """Read what is still on an accelerator; or, where the update can be taken back, let it be
+        launched before, so that the device does not wait for the host: then what is read after it
+        decides whether it has happened.
+        """
+        if tested.copied and weighed.is_late and self.accumulator.may_step_unread():
+            self.accumulator.window.unread = weighed.unread()
+        if self.accumulator.window.unread is None:
+            weighed.weigh()
 
     def _train_result(
         self,
@@ -493,9 +505,9 @@ class TrainStep(NotCopied):
             online=online,
         )
 
-    def _run_parts(self, call: _Call, tested: TestedPlan) -> tuple[LossTotals, Callable[[], None]]:
-        """Both passes of each micro-batch, into the window; with what reads their weights, where
-        those are still on an accelerator.
+    def _run_parts(self, call: _Call, tested: TestedPlan) -> tuple[LossTotals, WeighedParts]:
+        """Both passes of each micro-batch, into the window; with their weights, which may still be
+        on an accelerator.
         """
         parts, first = call.rows.parts(tested.plan.micro_batch), call.first
         self.accumulator.accumulation_count = len(parts)
@@ -516,7 +528,7 @@ class TrainStep(NotCopied):
                 self._pause(call.after, place, tested.plan.micro_batch, totals)
             backward = partial(weighed.backward, position=place)
             self._recovery.run(tested, part, call.batch, backward, first=place == first)
-        return totals, weighed.weigher()
+        return totals, weighed
 
     def _weights_of(self, rows: int, shares: Sequence[PartShare] | None) -> BatchWeights:
         return BatchWeights(

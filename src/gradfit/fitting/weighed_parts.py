@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from gradfit.accumulate.accumulator import GradientAccumulator
 from gradfit.accumulate.scaling import norm_on_device
+from gradfit.accumulate.unread_numbers import UnreadNumbers
 from gradfit.batches.denominator import Denominator
-from gradfit.batches.late_weights import LateWeights
+from gradfit.batches.late_weights import LateWeights, ReadEach
 from gradfit.batches.loss import PartLoss
 from gradfit.batches.runner import Part
 from gradfit.batches.totals import LossTotals
@@ -91,23 +93,62 @@ class WeighedParts:
             return False
         return loss.dtype in (torch.float32, torch.float64)
 
-    def weigher(self) -> Callable[[], None]:
-        """What reads the weights that are still on an accelerator, once all parts are in."""
-        return _nothing if self._late is None else self._weigh
+    @property
+    def is_late(self) -> bool:
+        """Whether numbers are still on an accelerator."""
+        return self._late is not None
 
-    def _weigh(self) -> None:
-        """Read all weights, losses and the norm at once, and put them where they are looked for."""
-        assert self._late is not None
+    def weigh(self) -> None:
+        """Read all weights, losses and the norm at once, if they are still on an accelerator, and
+        put them where they are looked for.
+        """
+        if self._late is not None:
+            self._settle(self._late, self._norm())
+
+    def unread(self) -> UnreadNumbers | None:
+        """What the update can be launched with before the numbers are read; None if they must be
+        read before, or are.
+        """
+        if self._late is None or not self._is_on_one_device():
+            return None
+        late, norm, divisor = self._late, self._norm(), self._accumulator.window.state.main.divisor
+        factor = 1.0 if self._is_whole or divisor is None else divisor / late.total
+        return UnreadNumbers(factor, norm, partial(self._settle_launched, late, norm))
+
+    def _is_on_one_device(self) -> bool:
+        """Whether all gradients are dense, on one accelerator that knows double precision."""
+        gradients = self._gradients()
+        devices = {one.device for one in gradients}
+        one = len(devices) == 1 and next(iter(devices)).type not in ("cpu", "mps")
+        return one and all(gradient.layout is torch.strided for gradient in gradients)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        tensors = self._accumulator.window.tensors
+        return [one for tensor in tensors if (one := tensor.grad) is not None]
+
+    def _norm(self) -> torch.Tensor:
+        return norm_on_device(self._gradients())
+
+    def _settle(self, late: LateWeights, norm: torch.Tensor) -> float:
+        """Read everything; gives what all parts weigh together."""
         window = self._accumulator.window
-        gradients = [one for tensor in window.tensors if (one := tensor.grad) is not None]
-        weighed, (norm,) = self._late.read(norm_on_device(gradients))
+        weighed, (number,) = late.read(norm)
         for part, weight in weighed:
             self._totals.add(part, weight)
         total = sum(float(weight.number) for _, weight in weighed)
         window.settle_weight(total, whole=self._is_whole)
-        if math.isfinite(norm):  # else the update looks closer
-            window.norm_ahead = norm
+        if math.isfinite(number):  # else the update looks closer
+            window.norm_ahead = number
+        return total
 
+    def _settle_launched(self, late: LateWeights, norm: torch.Tensor) -> float:
+        """The same when the update is launched; gives the norm.
 
-def _nothing() -> None:
-    pass
+        Raises:
+            ReadEach: it should not have been, or not with these numbers.
+        """
+        total = self._settle(late, norm)
+        number = self._accumulator.window.norm_ahead
+        if number is None or not total or not (self._is_whole or total == late.read_total):
+            raise ReadEach
+        return number

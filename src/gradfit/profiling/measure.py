@@ -14,7 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gradfit import _torch_distributed as distributed
 from gradfit._torch import is_out_of_memory, raised_by_functorch, storage_key
+from gradfit._torch_compile import is_compiled
 from gradfit._torch_fsdp import drop_gradients
+from gradfit._torch_listen import eager_functions
 from gradfit.arguments import (
     check_arguments,
     check_optimizer,
@@ -181,8 +183,10 @@ def choose_tiles(
     """Which tiles are worth measuring, by running so many rows without gradients; nothing stays
     changed.
     """
+    if is_compiled(model, loss_fn):  # tiles are other forwards, which would be compiled anew
+        return TileChoices()
     part = next(iter((split or split_batch)(batch, rows)))
-    with trials_end(), untouched(model):
+    with trials_end(), untouched(model), eager_functions():
         return tile_choices(model, loss_fn, part)
 
 
@@ -202,7 +206,7 @@ def _measure(step: _Step, limits: _Limits, additivity: Additivity | None) -> Pro
     with trials_end(), untouched(model) as before:
         cost = _cost_of(step.optimizer)
         if additivity is None:
-            with meter(model, step.optimizer, batch) as live:
+            with meter(model, step.optimizer, batch, device=counted_device(model)) as live:
                 additivity = additivity_within(
                     model, step.loss_fn, batch, step.split, limits.memory_bytes, before.rewind
                 )
@@ -305,7 +309,12 @@ class _RoomForRows:
         # hold them.
         forward = torch.no_grad() if distributed.is_running() else saved.counted()
         try:
-            with meter(model, batch, device=counted_device(model)) as live, forward:
+            # A compiled one as it was written: code for so few rows is needed nowhere else.
+            with (
+                meter(model, batch, device=counted_device(model)) as live,
+                forward,
+                eager_functions(),
+            ):
                 before = live.current_bytes
                 loss_fn(model, unmarked(part))
         # the user's code, which may need gradients or more rows: measured it will be said
@@ -417,8 +426,8 @@ class _Sampler:
         """
         samples: list[Sample] = []
         refused = False
-        little = max(1, self.total // 8)
-        for size in sorted({1, little, self.total // 2, self.total}):
+        little = max(self._first_size, self.total // 8)
+        for size in sorted({self._first_size, little, self.total // 2, self.total}):
             try:
                 sample = self.sample(size)
             except Exception as error:
@@ -452,10 +461,14 @@ class _Sampler:
     def doubling(self) -> list[Sample]:
         samples: list[Sample] = []
         size, refused = self._first_size, False
+        is_one_left_out = size > 1
         while size <= self.total:
             try:
                 sample = self.sample(size, metered=not samples)
             except Exception as error:
+                if is_one_left_out and not samples and is_out_of_memory(error):
+                    is_one_left_out, size = False, 1
+                    continue
                 if samples and is_out_of_memory(error):
                     break
                 if size > 1 or _is_certain(error):
@@ -480,9 +493,12 @@ class _Sampler:
     @property
     def _first_size(self) -> int:
         """One row, which may do less than several do (a copy of it may be a view); where it was
-        run already, and several surely fit, two.
+        run already, and several surely fit, two. For one row torch.compile makes code that is of no
+        use for any other number.
         """
-        return 2 if self.has_room and self.total > 2 else 1
+        if self.total <= 2:
+            return 1
+        return 2 if self.has_room or is_compiled(self.step.model, self.step.loss_fn) else 1
 
     def is_enough(self, samples: list[Sample]) -> bool:
         """Whether to stop doubling: the next size may not fit, or takes long. Two sizes must be

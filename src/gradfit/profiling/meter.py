@@ -2,7 +2,7 @@
 
 It counts what operations return, from the moment they return it until the storage dies. Memory that
 a kernel takes and gives back inside one operation is not a tensor and is not seen; an accelerator's
-own counters can be put beside it.
+own counters can be put beside it. The tensors that a compiled graph makes inside are seen.
 """
 
 from __future__ import annotations
@@ -125,6 +125,9 @@ class Meter(OperationListener):
         elif isinstance(out, list | tuple):
             for item in out:
                 self._see_all(item)
+
+    def _made_inside(self, tensor: torch.Tensor) -> None:
+        self._see(tensor)
 
     def _see(self, tensor: torch.Tensor) -> None:
         if type(tensor) is not torch.Tensor:

@@ -21,7 +21,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from gradfit import _torch_distributed as distributed
 from gradfit import _torch_fsdp as fsdp
 from gradfit._torch import after_accumulation, current_node, graph_task_id, storage_key
-from gradfit._torch_listen import unseen
+from gradfit._torch_compile import called_module
+from gradfit._torch_listen import unseen, untraced
 from gradfit._torch_storage import StorageWatch, watch_storage
 from gradfit.devices import devices_of, wait_for
 from gradfit.interrupts import uninterrupted
@@ -43,7 +44,7 @@ from gradfit.tape.storage import (
     key_of,
     written_tensors,
 )
-from gradfit.tape.stream import results_of
+from gradfit.tape.stream import new_bytes, results_of
 from gradfit.tape.value_names import observing_names
 from gradfit.tape.values import Handle, Segment, Tape
 from gradfit.tree import leaves
@@ -93,6 +94,41 @@ class _WatchedStorage(StorageWatch):
     storage: int
 
 
+class _BytesInside:
+    """What generated code holds at most, while it is one operation: its results among that."""
+
+    def __init__(self) -> None:
+        self._now = self._peak = 0
+        self._live: dict[int, _WatchedStorage] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """A tensor that it has made."""
+        try:
+            key = key_of(tensor)
+        except Untrackable:
+            return
+        if key not in self._live:
+            storage = tensor.untyped_storage()
+            watcher = watch_storage(storage, self._died, _WatchedStorage)
+            watcher.key, watcher.nbytes = key, storage.nbytes()
+            self._live[key] = watcher
+            self._now += watcher.nbytes
+            self._peak = max(self._peak, self._now)
+
+    def _died(self, watcher: _WatchedStorage) -> None:
+        if self._live.get(watcher.key) is watcher:
+            del self._live[watcher.key]
+            self._now -= watcher.nbytes
+
+    def take_peak(self) -> int:
+        """The operation has ended."""
+        peak = self._peak
+        if peak:
+            self._live.clear()
+            self._now = self._peak = 0
+        return peak
+
+
 class Trace(OperationListener):
     """What one forward and backward did. Enter `watching(...)`, run them, read the lists."""
 
@@ -124,6 +160,7 @@ class Trace(OperationListener):
         self._devices = devices_of(model.parameters())
         self._clock, self._events = OperationClock(), EventClock.of(self._devices)
         self.after_forward: Callable[[], None] | None = None  # called once, when it has ended
+        self._inside = _BytesInside()
 
     # ----------------------------------------------------------------------------------- operations
 
@@ -142,6 +179,7 @@ class Trace(OperationListener):
         before = [self._present(target) for target in targets]
         out, seconds = self.run(func, args, kwargs)
         results = results_of(info, args, kwargs, out)
+        inside = self._inside.take_peak()
         if not results:
             return out
         if info.shape_only and without_content(info, args, kwargs, out) is not None:
@@ -149,6 +187,8 @@ class Trace(OperationListener):
         op = TracedOp(str(func), inputs, trackable, info.random, self._module(), source_line())
         op.replayable = trackable and info.recordable and _are_told_apart(before)
         op.seconds, op.gathered_bytes = seconds, self._other_bytes
+        if inside:
+            op.workspace_bytes = max(0, inside - sum(map(new_bytes, results)))
         op.overwrites = tuple(dict.fromkeys(old for old in before if old is not None))
         if trackable and draws_mask(info, targets):
             self._add_bits(op, targets[0])
@@ -161,6 +201,9 @@ class Trace(OperationListener):
         op.outputs = (*written, *new)
         self.operations.append(op)
         return out
+
+    def _made_inside(self, tensor: torch.Tensor) -> None:
+        self._inside.add(tensor)
 
     def _add_bits(self, op: TracedOp, target: torch.Tensor) -> None:
         """An operation that draws a mask is two: one makes its bits, and this one the mask of
@@ -321,9 +364,13 @@ class Trace(OperationListener):
 
     def _backward_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         if replay.replaying() or info_of(func).view:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            self._inside.take_peak()  # of a replay: not this node's
+            return out
         self._enter_node()
         out, seconds = self.run(func, args, kwargs)
+        inside = self._other_bytes + self._inside.take_peak()
+        self.nodes[-1].peak_bytes = max(self.nodes[-1].peak_bytes, inside)
         self.nodes[-1].seconds += seconds
         self._charge(self.nodes[-1])
         for _, tensor, key in fresh_results(out, args):
@@ -441,13 +488,16 @@ class Trace(OperationListener):
     # ---------------------------------------------------------------------------------------- where
 
     def _module(self) -> str:
-        return self._modules[-1] if self._modules else ""
+        name = self._names.get(id(called_module()))  # compiled ones have no hooks
+        return name or (self._modules[-1] if self._modules else "")
 
+    @untraced
     def enter_module(self, module: torch.nn.Module, inputs: Any) -> None:
         if self._is_unit_of_forward(module):
             self._keep_boundary(inputs)
         self._modules.append(self._names.get(id(module), type(module).__name__))
 
+    @untraced
     def leave_module(self, module: torch.nn.Module, _: Any, results: Any) -> None:
         if self._is_unit_of_forward(module):
             self._keep_boundary(results)
@@ -491,6 +541,7 @@ def watching(model: torch.nn.Module, quota_bytes: float) -> Iterator[Trace]:
         handle.value for reference in handles if (handle := reference()) is not None
     )
 
+    @untraced
     def pack(tensor: torch.Tensor) -> Any:
         packed = recorder.pack(tensor)
         if type(packed) is Handle:

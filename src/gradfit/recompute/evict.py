@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import output_bytes, storage_key, storage_owners
+from gradfit._torch_compile import CompiledGraph
 from gradfit.choices import HOLD
 from gradfit.errors import BudgetInfeasible
 from gradfit.interrupts import uninterrupted
@@ -315,6 +316,8 @@ def _output_bytes(func: Any, args: Any, kwargs: Any) -> int | None:
     """`output_bytes`, which enters and leaves many contexts of torch's, none of them safe from
     Ctrl-C.
     """
+    if type(func) is CompiledGraph:  # generated code takes the addresses of what it is given
+        return None
     with uninterrupted():
         return output_bytes(func, args, kwargs)
 

@@ -442,6 +442,7 @@ def _counting_pack(
     """
     saved_bytes = 0
 
+    @untraced
     def pack(tensor: torch.Tensor) -> Any:
         nonlocal saved_bytes
         version: int | None

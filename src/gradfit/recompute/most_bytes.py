@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from gradfit._torch import is_operator, schema_of
+from gradfit._torch_compile import CompiledGraph
 from gradfit.tape.operators import info_of
 
 _WIDEST = 16  # bytes of the widest element there is: complex128
@@ -33,6 +34,8 @@ def most_bytes(func: Any, args: Sequence[Any], kwargs: Any) -> int | None:
     """
     rule = _rules.get(id(func))
     if rule is None:
+        if type(func) is CompiledGraph:  # its address may be another's later
+            return None
         info_of(func)  # which sees to it that the address is not used again
         rule = _rules[id(func)] = _rule_of(func)
     if rule is _unknown:
@@ -236,6 +239,8 @@ def _rule_of_one_result(func: Any, schema: Any) -> Rule:
     namespace, name = schema.name.split("::")
     if namespace != "aten":
         return _unknown
+    if name.startswith("_foreach_"):
+        return _sum_of_all  # a result for each tensor of a list, as large as it at most
     return _broadcast if torch.Tag.pointwise in func.tags else _BY_NAME.get(name, _unknown)
 
 

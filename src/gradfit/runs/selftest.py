@@ -171,6 +171,7 @@ def _machine(device: torch.device) -> dict[str, str]:
         "gradfit": gf.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "core": "native" if gf.native_core().used else "Python",
         "system": f"{platform.system()} {platform.machine()}",
         "device": _device_name(device),
         "memory": "" if memory is None else format_bytes(memory[1]),

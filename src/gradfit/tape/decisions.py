@@ -110,8 +110,9 @@ class Decisions:
         decision = self.policy.decide(func, results, args, kwargs)
         if decision is None:
             return None
-        if decision.segment is not None:
-            self._table.segment = decision.segment
-        if decision.last:
+        choices, segment, last = decision  # hot: by their names, each would take as long as a call
+        if segment is not None:
+            self._table.segment = segment
+        if last:
             self.is_over = True
-        return ALL if decision.choices is None else decision.choices
+        return ALL if choices is None else choices

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from gradfit._torch_listen import listening, thread_settings
 from gradfit.tape import process_settings
 from gradfit.tape.operators import view_names
@@ -30,6 +32,9 @@ class OperationListener:
 
     about_fakes = False  # whether it is about fake tensors, which only dispatch modes learn of
 
+    # Told of each tensor that generated code makes inside of one operation.
+    _made_inside: Callable[[torch.Tensor], object] | None = None
+
     def __init__(self) -> None:
         self._contexts: list[Any] = []
 
@@ -38,11 +43,15 @@ class OperationListener:
         raise NotImplementedError
 
     def __enter__(self) -> Any:
-        context = listening(self._observe, view_names, in_engine=True, as_mode=self.about_fakes)
+        context = listening(
+            self._observe,
+            view_names,
+            in_engine=True,
+            as_mode=self.about_fakes,
+            count=self._made_inside,
+        )
         try:
-            process_settings.recording_begins(
-                context
-            )  # generated code would not tell of its operations
+            process_settings.recording_begins(context)
             _entered.contexts.append(context)
             context.__enter__()
         except BaseException:

@@ -13,12 +13,15 @@ from itertools import chain
 
 import torch
 
+from gradfit._torch import detached
+from gradfit._torch_listen import dispatch_modes
 from gradfit.tape.storage import copy_storage
 from gradfit.tape.unwatched import share_memory
 from gradfit.tape.values import ParameterRef, geometry_of, shaped
 
 _MANY = 16  # references to one parameter, before dead ones are looked for
 _reference_to = weakref.ref
+_Tensor, _Parameter = torch.Tensor, torch.nn.Parameter
 
 
 class ParameterReads:
@@ -31,7 +34,14 @@ class ParameterReads:
 
     def refer(self, tensor: torch.Tensor, key: int) -> ParameterRef:
         """An operation reads a parameter, or a view of one."""
-        reference = ParameterRef(tensor)
+        reference = ParameterRef()
+        kind = type(tensor)
+        # `.data` takes a third of the time. Of a subclass it would be one, too, and dispatch modes
+        # would see it as an operation of the forward.
+        is_plain = (kind is _Tensor or kind is _Parameter) and not dispatch_modes()
+        reference.content = tensor.data if is_plain else detached(tensor)
+        reference.source = tensor
+        reference.version = tensor._version
         others = self.by_storage.get(key)
         if others is None:
             self.by_storage[key] = [_reference_to(reference)]

@@ -6,8 +6,8 @@ move the tape into the oldest generation, where it makes Python look through eve
 again and again. So a collection waits for a hundred thousand objects instead of seven hundred:
 cycles in the user's own code are still found, a little later.
 
-Compiled functions run eagerly while something records. Generated code writes to memory without
-telling anybody: a tape with such holes would rebuild something else.
+Functions compiled by torch.compile are called in a way that tells those who listen of each graph,
+as of one operation: see `_torch_compile.py`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import gc
 import threading
 from collections.abc import Callable
 
-from gradfit._torch_listen import (
-    run_compiled_functions_again,
-    run_compiled_functions_eagerly,
-    thread_settings,
+from gradfit._torch_compile import (
+    leave_compiled_functions_alone,
+    listen_to_compiled_functions,
 )
+from gradfit._torch_listen import thread_settings
 
 _PATIENCE = 100_000
 _lock = threading.RLock()  # a tape may die while one is being counted
@@ -33,12 +33,12 @@ def recording_begins(recorder: object) -> None:
     """In this thread or another."""
     with _lock:
         _recordings[id(recorder)] = threading.get_ident()
-        run_compiled_functions_eagerly()
+        listen_to_compiled_functions()
 
 
 def recording_ends(recorder: object) -> None:
-    """After the last one, functions are compiled again. May be called twice: an interrupt can come
-    at any time.
+    """After the last one, compiled functions are called as before. May be called twice: an
+    interrupt can come at any time.
     """
     _end([id(recorder)])
 
@@ -48,7 +48,7 @@ def _end(recorders: list[int]) -> None:
         for recorder in recorders:
             _recordings.pop(recorder, None)
         if not _recordings:
-            run_compiled_functions_again()
+            leave_compiled_functions_alone()
 
 
 def _recordings_here() -> set[int]:

@@ -23,7 +23,7 @@ from gradfit.tape.storage_table import (
     each_once,
     next_index,
 )
-from gradfit.tape.values import TapeOperation, TapeValue, nothing
+from gradfit.tape.values import TapeOperation, TapeValue, new_operation, new_value, nothing
 from gradfit.tape.version_counters import only_recorded_writes
 from gradfit.tape.written_slices import is_small_slice
 
@@ -76,7 +76,7 @@ class WriteRecorder:
             return out
         op.random_state = random_state
         op.written = (old,)
-        value = TapeValue(
+        value = new_value(
             key, old.geometry, self._table.segment, op, -1, target._version, forward_tensor,
             death_watch,
         )  # fmt: skip
@@ -84,7 +84,7 @@ class WriteRecorder:
         if choices is not None and choices[0] is HOLD:
             value.evictable = True
         self._values[key] = value
-        op.outputs.append(weakref.ref(value))
+        op.outputs = (weakref.ref(value),)
         self._table.register(op)
         return out
 
@@ -101,7 +101,7 @@ class WriteRecorder:
                 named = self._table.refer_kwargs(kwargs, inputs)
         except Untrackable:  # rule 5
             return None
-        return TapeOperation(next_index(), func, info, references, named, each_once(inputs))
+        return new_operation(next_index(), func, info, references, named, each_once(inputs))
 
     def _run_on_unknown(self, func: Any, info: OpInfo, args: Any, kwargs: Any, key: int) -> Any:
         """Unknown before, unknown after: a counter of batches, mostly."""

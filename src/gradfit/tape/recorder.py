@@ -37,6 +37,7 @@ from gradfit.choices import KEEP, REBUILD, Choice
 from gradfit.tape import generators, process_settings
 from gradfit.tape.decisions import ALL, Decisions, Policy
 from gradfit.tape.fsdp_boundaries import watch_units
+from gradfit.tape.native_session import session_of
 from gradfit.tape.operators import OpInfo, info_of, infos, view_names
 from gradfit.tape.record_write import WriteRecorder
 from gradfit.tape.saved_tensors import SavedTensors
@@ -53,7 +54,14 @@ from gradfit.tape.storage_table import (
     next_index,
 )
 from gradfit.tape.stream import results_of
-from gradfit.tape.values import Scratch, Segment, Slice, Tape, TapeOperation, TapeValue
+from gradfit.tape.values import (
+    Scratch,
+    Segment,
+    Tape,
+    TapeOperation,
+    TapeValue,
+    new_slice,
+)
 
 _Tensor = torch.Tensor
 _Parameter = torch.nn.Parameter
@@ -153,7 +161,8 @@ class Recorder:
             self._units = watch_units(self.keep, self.table.parameters.refilled)
             process_settings.recording_begins(self)
             _entered.tables.append(weakref.ref(self.table))
-            listener = listening(self._observe, view_names, self.table.forget)
+            session = session_of(self) if _is_reference(type(self)) else None
+            listener = listening(self._observe, view_names, self.table.forget, session=session)
             listener.__enter__()
             self._listening = listener
         except BaseException:
@@ -214,18 +223,22 @@ class Recorder:
         if policy is None:
             self._record(func, info, args, kwargs, out, None, None)
             return out
-        results = [out] if type(out) is _Tensor else results_of(info, args, kwargs, out)
-        if not results:
-            return out
+        if type(out) is _Tensor:
+            results = [out]
+        else:
+            results = results_of(info, args, kwargs, out)
+            if not results:
+                return out
         decision = policy.decide(func, results, args, kwargs)
         if decision is None:
             self._record(func, info, args, kwargs, out, None, None)
             return out
-        if decision.segment is not None:
-            self.table.segment = decision.segment
-        if decision.choices is not None:
-            self._record(func, info, args, kwargs, out, None, decision.choices, results)
-        if decision.last:
+        choices, segment, last = decision
+        if segment is not None:
+            self.table.segment = segment
+        if choices is not None:
+            self._record(func, info, args, kwargs, out, None, choices, results)
+        if last:
             self._begin_rest()
         return out
 
@@ -325,13 +338,15 @@ class Recorder:
                     ):
                         references.append(self.table.refer(argument, inputs))
                     else:
-                        if len(inputs) > FEW or value not in inputs:
+                        if not inputs or len(inputs) > FEW or value not in inputs:
                             inputs.append(value)
                         references.append(
                             value
                             if value.forward_tensor() is argument
-                            else Slice(value, place_of(argument))
+                            else new_slice(value, place_of(argument))
                         )
+                elif kind is _Parameter and argument.requires_grad and argument.is_leaf:
+                    references.append(self._refer_parameter(argument, storage_key(argument)))
                 elif kind in ATOMS:
                     references.append(argument)
                 elif kind is list:
@@ -340,8 +355,6 @@ class Recorder:
                         if argument and type(argument[0]) is int  # and so are all
                         else self.table.refer_all(argument, inputs)
                     )
-                elif kind is _Parameter and argument.requires_grad and argument.is_leaf:
-                    references.append(self._refer_parameter(argument, storage_key(argument)))
                 elif kind is Scratch:
                     references.append(argument)
                 else:
@@ -361,18 +374,27 @@ class Recorder:
             return  # it gave back a tensor that was there before
         if self._unwatched and any(value.key == key for value in inputs):
             return
-        if len(inputs) > FEW:
+        if inputs and len(inputs) > FEW:
             inputs = each_once(inputs)
-        op = TapeOperation(next_index(), func, info, references, named, inputs)
-        if random_state is not None:
-            op.random_state = random_state
+        op = TapeOperation()  # as `new_operation`
+        op.index = next_index()
+        op.func = func
+        op.info = info
+        op.args = references
+        op.kwargs = named
+        op.inputs = inputs
+        op.outputs = op.written = ()
+        op.unwanted = 0
+        op.slices = False
+        op.random_state = random_state
         if not single:
             self._add_several(op, new, choices, results)
             return
         choice = REBUILD if choices is None else choices[0]
         if choice is not KEEP:
-            self.table.add_result(op, 0, out, key, choice)
-            self.table.register(op)
+            table = self.table
+            op.outputs = (table.add_result(op, 0, out, key, choice),)
+            table.register(op)
 
     def _add_several(
         self,
@@ -387,6 +409,18 @@ class Recorder:
         if choices is not None and results is not None and len(choices) != len(new):
             choices = choices_for(new, choices, results)
         self.table.add(op, new, choices)
+
+
+def _methods(kind: type[Recorder]) -> list[Any]:
+    return [kind._observe, kind._run_unusual, kind._run_special, kind._record]
+
+
+_REFERENCE = _methods(Recorder)
+
+
+def _is_reference(kind: type[Recorder]) -> bool:
+    """Whether the native core does what a recorder would: not if somebody has changed how."""
+    return _methods(kind) == _REFERENCE
 
 
 def _new_results(out: Any, inputs: list[TapeValue]) -> Results:

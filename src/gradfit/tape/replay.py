@@ -72,15 +72,21 @@ def take(handle: Handle) -> torch.Tensor:
     """The tensor behind a handle, for one backward node."""
     tape, value = handle.tape, handle.value
     with tape.lock:
-        if handle.pass_number == tape.pass_number:
+        number = tape.pass_number
+        if handle.pass_number == number:
             tape.begin_pass()  # asked for a second time
-        handle.pass_number = tape.pass_number
+            number = tape.pass_number
+        handle.pass_number = number
         tensor = value.tensor
         if tensor is None:
             tensor = rebuild(value, tape, retain=tape.retains)
-        elif value.op is None or tensor._version != value.held_version:
-            tensor = content(value)  # which checks it at length
-        if value.op is not None and value.tensor is not None:
+            if value.tensor is not None:
+                release_if_done(value, tape)
+        elif value.op is None:
+            tensor = content(value)
+        else:
+            if tensor._version != value.held_version:
+                tensor = content(value)  # which checks it at length
             release_if_done(value, tape)
     return tensor if handle.geometry is None else _as_saved(tensor, handle)
 
@@ -148,15 +154,32 @@ def _release_done(values: Iterable[TapeValue], tape: Tape) -> None:
 
 def release_if_done(value: TapeValue, tape: Tape) -> None:
     """Drop a rebuilt value once nothing in this pass will ask for it."""
-    if value.pending(tape.pass_number) or value.op is None:
+    if value.op is None:
         return
-    if value.users is None or not _has_reader_to_run(value, tape):
-        value.tensor = None
+    handles = value.handles
+    if handles is not None:
+        if len(handles) == 1:  # as `pending`, written out: this is hot
+            handle = handles[0]()
+            if handle is not None and handle.pass_number != tape.pass_number:
+                return
+        elif value.pending(tape.pass_number):
+            return
+    users = value.users
+    if users is not None:
+        if len(users) >= _MANY:
+            if _has_reader_to_run(value, tape):
+                return
+        else:
+            for user in users:  # most have died by now
+                reader = user()
+                if reader is not None and _is_to_run(reader, tape):
+                    return
+    value.tensor = None
 
 
 def _has_reader_to_run(value: TapeValue, tape: Tape) -> bool:
-    """Whether this pass will run an operation again that reads the value."""
-    if value.users is not None and len(value.users) >= _MANY and not isinstance(value.users, deque):
+    """Whether this pass will run an operation again that reads the value, of many that do."""
+    if value.users is not None and not isinstance(value.users, deque):
         value.users = deque(value.users)
     return _any_wanted(value.users or (), _is_to_run, tape)
 
@@ -253,7 +276,9 @@ def _needed(target: TapeValue) -> set[TapeOperation]:
         if op is None or op in needed:
             continue
         needed.add(op)
-        stack += [value for value in op.inputs if value.tensor is None]
+        for value in op.inputs:
+            if value.tensor is None:
+                stack.append(value)  # noqa: PERF401 - before Python 3.12, `extend` calls a function
     return needed
 
 
@@ -429,6 +454,12 @@ class _Sweep:
                 args.append(argument)
             elif kind is ParameterRef:
                 args.append(_content_of_parameter(argument))
+            elif kind is Slice:
+                value = argument.value
+                tensor = tensors.get(value)
+                if tensor is None:
+                    tensor = content(value)
+                args.append(shaped(tensor, argument.geometry))
             else:
                 args.append(self._argument(argument, op))
         if op.kwargs or op.random_state is not None or op.info.grad_mode:

@@ -12,17 +12,34 @@ from typing import Any
 
 import torch
 
-from gradfit._torch import FakeTensor, as_class, detached, graph_task_id, storage_key
-from gradfit._torch_listen import pop_hooks, push_hooks, top_hooks
+from gradfit._torch import (
+    FakeTensor,
+    as_class,
+    detached,
+    graph_task_id,
+    make_alias,
+    storage_key,
+)
+from gradfit._torch_listen import pop_hooks, push_hooks, top_hooks, untraced
 from gradfit.errors import ActivationOverwritten
 from gradfit.interrupts import uninterrupted
 from gradfit.source_line import Place, source_place
 from gradfit.tape.decisions import SaveObserver
+from gradfit.tape.native_session import hooks_of
 from gradfit.tape.overwritten import overwritten
 from gradfit.tape.replay import look, take
 from gradfit.tape.storage import Untrackable, key_of, place_of
 from gradfit.tape.storage_table import StorageTable, is_view_of_parameter
-from gradfit.tape.values import Geometry, Handle, OfSubclass, Tape, TapeValue, shaped
+from gradfit.tape.values import (
+    Geometry,
+    Handle,
+    OfSubclass,
+    References,
+    Tape,
+    TapeValue,
+    new_handle,
+    shaped,
+)
 from gradfit.tape.version_counters import version_of
 from gradfit.tape.written_slices import is_small_slice, part_of, whole_of
 
@@ -45,13 +62,15 @@ class SavedTensors:
         self._dead, self._values = table.dead, table.values  # they stay the same objects
         self._counted: set[int] = set()  # storages that autograd has, for the statistics
         self._hooked, self._thread = False, 0
+        self._hook: Any = None  # what autograd calls: `pack`, or the native core's
 
     # ---------------------------------------------------------------------------------------- hooks
 
     def begin(self) -> None:
         """Be asked by autograd, in this thread."""
         self._hooked, self._thread = True, threading.get_ident()
-        push_hooks(self.pack, unpack)
+        self._hook, unpack_hook = hooks_of(self, self._table) or (self.pack, unpack)
+        push_hooks(self._hook, unpack_hook)
 
     def end(self) -> None:
         """Be asked no more; may be called twice."""
@@ -59,11 +78,11 @@ class SavedTensors:
         if self._hooked:
             # By what is set now: Ctrl-C may have come before they were, or in the first call.
             top = top_hooks(True)
-            if top is not None and top[0] == self.pack:
+            if top is not None and top[0] == self._hook:
                 pop_hooks()
             elif top is not None:
                 self._take_out()
-            self._hooked = False
+            self._hooked, self._hook = False, None
 
     def _take_out(self) -> None:
         """Take our hooks away from below those of somebody who has entered his later, and leaves
@@ -71,7 +90,7 @@ class SavedTensors:
         """
         above = []
         with uninterrupted():
-            while (top := top_hooks(True)) is not None and top[0] != self.pack:
+            while (top := top_hooks(True)) is not None and top[0] != self._hook:
                 above.append(top)
                 pop_hooks()
             if top is not None:
@@ -91,6 +110,7 @@ class SavedTensors:
 
     # ----------------------------------------------------------------------------------------- pack
 
+    @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves `tensor`: give it a handle if the tape can make the tensor again.
 
@@ -126,16 +146,22 @@ class SavedTensors:
                 return self._pack_root(tensor)
             if geometry == value.geometry:
                 geometry = None
-        handle = Handle(self.tape, value, geometry)
-        if value.handles is not None:
-            value.handles.append(_reference_to(handle))
+        handle = Handle()  # as `new_handle`
+        handle.tape = self.tape
+        handle.value = value
+        handle.geometry = geometry
+        handle.pass_number = 0
+        handles = value.handles
+        if handles is not None:
+            value.handles = _and_another(handles, handle)
             return handle
-        value.handles = [_reference_to(handle)]
+        value.handles = (_reference_to(handle),)
         if value.evictable:
             if forward_tensor is not tensor or self.tape.on_held is not None:
                 self._hold_evictable(value, tensor, forward_tensor)
             else:
-                value.tensor, value.held_version = detached(tensor), value.version
+                value.tensor = make_alias(_Tensor, tensor)  # hot: `detached`, written out
+                value.held_version = value.version
         elif (scope := self._table.segment.scope) is not None:
             scope.note_freed(value, tensor.untyped_storage().nbytes())
         return handle
@@ -222,11 +248,11 @@ class SavedTensors:
         tensor: torch.Tensor,
         forward_tensor: torch.Tensor | None,
     ) -> Handle:
-        handle = Handle(self.tape, value, geometry)
+        handle = new_handle(self.tape, value, geometry)
         if value.handles is not None:
-            value.handles.append(_reference_to(handle))
+            value.handles = _and_another(value.handles, handle)
             return handle
-        value.handles = [_reference_to(handle)]
+        value.handles = (_reference_to(handle),)
         if value.evictable:
             self._hold_evictable(value, tensor, forward_tensor)
         else:
@@ -286,6 +312,16 @@ class SavedTensors:
             scope.note_freed(value, tensor.untyped_storage().nbytes())
 
 
+def _and_another(
+    handles: References[weakref.ref[Handle]], handle: Handle
+) -> References[weakref.ref[Handle]]:
+    """A value's handles when it has one more."""
+    if isinstance(handles, tuple):
+        return [*handles, _reference_to(handle)]
+    handles.append(_reference_to(handle))
+    return handles
+
+
 def _pack_untracked(tensor: torch.Tensor) -> Any:
     """One without a storage of its own. Without its graph, which would hold itself."""
     return (tensor.detach() if tensor.grad_fn is not None else tensor, version_of(tensor))
@@ -296,16 +332,17 @@ def _all_of(value: TapeValue, tensor: torch.Tensor, whole: torch.Tensor | None) 
     return shaped(detached(tensor), value.geometry) if whole is None else detached(whole)
 
 
+@untraced
 def unpack(packed: Any) -> torch.Tensor:
     """Autograd wants it back: the kept tensor, if nobody wrote to it, or a replay."""
-    if type(packed) is tuple:  # the most frequent first: this runs for each saved tensor
+    if type(packed) is Handle:  # the most frequent first: this runs for each saved tensor
+        return take(packed) if graph_task_id() != -1 else look(packed)
+    if type(packed) is tuple:
         tensor: torch.Tensor = packed[0]
         version = packed[1]
         if version is not None and version >= 0 and tensor._version != version:
             raise _written_since(*packed)
         return tensor
-    if type(packed) is Handle:
-        return take(packed) if graph_task_id() != -1 else look(packed)
     return _unpack_subclass(packed)
 
 

@@ -126,8 +126,10 @@ def flatten(nest: Any) -> Iterator[Any]:
 
 def flat_results(out: Any) -> Sequence[Any]:
     """What an operator returned, as one sequence; it mostly is one already."""
-    if type(out) is tuple and list not in map(type, out) and tuple not in map(type, out):
-        return out
+    if isinstance(out, tuple):  # also of torch.return_types
+        kinds = [*map(type, out)]
+        if list not in kinds and tuple not in kinds:
+            return out
     return tuple(flatten((out,)))
 
 

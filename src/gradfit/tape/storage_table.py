@@ -32,12 +32,16 @@ from gradfit.tape.storage import (
 from gradfit.tape.unwatched import copy_span, has_one_owner, is_unwatched, share_memory
 from gradfit.tape.unwatched_reads import UnwatchedReads
 from gradfit.tape.values import (
+    NOT_UNPACKED,
     ParameterRef,
     Segment,
     Slice,
     TapeOperation,
     TapeValue,
     geometry_of,
+    new_operation,
+    new_slice,
+    new_value,
     nothing,
 )
 from gradfit.tape.version_counters import (
@@ -192,7 +196,7 @@ class StorageTable:
                 value = self.unwatched.refer(tensor, key, self.segment)
                 add_input(value, inputs)
                 return value
-            value = TapeValue(key, place_of(tensor), self.segment)
+            value = new_value(key, place_of(tensor), self.segment)
             self._hold(value, tensor)
         elif value.unwritten is not None:
             self.hold_unwritten(value, tensor)
@@ -200,7 +204,7 @@ class StorageTable:
         if value.forward_tensor() is tensor:
             return value
         geometry = place_of(tensor)
-        return value if geometry == value.geometry else Slice(value, geometry)
+        return value if geometry == value.geometry else new_slice(value, geometry)
 
     def refer_all(self, args: Iterable[Any], inputs: list[TapeValue]) -> list[Any]:
         """An operation's arguments with what stands for each tensor, in lists too."""
@@ -233,7 +237,7 @@ class StorageTable:
             named = self.refer_kwargs(kwargs, inputs)
         except Untrackable:
             return None
-        return TapeOperation(next_index(), func, info, references, named, each_once(inputs))
+        return new_operation(next_index(), func, info, references, named, each_once(inputs))
 
     # ---------------------------------------------------------------------------------------- roots
 
@@ -252,7 +256,7 @@ class StorageTable:
         value.write_pending = False
         self.roots[value.key] = weakref.ref(value)
         if self.segment.scope is not None:
-            value.read_at = source_place()
+            value.rare_facts().read_at = source_place()
 
     def hold_unwritten(
         self, value: TapeValue, tensor: torch.Tensor, alias: Any = detached_in_dispatch
@@ -281,45 +285,53 @@ class StorageTable:
 
     def add(self, op: TapeOperation, results: Results, choices: Sequence[Choice] | None) -> None:
         """Make a value of each result that lies in a new storage."""
+        outputs = op.outputs = []
         for number, (position, tensor, key) in enumerate(results):
             choice = REBUILD if choices is None else choices[number]
-            if choice is KEEP:
-                op.outputs.append(None)
-            else:
-                self.add_result(op, position, tensor, key, choice)
+            kept = choice is KEEP
+            outputs.append(None if kept else self.add_result(op, position, tensor, key, choice))
         self.register(op)
 
     def add_result(
         self, op: TapeOperation, position: int, tensor: torch.Tensor, key: int, choice: Choice
-    ) -> None:
-        """Make a value of one result that is not kept. Hot: once for each operation."""
+    ) -> weakref.ref[TapeValue] | None:
+        """Make a value of one result that is not kept; gives what its operation refers to it by.
+
+        Hot: once for each operation.
+        """
         values = self.values
         if key in values:  # two results may share a storage: then it is one value
-            op.outputs.append(None)
-            return
+            return None
         try:
             geometry = (tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
         except RuntimeError:  # rule 5: a nested tensor
-            op.outputs.append(None)
-            return
+            return None
         watch = watch_storage(tensor.untyped_storage(), self._note_death)
         watch.key = key
         try:
             version, forward_tensor = tensor._version, _reference_to(tensor)
         except RuntimeError:  # made under inference mode
             version, forward_tensor = UNCOUNTED, nothing  # type: ignore[assignment]
-        value = values[key] = TapeValue(
-            key, geometry, self.segment, op, position, version, forward_tensor, watch
-        )
-        if op.info.unwritten is not None:
-            value.unwritten = op.info.unwritten
-        if choice is HOLD:
-            value.evictable = True
-        elif choice is not REBUILD and fills_storage(tensor):
+        value = values[key] = TapeValue()  # as `new_value`
+        value.key = key
+        value.geometry = geometry
+        value.segment = self.segment
+        value.op = op
+        value.position = position
+        value.version = version
+        value.forward_tensor = forward_tensor
+        value.death_watch = watch
+        value.unwritten = op.info.unwritten
+        value.write_pending = False
+        value.evictable = choice is HOLD
+        value.tensor = value.users = value.handles = value.rare = None
+        value.held_version = -1
+        value.unwanted = 0
+        value.unpacked = NOT_UNPACKED
+        if choice is not REBUILD and choice is not HOLD and fills_storage(tensor):
             self._move_out(op, value, tensor, choice)
-            op.outputs.append(None)
-            return
-        op.outputs.append(_reference_to(value))
+            return None
+        return _reference_to(value)
 
     def _move_out(
         self, op: TapeOperation, value: TapeValue, tensor: torch.Tensor, choice: Choice
@@ -333,8 +345,8 @@ class StorageTable:
             load = self._offload(tensor)
         else:
             raise RuntimeError("gradfit: a policy that offloads must have a method `offload`")
-        value.op = TapeOperation(op.index, load, LOAD, [], NO_KWARGS, [])
-        value.op.outputs.append(_reference_to(value))
+        value.op = new_operation(op.index, load, LOAD, [], NO_KWARGS, [])
+        value.op.outputs = (_reference_to(value),)
         value.position = 0
 
     def register(self, op: TapeOperation) -> None:
@@ -345,7 +357,9 @@ class StorageTable:
             if value.op is not None:
                 users = value.users
                 if users is None:
-                    value.users = [reference]
+                    value.users = (reference,)
+                elif isinstance(users, tuple):
+                    value.users = [*users, reference]
                 else:
                     users.append(reference)
                 # It escapes from where it was made: whoever encloses both rebuilds it.
@@ -367,7 +381,7 @@ class StorageTable:
     def _move_out_target(self, target: torch.Tensor, choice: Choice) -> None:
         key = key_of(target)
         self.roots.pop(key, None)
-        load = TapeOperation(next_index(), None, LOAD, [], NO_KWARGS, [])
+        load = new_operation(next_index(), None, LOAD, [], NO_KWARGS, [])
         self.add(load, [(0, target, key)], [choice])
         self.expect_counted_write(target, key, None)
 
@@ -402,7 +416,7 @@ class StorageTable:
         if old.op is not None:
             old.tensor = None  # it can be rebuilt
         elif old.digest is not None:
-            old.tensor, old.digest = copy_span(old.tensor), None
+            old.tensor, old.rare_facts().digest = copy_span(old.tensor), None
             old.geometry = geometry_of(old.tensor)
         elif old.held_version != -1:
             old.tensor = copy_storage(old.tensor, old.geometry)

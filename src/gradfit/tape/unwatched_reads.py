@@ -13,7 +13,7 @@ import torch
 from gradfit._torch import detached_in_dispatch
 from gradfit.tape.storage import place_of
 from gradfit.tape.unwatched import LARGE_BYTES, copy_span, digest_of, same_content, span_bytes
-from gradfit.tape.values import Geometry, Segment, TapeValue, geometry_of
+from gradfit.tape.values import Geometry, Segment, TapeValue, geometry_of, new_value
 
 
 class UnwatchedReads:
@@ -33,8 +33,8 @@ class UnwatchedReads:
         if value is not None and _holds(value, tensor, digest):
             return value
         held = copy_span(tensor) if digest is None else detached_in_dispatch(tensor)
-        value = TapeValue(key, geometry_of(held), segment)
-        value.tensor, value.digest = held, digest
+        value = new_value(key, geometry_of(held), segment)
+        value.tensor, value.rare_facts().digest = held, digest
         earlier[geometry] = weakref.ref(value)
         return value
 

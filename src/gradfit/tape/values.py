@@ -18,18 +18,22 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
-from gradfit._torch import detached, storage_key
-from gradfit._torch_listen import dispatch_modes
+from gradfit._torch import storage_key
 from gradfit.source_line import Place
 from gradfit.tape import process_settings
 
 _next_epoch = itertools.count(1).__next__  # a value may be read by several tapes
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 Geometry = tuple[torch.Size, tuple[int, ...], Any, torch.dtype]
+_T = TypeVar("_T")
+# One is in a tuple, for which nothing more is allocated; several in a list; many in a queue, where
+# `replay.py` has the one that it found last at the end.
+References = tuple[_T, ...] | list[_T] | deque[_T]
+NOT_UNPACKED = (0, 0, 0)
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
@@ -85,66 +89,58 @@ def nothing() -> torch.Tensor | None:
     return None
 
 
+@dataclass(slots=True)
+class RareFacts:
+    """What is known of a few values only, so that the others need not have it."""
+
+    digest: bytes | None = None
+    """Of what was in the value's tensor, where a version counter would not tell."""
+    read_at: Place | None = None
+    """Where in the user's code it was first read, if a scope holds it."""
+    part: weakref.ref[TapeValue] | None = None
+    """What of it was written, on memory of its own: see `written_slices.py`."""
+
+
 class TapeValue:
     """One version of one storage: `tensor` is there when it is kept or was rebuilt, `op` when it
-    can be rebuilt.
+    can be rebuilt. Made by `new_value`.
     """
 
     __slots__ = (
-        "__weakref__", "death_watch", "digest", "evictable", "forward_tensor", "geometry",
-        "handles", "held_version", "key", "op", "part", "position", "read_at", "segment", "tensor",
-        "unpacked", "unwanted", "unwritten", "users", "version", "write_pending",
+        "__weakref__", "death_watch", "evictable", "forward_tensor", "geometry", "handles",
+        "held_version", "key", "op", "position", "rare", "segment", "tensor", "unpacked",
+        "unwanted", "unwritten", "users", "version", "write_pending",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        key: int,
-        geometry: Geometry,
-        segment: Segment,
-        op: TapeOperation | None = None,
-        position: int = 0,
-        version: int = -1,
-        forward_tensor: Callable[[], torch.Tensor | None] = nothing,
-        death_watch: Any = None,
-    ) -> None:
-        self.key = key
-        self.geometry = geometry  # of the tensor that `tensor`, when there, is
-        self.segment = segment
-        self.op = op
-        self.position = position  # which of its operation's results; -1 - n: its n-th written one
-        # The storage's version counter when the storage last passed by, and whether a recorded
-        # write has still to be counted: see `version_counters.py`.
-        self.version = version
-        self.write_pending = False
-        # A weak reference to the tensor that the forward saw. Not to be read without a look at
-        # where it lies: see `unmoved_forward_tensor`.
-        self.forward_tensor = forward_tensor
-        # Tells when the storage dies, so that its address can be used again.
-        self.death_watch = death_watch
-        # UNINITIALISED or CONSTANT as long as no recorded operation has filled it: somebody whom
-        # the tape does not see may fill it.
-        self.unwritten: str | None = None
-        self.evictable = False  # kept when autograd saves it, until somebody needs the memory
-        self.tensor: torch.Tensor | None = None
-        # The version counter of `tensor` when it was held; -1: nobody else has its memory, or the
-        # digest tells.
-        self.held_version = -1
-        # Of what was in `tensor`, where a version counter would not tell.
-        self.digest: bytes | None = None
-        # Operations that read it. Not kept for roots, which nobody has to make again.
-        self.users: list[weakref.ref[TapeOperation]] | deque[weakref.ref[TapeOperation]] | None = (
-            None
-        )
-        self.read_at: Place | None = (
-            None  # in the user's code, where it was first read, if a scope holds it
-        )
-        self.unwanted = 0  # the epoch of its tape in which it was found that nobody will ask for it
-        # Autograd's; a node that dies unused takes its own along.
-        self.handles: list[weakref.ref[Handle]] | None = None
-        # What of it was written, on memory of its own: see `written_slices.py`.
-        self.part: weakref.ref[TapeValue] | None = None
-        # In which pass, of how many handles, so many at the end are not pending.
-        self.unpacked = (0, 0, 0)
+    key: int  # of the storage
+    geometry: Geometry  # of the tensor that `tensor`, when there, is
+    segment: Segment
+    op: TapeOperation | None
+    position: int  # which of its operation's results; -1 - n: its n-th written one
+    # The storage's version counter when the storage last passed by, and whether a recorded write
+    # has still to be counted: see `version_counters.py`.
+    version: int
+    write_pending: bool
+    # A weak reference to the tensor that the forward saw. Not to be read without a look at where it
+    # lies: see `unmoved_forward_tensor`.
+    forward_tensor: Callable[[], torch.Tensor | None]
+    death_watch: Any  # tells when the storage dies, so that its address can be used again
+    # UNINITIALISED or CONSTANT as long as no recorded operation has filled it: somebody whom the
+    # tape does not see may fill it.
+    unwritten: str | None
+    evictable: bool  # kept when autograd saves it, until somebody needs the memory
+    tensor: torch.Tensor | None
+    # The version counter of `tensor` when it was held; -1: nobody else has its memory, or the
+    # digest tells.
+    held_version: int
+    # Operations that read it. Not kept for roots, which nobody has to make again.
+    users: References[weakref.ref[TapeOperation]] | None
+    unwanted: int  # the epoch of its tape in which it was found that nobody will ask for it
+    # Autograd's; a node that dies unused takes its own along.
+    handles: References[weakref.ref[Handle]] | None
+    rare: RareFacts | None
+    # In which pass, of how many handles, so many at the end are not pending.
+    unpacked: tuple[int, int, int]
 
     def unmoved_forward_tensor(self) -> torch.Tensor | None:
         """The tensor that the forward saw, if it lives and still lies where it lay: `.data =` may
@@ -158,6 +154,24 @@ class TapeValue:
         ):
             return None
         return tensor
+
+    @property
+    def digest(self) -> bytes | None:
+        return None if self.rare is None else self.rare.digest
+
+    @property
+    def read_at(self) -> Place | None:
+        return None if self.rare is None else self.rare.read_at
+
+    @property
+    def part(self) -> weakref.ref[TapeValue] | None:
+        return None if self.rare is None else self.rare.part
+
+    def rare_facts(self) -> RareFacts:
+        """To be set."""
+        if self.rare is None:
+            self.rare = RareFacts()
+        return self.rare
 
     @property
     def root(self) -> bool:
@@ -190,46 +204,96 @@ class TapeValue:
         return pending
 
 
+def new_value(
+    key: int,
+    geometry: Geometry,
+    segment: Segment,
+    op: TapeOperation | None = None,
+    position: int = 0,
+    version: int = -1,
+    forward_tensor: Callable[[], torch.Tensor | None] = nothing,
+    death_watch: Any = None,
+) -> TapeValue:
+    """A value. Not by `__init__`, as the other objects that are made for each operation: up to
+    Python 3.12, calling a class that has one enters the interpreter anew.
+    """
+    value = TapeValue()
+    value.key = key
+    value.geometry = geometry
+    value.segment = segment
+    value.op = op
+    value.position = position
+    value.version = version
+    value.write_pending = value.evictable = False
+    value.forward_tensor = forward_tensor
+    value.death_watch = death_watch
+    value.unwritten = value.tensor = value.users = value.handles = value.rare = None
+    value.held_version = -1
+    value.unwanted = 0
+    value.unpacked = NOT_UNPACKED
+    return value
+
+
 class TapeOperation:
-    """One recorded call: enough to make its results again."""
+    """One recorded call: enough to make its results again. Made by `new_operation`."""
 
     __slots__ = (
         "__weakref__", "args", "func", "index", "info", "inputs", "kwargs", "outputs",
         "random_state", "slices", "unwanted", "written",
     )  # fmt: skip
 
-    def __init__(
-        self, index: int, func: Any, info: Any, args: Any, kwargs: Any, inputs: list[TapeValue]
-    ) -> None:
-        self.index = index
-        self.func = func
-        self.info = info
-        self.args = args  # as called, with a TapeValue or a Slice in the place of every tensor
-        self.kwargs = kwargs
-        self.inputs = inputs  # each once
-        self.outputs: (
-            list[weakref.ref[TapeValue] | None] | deque[weakref.ref[TapeValue] | None]
-        ) = []  # None: kept, and no value of the tape
-        self.unwanted = 0  # as a value's: none of its results is wanted
-        self.written: tuple[TapeValue, ...] = ()  # the versions that it overwrites
-        self.slices = (
-            False  # whether it writes to a small part of a storage: see `written_slices.py`
-        )
-        self.random_state: Any = None  # of the generator that it draws from, before it did
+    index: int
+    func: Any
+    info: Any
+    args: Any  # as called, with a TapeValue or a Slice in the place of every tensor
+    kwargs: Any
+    inputs: list[TapeValue]  # each once
+    outputs: References[weakref.ref[TapeValue] | None]  # None: kept, and no value of the tape
+    unwanted: int  # as a value's: none of its results is wanted
+    written: tuple[TapeValue, ...]  # the versions that it overwrites
+    slices: bool  # whether it writes to a small part of a storage: see `written_slices.py`
+    random_state: Any  # of the generator that it draws from, before it did
 
     @property
     def name(self) -> str:
         return str(self.func)
 
 
+def new_operation(
+    index: int, func: Any, info: Any, args: Any, kwargs: Any, inputs: list[TapeValue]
+) -> TapeOperation:
+    """An operation without results."""
+    op = TapeOperation()
+    op.index = index
+    op.func = func
+    op.info = info
+    op.args = args
+    op.kwargs = kwargs
+    op.inputs = inputs
+    op.outputs = op.written = ()
+    op.unwanted = 0
+    op.slices = False
+    op.random_state = None
+    return op
+
+
 class Slice:
-    """A tensor argument that is not the whole of what its value's operation returned."""
+    """A tensor argument that is not the whole of what its value's operation returned. Made by
+    `new_slice`.
+    """
 
     __slots__ = ("geometry", "value")
 
-    def __init__(self, value: TapeValue, geometry: Geometry) -> None:
-        self.value = value
-        self.geometry = geometry
+    value: TapeValue
+    geometry: Geometry
+
+
+def new_slice(value: TapeValue, geometry: Geometry) -> Slice:
+    """Where a tensor lies in the storage of a value."""
+    part = Slice()
+    part.value = value
+    part.geometry = geometry
+    return part
 
 
 class ParameterRef:
@@ -238,18 +302,14 @@ class ParameterRef:
 
     `content` is an alias of what was read: `.data =` gives the parameter another storage, but not
     the alias. Writes to it count up the version of `source`, the argument itself; None if the
-    content is a copy that nobody else has.
+    content is a copy that nobody else has. Made by `ParameterReads`.
     """
 
     __slots__ = ("__weakref__", "content", "source", "version")
 
-    def __init__(self, argument: torch.Tensor) -> None:
-        # `.data` takes a third of the time. Of a subclass it would be one, too, and dispatch modes
-        # would see it as an operation of the forward.
-        is_plain = type(argument) in _PLAIN and not dispatch_modes()
-        self.content = argument.data if is_plain else detached(argument)
-        self.source: torch.Tensor | None = argument
-        self.version = argument._version
+    content: torch.Tensor
+    source: torch.Tensor | None
+    version: int
 
     @property
     def overwritten(self) -> bool:
@@ -305,15 +365,24 @@ class Tape:
 
 
 class Handle:
-    """What autograd keeps in the place of a tensor."""
+    """What autograd keeps in the place of a tensor. Made by `new_handle`."""
 
     __slots__ = ("__weakref__", "geometry", "pass_number", "tape", "value")
 
-    def __init__(self, tape: Tape, value: TapeValue, geometry: Geometry | None) -> None:
-        self.tape = tape
-        self.value = value
-        self.geometry = geometry
-        self.pass_number = 0  # the pass in which it was last unpacked
+    tape: Tape
+    value: TapeValue
+    geometry: Geometry | None  # where the tensor lies in the value's storage; None: it is all of it
+    pass_number: int  # the pass in which it was last unpacked
+
+
+def new_handle(tape: Tape, value: TapeValue, geometry: Geometry | None) -> Handle:
+    """A handle that was not unpacked yet."""
+    handle = Handle()
+    handle.tape = tape
+    handle.value = value
+    handle.geometry = geometry
+    handle.pass_number = 0
+    return handle
 
 
 class OfSubclass:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from gradfit.tape.operators import OpInfo
-from gradfit.tape.values import Geometry, TapeOperation, TapeValue
+from gradfit.tape.values import Geometry, TapeValue, new_operation, new_value
 
 _LINE = 64  # elements: memory is as well aligned after so many, whatever their size
 CUT = OpInfo(copies=True)
@@ -58,11 +58,11 @@ def _cut(whole: TapeValue) -> TapeValue:
         raise RuntimeError("gradfit: a part of what nothing on the tape has written")
     size, _, _, dtype = whole.geometry
     # Recorded operations have even numbers: this one runs right after the write.
-    cutting = TapeOperation(op.index + 1, _compact, CUT, [whole], {}, [whole])
-    part = TapeValue(whole.key, (size, _contiguous(size), 0, dtype), whole.segment, cutting)
-    cutting.outputs.append(weakref.ref(part))
+    cutting = new_operation(op.index + 1, _compact, CUT, [whole], {}, [whole])
+    part = new_value(whole.key, (size, _contiguous(size), 0, dtype), whole.segment, cutting)
+    cutting.outputs = (weakref.ref(part),)
     whole.users = [weakref.ref(cutting), *(whole.users or ())]
-    whole.part = weakref.ref(part)
+    whole.rare_facts().part = weakref.ref(part)
     return part
 
 

@@ -1,0 +1,105 @@
+"""Numbers on accelerators that are looked at later, all of them at once.
+
+Reading a number makes the host wait for its device. So numbers are collected, and read in one copy
+at the end. Each is a tensor of its own, for which a device's allocator hands out 512 bytes: if many
+are waiting they are sent to pinned memory of the host, for which nobody waits. So however many
+parts a batch has, their numbers take the memory of a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MOST_WAITING = 32
+
+
+class NumberPlace(NamedTuple):
+    """Where a number is found once all are read."""
+
+    device: torch.device
+    position: int
+
+
+class DeviceNumbers:
+    """Takes scalars, wherever they are, and reads them in one copy per device."""
+
+    def __init__(self) -> None:
+        self._queues: dict[torch.device, _Queue] = {}
+        self._numbers: dict[torch.device, list[float]] = {}
+
+    def add(self, value: Any) -> Any:
+        """Take a scalar; gives what `of` makes a number of. Nothing is read from an accelerator."""
+        if not isinstance(value, Tensor):
+            return value
+        if value.device.type == "cpu":
+            return value.item()
+        queue = self._queues.get(value.device)
+        if queue is None:
+            queue = self._queues[value.device] = _Queue()
+        return NumberPlace(value.device, queue.add(value))
+
+    def read(self) -> None:
+        """Wait for all that were added."""
+        self._numbers = {device: queue.read() for device, queue in self._queues.items()}
+
+    def of(self, value: Any) -> float:
+        """The number, of what `add` gave."""
+        if isinstance(value, NumberPlace):
+            return self._numbers[value.device][value.position]
+        return float(value)
+
+
+class _Queue:
+    """The numbers of one device, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._waiting: list[Tensor] = []
+        self._sent: list[tuple[list[int], Tensor]] = []  # which places they go to, and they
+        self._count = 0
+
+    def add(self, value: Tensor) -> int:
+        if len(self._waiting) == MOST_WAITING:
+            places, numbers = self._together()
+            host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+            self._sent.append((places, host.copy_(numbers, non_blocking=True)))
+        self._waiting.append(value.detach().reshape(()))
+        self._count += 1
+        return self._count - 1
+
+    def read(self) -> list[float]:
+        result = [0.0] * self._count
+        places, numbers = self._together()
+        # which waits: copies of the same stream that were begun before have come, too
+        last = places, numbers.cpu()
+        for wanted, host in (*self._sent, last):
+            for place, number in zip(wanted, host.tolist(), strict=True):
+                result[place] = float(number)
+        return result
+
+    def _together(self) -> tuple[list[int], Tensor]:
+        """All that wait, as one vector, and which places they go to; those of one type go together:
+        each call is a kernel.
+        """
+        first = self._count - len(self._waiting)
+        kinds: dict[torch.dtype, list[int]] = {}
+        for place, one in enumerate(self._waiting):
+            kinds.setdefault(one.dtype, []).append(place)
+        vector = _in_one_vector([[self._waiting[i] for i in kind] for kind in kinds.values()])
+        self._waiting = []
+        return [first + place for place in chain.from_iterable(kinds.values())], vector
+
+
+def _in_one_vector(kinds: Sequence[list[Tensor]]) -> Tensor:
+    """In double precision if they are of several types: that holds every float32 and every count;
+    Apple's devices have none.
+    """
+    with torch.no_grad():
+        if len(kinds) == 1:
+            return torch.stack(kinds[0])
+        wide = torch.float32 if kinds[0][0].device.type == "mps" else torch.float64
+        return torch.cat([torch.stack(kind).to(wide) for kind in kinds])

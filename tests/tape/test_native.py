@@ -1,0 +1,176 @@
+"""The native core: built here where there is a compiler, the same tapes as Python's, and a clear
+word where there is none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradfit import _torch_native
+from gradfit.errors import InvalidParameter, NativeCoreMissing
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+@pytest.fixture(scope="module")
+def built() -> Path:
+    """Compiled once, and found again by later runs."""
+    why = _torch_native.why_unsupported()
+    if why is not None:
+        pytest.skip(why)
+    if _torch_native.compiler() is None:
+        pytest.skip("no C++ compiler to build the native core with")
+    return _torch_native.build()
+
+
+def run_native(*command: str, setting: str = "1", **settings: str) -> str:
+    """What a program printed, which ran with the native core in a process of its own."""
+    ended = subprocess.run(
+        [sys.executable, "-X", "faulthandler", *command],
+        capture_output=True,
+        text=True,
+        timeout=800,
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "OMP_NUM_THREADS": "1",
+            "GRADFIT_NATIVE": setting,
+            **settings,
+        },
+    )
+    assert ended.returncode == 0, f"{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}"
+    return ended.stdout
+
+
+@pytest.mark.parametrize(
+    "first",
+    [0, pytest.param(1000, marks=pytest.mark.slow), pytest.param(2000, marks=pytest.mark.slow)],
+)
+def test_both_cores_write_the_same_tape(built: Path, first: int) -> None:
+    """Object by object, for random programs; and the same gradients."""
+    count = 150 if first == 0 else 1000
+    found = json.loads(
+        run_native("-W", "ignore", str(HERE / "native_tapes.py"), str(first), str(count))
+    )
+    assert found["operations"] > 10 * count
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "tests/tape/test_writes.py",
+        "tests/tape/test_interrupted.py",
+        "tests/tape/test_listening.py",
+        "tests/recompute/test_checkpointing.py",
+        "tests/recompute/test_lifetimes.py",
+    ],
+)
+def test_a_sample_of_the_tests_with_the_native_core(built: Path, tests: str) -> None:
+    """`make test-native` runs all of the rooms that record."""
+    run_native("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", tests)
+
+
+_RECORDS = """
+import torch, gradfit as gf
+x = torch.randn(3, 3, requires_grad=True)
+y = gf.checkpoint(lambda x: (x.tanh() * 2).sum(), x)
+y.backward()
+print(gf.native_core())
+"""
+
+
+def test_a_process_says_which_core_it_uses(built: Path) -> None:
+    assert run_native("-c", _RECORDS) == f"native core: {built}\n"
+    assert run_native("-c", _RECORDS, setting="auto") == f"native core: {built}\n"
+    assert run_native("-c", _RECORDS, setting="0") == "Python core: GRADFIT_NATIVE=0\n"
+
+
+def test_nothing_is_compiled_that_nobody_asked_for(tmp_path: Path) -> None:
+    said = run_native("-c", _RECORDS, setting="auto", GRADFIT_NATIVE_CACHE=str(tmp_path))
+    if _torch_native.why_unsupported() is None:
+        assert "not built for this torch and Python; `gradfit build-native`" in said
+    assert said.startswith("Python core: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_core_that_was_asked_for_by_name_and_is_missing_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRADFIT_NATIVE", "1")
+    monkeypatch.setenv("GRADFIT_NATIVE_CACHE", str(tmp_path))
+    with pytest.raises(NativeCoreMissing, match="GRADFIT_NATIVE=1 asks for the native core"):
+        _torch_native._decide()
+
+
+def test_a_build_that_cannot_be_loaded_is_said_and_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if _torch_native.why_unsupported() is not None:
+        pytest.skip("no native core here")
+    monkeypatch.setenv("GRADFIT_NATIVE", "auto")
+    monkeypatch.setenv("GRADFIT_NATIVE_CACHE", str(tmp_path))
+    broken = _torch_native.library_path()
+    broken.parent.mkdir(parents=True)
+    broken.write_text("no library")
+    core, said = _torch_native._decide()
+    assert core is None
+    assert not said.used
+    assert "cannot be loaded" in said.why
+    monkeypatch.setenv("GRADFIT_NATIVE", "1")
+    with pytest.raises(NativeCoreMissing, match="cannot be loaded"):
+        _torch_native._decide()
+
+
+def test_another_version_is_another_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _torch_native.library_path()
+    monkeypatch.setattr(_torch_native.torch.version, "git_version", "another")
+    assert _torch_native.library_path() != before
+
+
+def test_a_setting_that_means_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADFIT_NATIVE", "yes")
+    with pytest.raises(InvalidParameter, match="'yes', and may be 0, 1 or auto"):
+        _torch_native._decide()
+
+
+def _without(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if _torch_native.why_unsupported() is not None:
+        pytest.skip("no native core here")
+    monkeypatch.setenv("CXX", what)
+    monkeypatch.setattr(_torch_native.shutil, "which", lambda name: what if name == what else None)
+
+
+def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _without("", monkeypatch)
+    monkeypatch.setenv("GRADFIT_NATIVE_CACHE", str(tmp_path))
+    with pytest.raises(NativeCoreMissing, match=r"needs a C\+\+ compiler, and there is none"):
+        _torch_native.build()
+
+
+def test_what_a_compiler_said_is_in_the_error_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "compiler"
+    program.write_text("#!/bin/sh\necho 'core.cpp:1: error: no such header' >&2\nexit 1\n")
+    program.chmod(0o755)
+    cache = tmp_path / "cache"
+    _without(str(program), monkeypatch)
+    monkeypatch.setenv("GRADFIT_NATIVE_CACHE", str(cache))
+    with pytest.raises(NativeCoreMissing, match=r"could not compile.*\n.*no such header"):
+        _torch_native.build()
+    assert [path for path in cache.rglob("*") if path.is_file()] == []
+
+
+def test_the_command_builds_and_says_where(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from gradfit.cli import main
+
+    assert main(["build-native"]) == 0
+    assert str(built) in capsys.readouterr().out.replace("\n", "")
