@@ -443,6 +443,8 @@ class _Sampler:
         budget too.
         """
         samples = self.doubling()
+        if len(samples) == 1 and samples[0].size == 2 < self.total and self.has_room:
+            samples = self.watched_again([self.sample(1), *samples])  # what a single row takes
         # where forwards wait for each other, all ranks must run the same
         alone = len(samples) == 1 and not distributed.is_running()
         if alone and samples[0].size < self.total:
