@@ -31,6 +31,7 @@ from gradfit.tape.values import (
     Slice,
     TapeOperation,
     TapeValue,
+    geometry_of,
 )
 
 ROWS, COLUMNS = 4, 6
@@ -121,7 +122,8 @@ class Description:
             **{name: str(getattr(value, name)) for name in _OF_VALUE},
             "segment": self.segment(value.segment),
             "op": None if value.op is None else places.get(id(value.op), "another"),
-            "tensor": None if value.tensor is None else str(value.tensor.tolist()),
+            # not what is in it, which may be memory that nobody has written
+            "tensor": None if value.tensor is None else str(geometry_of(value.tensor)),
             "watched": value.death_watch is not None,
             "alive": value.forward_tensor() is not None,
             "users": users
