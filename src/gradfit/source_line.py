@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 
@@ -22,7 +22,8 @@ _is_users: dict[str, bool] = {}  # by file name: asked for each frame, for each 
 _ENTRY = re.compile(r'\s*File "(.+)", line (\d+)')
 
 
-Place = tuple[str, int]  # a file and a line
+# A function and an instruction in it: the line is looked up in an error only.
+Place = tuple[CodeType, int]
 
 
 def source_line() -> str:
@@ -41,14 +42,20 @@ def source_place() -> Place | None:
         return None
     name = frame.f_code.co_filename
     if name in _is_users:
-        return (name, frame.f_lineno)
+        return (frame.f_code, frame.f_lasti)
     _is_users[name] = not name.startswith(_LIBRARY) or name in _MODELS
     return source_place()
 
 
 def line_at(place: Place | None) -> str:
     """A place in words."""
-    return "" if place is None else f"{_short(place[0])}:{place[1]}"
+    return "" if place is None else f"{_short(place[0].co_filename)}:{_line_number(place)}"
+
+
+def _line_number(place: Place) -> int:
+    code, instruction = place
+    lines = (line for first, end, line in code.co_lines() if first <= instruction < end)
+    return next(filter(None, lines), code.co_firstlineno)
 
 
 def line_in(stack: Sequence[str]) -> str:
