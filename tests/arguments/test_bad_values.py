@@ -32,6 +32,7 @@ RESULTS = {
     "MemoryStats",
     "Plan",
     "Profile",
+    "NativeCore",
     "StepResult",
     "TrainResult",
     "AppliedPlan",

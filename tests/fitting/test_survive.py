@@ -199,7 +199,10 @@ CAPPED = textwrap.dedent("""
     # Once below the cap everything that Python and the libraries load or set up once is there.
     other = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
     some = batch[:64].clone()
-    gf.fit(other, torch.optim.AdamW(other.parameters()), loss_fn, some, memory="5 MiB")(some)
+    gf.fit(
+        other, torch.optim.AdamW(other.parameters()), loss_fn, some, memory="5 MiB", plan_ahead=True
+    )(some)
+    from scipy import optimize, sparse  # which planning loads where memory is short
     budget = 96 << 20
 
     def data_bytes():

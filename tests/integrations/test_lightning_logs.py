@@ -118,7 +118,10 @@ def budget_for(module: nn.Module, rows: int) -> int:
 
 def test_each_batch_is_logged_once_as_without(tmp_path: Path) -> None:
     plain, ours = Masked(), Masked()
-    expected, found = train(plain, tmp_path), train(ours, tmp_path, Fit(budget_for(ours, 24)))
+    expected, found = (
+        train(plain, tmp_path),
+        train(ours, tmp_path, Fit(budget_for(ours, 24), micro_batch=24)),
+    )
     assert len(found.lines) == len(expected.lines)
     for one, other in zip(found.lines, expected.lines, strict=True):
         assert one == pytest.approx(other, rel=1e-9)
@@ -139,7 +142,10 @@ class Summed(Masked):
 
 def test_a_sum_is_logged_as_a_sum(tmp_path: Path) -> None:
     plain, ours = Summed(), Summed()
-    expected, found = train(plain, tmp_path), train(ours, tmp_path, Fit(budget_for(ours, 24)))
+    expected, found = (
+        train(plain, tmp_path),
+        train(ours, tmp_path, Fit(budget_for(ours, 24), micro_batch=24)),
+    )
     assert [line["loss_step"] for line in found.lines if "loss_step" in line] == pytest.approx(
         [line["loss_step"] for line in expected.lines if "loss_step" in line], rel=1e-9
     )

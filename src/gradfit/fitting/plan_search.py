@@ -59,7 +59,7 @@ from gradfit.planning.microbatch import even
 from gradfit.planning.named_choices import Named, fix_by_name, fix_known_names
 from gradfit.planning.plan import Plan, fixed_text
 from gradfit.profiling.clock import seconds_now
-from gradfit.profiling.measure import additivity_within, choose_tiles, profile
+from gradfit.profiling.measure import RoomForRows, additivity_within, choose_tiles, profile
 from gradfit.profiling.meter import Meter, meter
 from gradfit.profiling.profile import Profile
 from gradfit.profiling.tile_choices import TileChoices
@@ -319,6 +319,8 @@ class Planner:
         later = self._later.get(tested.shape)
         if later is None or later.comparison is None or later.comparison.tested is not tested:
             return tested
+        if self._counted is not None and not self._counted.is_counted:
+            return tested  # it is served whole, by a plan that keeps everything: none is faster
         if self.shape(batch) != tested.shape or self.rows(batch) != tested.plan.batch_size:
             return tested
         if not later.comparison.took(seconds):
@@ -402,14 +404,9 @@ class Planner:
             return
         if request.batch_size > 1 or self.rows(request.batch) > 1:
             with untouched(self._model) as before:
-                self.additivity = additivity_within(
-                    self._model,
-                    self._loss_fn,
-                    request.batch,
-                    self.runner.split,
-                    self.limit_bytes,
-                    before.rewind,
-                )
+                of_what = (self._model, self._loss_fn, request.batch, self.runner.split)
+                room = RoomForRows(*of_what, self.limit_bytes)
+                self.additivity = additivity_within(*of_what, room, before.rewind)
 
     def _find(self, request: _Request) -> TestedPlan | None:
         """A plan made before for this shape or a larger one, or what arithmetic makes of one."""

@@ -207,11 +207,16 @@ def _measure(step: _Step, limits: _Limits, additivity: Additivity | None) -> Pro
         cost = _cost_of(step.optimizer)
         if additivity is None:
             with meter(model, step.optimizer, batch, device=counted_device(model)) as live:
+                room = RoomForRows(model, step.loss_fn, batch, step.split, limits.memory_bytes)
                 additivity = additivity_within(
-                    model, step.loss_fn, batch, step.split, limits.memory_bytes, before.rewind
+                    model, step.loss_fn, batch, step.split, room, before.rewind
                 )
             measuring_bytes = live.peak_bytes
-            has_room = _had_room(additivity, measuring_bytes, limits.memory_bytes)
+            has_room = (
+                additivity.adds_up
+                and room.gradient_rows > 1  # then both passes of several were run
+                and _had_room(measuring_bytes, limits.memory_bytes)
+            )
         room_bytes = _room(model, batch, limits.memory_bytes, cost)
         sampler = _Sampler(step, total, room_bytes, has_room=has_room)
         samples = sampler.samples(limits, additivity)
@@ -238,11 +243,11 @@ def _measure(step: _Step, limits: _Limits, additivity: Additivity | None) -> Pro
     )
 
 
-def _had_room(additivity: Additivity, peak_bytes: int, memory_bytes: int | None) -> bool:
-    """Whether single rows, and both passes of several, were run well below the budget."""
-    if memory_bytes is None or not additivity.adds_up or additivity.uncompared:
+def _had_room(peak_bytes: int, memory_bytes: int | None) -> bool:
+    """Whether what was run stayed well below the budget."""
+    if memory_bytes is None or distributed.is_running():
         return False
-    return not distributed.is_running() and peak_bytes <= 0.75 * memory_bytes
+    return peak_bytes <= 0.75 * memory_bytes
 
 
 def _cost_of(optimizer: Any) -> OptimizerCost:
@@ -260,11 +265,11 @@ def additivity_within(
     loss_fn: LossFunction,
     batch: Any,
     split: _Cut | None,
-    memory_bytes: int | None,
+    room: RoomForRows,
     rewind: Callable[[], None],
 ) -> Additivity:
-    """Whether the loss adds up, measured below a budget; the caller puts buffers and generators
-    back, and `rewind` does so in between.
+    """Whether the loss adds up, measured on as many rows as there is room for; the caller puts
+    buffers and generators back, and `rewind` does so in between.
     """
 
     def backward(loss: torch.Tensor) -> None:
@@ -273,7 +278,6 @@ def additivity_within(
 
     # FSDP2 lets go of its parameters in the backward pass: a forward alone would hold them.
     finish = backward if distributed.is_running() else None
-    room = _RoomForRows(model, loss_fn, batch, split, memory_bytes)
     return measure_additivity(
         model,
         loss_fn,
@@ -287,7 +291,7 @@ def additivity_within(
     )
 
 
-class _RoomForRows:
+class RoomForRows:
     """How many rows can be run below a budget, by what few take in a forward alone."""
 
     def __init__(
