@@ -188,7 +188,7 @@ class BatchWeights:
         if is_part and _was_multiplied_by_0(read, part):
             return ()
         if read is None or len(read.terms) != len(roles) or self._is_sum_now(read):
-            self._refuse_unreadable(part)
+            self._refuse_unreadable(part, read)
             return None
         if roles == ("adds",):  # nothing to compare, so it may stay on its device
             return (read.terms[0].divisor,)
@@ -204,10 +204,10 @@ class BatchWeights:
             for term, role in terms
         )
 
-    def _refuse_unreadable(self, part: PartLoss) -> None:
+    def _refuse_unreadable(self, part: PartLoss, read: Denominator | None) -> None:
         if self._exact and part.rows < self._rows:
             raise UnreadableLoss(
-                f"This micro-batch's loss is {read_text(part)}; the sample's was"
+                f"This micro-batch's loss is {read or _UNREAD}; the sample's was"
                 f" {self._additivity.read}. {_NEXT}"
             )
 
@@ -291,9 +291,10 @@ def _is_finite_and_not_0(value: float) -> bool:
 
 def read_text(part: PartLoss) -> str:
     """What the part's loss was divided by, in words."""
-    return str(part.denominator or "divided by what cannot be read")
+    return str(part.denominator or _UNREAD)
 
 
+_UNREAD = "divided by what cannot be read"
 _NEXT = (
     "One weight cannot be right for all terms, so nothing was updated. Return gf.Loss(sum=…,"
     " count=…) with one count, or pass fit(micro_batch='whole')."
