@@ -4,14 +4,17 @@ seconds of one pass.
 Everything runs in turn, round by round, in one process: what disturbs one disturbs all. The peak is
 `gf.meter`'s, the time the least CPU time of the rounds. `python benchmarks/tile.py [--tokens 1024]
 [--rounds 3]`; `--long 8192 16384` for the peaks of long sequences, `--tokens 8192 --fit "450 MiB"`
-for a budget that is less than one row's logits.
+for a budget that is less than one row's logits, `--tokens 2048 --fit "300 MiB" --rounds 5` for the
+time of its steps beside the loop by hand.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import gc
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -187,6 +190,40 @@ def long_fit(words: int, length: int, memory: str, *, layers: int, width: int) -
     )
 
 
+def beside_hand(
+    words: int, length: int, memory: str, rounds: int, *, layers: int, width: int
+) -> None:
+    """Whole steps of `fit` and of the loop by hand, in turn."""
+    by_hand = make_model(words, layers, width)
+    model = copy.deepcopy(by_hand)
+    tokens = torch.randint(0, words, (1, length), generator=torch.Generator().manual_seed(1))
+    optimizers = [torch.optim.SGD(one.parameters(), lr=1e-3) for one in (by_hand, model)]
+
+    def plain() -> None:
+        plain_loss(by_hand, tokens).backward()
+        optimizers[0].step()
+        optimizers[0].zero_grad()
+
+    step = gf.fit(model, optimizers[1], plain_loss, tokens, memory=memory)
+    with gf.meter(by_hand, tokens) as live:
+        plain()
+    peak = [step(tokens), step(tokens)][-1].peak_bytes
+    taken: list[tuple[float, float]] = []
+    for _ in range(rounds):
+        started = time.process_time()
+        plain()
+        between = time.process_time()
+        step(tokens)
+        taken.append((between - started, time.process_time() - between))
+    hand, ours = (min(seconds) for seconds in zip(*taken, strict=True))
+    print(
+        f"by hand {live.peak_bytes / MIB:.0f} MiB, {hand:.2f} s; fit {peak / MIB:.0f} MiB,"
+        f" {ours:.2f} s: {ours / hand:.3f} of the least,"
+        f" {statistics.median(b / a for a, b in taken):.3f} by the median of {rounds} rounds",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=1024)
@@ -210,6 +247,8 @@ def main() -> None:
         return
     if options.fit is not None:
         long_fit(options.words, options.tokens, options.fit, **size)
+        if options.tokens <= 4096:
+            beside_hand(options.words, options.tokens, options.fit, options.rounds, **size)
         return
     model = make_model(options.words, **size)
     tokens = torch.randint(
