@@ -13,6 +13,7 @@ from torch import nn
 
 import gradfit as gf
 from gradfit.fitting import plan_search
+from gradfit.fitting.other_trainers import Passes
 
 Change = Callable[[nn.Sequential], Any]
 
@@ -169,3 +170,14 @@ def test_a_mean_that_becomes_a_sum_is_refused() -> None:
     with pytest.raises(gf.MisuseError, match=r"loss is sum; the sample's was mean over"):
         step(x)
     assert all(map(torch.equal, before, parameters_of(model)))
+
+
+def test_a_trainer_of_another_library_measures_again_too() -> None:
+    model, optimizer, x = make()
+    passes = Passes(model, optimizer, loss_of, memory="1 GiB", micro_batch=5)
+    assert passes.plan(x).steps == 3
+    put_in_batch_norm(model)
+    ran: list[Any] = []
+    with pytest.raises(gf.MisuseError, match="its loss does not add up"):
+        passes.run(x, lambda part, weight: ran.append(part))
+    assert not ran
